@@ -1,0 +1,1 @@
+"""Checkpoints that are complete, verified and readable under any strategy."""

@@ -1,0 +1,1 @@
+"""What is trained on: sources, latents, the step-indexed sampler, the loader."""

@@ -1,0 +1,1 @@
+"""The mathematics of the objectives. Plain torch: nothing here knows of processes or files."""

@@ -1,0 +1,1 @@
+"""What is trained. Plain torch: nothing here knows of processes or files."""

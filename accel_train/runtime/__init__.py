@@ -1,0 +1,1 @@
+"""The machine as it really is: launch files, processes, devices, signals."""

@@ -1,0 +1,1 @@
+"""One optimizer step: accumulation, optimizers, schedules, moving averages."""
