@@ -1,9 +1,9 @@
 """Read a YAML or JSON file of settings without surprises: what is ambiguous is an error with its position.
 
 Scalars follow YAML 1.2 where PyYAML follows 1.1: `1e-4` is a float; `no`, `on`, `12:30`, `1_000`, `0o17` and
-`2024-01-01` stay text; `017` is refused, because it is 15 to one parser and 17 to another. Duplicate keys, keys
-that are not text, aliases, tags of programming languages, several documents, tabs, other encodings and files of
-absurd size are refused. Nothing in a file can run code.
+`2024-01-01` stay text; `017` is refused, because it is 15 to one parser and 17 to another. Refused as well:
+duplicate keys, keys that are not text, aliases, tags of programming languages, several documents, tabs, other
+encodings, files of absurd size. Nothing in a file can run code.
 """
 
 from __future__ import annotations
