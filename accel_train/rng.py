@@ -71,7 +71,7 @@ def categorical(keys: Tensor, probabilities: Tensor) -> Tensor:
     weights = probabilities.to(torch.float64)
     total = weights.sum(-1)
     if weights.device.type == "cpu" and not bool(
-        ((weights.amin(-1) >= 0) & (total > 0) & total.isfinite()).all()
+        (~(weights < 0).any(-1) & (total > 0) & total.isfinite()).all()
     ):
         raise UsageError(
             f"weights={weights.tolist() if weights.numel() <= 32 else '(...)'}: weights must be 0 or more, "
