@@ -1,0 +1,183 @@
+"""Learning-rate factors: pure functions of the optimizer step, so that neither the number of processes nor a
+resume can move them (a prepared scheduler advances once per process, and its state has to be restored).
+
+Formulas and the step convention are those of transformers and diffusers, `lr = peak * factor(step)` for the
+update number `step` counted from 0: with a warm-up of W steps the factor is step/W, which is 0 at step 0 and
+exactly 1 at step W; at `decay_steps` it is exactly the floor and stays there.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from accel_train.config import Fraction, NonNegativeInt, PositiveInt, UsageError
+
+ScheduleKind = Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "inverse_sqrt"]
+
+_ENDLESS: frozenset[ScheduleKind] = frozenset(("constant", "inverse_sqrt"))
+_OWN_KIND: dict[str, ScheduleKind] = {
+    "cycles": "cosine_restarts",
+    "cycle_steps": "cosine_restarts",
+    "cycle_multiplier": "cosine_restarts",
+    "wsd_decay_fraction": "wsd",
+}
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning rate over the run. Options that the kind does not read are refused."""
+
+    kind: ScheduleKind = "cosine"
+    """Shape after the warm-up: constant; linear or cosine down to the floor; cosine_restarts (cosine cycles,
+    each from the peak); wsd (stay at the peak, then fall linearly); inverse_sqrt (sqrt(warmup_steps/step))."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the learning rate rises linearly from 0. Never multiplied by the number of
+    processes. The first step of a warm-up has learning rate 0."""
+
+    decay_steps: PositiveInt | None = None
+    """Optimizer step, counted from the start of training and warm-up included, at which the floor is reached;
+    later steps stay there. None = max_steps of the first start: raising max_steps later does not stretch the
+    schedule. Not for constant and inverse_sqrt, which have no end."""
+
+    floor: Fraction = 0.0
+    """Lowest learning rate after the warm-up, as a fraction of the peak. Not for constant."""
+
+    cycles: PositiveInt | None = None
+    """cosine_restarts: number of cycles between the end of the warm-up and decay_steps. Give this or
+    cycle_steps."""
+
+    cycle_steps: PositiveInt | None = None
+    """cosine_restarts: optimizer steps of the first cycle; a cycle that decay_steps cuts is not finished."""
+
+    cycle_multiplier: PositiveInt | None = None
+    """cosine_restarts: every cycle is this many times as long as the one before. None = 1, all equal."""
+
+    wsd_decay_fraction: Fraction | None = None
+    """wsd: the last part of decay_steps in which the learning rate falls, in whole steps. None = 0.2."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1:
+            raise UsageError(
+                f"floor={self.floor}: must be from 0 to 1, it is a fraction of the peak learning rate. "
+                "Give for example 0.1 for a tenth of the peak."
+            )
+        self._refuse_unread_options()
+        if self.kind == "cosine_restarts" and (self.cycles is None) == (self.cycle_steps is None):
+            raise UsageError(
+                f"cycles={self.cycles}, cycle_steps={self.cycle_steps}: kind=cosine_restarts needs exactly "
+                "one of the two. Give cycles (how many) or cycle_steps (length of the first)."
+            )
+        if self.kind == "inverse_sqrt" and self.warmup_steps == 0:
+            raise UsageError(
+                "warmup_steps=0: kind=inverse_sqrt decays as sqrt(warmup_steps / step) and needs at least 1. "
+                "Give a warm-up, 1000 to 10000 steps is usual."
+            )
+        if self.decay_steps is not None:
+            _check_lengths(self, self.decay_steps, "decay_steps")
+
+    def _refuse_unread_options(self) -> None:
+        given = [name for name in _OWN_KIND if getattr(self, name) is not None]
+        unread = [name for name in given if _OWN_KIND[name] != self.kind]
+        if self.kind in _ENDLESS and self.decay_steps is not None:
+            unread.append("decay_steps")
+        if self.kind == "constant" and self.floor != 0:
+            unread.append("floor")
+        if unread:
+            values = ", ".join(f"{name}={getattr(self, name)}" for name in unread)
+            wanted = sorted({_OWN_KIND[name] for name in unread if name in _OWN_KIND})
+            hint = f", or use kind={' or '.join(wanted)}" if wanted else ""
+            default = ", ".join(f"{name}={getattr(type(self), name)}" for name in unread)
+            raise UsageError(
+                f"{values}: kind={self.kind} does not read it. Leave it out (the default is {default}){hint}."
+            )
+
+
+def resolve_decay_steps(config: ScheduleConfig, max_steps: int) -> int:
+    """The number to save with the experiment and to hand to `learning_rate_factor` from then on.
+
+    Call it once, at the first start, before any model is built: it refuses a warm-up, a first cycle or a wsd
+    decay that does not fit. For constant and inverse_sqrt the number is max_steps and nothing reads it later.
+    """
+    if config.decay_steps is not None:
+        return config.decay_steps
+    _check_lengths(config, max_steps, "max_steps")
+    return max_steps
+
+
+def learning_rate_factor(config: ScheduleConfig, step: int, decay_steps: int) -> float:
+    """Learning rate of update `step` (0 = the first) as a fraction of the peak, in [0, 1].
+
+    `decay_steps` is the resolved number of `resolve_decay_steps`, not max_steps of the present start.
+    """
+    warmup = config.warmup_steps
+    if step < warmup:
+        return step / warmup
+    if config.kind == "constant":
+        return 1.0
+    if config.kind == "inverse_sqrt":
+        return max(config.floor, math.sqrt(warmup / step))
+    if step >= decay_steps:
+        return config.floor
+    return config.floor + (1.0 - config.floor) * _shape(config, step - warmup, decay_steps - warmup)
+
+
+def _shape(config: ScheduleConfig, done: int, span: int) -> float:
+    """From 1 at `done` = 0 towards 0 at `done` = `span`, both counted from the end of the warm-up."""
+    match config.kind:
+        case "linear":
+            return 1.0 - done / span
+        case "cosine":
+            return _half_cosine(done / span)
+        case "wsd":
+            return min(1.0, (span - done) / _wsd_steps(config, span + config.warmup_steps))
+        case _:
+            return _half_cosine(_cycle_progress(config, done, span))
+
+
+def _half_cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _cycle_progress(config: ScheduleConfig, done: int, span: int) -> float:
+    """Part of the running cycle that is over. In integers, so that a restart falls on its step exactly."""
+    multiplier = config.cycle_multiplier or 1
+    if config.cycle_steps is not None:
+        length = config.cycle_steps
+    else:  # lengths span * multiplier**i / units: count in steps * units
+        units = sum(multiplier**i for i in range(config.cycles or 1))
+        done, length = done * units, span
+    if multiplier == 1:
+        return (done % length) / length
+    while done >= length:
+        done, length = done - length, length * multiplier
+    return done / length
+
+
+def _wsd_steps(config: ScheduleConfig, decay_steps: int) -> int:
+    return max(1, round(_wsd_fraction(config) * decay_steps))
+
+
+def _wsd_fraction(config: ScheduleConfig) -> float:
+    return 0.2 if config.wsd_decay_fraction is None else config.wsd_decay_fraction
+
+
+def _check_lengths(config: ScheduleConfig, decay_steps: int, option: str) -> None:
+    warmup = config.warmup_steps
+    if warmup > decay_steps:
+        raise UsageError(
+            f"warmup_steps={warmup}: must not be more than {option}={decay_steps}, "
+            "the peak would never be reached. Lower the one or raise the other."
+        )
+    if config.cycle_steps is not None and warmup + config.cycle_steps > decay_steps:
+        raise UsageError(
+            f"cycle_steps={config.cycle_steps}: with warmup_steps={warmup} one cycle ends at step "
+            f"{warmup + config.cycle_steps}, after {option}={decay_steps}. Shorten it to "
+            f"{decay_steps - warmup} or less, or give cycles instead."
+        )
+    if config.kind == "wsd" and warmup + _wsd_steps(config, decay_steps) > decay_steps:
+        raise UsageError(
+            f"wsd_decay_fraction={_wsd_fraction(config)}: a decay of "
+            f"{_wsd_steps(config, decay_steps)} steps and warmup_steps={warmup} are more than "
+            f"{option}={decay_steps}. Shorten the warm-up or the decay."
+        )

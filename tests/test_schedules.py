@@ -1,0 +1,193 @@
+"""Learning-rate factors against closed forms, torch, transformers and diffusers."""
+
+import math
+import warnings
+from collections.abc import Callable
+from fractions import Fraction
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_train.config import UsageError
+from accel_train.training.schedules import ScheduleConfig, learning_rate_factor, resolve_decay_steps
+
+TOTAL = 97
+TORCH = torch.optim.lr_scheduler
+
+
+def curve(config: ScheduleConfig, steps: int = TOTAL, max_steps: int = TOTAL) -> list[float]:
+    decay_steps = resolve_decay_steps(config, max_steps)
+    return [learning_rate_factor(config, step, decay_steps) for step in range(steps)]
+
+
+def reference(build: Callable[[torch.optim.Optimizer], TORCH.LRScheduler], steps: int = TOTAL) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = build(optimizer)
+    factors: list[float] = []
+    for _ in range(steps):
+        factors.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's composed schedulers warn about their own use
+            scheduler.step()
+    return factors
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_equals_transformers_and_diffusers(library, kind, warmup):
+    build = getattr(import_module(f"{library}.optimization"), f"get_{kind}_schedule_with_warmup")
+    total = () if kind == "constant" else (TOTAL,)
+    theirs = reference(lambda optimizer: build(optimizer, warmup, *total))
+    ours = curve(ScheduleConfig(kind=kind, warmup_steps=warmup), steps=TOTAL + 20)
+    assert ours[:TOTAL] == pytest.approx(theirs, abs=1e-12)
+    assert set(ours[TOTAL:]) == ({1.0} if kind == "constant" else {0.0})
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_restarts_equal_transformers_and_diffusers(library, warmup):
+    build = import_module(f"{library}.optimization").get_cosine_with_hard_restarts_schedule_with_warmup
+    total = warmup + 90
+    theirs = reference(lambda optimizer: build(optimizer, warmup, total, num_cycles=3), total)
+    ours = curve(ScheduleConfig(kind="cosine_restarts", warmup_steps=warmup, cycles=3), total, total)
+    differing = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if abs(a - b) > 1e-12]
+    # (cycles * progress) % 1.0 in floating point can fall just short of a restart; integers cannot
+    assert set(differing) <= {warmup + 30, warmup + 60}
+    assert ours[warmup] == ours[warmup + 30] == ours[warmup + 60] == 1.0
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+@pytest.mark.parametrize("multiplier", [1, 2])
+def test_cycle_steps_equal_torch_warm_restarts(floor, multiplier):
+    config = ScheduleConfig(
+        kind="cosine_restarts", floor=floor, cycle_steps=7, cycle_multiplier=multiplier, decay_steps=1000
+    )
+    theirs = reference(lambda o: TORCH.CosineAnnealingWarmRestarts(o, 7, multiplier, eta_min=floor), 300)
+    assert curve(config, 300) == pytest.approx(theirs, abs=1e-12)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_floors_equal_torch_and_transformers(floor):
+    from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
+
+    linear = reference(lambda o: TORCH.LinearLR(o, 1.0, floor, TOTAL), TOTAL + 10)
+    assert curve(ScheduleConfig(kind="linear", floor=floor), TOTAL + 10) == pytest.approx(linear, abs=1e-9)
+    cosine = reference(lambda o: TORCH.CosineAnnealingLR(o, TOTAL, eta_min=floor))
+    assert curve(ScheduleConfig(kind="cosine", floor=floor)) == pytest.approx(cosine, abs=1e-9)
+    cosine = reference(lambda o: get_cosine_with_min_lr_schedule_with_warmup(o, 10, TOTAL, min_lr_rate=floor))
+    ours = curve(ScheduleConfig(kind="cosine", floor=floor, warmup_steps=10))
+    assert ours == pytest.approx(cosine, abs=1e-12)
+    # transformers starts this warm-up at the floor, so it is compared without one
+    wsd = reference(lambda o: get_wsd_schedule(o, 0, 20, 100, decay_type="linear", min_lr_ratio=floor), 120)
+    assert curve(ScheduleConfig(kind="wsd", floor=floor), 120, 100) == pytest.approx(wsd, abs=1e-12)
+
+
+def test_inverse_sqrt_equals_transformers_and_stops_at_its_floor():
+    from transformers.optimization import get_inverse_sqrt_schedule
+
+    config = ScheduleConfig(kind="inverse_sqrt", warmup_steps=10)
+    theirs = reference(lambda o: get_inverse_sqrt_schedule(o, 10), 500)
+    assert curve(config, 500) == pytest.approx(theirs, abs=1e-12)
+    with_floor = ScheduleConfig(kind="inverse_sqrt", warmup_steps=10, floor=0.5)
+    expected = [max(f, 0.5) if i > 10 else f for i, f in enumerate(theirs)]
+    assert curve(with_floor, 500) == pytest.approx(expected)
+
+
+def test_growing_cycles_end_at_decay_steps():
+    # 1 + 2 + 4 parts of 70 steps: cycles of 10, 20 and 40
+    config = ScheduleConfig(kind="cosine_restarts", warmup_steps=5, cycles=3, cycle_multiplier=2, floor=0.25)
+    factors = curve(config, 90, 75)
+    assert [i for i, f in enumerate(factors) if f == 1.0] == [5, 15, 35]
+    assert factors[10] == pytest.approx(0.625)
+    assert factors[55] == pytest.approx(0.625)
+    assert factors[75:] == [0.25] * 15
+
+
+CONFIGS = st.one_of(
+    st.builds(
+        ScheduleConfig,
+        kind=st.sampled_from(["linear", "cosine", "wsd"]),
+        warmup_steps=st.integers(0, 50),
+        floor=st.floats(0, 1),
+    ),
+    st.builds(
+        ScheduleConfig,
+        kind=st.just("cosine_restarts"),
+        warmup_steps=st.integers(0, 50),
+        floor=st.floats(0, 1),
+        cycles=st.integers(1, 5),
+        cycle_multiplier=st.integers(1, 3),
+    ),
+)
+
+
+@given(CONFIGS, st.integers(64, 2000))
+def test_exact_at_the_ends(config, decay_steps):
+    warmup = config.warmup_steps
+    assert learning_rate_factor(config, warmup, decay_steps) == 1.0
+    if warmup:
+        assert learning_rate_factor(config, 0, decay_steps) == 0.0
+    for step in (decay_steps, decay_steps + 1, 10 * decay_steps):
+        assert learning_rate_factor(config, step, decay_steps) == config.floor
+    for step in range(warmup, decay_steps, 7):
+        assert config.floor <= learning_rate_factor(config, step, decay_steps) <= 1.0
+
+
+@given(st.integers(2, 10_000), st.integers(1, 2_000))
+def test_linear_is_the_exact_fraction(decay_steps, step):
+    config = ScheduleConfig(kind="linear")
+    exact = max(Fraction(0), 1 - Fraction(step, decay_steps))
+    assert math.isclose(learning_rate_factor(config, step, decay_steps), exact, abs_tol=1e-15)
+
+
+def test_raising_max_steps_does_not_stretch_the_schedule():
+    config = ScheduleConfig(kind="cosine", floor=0.1)
+    saved = resolve_decay_steps(config, max_steps=100)
+    assert saved == 100
+    assert learning_rate_factor(config, 150, saved) == 0.1
+    assert resolve_decay_steps(ScheduleConfig(decay_steps=80), max_steps=100) == 80
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kind": "constant", "floor": 0.1}, ["floor=0.1", "kind=constant", "default is floor=0.0"]),
+        ({"kind": "constant", "decay_steps": 10}, ["decay_steps=10", "kind=constant"]),
+        ({"kind": "inverse_sqrt", "warmup_steps": 1, "decay_steps": 10}, ["decay_steps=10"]),
+        ({"kind": "inverse_sqrt"}, ["warmup_steps=0", "at least 1"]),
+        ({"kind": "cosine", "cycles": 2}, ["cycles=2", "kind=cosine_restarts"]),
+        ({"kind": "cosine", "wsd_decay_fraction": 0.1}, ["wsd_decay_fraction=0.1", "kind=wsd"]),
+        ({"kind": "cosine_restarts"}, ["exactly one"]),
+        ({"kind": "cosine_restarts", "cycles": 2, "cycle_steps": 3}, ["exactly one"]),
+        ({"floor": 1.5}, ["floor=1.5", "0 to 1"]),
+        ({"floor": -0.1}, ["floor=-0.1"]),
+        ({"floor": math.nan}, ["floor=nan"]),
+        ({"warmup_steps": 11, "decay_steps": 10}, ["warmup_steps=11", "decay_steps=10"]),
+        ({"kind": "wsd", "warmup_steps": 9, "decay_steps": 10}, ["wsd_decay_fraction=0.2", "2 steps"]),
+    ],
+)
+def test_refusals(options, words):
+    with pytest.raises(UsageError) as error:
+        ScheduleConfig(**options)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"warmup_steps": 101}, ["warmup_steps=101", "max_steps=100"]),
+        ({"kind": "constant", "warmup_steps": 101}, ["warmup_steps=101", "max_steps=100"]),
+        ({"kind": "wsd", "warmup_steps": 90}, ["warmup_steps=90", "20 steps", "max_steps=100"]),
+        ({"kind": "cosine_restarts", "warmup_steps": 1, "cycle_steps": 100}, ["cycle_steps=100", "to 99"]),
+    ],
+)
+def test_lengths_are_checked_against_max_steps(options, words):
+    config = ScheduleConfig(**options)
+    with pytest.raises(UsageError) as error:
+        resolve_decay_steps(config, max_steps=100)
+    assert all(word in str(error.value) for word in words), str(error.value)
