@@ -108,6 +108,14 @@ def test_growing_cycles_end_at_decay_steps():
     assert factors[75:] == [0.25] * 15
 
 
+def test_wsd_decay_is_a_part_of_all_steps():
+    config = ScheduleConfig(kind="wsd", warmup_steps=10, wsd_decay_fraction=0.257, floor=0.5)
+    factors = curve(config, 110, 100)  # 25.7 steps, rounded to 26: from step 74 to step 100
+    assert factors[10:75] == [1.0] * 65
+    assert factors[75:100] == pytest.approx([1 - 0.5 * i / 26 for i in range(1, 26)])
+    assert factors[100:] == [0.5] * 10
+
+
 CONFIGS = st.one_of(
     st.builds(
         ScheduleConfig,

@@ -29,7 +29,7 @@ class ScheduleConfig:
 
     kind: ScheduleKind = "cosine"
     """Shape after the warm-up: constant; linear or cosine down to the floor; cosine_restarts (cosine cycles,
-    each from the peak); wsd (stay at the peak, then fall linearly); inverse_sqrt (sqrt(warmup_steps/step))."""
+    each from the peak); wsd (stay at the peak, then fall linearly); inverse_sqrt, sqrt(warmup_steps/step)."""
 
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly from 0. Never multiplied by the number of
