@@ -1,0 +1,261 @@
+"""Build the ``Accelerator`` and compare what was asked with what came up.
+
+Accelerate falls back in silence: an FSDP2 file on a machine without a GPU gives N independent trainers, a
+MULTI_CPU file gives one process, ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` beats the script. Each of these
+stops here, before a model exists, with the remedy in the message (bad-input rows I19 to I23).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+
+from accel_train.config import UsageError
+from accel_train.runtime import rehearsal
+from accel_train.runtime.requested import (
+    Requested,
+    clear_environment,
+    misleading_variables,
+    parent_command_lines,
+    read_request,
+    refuse_accumulation,
+    refuse_experiment_settings,
+)
+
+Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
+Precision = Literal["fp32", "bf16", "fp16"]
+ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+logger = logging.getLogger(__name__)
+
+
+def build_accelerator(
+    *,
+    precision: Precision,
+    global_batch_size: int,
+    micro_batch_size: int,
+    max_grad_norm: float,
+    collective_timeout_seconds: int = 1800,
+    trackers: Sequence[str] = (),
+    project_dir: str | Path | None = None,
+) -> Accelerator:
+    """The verified ``Accelerator`` of this process. All ranks must call it, once, before anything heavy.
+
+    ZeRO's own settings (clipping, accumulation, batch sizes, precision) are generated from the arguments.
+    Raises ``UsageError`` where the machine is not what the launch request says, naming both.
+    """
+    requested = read_request(os.environ, parent_command_lines())
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_batch_sizes(global_batch_size, micro_batch_size, world_size)
+    accumulation_steps = math.ceil(math.ceil(global_batch_size / world_size) / micro_batch_size)
+    refuse_experiment_settings(requested, os.environ, precision)
+    refuse_accumulation(requested, os.environ, accumulation_steps)
+    _refuse_wrong_machine(requested, world_size, precision)
+    clear_environment(os.environ)
+    for sentence in misleading_variables(os.environ):
+        logger.warning("%s", sentence)
+
+    plugin = None
+    if requested.strategy == "deepspeed":
+        plugin = zero_plugin(requested, precision, max_grad_norm, micro_batch_size, world_size)
+    _connect(requested, timedelta(seconds=collective_timeout_seconds))
+    accelerator = Accelerator(
+        mixed_precision=ACCELERATE_PRECISION[precision],
+        gradient_accumulation_steps=1,
+        deepspeed_plugin=plugin,
+        log_with=list(trackers) or None,
+        project_dir=project_dir,
+    )
+    _verify(accelerator, requested, world_size, precision)
+    return accelerator
+
+
+def check_batch_sizes(global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
+    """Refuse a global batch that leaves a process without a sample (bad-input row I30)."""
+    if global_batch_size < world_size:
+        raise UsageError(
+            f"global_batch_size: {global_batch_size} is smaller than the {world_size} processes, so some would have "
+            f"no sample; give --global_batch_size {world_size} or more, or start fewer processes"
+        )
+
+
+def strategy_of(accelerator: Accelerator) -> Strategy:
+    """What really runs, as the project names it."""
+    kind = accelerator.distributed_type
+    if kind == DistributedType.DEEPSPEED:
+        stage = int(accelerator.state.deepspeed_plugin.zero_stage)
+        names: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
+        return names[stage]
+    if kind == DistributedType.FSDP:
+        return "fsdp2"
+    return "single" if kind == DistributedType.NO else "ddp"
+
+
+def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Precision) -> None:
+    """Differences that can be seen before the processes are connected."""
+    machine = requested.machine
+    has_device = torch.accelerator.is_available()
+    sharded = requested.strategy is not None or (machine is not None and machine.strategy not in ("single", "ddp"))
+    if requested.num_processes is not None and requested.num_processes != world_size:
+        raise UsageError(
+            f"num_processes: {requested.num_processes} was asked for by {requested.source}, but WORLD_SIZE is "
+            f"{world_size}: the launcher started {world_size} process(es). On CPU, `accelerate launch` starts one "
+            f"process whatever the file says; use `python -m torch.distributed.run --nproc_per_node "
+            f"{requested.num_processes} RECIPE` or `accel-train rehearse`"
+        )
+    wants_device = sharded or (machine is not None and machine.distributed_type == "MULTI_GPU" and not machine.use_cpu)
+    if wants_device and not has_device and not requested.rehearsal:
+        strategy = machine.strategy if machine is not None else requested.strategy
+        raise UsageError(
+            f"distributed_type: {strategy} was asked for by {requested.source}, but this machine shows no "
+            "accelerator device, where Accelerate would ignore the setting; run it on GPUs, or try it here with "
+            "`accel-train rehearse --config_file FILE --num_processes N RECIPE ...`"
+        )
+    if precision == "fp16" and not has_device:
+        raise UsageError("precision: fp16 needs a GPU (loss scaling has no CPU form); use --precision bf16 or fp32")
+    if precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UsageError(
+            f"precision: bf16 is not supported by {torch.cuda.get_device_name()} (compute capability "
+            f"{torch.cuda.get_device_capability()}; 8.0 is needed); use --precision fp16 or fp32"
+        )
+
+
+def _connect(requested: Requested, timeout: timedelta) -> None:
+    """Start the process group with our timeout.
+
+    ``InitProcessGroupKwargs`` drops a timeout that equals its own default (accelerate#2611), so it goes to
+    ``PartialState`` directly; DeepSpeed's later subgroups read theirs from the environment (accelerate#3711).
+    """
+    os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, math.ceil(timeout.total_seconds() / 60)))
+    if requested.rehearsal:
+        rehearsal.connect(requested.strategy, timeout)
+        return
+    cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.accelerator.is_available()
+    PartialState(cpu=cpu, timeout=timeout)
+
+
+def zero_plugin(
+    requested: Requested, precision: Precision, max_grad_norm: float, micro_batch_size: int, world_size: int
+) -> DeepSpeedPlugin:
+    """DeepSpeed's settings, generated from the experiment so that nothing is written twice.
+
+    Accumulation is 1 because the loop weighs micro-batches itself and marks the boundary; clipping is ours
+    because ZeRO clips in its own step and ignores ``clip_grad_norm_`` (an omitted value means 1.0 there).
+    A DeepSpeed file that says otherwise is refused.
+    """
+    try:
+        plugin = DeepSpeedPlugin()
+    except ImportError as error:
+        raise UsageError(
+            f"distributed_type: DEEPSPEED in {requested.source} needs deepspeed, which is not installed; "
+            "run `pip install 'accel-train[deepspeed]'`"
+        ) from error
+    plugin.zero3_init_flag = False  # the whole model is built, loaded, then sharded: one path for every strategy
+    settings = plugin.deepspeed_config
+    generated: dict[str, Any] = {
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": float(max_grad_norm),
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "train_batch_size": micro_batch_size * world_size,
+    }
+    refuse_zero_contradictions(settings, generated, precision, requested.source)
+    settings.update(generated)
+    settings["zero_allow_untested_optimizer"] = True
+    settings["zero_force_ds_cpu_optimizer"] = False  # torch's fused CPU AdamW: the same arithmetic as everywhere
+    settings["fp16"] = {"enabled": precision == "fp16"}
+    settings["bf16"] = {"enabled": precision == "bf16"}
+    if precision == "bf16":
+        settings["bf16"]["check_grad_overflow"] = True  # a non-finite gradient must not reach the optimizer
+    return plugin
+
+
+def refuse_zero_contradictions(
+    settings: Mapping[str, Any], generated: Mapping[str, Any], precision: Precision, source: str
+) -> None:
+    """Values in a DeepSpeed file that the experiment decides differently (1 and 'auto' say nothing)."""
+    for key in ("optimizer", "scheduler"):
+        if key in settings:
+            raise UsageError(f"{key!r} in the DeepSpeed settings of {source} contradicts the recipe's own; remove it")
+    for key, ours in generated.items():
+        value = settings.get(key)
+        said_nothing = value in (None, "auto") or (key == "gradient_accumulation_steps" and value == 1)
+        if not said_nothing and value != ours:
+            raise UsageError(
+                f"{key}: {value} in the DeepSpeed settings of {source} contradicts the experiment, which gives "
+                f"{ours}; remove it from the file, it is generated from the recipe's options"
+            )
+    for name in ("fp16", "bf16"):
+        if str(settings.get(name, {}).get("enabled", "auto")).lower() == "true" and name != precision:
+            raise UsageError(
+                f"{name}.enabled: true in the DeepSpeed settings of {source} contradicts precision: {precision}; "
+                f"remove it from the file or give --precision {name}"
+            )
+
+
+def _verify(accelerator: Accelerator, requested: Requested, world_size: int, precision: Precision) -> None:
+    """Compare the finished Accelerator with the request; each difference is a silent fallback of some layer."""
+    expected = {"fsdp": ("fsdp2",), "deepspeed": ("zero1", "zero2", "zero3"), None: ("single", "ddp")}
+    if accelerator.distributed_type == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
+        raise UsageError(
+            f"fsdp_version: 1 in {requested.source} is not supported; set fsdp_version: 2 (`accelerate to-fsdp2` "
+            "converts a file)"
+        )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage < 1:
+        raise UsageError(f"zero_stage: 0 in {requested.source} is plain data parallelism; use distributed_type: MULTI_GPU")
+    strategy = strategy_of(accelerator)
+    checks = (
+        ("num_processes", world_size, accelerator.num_processes),
+        ("strategy", expected[requested.strategy], (strategy if strategy in expected[requested.strategy] else strategy)),
+        ("gradient_accumulation_steps", 1, accelerator.gradient_accumulation_steps),
+        ("mixed_precision", ACCELERATE_PRECISION[precision], accelerator.mixed_precision),
+    )
+    for name, asked, real in checks:
+        if real != asked and not (isinstance(asked, tuple) and real in asked):
+            raise UsageError(
+                f"{name}: {asked} was asked for by {requested.source}, but {real} came up; check the launch command "
+                "(`accel-train check --config_file FILE RECIPE` explains what it reads)"
+            )
+
+
+def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_norm: float) -> str:
+    """Check that ``prepare`` really wrapped the model as the strategy says; returns one line for the log.
+
+    All ranks must call it, right after ``prepare``. An FSDP2 wrap policy that matches no block, for example,
+    shards the root alone and gathers the whole model at once.
+    """
+    strategy = strategy_of(accelerator)
+    if strategy == "ddp":
+        assert isinstance(model, torch.nn.parallel.DistributedDataParallel), type(model)
+    if strategy == "fsdp2":
+        return f"fsdp2: {_check_fsdp_units(accelerator, model)} sharded units, one a block"
+    if strategy.startswith("zero"):
+        engine: Any = model
+        clip = float(engine.gradient_clipping())
+        if not math.isclose(clip, max_grad_norm):
+            raise UsageError(f"gradient_clipping: ZeRO clips at {clip}, the experiment asks for {max_grad_norm}")
+        return f"{strategy}: clips at {clip:g} in its own step"
+    return f"{strategy}: {accelerator.num_processes} process(es) on {accelerator.device.type}"
+
+
+def _check_fsdp_units(accelerator: Accelerator, model: torch.nn.Module) -> int:
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if len(units) < 2:
+        plugin: Any = accelerator.state.fsdp_plugin
+        raise UsageError(
+            f"fsdp_auto_wrap_policy: {plugin.auto_wrap_policy} wrapped {len(units)} module of {type(model).__name__}, "
+            "so the whole model would be gathered at once; use TRANSFORMER_BASED_WRAP without naming classes "
+            f"(the model names {getattr(model, '_no_split_modules', None)})"
+        )
+    return len(units)
