@@ -1,0 +1,71 @@
+"""Small fitted things in the cache (tokenizer, TF-IDF encoder): complete and verified folders, or rebuilt."""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from accel_train.config import UsageError
+
+SEAL = "sha256.json"
+
+
+def cache_directory(option: str | None) -> Path:
+    """The option, else $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train; created, and refused where it cannot be."""
+    value = option or os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
+    folder = Path(os.path.expandvars(os.path.expanduser(value))).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = str(error)
+    else:
+        if os.access(folder, os.W_OK):
+            return folder
+        reason = "not writable"
+    raise UsageError(
+        f"--data.cache_dir {value!r}: {folder} cannot be used ({reason}). A folder that this process may create "
+        "and write is required; set the option or ACCEL_TRAIN_CACHE."
+    )
+
+
+def cached_folder(
+    folder: Path, write: Callable[[Path], None], *, rank: int = 0, barrier: Callable[[], None] = lambda: None
+) -> Path:
+    """`folder` holding what `write(directory)` puts there. Every rank calls it (two barriers): rank 0 builds,
+    then any process that does not see the folder (another host's disk) builds its own."""
+    for turn in (rank == 0, True):
+        if turn and not intact(folder):
+            _build(folder, write)
+        barrier()
+    return folder
+
+
+def _build(folder: Path, write: Callable[[Path], None]) -> None:
+    part = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    write(part)
+    (part / SEAL).write_text(json.dumps(_hashes(part)), "utf-8")
+    try:
+        part.rename(folder)
+    except OSError:  # there already: another process was faster, or what is there is damaged
+        if not intact(folder):
+            shutil.rmtree(folder)
+            part.rename(folder)
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def intact(folder: Path) -> bool:
+    """Exactly the files that were written, with their hashes."""
+    try:
+        return json.loads((folder / SEAL).read_text("utf-8")) == _hashes(folder)
+    except (OSError, ValueError):
+        return False
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    files = sorted(file for file in folder.iterdir() if file.name != SEAL)
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

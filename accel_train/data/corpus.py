@@ -1,0 +1,308 @@
+"""Texts from the bundled demo, JSONL and text files, saved datasets and the hub; their held-out split.
+
+Every refusal names the place: file:line, or the sample's index in a dataset.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from accel_train.config import UsageError
+
+DEMO_FILE = Path(__file__).parent / "demo" / "shakespeare.txt"
+LINE_FILES = (".jsonl", ".ndjson", ".txt")
+TABLE_FILES = {".parquet": "parquet", ".csv": "csv"}
+HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
+CODES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip-compressed"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    texts: list[str]
+    references: list[tuple[str | int, int]] = field(default_factory=list)
+    """(shard, idx) of each text's ready-made latent; empty where latents are computed."""
+    skipped: int = 0
+    """Bad rows left out."""
+
+    def select(self, keep: Sequence[int]) -> "Corpus":
+        references = [self.references[i] for i in keep] if self.references else []
+        return Corpus([self.texts[i] for i in keep], references, self.skipped)
+
+
+class BadRows:
+    """Counts the rows that cannot be used; the first one beyond the limit is the error."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.count = limit, 0
+
+    def add(self, place: str, reason: str) -> None:
+        self.count += 1
+        if self.count > self.limit:
+            before = f" ({self.limit} bad rows before it were left out)" if self.limit else ""
+            raise UsageError(
+                f"--data.path: {place}: {reason}{before}. Correct the row, or raise --data.max_bad_rows "
+                f"(now {self.limit}) to leave bad rows out."
+            )
+
+
+def resolve_path(option: str, value: str) -> Path:
+    """An absolute path of a file or folder that exists; `~` and `$VAR` are expanded."""
+    path = Path(os.path.expandvars(os.path.expanduser(value))).absolute()
+    try:
+        path.stat()
+    except OSError as error:
+        reason = "is a loop of symbolic links" if error.errno == errno.ELOOP else "does not exist"
+        raise UsageError(f"{option} {value!r}: {path} {reason}. Give a file or folder that exists.") from None
+    return path
+
+
+def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, with_references: bool = False) -> Corpus:
+    """All usable texts of `path`, stripped, in order; `split` names the part of a `datasets` source.
+
+    `with_references` asks each JSONL row for `shard` and `idx` too. The whole text is held in memory.
+    """
+    bad = BadRows(max_bad_rows)
+    rows = _rows(path, split, text_column, bad, with_references)
+    texts: list[str] = []
+    references: list[tuple[str | int, int]] = []
+    for place, row in rows:
+        reason = _text_fault(row, text_column) or (_reference_fault(row) if with_references else None)
+        if reason:
+            bad.add(place, reason)
+            continue
+        texts.append(row[text_column].strip())
+        if with_references:
+            references.append((row["shard"], row["idx"]))
+    if not texts:
+        raise UsageError(
+            f"--data.path {path!r} holds no usable text ({bad.count} bad rows). At least one row with "
+            f"text in {text_column!r} is required: check the path, --data.split and --data.text_column."
+        )
+    return Corpus(texts, references, bad.count)
+
+
+def _rows(
+    path: str, split: str, text_column: str, bad: BadRows, with_references: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of any source; a text file's line is the row {text_column: line}."""
+    if path == "demo":
+        return _text_rows(DEMO_FILE, text_column, bad)
+    expanded = Path(os.path.expandvars(os.path.expanduser(path)))
+    if not expanded.exists() and not os.path.islink(expanded) and _may_be_hub_id(path):
+        return dataset_rows(_hub_dataset(path, split), path, text_column)
+    source = resolve_path("--data.path", path)
+    if source.is_dir() and any((source / name).exists() for name in ("state.json", "dataset_dict.json")):
+        return dataset_rows(_saved_dataset(source, split), path, text_column)
+    if source.suffix in TABLE_FILES:
+        return dataset_rows(_table(source), path, text_column)
+    files = _line_files(source)
+    if with_references and any(file.suffix == ".txt" for file in files):
+        raise UsageError(
+            f"--data.latents needs --data.path to be JSONL with the fields {text_column!r}, 'shard' and "
+            f"'idx'; {path!r} holds .txt files. Give the JSONL file that was written with the latents."
+        )
+    return (row for file in files for row in _file_rows(file, text_column, bad))
+
+
+def _may_be_hub_id(path: str) -> bool:
+    return bool(HUB_ID.match(path)) and Path(path).suffix not in (*LINE_FILES, *TABLE_FILES, ".json", ".py")
+
+
+def _line_files(source: Path) -> list[Path]:
+    if source.suffix == ".py":
+        raise UsageError(
+            f"--data.path {str(source)!r} is a dataset script: code from a dataset is never run. Load it "
+            "once in your own program, save it with dataset.save_to_disk(DIR) and give that folder."
+        )
+    files = [source]
+    if source.is_dir():
+        files = sorted(file for file in source.iterdir() if file.suffix in LINE_FILES and file.is_file())
+    if not files or files[0].suffix not in LINE_FILES:
+        raise UsageError(
+            f"--data.path {str(source)!r} is no source of text: required is 'demo', a file or a folder of "
+            f"files ending in {', '.join(LINE_FILES)}, a {' or '.join(TABLE_FILES)} file, a folder made by "
+            'dataset.save_to_disk, or a hub id. Convert the data to JSONL: one {"text": ...} a line.'
+        )
+    return files
+
+
+def _file_rows(file: Path, text_column: str, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
+    return _text_rows(file, text_column, bad) if file.suffix == ".txt" else _json_rows(file, bad)
+
+
+def _lines(file: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
+    """(file:line, text) of the lines with content; a UTF-8 byte-order mark and CRLF are taken off."""
+    with file.open("rb") as stream:
+        for number, raw in enumerate(stream, 1):
+            if number == 1:
+                if code := CODES.get(raw[:2]):
+                    raise UsageError(f"--data.path: {file} is {code}, UTF-8 is required. Convert it first.")
+                raw = raw.removeprefix(b"\xef\xbb\xbf")
+            place = f"{file}:{number}"
+            try:
+                line = raw.decode("utf-8").strip()
+            except UnicodeDecodeError as error:
+                bad.add(place, f"byte {error.start + 1} of the line is not UTF-8 (iconv -t UTF-8 converts)")
+                continue
+            if line:
+                yield place, line
+
+
+def _text_rows(file: Path, text_column: str, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((place, {text_column: line}) for place, line in _lines(file, bad))
+
+
+def _json_rows(file: Path, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
+    for place, line in _lines(file, bad):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            bad.add(place, f"not JSON ({error}); one object a line is required")
+            continue
+        if isinstance(row, dict):
+            yield place, row
+        else:
+            bad.add(place, f"a JSON {type(row).__name__}, not an object; one object a line is required")
+
+
+def _text_fault(row: dict[str, Any], column: str) -> str | None:
+    if column not in row:
+        near = get_close_matches(column, row, n=1) or list(row)[:1]
+        hint = f"; set --data.text_column {near[0]}" if near else ""
+        return f"no field {column!r} among {sorted(row)}{hint}"
+    text = row[column]
+    if not isinstance(text, str):
+        return f"{column!r} is {type(text).__name__}, text is required"
+    if not text.strip():
+        return f"{column!r} is empty"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return f"{column!r} holds half of a surrogate pair, which is no character"
+    return None
+
+
+def _reference_fault(row: dict[str, Any]) -> str | None:
+    shard, idx = row.get("shard"), row.get("idx")
+    if isinstance(shard, bool) or not isinstance(shard, int | str):
+        return f"'shard' is {shard!r}; the number or file name of a latent shard is required"
+    if isinstance(idx, bool) or not isinstance(idx, int) or idx < 0:
+        return f"'idx' is {idx!r}; the row in the latent shard, 0 or more, is required"
+    return None
+
+
+def _hub_dataset(path: str, split: str) -> Any:
+    """A dataset of the hub, `owner/name` or `owner/name:configuration`, from its data files only."""
+    import datasets
+
+    name, _, configuration = path.partition(":")
+    try:
+        return datasets.load_dataset(name, configuration or None, split=split)
+    except Exception as error:  # name, network, rights, split, script: all for the user
+        raise UsageError(
+            f"--data.path {path!r}, --data.split {split!r}: no such file or folder, and the hub answered "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give a file, or a hub id "
+            "(owner/name or owner/name:configuration) whose data are plain files (datasets that need a script "
+            "are refused); without a network, the dataset must be in the cache of `datasets`."
+        ) from None
+
+
+def _saved_dataset(folder: Path, split: str) -> Any:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # damaged arrow files raise half a dozen types
+        raise UsageError(
+            f"--data.path {str(folder)!r} cannot be read as a saved dataset ({type(error).__name__}: "
+            f"{error}). Save it again with dataset.save_to_disk."
+        ) from None
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if split not in loaded:
+        raise UsageError(f"--data.split {split!r}: {folder} has the splits {sorted(loaded)}. Name one of them.")
+    return loaded[split]
+
+
+def _table(file: Path) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(TABLE_FILES[file.suffix], data_files=str(file), split="train")
+    except Exception as error:
+        raise UsageError(
+            f"--data.path {str(file)!r} cannot be read ({type(error).__name__}: {error}). "
+            "Write it again, or convert it to JSONL."
+        ) from None
+
+
+def dataset_rows(dataset: Any, name: str, text_column: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(sample index, row) of a `datasets.Dataset`; one without length or random access is refused."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UsageError(
+            f"--data.path {name!r} is a stream ({type(dataset).__name__}): a dataset with a length and "
+            "random access is required, because order and noise belong to the sample's index. Write what you "
+            'need of it to JSONL, one {"text": ...} a line, or materialise it with save_to_disk.'
+        )
+    columns: list[str] = dataset.column_names
+    if text_column not in columns:
+        near = get_close_matches(text_column, columns, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UsageError(
+            f"--data.text_column {text_column!r} is not a column of {name!r}{hint}: it has {columns}. Name one."
+        )
+    return _dataset_texts(dataset.select_columns([text_column]), name, text_column)
+
+
+def _dataset_texts(dataset: Any, name: str, text_column: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    index = 0
+    for batch in dataset.iter(batch_size=1000):
+        for text in batch[text_column]:
+            yield f"sample {index} of {name}", {text_column: text}
+            index += 1
+
+
+def texts_hash(texts: Iterable[str]) -> str:
+    """sha256 of all texts in order."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()
+
+
+def content_key(text: str) -> bytes:
+    """A hash of the words alone: texts that differ in case, space or punctuation are the same text."""
+    words = " ".join(re.findall(r"\w+", text.casefold())) or text
+    return hashlib.sha256(words.encode()).digest()
+
+
+def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]]:
+    """Indices of (training, held-out) texts: held out where the content's hash falls below `fraction`.
+
+    A text's side depends on its words alone, so it stays where it is when the corpus grows, and equal texts
+    never stand on both sides. Of equal texts the first is kept (all of them where latents are ready-made).
+    """
+    train: list[int] = []
+    heldout: list[int] = []
+    seen: set[bytes] = set()
+    for index, text in enumerate(corpus.texts):
+        key = content_key(text)
+        if key not in seen or corpus.references:
+            seen.add(key)
+            below = int.from_bytes(key[:8], "big") < fraction * 2**64
+            (heldout if below else train).append(index)
+    return train, heldout
+
+
+def remove_heldout(train: Corpus, heldout: Corpus) -> tuple[list[int], list[int]]:
+    """As `split_heldout`, for a held-out corpus of its own: training texts found in it are left out."""
+    kept = split_heldout(heldout, 1.0)[1]
+    apart = {content_key(text) for text in heldout.texts}
+    return [i for i in split_heldout(train, 0.0)[0] if content_key(train.texts[i]) not in apart], kept

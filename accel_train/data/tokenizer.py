@@ -1,0 +1,142 @@
+"""Text to ids and back: a tokenizer trained on the corpus, or that of any transformers model."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accel_train.config import UsageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PAD, MASK = "[PAD]", "[MASK]"
+MIN_VOCAB_SIZE = 300
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids of many texts, ragged: text i is ids[offsets[i]:offsets[i + 1]], int32 to halve the memory."""
+
+    ids: Tensor
+    offsets: Tensor
+    truncated: int
+    """How many texts were longer than the maximum."""
+
+
+class TextTokenizer:
+    """`tokenizers.Tokenizer` with the ids that masked diffusion needs. Special tokens written out in a text are
+    ordinary characters here: no text can bring in a mask."""
+
+    def __init__(self, tokenizer: "Tokenizer", *, pad_id: int, mask_id: int, special_ids: Iterable[int]) -> None:
+        tokenizer.encode_special_tokens = True
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self.pad_id, self.mask_id = pad_id, mask_id
+        self.special_ids = tuple(sorted({pad_id, mask_id, *special_ids}))
+        """Never diffused: padding, mask, and those the tokenizer puts around a text."""
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def maskable(self) -> Tensor:
+        """(V,) bool: False for the special ids."""
+        table = torch.ones(self.vocab_size, dtype=torch.bool)
+        table[list(self.special_ids)] = False
+        return table
+
+    def tokenise(self, texts: Sequence[str], max_length: int) -> Tokens:
+        """Ids of each text cut to `max_length`, the special tokens around it kept."""
+        around = self._tokenizer.num_special_tokens_to_add(False)
+        if max_length <= around:
+            raise UsageError(
+                f"--data.max_length {max_length}: the tokenizer puts {around} special tokens around a text. "
+                f"At least {around + 1} is required, 16 or more is sensible."
+            )
+        self._tokenizer.enable_truncation(max_length)
+        ids: list[Tensor] = []
+        lengths: list[int] = [0]
+        truncated = 0
+        for start in range(0, len(texts), 8192):
+            encodings = self._tokenizer.encode_batch(texts[start : start + 8192])
+            lengths.extend(len(encoding) for encoding in encodings)
+            truncated += sum(bool(encoding.overflowing) for encoding in encodings)
+            ids.append(torch.tensor([i for encoding in encodings for i in encoding.ids], dtype=torch.int32))
+        flat = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
+        return Tokens(flat, torch.tensor(lengths).cumsum(0), truncated)
+
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        """Readable text of one row of ids; special tokens, padding and masks are left out."""
+        row: list[int] = torch.as_tensor(ids).tolist()
+        dropped = set(self.special_ids)
+        return self._tokenizer.decode([i for i in row if i not in dropped], skip_special_tokens=False).strip()
+
+    def to_json(self) -> str:
+        """The standard `tokenizer.json`, which the tokenizers and transformers libraries read."""
+        self._tokenizer.no_truncation()
+        return self._tokenizer.to_str(pretty=True)
+
+    def ids(self) -> dict[str, int | tuple[int, ...]]:
+        """What `tokenizer.json` does not say; with it, the arguments of `from_json`."""
+        return {"pad_id": self.pad_id, "mask_id": self.mask_id, "special_ids": self.special_ids}
+
+    @classmethod
+    def from_json(cls, text: str, *, pad_id: int, mask_id: int, special_ids: Iterable[int]) -> "TextTokenizer":
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_str(text), pad_id=pad_id, mask_id=mask_id, special_ids=special_ids)
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> TextTokenizer:
+    """Byte-level BPE: every text can be written and read back, and equal texts give equal merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise UsageError(
+            f"--data.vocab_size {vocab_size}: 256 pieces are single bytes and 2 are special; at least "
+            f"{MIN_VOCAB_SIZE} is required, 2048 suits a small corpus."
+        )
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, MASK],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    return TextTokenizer(tokenizer, pad_id=0, mask_id=1, special_ids=())
+
+
+def transformers_tokenizer(name: str) -> TextTokenizer:
+    """That of a model id or local directory; a mask or padding token that it lacks is added at the end."""
+    from transformers import AutoTokenizer
+
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # hub, network, code and format failures have no common type
+        raise UsageError(
+            f"--data.tokenizer {name!r} cannot be loaded ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}). Required is 'trained', a local directory with tokenizer.json, "
+            "or a model id of the hub (without a network it must be in the local cache); code from a repository "
+            "is never run."
+        ) from None
+    if not getattr(loaded, "is_fast", False):
+        raise UsageError(
+            f"--data.tokenizer {name!r}: {type(loaded).__name__} is written in Python; one with a "
+            "tokenizer.json is required. Name a model with a fast tokenizer, or use 'trained'."
+        )
+    missing = {"pad_token": PAD} if loaded.pad_token is None else {}
+    if loaded.mask_token is None:
+        missing["mask_token"] = MASK
+    if missing:
+        loaded.add_special_tokens(missing)
+    special: set[int] = set(loaded.all_special_ids)
+    if loaded.unk_token_id not in (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id):
+        special.discard(loaded.unk_token_id)  # an unknown word is content: masked and counted like any other
+    pad, mask = loaded.pad_token_id, loaded.mask_token_id
+    return TextTokenizer(loaded.backend_tokenizer, pad_id=pad, mask_id=mask, special_ids=special)
