@@ -7,11 +7,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PLAYS = (
-    "hamlet macbeth romeo_and_juliet othello lear julius_caesar midsummer_nights_dream as_you_like_it "
-    "merchant_of_venice twelfth_night much_ado_about_nothing tempest antony_and_cleopatra richard_iii "
-    "henry_iv_part_1 henry_v winters_tale"
-).split()
-MIN_WORDS, MAX_WORDS = 5, 20
+    "hamlet",
+    "macbeth",
+    "romeo_and_juliet",
+    "othello",
+    "lear",
+    "julius_caesar",
+    "midsummer_nights_dream",
+    "as_you_like_it",
+    "merchant_of_venice",
+    "twelfth_night",
+    "much_ado_about_nothing",
+    "tempest",
+    "antony_and_cleopatra",
+    "richard_iii",
+    "henry_iv_part_1",
+    "henry_v",
+    "winters_tale",
+)
+MIN_WORDS, MAX_WORDS = 5, 16
 
 STAGE_DIRECTION = re.compile(r"[\[{(][^\]})]*[\]})]")
 HEADING = re.compile(r"^(ACT|SCENE|PROLOGUE|EPILOGUE|Scene|Act|INDUCTION)\b")
