@@ -119,8 +119,7 @@ def _parse_yaml(path: Path, text: str) -> Document:
     except yaml.reader.ReaderError as error:
         line, column = _position(text, error.position)
         raise YamlError(
-            f"{path}:{line}:{column}: character U+{ord(text[error.position]):04X} is not allowed in YAML; "
-            "delete it"
+            f"{path}:{line}:{column}: character U+{ord(text[error.position]):04X} is not allowed in YAML; delete it"
         ) from error
     except yaml.MarkedYAMLError as error:
         raise YamlError(_syntax(path, error)) from error
