@@ -105,7 +105,9 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
     """Differences that can be seen before the processes are connected."""
     machine = requested.machine
     has_device = torch.accelerator.is_available()
-    sharded = requested.strategy is not None or (machine is not None and machine.strategy not in ("single", "ddp"))
+    sharded = requested.strategy is not None or (
+        machine is not None and machine.strategy not in ("single", "ddp")
+    )
     if requested.num_processes is not None and requested.num_processes != world_size:
         raise UsageError(
             f"num_processes: {requested.num_processes} was asked for by {requested.source}, but WORLD_SIZE is "
@@ -113,7 +115,9 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
             f"process whatever the file says; use `python -m torch.distributed.run --nproc_per_node "
             f"{requested.num_processes} RECIPE` or `accel-train rehearse`"
         )
-    wants_device = sharded or (machine is not None and machine.distributed_type == "MULTI_GPU" and not machine.use_cpu)
+    wants_device = sharded or (
+        machine is not None and machine.distributed_type == "MULTI_GPU" and not machine.use_cpu
+    )
     if wants_device and not has_device and not requested.rehearsal:
         strategy = machine.strategy if machine is not None else requested.strategy
         raise UsageError(
@@ -122,8 +126,14 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
             "`accel-train rehearse --config_file FILE --num_processes N RECIPE ...`"
         )
     if precision == "fp16" and not has_device:
-        raise UsageError("precision: fp16 needs a GPU (loss scaling has no CPU form); use --precision bf16 or fp32")
-    if precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UsageError(
+            "precision: fp16 needs a GPU (loss scaling has no CPU form); use --precision bf16 or fp32"
+        )
+    if (
+        precision == "bf16"
+        and torch.cuda.is_available()
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise UsageError(
             f"precision: bf16 is not supported by {torch.cuda.get_device_name()} (compute capability "
             f"{torch.cuda.get_device_capability()}; 8.0 is needed); use --precision fp16 or fp32"
@@ -140,7 +150,10 @@ def _connect(requested: Requested, timeout: timedelta) -> None:
     if requested.rehearsal:
         rehearsal.connect(requested.strategy, timeout)
         return
-    cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.accelerator.is_available()
+    cpu = (
+        os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+        or not torch.accelerator.is_available()
+    )
     PartialState(cpu=cpu, timeout=timeout)
 
 
@@ -160,7 +173,9 @@ def zero_plugin(
             f"distributed_type: DEEPSPEED in {requested.source} needs deepspeed, which is not installed; "
             "run `pip install 'accel-train[deepspeed]'`"
         ) from error
-    plugin.zero3_init_flag = False  # the whole model is built, loaded, then sharded: one path for every strategy
+    plugin.zero3_init_flag = (
+        False  # the whole model is built, loaded, then sharded: one path for every strategy
+    )
     settings = plugin.deepspeed_config
     generated: dict[str, Any] = {
         "gradient_accumulation_steps": 1,
@@ -171,7 +186,9 @@ def zero_plugin(
     refuse_zero_contradictions(settings, generated, precision, requested.source)
     settings.update(generated)
     settings["zero_allow_untested_optimizer"] = True
-    settings["zero_force_ds_cpu_optimizer"] = False  # torch's fused CPU AdamW: the same arithmetic as everywhere
+    settings["zero_force_ds_cpu_optimizer"] = (
+        False  # torch's fused CPU AdamW: the same arithmetic as everywhere
+    )
     settings["fp16"] = {"enabled": precision == "fp16"}
     settings["bf16"] = {"enabled": precision == "bf16"}
     if precision == "bf16":
@@ -185,7 +202,9 @@ def refuse_zero_contradictions(
     """Values in a DeepSpeed file that the experiment decides differently (1 and 'auto' say nothing)."""
     for key in ("optimizer", "scheduler"):
         if key in settings:
-            raise UsageError(f"{key!r} in the DeepSpeed settings of {source} contradicts the recipe's own; remove it")
+            raise UsageError(
+                f"{key!r} in the DeepSpeed settings of {source} contradicts the recipe's own; remove it"
+            )
     for key, ours in generated.items():
         value = settings.get(key)
         said_nothing = value in (None, "auto") or (key == "gradient_accumulation_steps" and value == 1)
@@ -205,17 +224,29 @@ def refuse_zero_contradictions(
 def _verify(accelerator: Accelerator, requested: Requested, world_size: int, precision: Precision) -> None:
     """Compare the finished Accelerator with the request; each difference is a silent fallback of some layer."""
     expected = {"fsdp": ("fsdp2",), "deepspeed": ("zero1", "zero2", "zero3"), None: ("single", "ddp")}
-    if accelerator.distributed_type == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
+    if (
+        accelerator.distributed_type == DistributedType.FSDP
+        and accelerator.state.fsdp_plugin.fsdp_version != 2
+    ):
         raise UsageError(
             f"fsdp_version: 1 in {requested.source} is not supported; set fsdp_version: 2 (`accelerate to-fsdp2` "
             "converts a file)"
         )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage < 1:
-        raise UsageError(f"zero_stage: 0 in {requested.source} is plain data parallelism; use distributed_type: MULTI_GPU")
+    if (
+        accelerator.distributed_type == DistributedType.DEEPSPEED
+        and accelerator.state.deepspeed_plugin.zero_stage < 1
+    ):
+        raise UsageError(
+            f"zero_stage: 0 in {requested.source} is plain data parallelism; use distributed_type: MULTI_GPU"
+        )
     strategy = strategy_of(accelerator)
     checks = (
         ("num_processes", world_size, accelerator.num_processes),
-        ("strategy", expected[requested.strategy], (strategy if strategy in expected[requested.strategy] else strategy)),
+        (
+            "strategy",
+            expected[requested.strategy],
+            (strategy if strategy in expected[requested.strategy] else strategy),
+        ),
         ("gradient_accumulation_steps", 1, accelerator.gradient_accumulation_steps),
         ("mixed_precision", ACCELERATE_PRECISION[precision], accelerator.mixed_precision),
     )
@@ -242,7 +273,9 @@ def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_n
         engine: Any = model
         clip = float(engine.gradient_clipping())
         if not math.isclose(clip, max_grad_norm):
-            raise UsageError(f"gradient_clipping: ZeRO clips at {clip}, the experiment asks for {max_grad_norm}")
+            raise UsageError(
+                f"gradient_clipping: ZeRO clips at {clip}, the experiment asks for {max_grad_norm}"
+            )
         return f"{strategy}: clips at {clip:g} in its own step"
     return f"{strategy}: {accelerator.num_processes} process(es) on {accelerator.device.type}"
 

@@ -52,7 +52,9 @@ class Requested:
 def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequence[str]]) -> Requested:
     """Collect the request. Every process reads the same; raises ``UsageError`` for a bad file."""
     flags = launcher_flags(command_lines)
-    named = environment.get(MACHINE_FILE_VARIABLE) or (flags.get("config_file") if flags is not None else None)
+    named = environment.get(MACHINE_FILE_VARIABLE) or (
+        flags.get("config_file") if flags is not None else None
+    )
     machine, source = None, "the environment"
     if named:
         machine, source = read_machine_config(expand_path(named)), str(named)
@@ -117,10 +119,16 @@ def _asked_strategy(environment: Mapping[str, str]) -> str | None:
 
 def misleading_variables(environment: Mapping[str, str]) -> list[str]:
     """One sentence for each set variable that older guides recommend to no or bad effect."""
-    found = [f"{name}={environment[name]} {why}" for name, why in MISLEADING_VARIABLES.items() if name in environment]
+    found = [
+        f"{name}={environment[name]} {why}"
+        for name, why in MISLEADING_VARIABLES.items()
+        if name in environment
+    ]
     for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
         if environment.get(name) == "0":
-            found.append(f"{name}=0 enables nothing, and defeats the guard that `accelerate launch` sets; unset it")
+            found.append(
+                f"{name}=0 enables nothing, and defeats the guard that `accelerate launch` sets; unset it"
+            )
     heartbeat = environment.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")
     if heartbeat.isdigit() and int(heartbeat) > 3600:
         found.append(
@@ -148,7 +156,9 @@ def refuse_experiment_settings(requested: Requested, environment: Mapping[str, s
         )
 
 
-def refuse_accumulation(requested: Requested, environment: Mapping[str, str], accumulation_steps: int) -> None:
+def refuse_accumulation(
+    requested: Requested, environment: Mapping[str, str], accumulation_steps: int
+) -> None:
     """Accumulation is derived from the batch sizes; 1 is every launcher's default and says nothing."""
     keys = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
     for key in keys:

@@ -1,0 +1,202 @@
+"""Checkpoint directories that are complete or do not exist: names, hashes, atomic commit, retention.
+
+A checkpoint is written into a temporary directory, every file fsynced and hashed, listed in ``manifest.json``,
+and renamed to its final name. What exists under a final name is complete; whether it still is what was written,
+``verify`` tells. Nothing here knows of processes or tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SCHEMA = 1
+NAME = re.compile(r"checkpoint_(\d{8,})")
+TEMPORARY = re.compile(r"\.(?:tmp|trash)-checkpoint_\d+-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
+
+
+class CheckpointWriteError(RuntimeError):
+    """A checkpoint could not be written. Training state is unharmed and older checkpoints are untouched."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint directory and what its manifest says."""
+
+    path: Path
+    step: int
+    manifest: Mapping[str, Any]
+
+    def file(self, name: str) -> Path:
+        """Path of one of its files."""
+        return self.path / name
+
+    def json(self, name: str) -> Any:
+        """One of its JSON files."""
+        return json.loads(self.file(name).read_text())
+
+
+def checkpoint_name(step: int) -> str:
+    """``checkpoint_00001200``: sorts by step as text as well."""
+    return f"checkpoint_{step:08d}"
+
+
+def temporary_name(step: int, nonce: str, kind: str = "tmp") -> str:
+    """A name that says which process of which host may still be writing it."""
+    return f".{kind}-{checkpoint_name(step)}-{socket.gethostname()}-{os.getpid()}-{nonce}"
+
+
+def new_nonce() -> str:
+    """Random hexadecimal digits that keep two attempts at one step apart."""
+    return uuid.uuid4().hex[:12]
+
+
+def committed(directory: Path) -> list[tuple[int, Path]]:
+    """Final names in ``directory`` with their steps, oldest first, by step and never by time."""
+    if not directory.is_dir():
+        return []
+    matches = ((NAME.fullmatch(p.name), p) for p in directory.iterdir())
+    return sorted((int(m.group(1)), p) for m, p in matches if m and p.is_dir())
+
+
+def seal_file(path: Path) -> dict[str, Any]:
+    """Flush one written file to the disk; returns its ``size`` in bytes and ``sha256``.
+
+    safetensors leaves files readable by their owner alone; other people's jobs load checkpoints too.
+    """
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": digest}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write readable JSON and flush it to the disk."""
+    with path.open("w") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames and new names in ``path`` survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest and give the directory its final name. One process, after every file is sealed."""
+    write_json(temporary / "manifest.json", manifest)
+    for folder in {p.parent for p in temporary.rglob("*")} | {temporary}:
+        fsync_directory(folder)
+    if final.exists():
+        # The same step again, after an older attempt was found damaged: never mix the two.
+        remove(final)
+    os.rename(temporary, final)
+    fsync_directory(final.parent)
+
+
+def verify(path: Path) -> Checkpoint:
+    """Read the manifest and compare size and sha256 of every file; raises ``ValueError`` with the reason."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no manifest.json, so it is not a committed checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: manifest.json cannot be read ({error})") from None
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        found = manifest.get("schema") if isinstance(manifest, dict) else None
+        writer = manifest.get("accel_train", "unknown") if isinstance(manifest, dict) else "unknown"
+        raise ValueError(f"{path}: schema {found} was written by accel_train {writer}; this one reads schema {SCHEMA}")
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise ValueError(f"{path}: {name} is missing")
+        if file.stat().st_size != expected["size"]:
+            raise ValueError(f"{path}: {name} has {file.stat().st_size} bytes, the manifest says {expected['size']}")
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        if digest != expected["sha256"]:
+            raise ValueError(f"{path}: {name} has changed since it was written (sha256 differs)")
+    return Checkpoint(path, int(manifest["step"]), manifest)
+
+
+def newest_verified(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that verifies, and the reasons why newer ones do not."""
+    reasons: list[str] = []
+    for _, path in reversed(committed(directory)):
+        try:
+            return verify(path), reasons
+        except ValueError as error:
+            reasons.append(str(error))
+    return None, reasons
+
+
+def retain(directory: Path, keep_last: int) -> list[Path]:
+    """Delete all but the last ``keep_last`` checkpoints (0 keeps all); returns what went. One process.
+
+    Called after the newest was committed, so that one never goes before its successor exists.
+    """
+    removed: list[Path] = []
+    steps = committed(directory)
+    for _, path in steps[: len(steps) - keep_last] if keep_last > 0 else []:
+        remove(path)
+        removed.append(path)
+    return removed
+
+
+def remove(path: Path) -> None:
+    """Take the final name away first, so that a crash in between leaves no half checkpoint behind."""
+    match = NAME.fullmatch(path.name)
+    trash = path.with_name(temporary_name(int(match.group(1)) if match else 0, new_nonce(), "trash"))
+    os.rename(path, trash)
+    shutil.rmtree(trash)
+
+
+def sweep(directory: Path) -> list[Path]:
+    """Delete what dead processes of this host left unfinished; returns what went. One process, at start.
+
+    Another host's leftovers stay: whether its process lives cannot be seen from here.
+    """
+    swept: list[Path] = []
+    for path in directory.glob(".t*-checkpoint_*") if directory.is_dir() else []:
+        match = TEMPORARY.fullmatch(path.name)
+        if match and match["host"] == socket.gethostname() and not psutil.pid_exists(int(match["pid"])):
+            shutil.rmtree(path, ignore_errors=True)
+            swept.append(path)
+    return swept
+
+
+def describe_write_error(error: OSError, directory: Path, needed_bytes: int) -> str:
+    """One sentence with the numbers for a failed write."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(directory).free if directory.exists() else 0
+        return (
+            f"no space left for a checkpoint in {directory} (need about {needed_bytes / 2**20:.0f} MiB, free "
+            f"{free / 2**20:.0f} MiB; {error.strerror}); free space or lower --checkpoints.keep_last"
+        )
+    return f"checkpoint in {directory} could not be written: {error}"
+
+
+def total_size(files: Iterable[Mapping[str, Any]]) -> int:
+    """Bytes of all listed files."""
+    return sum(int(f["size"]) for f in files)

@@ -1,0 +1,262 @@
+"""The directory of a run: whose it is, whether to start or resume, and what may have changed in between."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from accel_train.checkpoints import commit
+from accel_train.checkpoints.commit import Checkpoint
+from accel_train.config import UsageError, expand_path, experiment_tree, flatten, write_config
+
+Resume = Literal["auto", "must", "never"]
+
+FREE_TO_CHANGE = (
+    "output_dir",
+    "max_steps",
+    "max_epochs",
+    "micro_batch_size",
+    "sync",
+    "collective_timeout_seconds",
+    "loader",
+    "log",
+    "checkpoints",
+    "evaluation",
+)
+"""Options (or groups) that do not change the trajectory, or only prolong it. All others are the experiment."""
+
+OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "evaluation.json", "curves.png", "samples.md")
+
+
+class CheckpointsUnusableError(RuntimeError):
+    """Checkpoints exist and none verifies: the run stops, because starting again would hide the loss."""
+
+
+@dataclass
+class Run:
+    """An opened run directory. Every rank holds one; only the main process writes to it."""
+
+    directory: Path
+    run_id: str
+    checkpoint: Checkpoint | None
+    """The newest verified checkpoint, None for a fresh start."""
+    decision: str
+    """Whether it starts or resumes, and why: for the log."""
+    saved: Mapping[str, Any]
+    """``run.json`` as it stands."""
+    _lock: Any = field(default=None, repr=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.directory / "checkpoints"
+
+    @property
+    def start_step(self) -> int:
+        """Optimizer steps already done."""
+        return self.checkpoint.step if self.checkpoint is not None else 0
+
+
+def open_run(
+    config: Any,
+    accelerator: Accelerator,
+    data_fingerprint: str,
+    *,
+    resolved: Mapping[str, Any] | None = None,
+    free_to_change: Sequence[str] = (),
+) -> Run:
+    """Open ``config.output_dir`` and decide between a start and a resume. All ranks must call it.
+
+    ``config`` has ``output_dir``, ``resume``, ``allow`` and ``overwrite``. ``resolved`` are values derived at the
+    first start that later starts keep, such as ``schedule.decay_steps``; where the config leaves such an option at
+    None, the saved value counts. Raises ``UsageError`` for a directory that cannot be used or that belongs to
+    another experiment (naming both values), ``CheckpointsUnusableError`` if checkpoints exist and none verifies.
+    """
+    directory = expand_path(config.output_dir)
+    opened: dict[str, Any] = {}
+    lock: Any = None
+    if accelerator.is_main_process:
+        try:
+            lock = _prepare_directory(directory, overwrite=config.overwrite)
+            opened = _decide(config, directory, data_fingerprint, dict(resolved or {}), free_to_change)
+        except (UsageError, CheckpointsUnusableError) as error:
+            opened = {"error": str(error), "kind": type(error).__name__}
+    if accelerator.num_processes > 1:
+        opened = broadcast_object_list([opened])[0]
+    if "error" in opened:
+        raise (UsageError if opened["kind"] == "UsageError" else CheckpointsUnusableError)(opened["error"])
+    _check_shared(directory, accelerator)
+    return Run(directory, opened["run_id"], opened["checkpoint"], opened["decision"], opened["saved"], lock)
+
+
+def _prepare_directory(directory: Path, overwrite: bool) -> Any:
+    """Make it, check that it can be written, take its lock; returns the lock, held until the process ends."""
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"output_dir: {directory} is a file; give a directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".probe-{os.getpid()}"
+        probe.write_text("writable")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"output_dir: {directory} cannot be written ({error.strerror}); give another --output_dir"
+        ) from None
+    lock = _take_lock(directory)
+    if overwrite:
+        shutil.rmtree(directory / "checkpoints", ignore_errors=True)
+        for name in OWN_FILES:
+            (directory / name).unlink(missing_ok=True)
+    commit.sweep(directory / "checkpoints")
+    return lock
+
+
+def _take_lock(directory: Path) -> Any:
+    lock = (directory / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        raise UsageError(
+            f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
+
+
+def _decide(
+    config: Any, directory: Path, data_fingerprint: str, resolved: dict[str, Any], free_to_change: Sequence[str]
+) -> dict[str, Any]:
+    """Main process: compare with what is there, choose the checkpoint, write run.json and config.yaml."""
+    used = (directory / "run.json").exists() or bool(commit.committed(directory / "checkpoints"))
+    experiment = flatten(experiment_tree(config)) | {"data_fingerprint": data_fingerprint}
+    if not used:
+        if config.resume == "must":
+            raise UsageError(f"resume: must, but {directory} holds no run; check --output_dir or use --resume auto")
+        saved = _new_run(directory, config, experiment, resolved)
+        return {
+            "run_id": saved["run_id"],
+            "checkpoint": None,
+            "saved": saved,
+            "decision": f"fresh start in {directory}",
+        }
+    if config.resume == "never":
+        raise UsageError(
+            f"resume: never, but {directory} is already used; give another --output_dir, or --overwrite to delete "
+            "what is there and start anew"
+        )
+    saved = _read_run(directory)
+    refuse_changes(saved, experiment, config.allow, (*FREE_TO_CHANGE, *free_to_change), directory)
+    checkpoint, reasons = commit.newest_verified(directory / "checkpoints")
+    if checkpoint is None and reasons:
+        raise CheckpointsUnusableError(
+            f"{directory}: checkpoints exist and none can be loaded; training does not start again by itself:\n  "
+            + "\n  ".join(reasons)
+        )
+    if checkpoint is None and config.resume == "must":
+        raise UsageError(f"resume: must, but {directory} holds no checkpoint yet; use --resume auto")
+    saved = _renew_run(directory, config, saved, experiment)
+    decision = f"resuming {directory} at step {checkpoint.step}" if checkpoint else f"{directory} has no checkpoint yet"
+    if reasons:
+        decision += "; newer checkpoints were refused: " + "; ".join(reasons)
+    return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
+
+
+def refuse_changes(
+    saved: Mapping[str, Any],
+    experiment: Mapping[str, Any],
+    allow: Sequence[str],
+    free: Sequence[str],
+    directory: Path,
+) -> None:
+    """Refuse a different experiment in a used directory, with both values of each difference."""
+    before = dict(saved["experiment"]) | dict(saved.get("resolved", {}).items())
+    changed: list[str] = []
+    for key in sorted(before.keys() | experiment.keys()):
+        now = experiment.get(key)
+        if before.get(key) == now or (now is None and key in saved.get("resolved", {})):
+            continue
+        if any(key == name or key.startswith(f"{name}.") for name in (*free, *allow)):
+            continue
+        changed.append(f"{key}: {before.get(key)!r} there, {now!r} now")
+    if changed:
+        first = changed[0].split(":", 1)[0]
+        raise UsageError(
+            f"output_dir: {directory} holds a different experiment:\n  " + "\n  ".join(changed) + "\ngive another "
+            f"--output_dir, go back to the saved values, or take the change on purpose with --allow {first}"
+        )
+
+
+def _new_run(directory: Path, config: Any, experiment: Mapping[str, Any], resolved: dict[str, Any]) -> dict[str, Any]:
+    saved = {
+        "schema": commit.SCHEMA,
+        "run_id": uuid.uuid4().hex[:12],
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "experiment": dict(experiment),
+        "resolved": resolved,
+    }
+    (directory / "checkpoints").mkdir(exist_ok=True)
+    write_config(config, directory / "config.yaml")
+    commit.write_json(directory / "run.json", saved)
+    return saved
+
+
+def _renew_run(directory: Path, config: Any, saved: Mapping[str, Any], experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """Take over the free changes, so that config.yaml always says how the last start was made."""
+    renewed = dict(saved) | {"experiment": dict(experiment)}
+    write_config(config, directory / "config.yaml")
+    temporary = directory / ".run.json.tmp"
+    commit.write_json(temporary, renewed)
+    temporary.replace(directory / "run.json")
+    return renewed
+
+
+def _read_run(directory: Path) -> dict[str, Any]:
+    try:
+        saved: Any = json.loads((directory / "run.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"output_dir: {directory} holds checkpoints but run.json cannot be read ({error}); restore it from a "
+            "backup or give another --output_dir"
+        ) from None
+    if saved.get("schema") != commit.SCHEMA:
+        raise UsageError(f"{directory}/run.json has schema {saved.get('schema')}; this version reads {commit.SCHEMA}")
+    return saved
+
+
+def _check_shared(directory: Path, accelerator: Accelerator, patience_seconds: float = 5.0) -> None:
+    """Every host must see the same directory; network file systems may show a new file late."""
+    if accelerator.num_processes == 1:
+        return
+    token = broadcast_object_list([uuid.uuid4().hex if accelerator.is_main_process else None])[0]
+    marker = directory / f".shared-{token}"
+    if accelerator.is_main_process:
+        marker.touch()
+    accelerator.wait_for_everyone()
+    deadline = time.monotonic() + patience_seconds
+    while not marker.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = [host for host in gather_object([None if marker.exists() else socket.gethostname()]) if host]
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        marker.unlink(missing_ok=True)
+    if blind:
+        raise UsageError(
+            f"output_dir: {directory} of the main process is not seen by {len(blind)} process(es) on "
+            f"{', '.join(sorted(set(blind)))}; it must be on a file system that all hosts share"
+        )

@@ -1,0 +1,56 @@
+"""Exponential moving average of the weights, in fp32, on this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from accel_train.config import FractionBelowOne
+from accel_train.training.shards import Shards
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """The averaged weights that evaluation, sampling and the exported model use."""
+
+    decay: FractionBelowOne = 0.999
+    """Share of the old average kept per step; 0 switches the average off. Starts lower and rises with the step."""
+
+
+class Ema:
+    """Averaged weights. Elementwise on shards, so it costs no communication under any strategy.
+
+    Every rank builds and updates it. ``shards`` are fp32 even where the model computes in bf16, because a
+    difference of 1 - decay is lost in bf16's 8 bits.
+    """
+
+    def __init__(self, config: EmaConfig, shards: Shards) -> None:
+        self.config = config
+        self._view = shards
+        self.shards = {name: shards.master(name).float().clone() for name in shards.parameters}
+
+    def update(self, step: int) -> None:
+        """Move towards the weights after optimizer step ``step`` (0-based)."""
+        masters = [self._view.master(name) for name in self.shards]
+        torch._foreach_lerp_(list(self.shards.values()), masters, 1 - decay_at(self.config.decay, step))
+
+    @contextmanager
+    def applied(self) -> Generator[None]:
+        """Run the body with the averaged weights in the model; all ranks. The trained weights come back bit for bit."""
+        if self.config.decay == 0:
+            yield
+            return
+        trained = {name: self._view.master(name).clone() for name in self.shards}
+        self._view.show(self.shards)
+        try:
+            yield
+        finally:
+            self._view.show(trained)
+
+
+def decay_at(decay: float, step: int) -> float:
+    """``min(decay, (1 + step) / (10 + step))``: early averages forget the random start (diffusers' EMAModel)."""
+    return min(decay, (1 + step) / (10 + step))

@@ -1,0 +1,232 @@
+"""One view of parameters and optimizer state under DDP, FSDP2 and ZeRO: plain names, fp32, this rank's shard.
+
+Whatever must survive a change of strategy (checkpoints) or be computed without communication (the moving
+average) works on shards named as the plain module names them. ``full`` puts a whole tensor together from the
+shards and ``cut`` takes this rank's part of a whole one, so every consumer is written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+class Shards:
+    """The trainable parameters of a prepared model, cut as its strategy cuts them.
+
+    Build it on every rank, after ``prepare``. It keeps references to the sharded parameters, which stay valid
+    while FSDP2 swaps gathered ones in and out of the modules.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model = model
+        self.module = plain_module(model)
+        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self._zero: Any = (
+            getattr(model, "optimizer", None) if hasattr(model, "zero_optimization_stage") else None
+        )
+        self._optimizer: torch.optim.Optimizer = (
+            self._zero.optimizer if self._zero is not None else getattr(optimizer, "optimizer", optimizer)
+        )
+        first = next(iter(self.parameters.values()))
+        self._kind = (
+            "zero3"
+            if hasattr(first, "ds_id")
+            else "zero12"
+            if self._zero is not None
+            else "dtensor"
+            if isinstance(first, DTensor)
+            else "whole"
+        )
+
+    @property
+    def replicated(self) -> bool:
+        """Every rank holds whole tensors: ``full`` and ``cut`` cost nothing."""
+        return self._kind == "whole"
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of the whole parameter."""
+        parameter: Any = self.parameters[name]
+        return torch.Size(parameter.ds_shape) if self._kind == "zero3" else parameter.shape
+
+    def master(self, name: str) -> Tensor:
+        """This rank's fp32 part of a parameter, live: the optimizer writes to the same memory."""
+        parameter: Any = self.parameters[name]
+        if self._kind == "whole":
+            return parameter.data
+        if self._kind == "dtensor":
+            return parameter.to_local().data
+        flat, start, length = self._place(parameter)
+        return flat.data.narrow(0, start, length)
+
+    def state(self, name: str, key: str) -> Tensor:
+        """This rank's part of an optimizer state tensor (``exp_avg``, ...), live, cut like the parameter."""
+        parameter = self.parameters[name]
+        if self._kind in ("whole", "dtensor"):
+            value: Any = self._optimizer.state[parameter][key]
+            return value.to_local() if isinstance(value, DTensor) else value
+        flat, start, length = self._place(parameter)
+        if length == 0:
+            return flat.data.narrow(0, 0, 0)
+        return self._optimizer.state[flat][key].narrow(0, start, length)
+
+    def state_keys(self) -> list[str]:
+        """Names of the per-element optimizer state, empty before the first step."""
+        for holder, state in self._optimizer.state.items():
+            shape = holder.shape
+            return [k for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape]
+        return []
+
+    def full(self, name: str, shard: Tensor) -> Tensor:
+        """The whole tensor from the ranks' shards. A collective unless ``replicated``: all ranks, same order."""
+        parameter: Any = self.parameters[name]
+        if self._kind == "whole":
+            return shard
+        if self._kind == "dtensor":
+            whole = DTensor.from_local(
+                shard,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            return whole.full_tensor()
+        device = parameter.device
+        if self._kind == "zero3":
+            pieces = torch.empty(
+                dist.get_world_size() * parameter.ds_tensor.numel(), dtype=torch.float32, device=device
+            )
+            _all_gather(pieces, shard.to(device))
+            return pieces.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
+        buffer = torch.zeros(parameter.numel(), dtype=torch.float32, device=device)
+        if (mapping := parameter._hp_mapping) is not None:
+            address = mapping.lp_fragment_address
+            buffer.narrow(0, address.start, address.numel).copy_(shard)
+        dist.all_reduce(buffer)
+        return buffer.view(parameter.shape)
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, as ``master`` is cut. No communication."""
+        parameter: Any = self.parameters[name]
+        if self._kind == "whole":
+            return whole
+        if self._kind == "dtensor":
+            mesh, placements = parameter.device_mesh, parameter.placements
+            return distribute_tensor(
+                whole.to(parameter.device), mesh, placements, src_data_rank=None
+            ).to_local()
+        flat_whole = whole.flatten()
+        if self._kind == "zero3":  # every rank holds the same length; the last ones are padded
+            length = parameter.ds_tensor.numel()
+            padded = flat_whole.new_zeros(length * dist.get_world_size())
+            padded[: flat_whole.numel()] = flat_whole
+            return padded.narrow(0, length * dist.get_rank(), length)
+        if (mapping := parameter._hp_mapping) is None:
+            return flat_whole.narrow(0, 0, 0)
+        address = mapping.lp_fragment_address
+        return flat_whole.narrow(0, address.start, address.numel)
+
+    def show(self, shards: Mapping[str, Tensor]) -> None:
+        """Write these fp32 shards into the weights that the forward reads. All ranks (a collective for ZeRO).
+
+        Under DDP and FSDP2 those are the master weights themselves; under ZeRO the masters stay as they are.
+        """
+        self._reshard()
+        with torch.no_grad():
+            for name, shard in shards.items():
+                if self._kind in ("whole", "dtensor"):
+                    self.master(name).copy_(shard)
+                    continue
+                whole = self.full(name, shard)
+                with self._gathered(name):
+                    self.parameters[name].data.copy_(whole)
+
+    def create_state(self) -> None:
+        """Make the optimizer allocate its (lazy) state by one step that changes nothing: no gradient, lr or decay."""
+        holders = self._holders()
+        groups = self._optimizer.param_groups
+        settings = {k: v for k, v in groups[0].items() if k != "params"}
+        try:
+            self._optimizer.param_groups = [settings | {"params": holders, "lr": 0.0, "weight_decay": 0.0}]
+            for holder in holders:
+                holder.grad = torch.zeros_like(holder)
+            self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = groups
+            for holder in holders:
+                holder.grad = None
+
+    def set_step(self, step: int) -> None:
+        """Set the optimizer's own counter (bias correction) to the number of steps done."""
+        for state in self._optimizer.state.values():
+            if isinstance(counter := state.get("step"), Tensor):
+                counter.fill_(step)
+            elif counter is not None:
+                state["step"] = step
+
+    def _holders(self) -> list[Any]:
+        """The tensors that the innermost torch optimizer steps on."""
+        if self._kind == "zero12":
+            return list(self._zero.single_partition_of_fp32_groups)
+        if self._kind == "zero3":
+            return list(self._zero.fp32_partitioned_groups_flat)
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _place(self, parameter: Any) -> tuple[Tensor, int, int]:
+        """ZeRO: the flat fp32 tensor that holds this rank's part, where it starts, and its length."""
+        if self._kind == "zero3":
+            group, start, length = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            return self._zero.fp32_partitioned_groups_flat[group], start, length
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return self._zero.single_partition_of_fp32_groups[0], 0, 0
+        address = mapping.hp_fragment_address
+        return (
+            self._zero.single_partition_of_fp32_groups[mapping.param_group_index],
+            address.start,
+            address.numel,
+        )
+
+    def _gathered(self, name: str) -> AbstractContextManager[Any]:
+        if self._kind != "zero3":
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([self.parameters[name]], modifier_rank=0)
+
+    def _reshard(self) -> None:
+        """FSDP2 keeps the root gathered after a forward without backward, and would go on using that copy."""
+        for unit in self._fsdp_units():
+            unit.reshard()
+
+    def _fsdp_units(self) -> Iterator[Any]:
+        if self._kind == "dtensor":
+            from torch.distributed.fsdp import FSDPModule
+
+            yield from (m for m in self.module.modules() if isinstance(m, FSDPModule))
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The user's own module inside DDP, DeepSpeed or compile wrappers, whose parameter names are the plain ones."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(
+            model, "zero_optimization_stage"
+        )
+        inner = getattr(model, "module", None) if inner is None and wrapped else inner
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _all_gather(output: Tensor, piece: Tensor) -> None:
+    """``all_gather_into_tensor`` under the name that this torch wants (renamed in 2.13, the old one warns)."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, piece.contiguous())
