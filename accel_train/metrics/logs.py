@@ -1,0 +1,182 @@
+"""Python logging of a run: a quiet console on the main process, everything in ``logs/rank_N.log``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from accel_train.config import UsageError
+from accel_train.metrics.environment import command_line
+from accel_train.metrics.progress import FILE_ONLY
+
+logger = logging.getLogger(__name__)
+
+OWN = ("accel_train", "recipes", "__main__")
+"""Loggers whose INFO a person wants to read on the console; of all others, warnings."""
+
+LINE = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"
+
+_active: Logs | None = None
+
+
+class Logs:
+    """What ``setup_logging`` installed; ``close`` puts back what was there. Also a context manager, which
+    writes the traceback of an exception that leaves it."""
+
+    def __init__(self, path: Path, handlers: list[logging.Handler]) -> None:
+        self.path = path
+        self._handlers = handlers
+        self._root = logging.getLogger()
+        self._level = self._root.level
+        self._sys_hook, self._thread_hook = sys.excepthook, threading.excepthook
+        self._root.setLevel(min(self._level, logging.INFO) or logging.INFO)
+        for handler in handlers:
+            self._root.addHandler(handler)
+        logging.captureWarnings(True)
+        sys.excepthook = _sys_hook_before(self._sys_hook)
+        threading.excepthook = _thread_hook_before(self._thread_hook)
+
+    def close(self) -> None:
+        global _active
+        if _active is not self:
+            return
+        _active = None
+        sys.excepthook, threading.excepthook = self._sys_hook, self._thread_hook
+        logging.captureWarnings(False)
+        self._root.setLevel(self._level)
+        for handler in self._handlers:
+            self._root.removeHandler(handler)
+            with suppress(OSError):  # what a full disk did not take
+                handler.close()
+
+    def __enter__(self) -> Logs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            _log_uncaught(error)
+        self.close()
+
+
+def setup_logging(output_dir: Path, rank: int, world_size: int) -> Logs:
+    """Send Python's logging, warnings and uncaught exceptions to ``output_dir/logs/rank_N.log``.
+
+    Every process calls it, once ``output_dir`` is known; no collective. The file is appended to across
+    restarts, each with a header line. The console (stdout) is the main process's alone: messages of this
+    project and its recipes from INFO, of others from WARNING. Called again, it replaces what it installed.
+    A ``UsageError`` is logged without a traceback, a ``SystemExit`` not at all.
+    """
+    global _active
+    if _active is not None:
+        _active.close()
+    path = output_dir / "logs" / f"rank_{rank}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _RankFile(path, _header(rank, world_size))
+    except OSError as error:
+        raise UsageError(
+            f"output_dir={str(output_dir)!r}: the log {path} cannot be opened ({error}); "
+            "a directory that this user can write is required: free it or give another --output_dir"
+        ) from error
+    handlers: list[logging.Handler] = [file]
+    if rank == 0:
+        handlers.append(_Console(sys.stdout))
+    _active = Logs(path, handlers)
+    return _active
+
+
+def _header(rank: int, world_size: int) -> str:
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return f"===== {started} rank {rank} of {world_size}, pid {os.getpid()}: {command_line(sys.argv)}"
+
+
+class _RankFile(logging.FileHandler):
+    """Timestamps in UTC, so that the files of several hosts merge by sorting."""
+
+    def __init__(self, path: Path, header: str) -> None:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            print(header, file=file)
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        formatter = logging.Formatter(LINE, "%Y-%m-%dT%H:%M:%S")
+        formatter.converter = time.gmtime
+        self.setFormatter(formatter)
+        self._failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk must not fill the terminal: Python's way prints a traceback for every message."""
+        if not self._failed:
+            self._failed = True
+            print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
+
+
+class _Console(logging.StreamHandler[TextIO]):
+    """Short lines; a progress bar is cleared before and drawn again after."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.addFilter(_is_for_console)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.name == "py.warnings":  # "path:line: UserWarning: text" and the line of source below it
+            text = text.strip().rsplit("\n  ", 1)[0]
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm = sys.modules.get("tqdm")
+        if tqdm is None:
+            super().emit(record)
+            return
+        with tqdm.tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
+def _is_for_console(record: logging.LogRecord) -> bool:
+    if getattr(record, FILE_ONLY, False):
+        return False
+    own = record.name.split(".", 1)[0] in OWN
+    return record.levelno >= (logging.INFO if own else logging.WARNING)
+
+
+def _log_uncaught(error: BaseException, where: str = "") -> None:
+    """Into the files only: the console gets Python's own traceback."""
+    if isinstance(error, UsageError):
+        logger.error("wrong usage%s: %s", where, error, extra={FILE_ONLY: True})
+        return
+    trace = (type(error), error, error.__traceback__)
+    logger.critical("uncaught %s%s", type(error).__name__, where, exc_info=trace, extra={FILE_ONLY: True})
+
+
+SysHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+ThreadHook = Callable[[threading.ExceptHookArgs], object]
+
+
+def _sys_hook_before(previous: SysHook) -> SysHook:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _log_uncaught(error)
+        if isinstance(error, UsageError) and previous is sys.__excepthook__:
+            print(f"error (wrong usage): {error}", file=sys.stderr)
+        else:
+            previous(kind, error, trace)
+
+    return hook
+
+
+def _thread_hook_before(previous: ThreadHook) -> ThreadHook:
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            _log_uncaught(args.exc_value, f" in thread {args.thread.name if args.thread else '?'}")
+        previous(args)
+
+    return hook

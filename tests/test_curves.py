@@ -1,0 +1,128 @@
+"""The picture: what is drawn, from whatever a run left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from accel_train.metrics.curves import last_pass, panels_of, plot_curves, read_metrics, smoothed
+
+
+def train(step: int, **more: object) -> dict[str, object]:
+    line: dict[str, object] = {"event": "train", "step": step, "loss": 4.0 - step / 1000, "lr": 1e-3, "grad_norm": 1.0}
+    line |= {"samples_per_second": 400.0, "tokens_per_second": 8e3, "step_seconds": 0.2, "data_wait_fraction": 0.25}
+    return line | {"memory_peak_gib": 3.0, "loss_text": 3.0, "loss_latent": 0.5, "mode": "l2t"} | more
+
+
+def evaluation(step: int) -> dict[str, object]:
+    values = {"l2t_nll": 3.0, "l2t_nll_shuffled": 4.0, "t2l_cosine": 0.9, "samples": 500, "eval_seconds": 3.0}
+    return {"event": "evaluation", "step": step, **values}
+
+
+def write(path: Path, records: list[dict[str, object]], tail: str = "") -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
+    return path
+
+
+def pixels(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB"))
+
+
+def test_reading_leaves_out_what_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"event": "train", "step": 1, "loss": "NaN"}\n{"ev\n\n[1]\n{"step": 2}\n{"event": "tr\xff')
+    first, second = read_metrics(path)
+    assert math.isnan(first["loss"])
+    assert second == {"step": 2}
+
+
+def test_every_value_has_its_panel() -> None:
+    panels = panels_of([train(10), train(20, loss_text=None, loss_latent=math.nan), evaluation(20)])
+    drawn = {p.title: {label: (s.steps, s.values) for label, s in p.drawn().items()} for p in panels}
+    both = [10, 20]
+    assert drawn.pop("Throughput") == {"samples/s (median 400; 8k tokens/s)": (both, [400.0, 400.0])}
+    step_time = drawn.pop("Step time")
+    assert step_time["whole step"] == (both, pytest.approx([200.0, 200.0]))
+    assert step_time["of it waiting for data"] == (both, pytest.approx([50.0, 50.0]))
+    assert drawn == {
+        "Loss": {"training loss": (both, [3.99, 3.98])},
+        "Loss terms": {"loss_text": ([10], [3.0]), "loss_latent": ([10], [0.5])},
+        "Evaluation: NLL": {"l2t nll": ([20], [3.0]), "l2t nll shuffled": ([20], [4.0])},
+        "Evaluation: cosine": {"t2l cosine": ([20], [0.9])},
+        "Gradient norm": {"grad_norm": (both, [1.0, 1.0])},
+        "Learning rate": {"lr": (both, [1e-3, 1e-3])},
+        "Memory": {"memory peak": (both, [3.0, 3.0])},
+    }
+    assert [p.title for p in panels][:4] == ["Loss", "Loss terms", "Evaluation: NLL", "Evaluation: cosine"]
+
+
+def test_steps_done_again_are_drawn_once_as_last_done() -> None:
+    lines = [train(s, loss=1.0) for s in (10, 20, 30)] + [{"event": "resume", "step": 10}]
+    lines += [train(s, loss=2.0) for s in (20, 30, 40)]
+    assert [(line["step"], line["loss"]) for line in last_pass(lines, "train")] == [
+        (10, 1.0),
+        (20, 2.0),
+        (30, 2.0),
+        (40, 2.0),
+    ]
+
+
+def test_smoothing_keeps_constants_and_starts_at_the_first_value() -> None:
+    assert smoothed([2.5] * 300) == pytest.approx([2.5] * 300)
+    line = [float(i) for i in range(1000)]
+    curve = smoothed(line)  # window of 20 steps: decay 0.95, lag 19 on a straight line
+    assert curve[0] == 0.0
+    assert curve[-1] == pytest.approx(line[-1] - 0.95 / 0.05, abs=1e-6)
+
+
+RUNS = {
+    "nothing": [],
+    "environment only": [{"event": "environment", "strategy": "ddp", "world_size": 2}],
+    "one line": [train(1)],
+    "one evaluation": [evaluation(5)],
+    "keys missing": [
+        {"event": "train", "step": 3, "loss": 1.0},
+        {"event": "train", "step": 4, "lr": 0.0},
+        {"event": "train"},
+    ],
+    "not finite": [train(10), train(20, loss="NaN", grad_norm="Infinity"), train(30)],
+    "long and resumed": [train(s, loss=50.0 / s) for s in range(1, 600)]
+    + [{"event": "resume", "step": 300}, evaluation(500)],
+}
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_any_run_gives_a_picture(tmp_path: Path, name: str) -> None:
+    source = write(tmp_path / "metrics.jsonl", RUNS[name], tail='{"event": "tra')
+    target = plot_curves(source, tmp_path / "curves.png")
+    picture = pixels(target)
+    assert picture.shape[0] > 300
+    assert picture.shape[1] > 600
+    assert picture.std() > 1  # not blank
+    assert sorted(os.listdir(tmp_path)) == ["curves.png", "metrics.jsonl"]
+
+
+def test_marks_of_resumes_and_of_losses_that_are_not_finite(tmp_path: Path) -> None:
+    def red_and_grey(records: list[dict[str, object]]) -> tuple[int, int]:
+        picture = pixels(plot_curves(write(tmp_path / "m.jsonl", records), tmp_path / "c.png")).astype(int)
+        high, green, blue = (picture[..., channel] for channel in range(3))
+        red = ((high - green > 60) & (abs(green - blue) < 20)).sum()
+        neutral = picture.max(-1) - picture.min(-1) < 4
+        grey = (neutral & (abs(picture[..., 0] - 150) < 40)).sum()
+        return int(red), int(grey)
+
+    plain = [train(10), train(20), train(30)]
+    red, grey = red_and_grey(plain)
+    broken_red, _ = red_and_grey([train(10), train(20, loss="NaN"), train(30)])
+    _, resumed_grey = red_and_grey([*plain[:2], {"event": "resume", "step": 20}, plain[2]])
+    assert red == 0
+    assert broken_red > 100
+    assert resumed_grey > grey + 100
