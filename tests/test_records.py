@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
 import os
+import pty
 import re
 import resource
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -27,6 +31,7 @@ from accel_train.config import UsageError
 from accel_train.metrics import environment, progress, records, trackers
 from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.records import LineWriter, encode, read_metrics, repair_metrics, write_json
+from accel_train.metrics.throughput import Throughput
 
 FIELDS: dict[str, object] = {
     "loss": 3.4118273,
@@ -280,6 +285,16 @@ def test_git_commit_of_the_script(tmp_path: Path) -> None:
     assert environment.git_commit(tmp_path) == f"{commit}-dirty"
 
 
+def test_the_schema_is_documented(accelerator: Accelerator) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    meter = Throughput(torch.device("cpu"), peak_flops_per_second=1.0)
+    meter.update(samples=1, tokens=1, flops=1)
+    names = {*records.EVENTS, *records.TRAIN_FIELDS, *records.NON_FINITE, *meter.read(), *trackers.INSTALL}
+    names |= {"memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib", "time", "elapsed_seconds"}
+    names |= set(environment.describe_environment(accelerator))
+    assert [name for name in sorted(names) if f"`{name}`" not in page and f'`"{name}"`' not in page] == []
+
+
 # Trackers
 
 
@@ -481,6 +496,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accel_train.metrics.logs import setup_logging
 from accel_train.metrics.recorder import LogConfig, Recorder
+from accel_train.metrics.throughput import Throughput
 folder, fields = Path(sys.argv[1]), eval(sys.argv[2])
 accelerator = Accelerator(cpu=True)
 with setup_logging(folder, accelerator.process_index, accelerator.num_processes):
@@ -564,6 +580,27 @@ def test_a_bar_keeps_its_lines_off_the_console(
     assert "100/1500" in drawn
     assert "120/1500" in drawn
     assert "loss 3.412  lr 1.2e-3  412 samples/s" in drawn
+
+
+def on_a_terminal(columns: int) -> str:
+    """What a person sees of a bar, on a real pseudo-terminal of that width."""
+    code = "from accel_train.metrics.progress import Progress; p = Progress('auto', 40, 0); p.advance(7); p.close()"
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], stdout=terminal, stderr=terminal, check=True, env=environ)
+    os.write(terminal, b"end")
+    seen = b""
+    while b"end" not in seen:
+        seen += os.read(controller, 4096)
+    os.close(controller)
+    os.close(terminal)
+    return seen.decode()
+
+
+def test_a_terminal_gets_a_bar_unless_it_has_no_width() -> None:
+    assert "7/40" in on_a_terminal(100)
+    assert on_a_terminal(0) == "end"
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,17 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from accel_train import __version__
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 SECRET = re.compile(r"token|secret|password|passwd|credential|api[-_]?key", re.IGNORECASE)
-PACKAGES = ("accel-train", "torch", "accelerate", "transformers", "datasets", "numpy", "deepspeed")
+PACKAGES = ("torch", "accelerate", "transformers", "datasets", "numpy", "deepspeed")
 
 
 def describe_environment(accelerator: Accelerator) -> dict[str, object]:
@@ -33,7 +36,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
         "platform": platform.platform(),
         "cuda": torch.version.cuda if cuda else None,
         "device": accelerator.device.type,
-        "device_name": torch.cuda.get_device_name(accelerator.device) if cuda else platform.machine(),
+        "device_name": torch.cuda.get_device_name(accelerator.device) if cuda else cpu_name(),
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "world_size": accelerator.num_processes,
@@ -45,11 +48,20 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
     return facts
 
 
+def cpu_name() -> str:
+    """The processor's model where the system tells it, else its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def package_versions() -> dict[str, str]:
     """Installed versions of the packages that decide a run's numbers; absent ones are left out."""
     from importlib.metadata import PackageNotFoundError, version
 
-    versions: dict[str, str] = {}
+    versions = {"accel_train": __version__}
     for name in PACKAGES:
         try:
             versions[name] = version(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -26,10 +27,9 @@ class Progress:
     """
 
     def __init__(self, mode: Literal["auto", "on", "off"], max_steps: int, start_step: int) -> None:
-        terminal = sys.stdout.isatty() and sys.stderr.isatty()
         self._max_steps = max_steps
         self._bar: tqdm[NoReturn] | None = None
-        if mode == "on" or (mode == "auto" and terminal):
+        if mode == "on" or (mode == "auto" and _on_terminal()):
             from tqdm import tqdm  # not tqdm.auto: it warns in notebooks that lack ipywidgets
 
             self._bar = tqdm(
@@ -54,6 +54,13 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _on_terminal() -> bool:
+    """A pseudo-terminal of some batch systems says that it has no columns: a bar would be invisible there."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        return False
+    return os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 def describe(fields: Mapping[str, object]) -> list[str]:
