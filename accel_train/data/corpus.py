@@ -18,7 +18,7 @@ from accel_train.config import UsageError
 
 DEMO_FILE = Path(__file__).parent / "demo" / "shakespeare.txt"
 LINE_FILES = (".jsonl", ".ndjson", ".txt")
-TABLE_FILES = {".parquet": "parquet", ".csv": "csv"}
+TABLE_FILES = (".parquet", ".csv")
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
 CODES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip-compressed"}
 
@@ -92,6 +92,8 @@ def _rows(
     path: str, split: str, text_column: str, bad: BadRows, with_references: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of any source; a text file's line is the row {text_column: line}."""
+    if with_references:
+        return (row for file in _jsonl_files(path, text_column) for row in _json_rows(file, bad))
     if path == "demo":
         return _text_rows(DEMO_FILE, text_column, bad)
     expanded = Path(os.path.expandvars(os.path.expanduser(path)))
@@ -102,13 +104,18 @@ def _rows(
         return dataset_rows(_saved_dataset(source, split), path, text_column)
     if source.suffix in TABLE_FILES:
         return dataset_rows(_table(source), path, text_column)
-    files = _line_files(source)
-    if with_references and any(file.suffix == ".txt" for file in files):
+    return (row for file in _line_files(source) for row in _file_rows(file, text_column, bad))
+
+
+def _jsonl_files(path: str, text_column: str) -> list[Path]:
+    """Files whose rows can say where their ready-made latents are."""
+    files = [] if path == "demo" else _line_files(resolve_path("--data.path", path))
+    if not files or any(file.suffix == ".txt" for file in files):
         raise UsageError(
-            f"--data.latents needs --data.path to be JSONL with the fields {text_column!r}, 'shard' and "
-            f"'idx'; {path!r} holds .txt files. Give the JSONL file that was written with the latents."
+            f"--data.latents needs --data.path to be JSONL with the fields {text_column!r}, 'shard' and 'idx'; it "
+            f"is {path!r}. Give the JSONL file that was written with the latents."
         )
-    return (row for file in files for row in _file_rows(file, text_column, bad))
+    return files
 
 
 def _may_be_hub_id(path: str) -> bool:
@@ -232,10 +239,13 @@ def _saved_dataset(folder: Path, split: str) -> Any:
 
 
 def _table(file: Path) -> Any:
+    """Read whole, past the cache of `datasets`, which knows a file by its path and time, not by its content."""
     import datasets
+    from pyarrow import csv, parquet
 
     try:
-        return datasets.load_dataset(TABLE_FILES[file.suffix], data_files=str(file), split="train")
+        table: Any = csv.read_csv(file) if file.suffix == ".csv" else parquet.read_table(file)
+        return datasets.Dataset(table)
     except Exception as error:
         raise UsageError(
             f"--data.path {str(file)!r} cannot be read ({type(error).__name__}: {error}). "

@@ -70,6 +70,7 @@ class DataAssets:
             "max_length": self.max_length,
             "latent_std": self.latent_std,
             "latent_tokens": self.latent_tokens,
+            "encoder": self.encoder is not None,
         }
         (directory / "assets.json").write_text(json.dumps(facts, indent=1), "utf-8")
         if self.encoder is not None:
@@ -86,7 +87,7 @@ def load_assets(directory: Path, device: str = "cpu") -> DataAssets:
             raise ValueError(f"format {facts['format']}, this version reads {ASSETS_FORMAT}")
         tokenizer = TextTokenizer.from_json((directory / "tokenizer.json").read_text("utf-8"), **facts["tokenizer"])
         mean = load_file(directory / "latent.safetensors")["mean"]
-        encoder = load_encoder(directory, device)
+        encoder = load_encoder(directory, device) if facts["encoder"] else None
         return DataAssets(tokenizer, encoder, facts["max_length"], mean, facts["latent_std"], facts["latent_tokens"])
     except UsageError:
         raise

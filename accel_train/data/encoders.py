@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from accel_train.data.tfidf import TfidfSvdEncoder
 VERSION = "transformers-1"
 Pooling = Literal["mean", "cls", "last"]
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
+MAX_LENGTH = 512
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -43,7 +45,8 @@ class TransformerEncoder:
     name: str
     pooling: Pooling = "mean"
     normalise: bool = True
-    max_length: int = 256
+    max_length: int | None = None
+    """Tokens read of each text; None: what the model can read, at most MAX_LENGTH."""
     latent_dim: int | None = None
     """Keep the first dimensions only (Matryoshka models), before normalising."""
     batch_size: int = 64
@@ -68,7 +71,7 @@ class TransformerEncoder:
 
     @property
     def identity(self) -> str:
-        facts = [VERSION, self.files_hash, self.pooling, self.normalise, self.max_length, self.dim]
+        facts = [VERSION, self.files_hash, self.pooling, self.normalise, self._length, self.dim]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @cached_property
@@ -79,6 +82,19 @@ class TransformerEncoder:
             return AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
         except Exception as error:
             raise unreadable(self.name, error) from None
+
+    @cached_property
+    def _length(self) -> int:
+        settings = self.folder / "tokenizer_config.json"
+        own: dict[str, Any] = json.loads(settings.read_text("utf-8")) if settings.exists() else {}
+        positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
+        limits = [int(limit) for limit in (own.get("model_max_length"), positions) if limit]
+        if self.max_length and self.max_length > min(limits, default=self.max_length):
+            raise UsageError(
+                f"--data.encoder_max_length {self.max_length}: {self.name!r} reads at most {min(limits)} tokens. "
+                f"Give 1 to {min(limits)}, or null for the most it can."
+            )
+        return self.max_length or min([*limits, MAX_LENGTH])
 
     @property
     def dim(self) -> int:
@@ -92,15 +108,17 @@ class TransformerEncoder:
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
-        return load_model(self.name, self.folder, self._config, self.device), load_tokenizer(self)
+        _ = self.files_hash  # refuse other weights before they are used
+        model = load_model(self.name, self.folder, self._config)
+        return model.to(self.device), load_tokenizer(self.name, self.folder)
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """(n, Dz) float32 of one batch; texts are cut to `max_length` tokens."""
         model, tokenizer = self._loaded
-        inputs = tokenizer(
-            list(texts), max_length=self.max_length, truncation=True, padding=True, return_tensors="pt"
-        ).to(self.device)
+        inputs = tokenizer(list(texts), max_length=self._length, truncation=True, padding=True, return_tensors="pt").to(
+            self.device
+        )
         attended = inputs["attention_mask"].bool()
         hidden: Tensor = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])[0]
         latents = pool(hidden.float(), attended, self.pooling)[:, : self.dim]
@@ -112,7 +130,7 @@ class TransformerEncoder:
         """encoder.json: the id, the hash of its files, the options. The weights stay where they are."""
         facts = {
             "kind": VERSION,
-            "name": self.name,
+            "name": str(self.folder) if local_folder(self.name) else self.name,
             "weights_hash": self.files_hash,
             "pooling": self.pooling,
             "normalise": self.normalise,
@@ -133,15 +151,19 @@ def pool(hidden: Tensor, attended: Tensor, pooling: Pooling) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
 
 
+def local_folder(name: str) -> Path | None:
+    folder = Path(os.path.expandvars(os.path.expanduser(name)))
+    return folder.absolute() if folder.is_dir() else None
+
+
 def model_folder(name: str) -> Path:
     """The local directory of a model: itself, or the hub's snapshot (downloaded once)."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder.absolute()
+    if folder := local_folder(name):
+        return folder
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(MODEL_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(MODEL_FILES), ignore_patterns="*/*"))
     except Exception as error:
         raise UsageError(
             f"--data.encoder {name!r}: no such directory, and the hub answered {type(error).__name__}: "
@@ -181,13 +203,14 @@ def unreadable(name: str, error: Exception) -> UsageError:
     )
 
 
-def load_model(name: str, folder: Path, config: Any, device: str) -> Any:
+def load_model(name: str, folder: Path, config: Any) -> Any:
     """The text encoder in float32, evaluation mode; of an encoder-decoder the encoder. Weights that would be
     random because the checkpoint lacks them are refused (but for the pooler and a decoder, which are not used)."""
-    from transformers import AutoModel
+    from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoModel, AutoModelForTextEncoding
 
+    encoder_only = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     try:
-        model, report = AutoModel.from_pretrained(
+        model, report = (AutoModelForTextEncoding if encoder_only else AutoModel).from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -204,30 +227,29 @@ def load_model(name: str, folder: Path, config: Any, device: str) -> Any:
             f"--data.encoder {name!r}: {len(missing)} weights are not in its files ({', '.join(missing[:3])}, "
             "...) and would be random. Give a complete checkpoint of this architecture."
         )
-    encoder = model.get_encoder() if config.is_encoder_decoder else model
-    return encoder.eval().requires_grad_(False).to(device)
+    encoder = model.get_encoder() if config.is_encoder_decoder and not encoder_only else model
+    return encoder.eval().requires_grad_(False)
 
 
 def _keys(report: Iterable[Any]) -> Iterable[str]:
     return (entry if isinstance(entry, str) else entry[0] for entry in report)
 
 
-def load_tokenizer(encoder: TransformerEncoder) -> Any:
+def load_tokenizer(name: str, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(encoder.folder, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        raise unreadable(encoder.name, error) from None
+        raise unreadable(name, error) from None
     if tokenizer.pad_token is None:  # padding is not attended: any token will do
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    tokenizer.padding_side = "right"  # exact for absolute positions too; pooling looks for the last real token
     return tokenizer
 
 
-def load_encoder(directory: Path, device: str = "cpu") -> LatentEncoder | None:
-    """The encoder that `save` left in a directory; None where latents were ready-made."""
-    if not (directory / "encoder.json").exists():
-        return None
+def load_encoder(directory: Path, device: str = "cpu") -> LatentEncoder:
+    """The encoder that `save` left in a directory."""
     facts: dict[str, Any] = json.loads((directory / "encoder.json").read_text("utf-8"))
     kind = facts.pop("kind")
     if kind == TFIDF_VERSION:

@@ -1,14 +1,13 @@
 """From the options of the `data` group to training and held-out datasets: `prepare_data`."""
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge
 from torch import Tensor
 
 from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
@@ -63,15 +62,15 @@ class DataConfig:
     encoder: str = TFIDF_SVD
     """What makes the latents: 'tfidf-svd' (fitted on the training split, no network), or a transformers encoder
     by hub id or local directory with safetensors weights."""
-    latent_dim: Annotated[int, Ge(1)] | None = None
+    latent_dim: PositiveInt | None = None
     """Latent dimensions: the size of tfidf-svd (null: 64), or how many of a transformers encoder's first
     dimensions are kept (null: all)."""
     pooling: Pooling = "mean"
     """How a transformers encoder's token states become one latent: their mean, the first, or the last."""
     normalise: bool = True
     """Scale each latent to length 1, after latent_dim."""
-    encoder_max_length: PositiveInt = 256
-    """Tokens that a transformers encoder reads of each text."""
+    encoder_max_length: PositiveInt | None = None
+    """Tokens that a transformers encoder reads of each text; null: as many as it can, at most 512."""
     encoder_batch_size: PositiveInt = 64
     """Texts per forward of a transformers encoder; changes speed and memory only."""
     latents: str | None = None
@@ -195,6 +194,8 @@ def prepare_data(
         _dataset(train.texts, train_tokens, table, made),
         _dataset(heldout.texts, heldout_tokens, heldout_table, made),
     ]
+    # Tokenizing used threads; workers forked from here must not, and without this each prints a warning.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     notices += _length_notice(train_tokens, config.max_length)
     fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()
     return PreparedData(parts[0], parts[1], made, fingerprint, tuple(notices))

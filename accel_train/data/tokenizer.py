@@ -1,6 +1,5 @@
 """Text to ids and back: a tokenizer trained on the corpus, or that of any transformers model."""
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -98,7 +97,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> TextTokenizer:
             f"--data.vocab_size {vocab_size}: 256 pieces are single bytes and 2 are special; at least "
             f"{MIN_VOCAB_SIZE} is required, 2048 suits a small corpus."
         )
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()

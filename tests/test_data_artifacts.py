@@ -1,0 +1,74 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.data.artifacts import SEAL, cache_directory, cached_folder, intact
+
+
+class Writer:
+    calls = 0
+
+    def __call__(self, directory: Path) -> None:
+        self.calls += 1
+        (directory / "a.json").write_text("{}")
+        (directory / "b.bin").write_bytes(b"content")
+
+
+def test_built_once_by_rank_0_and_by_who_does_not_see_it(tmp_path: Path) -> None:
+    first, second, elsewhere = Writer(), Writer(), Writer()
+    meetings: list[int] = []
+    cached_folder(tmp_path / "kind" / "x", first, rank=0, barrier=lambda: meetings.append(0))
+    folder = cached_folder(tmp_path / "kind" / "x", second, rank=1, barrier=lambda: meetings.append(1))
+    cached_folder(tmp_path / "other disk" / "x", elsewhere, rank=1)
+    assert (first.calls, second.calls, elsewhere.calls) == (1, 0, 1)
+    assert meetings == [0, 0, 1, 1]
+    assert sorted(file.name for file in folder.iterdir()) == ["a.json", "b.bin", SEAL]
+    assert os.listdir(tmp_path / "kind") == ["x"]
+
+
+@pytest.mark.parametrize("kind", ["changed", "truncated", "deleted", "added", "seal"])
+def test_what_is_damaged_is_built_again(tmp_path: Path, kind: str) -> None:
+    writer = Writer()
+    folder = cached_folder(tmp_path / "x", writer)
+    if kind == "changed":
+        (folder / "b.bin").write_bytes(b"c0ntent")
+    elif kind == "truncated":
+        (folder / "b.bin").write_bytes(b"")
+    elif kind == "deleted":
+        (folder / "a.json").unlink()
+    elif kind == "added":
+        (folder / "c.txt").write_text("")
+    else:
+        (folder / SEAL).write_text("{")
+    assert not intact(folder)
+    cached_folder(folder, writer)
+    assert writer.calls == 2
+    assert intact(folder)
+    assert (folder / "b.bin").read_bytes() == b"content"
+
+
+def test_a_crash_while_building_leaves_nothing_that_counts(tmp_path: Path) -> None:
+    def crashes(directory: Path) -> None:
+        (directory / "a.json").write_text(json.dumps({}))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_folder(tmp_path / "x", crashes)
+    assert not (tmp_path / "x").exists()
+    assert intact(cached_folder(tmp_path / "x", Writer()))
+
+
+def test_cache_directory_of_option_variable_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ACCEL_TRAIN_CACHE", raising=False)
+    assert cache_directory(None) == tmp_path / ".cache" / "accel_train"
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "named"))
+    assert cache_directory(None) == tmp_path / "named"
+    assert cache_directory("~/mine") == tmp_path / "mine"
+    assert (tmp_path / "mine").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"--data.cache_dir '~/file/below': .* cannot be used"):
+        cache_directory("~/file/below")
