@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Generic, NoReturn, TypeVar, cast, get_type_hints
 
 from annotated_types import Ge, Gt, Interval
 
@@ -296,7 +297,7 @@ def expand_path(text: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(os.path.expandvars(os.path.expanduser(os.fspath(text)))))
 
 
-def run(main: Callable[[Sequence[str]], int | None]) -> None:
+def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Call ``main(argv)`` and exit with its code; a ``UsageError`` becomes its text and exit code 2.
 
     Launchers turn a child's 2 into 1, so the text says which it was. Before the processes know of each other
@@ -312,8 +313,25 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
                 file=sys.stderr,
             )
         code = 2
+    _leave(int(code or 0))
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit; several CPU processes leave at once, without tearing torch down.
+
+    gloo's threads race with the interpreter's end and abort now and then ("terminate called without an active
+    exception", torch 2.13), which would turn a finished run into a failed one.
+    """
+    logging.shutdown()
     sys.stdout.flush()
-    raise SystemExit(code or 0)
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "torch" in sys.modules and not _has_device():
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def _has_device() -> bool:
+    return bool(sys.modules["torch"].accelerator.is_available())
 
 
 def _processes_are_connected() -> bool:

@@ -63,6 +63,10 @@ class Run:
         """Where the checkpoints are."""
         return self.directory / "checkpoints"
 
+    def resolved(self, key: str) -> Any:
+        """A value that the first start derived and later starts keep, such as ``schedule.decay_steps``."""
+        return self.saved["resolved"][key]
+
     @property
     def start_step(self) -> int:
         """Optimizer steps already done."""
@@ -73,8 +77,8 @@ def open_run(
     config: Any,
     accelerator: Accelerator,
     data_fingerprint: str,
-    *,
     resolved: Mapping[str, Any] | None = None,
+    *,
     free_to_change: Sequence[str] = (),
 ) -> Run:
     """Open ``config.output_dir`` and decide between a start and a resume. All ranks must call it.

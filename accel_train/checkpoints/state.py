@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from accel_train import __version__
 from accel_train.checkpoints import commit
 from accel_train.checkpoints.commit import Checkpoint, CheckpointWriteError
-from accel_train.config import NonNegativeInt, UsageError
+from accel_train.checkpoints.run import Run
+from accel_train.config import NonNegativeInt, UsageError, expand_path
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
 
@@ -75,20 +76,46 @@ def plan_files(stem: str, sizes: Mapping[str, int], world_size: int, spread: boo
     ]
 
 
+@dataclass(frozen=True)
+class Saver:
+    """Saves one run. Built on every rank; ``write_extras`` is called on the main process with the new directory and
+    writes what sampling needs (``config.json``, ``assets/``)."""
+
+    accelerator: Accelerator
+    run: Run
+    shards: Shards
+    ema: Ema
+    config: CheckpointConfig
+    write_extras: Callable[[Path], None]
+
+    def due(self, step: int, max_steps: int) -> bool:
+        """Whether to save after ``step`` steps: a function of the step, so the same on every rank."""
+        return step == max_steps or (self.config.save_every > 0 and step % self.config.save_every == 0)
+
+    def save(self, step: int) -> Checkpoint:
+        """Write and commit the state after ``step`` steps, then let old checkpoints go. All ranks, same step."""
+        facts = {"run_id": self.run.run_id, "experiment": dict(self.run.saved["experiment"])}
+        average = self.ema if self.ema.config.decay > 0 else None
+        directory = self.run.checkpoints
+        saved = save_checkpoint(self.accelerator, directory, step, self.shards, average, facts, self.write_extras)
+        if self.accelerator.is_main_process:
+            commit.retain(directory, self.config.keep_last)
+        return saved
+
+
 def save_checkpoint(
     accelerator: Accelerator,
     directory: Path,
     step: int,
     shards: Shards,
     ema: Ema | None,
-    describe: Mapping[str, Any],
+    facts: Mapping[str, Any],
     write_extras: Callable[[Path], None],
 ) -> Checkpoint:
-    """Write, verify-by-hash and commit ``directory/checkpoint_<step>``. All ranks must call it, at the same step.
+    """Write, hash and commit ``directory/checkpoint_<step>``. All ranks must call it, at the same step.
 
-    ``describe`` goes into the manifest; ``write_extras`` is called on the main process with the checkpoint's
-    directory and writes what sampling needs (``config.json``, ``assets/``). Returns when it is committed.
-    Raises ``CheckpointWriteError`` on every rank if any rank could not write its part.
+    ``facts`` go into the manifest. Returns when it is committed. Raises ``CheckpointWriteError`` on every rank if
+    any rank could not write its part.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
     temporary = directory / str(_agree(accelerator, commit.temporary_name(step, commit.new_nonce())))
@@ -97,6 +124,7 @@ def save_checkpoint(
     try:
         if rank == 0:
             (temporary / "optimizer").mkdir(parents=True)
+            (temporary / "assets").mkdir()
             write_extras(temporary)
     except Exception as caught:  # the recipe's own code: whatever it raises, the other ranks must hear of it
         os_error = caught if isinstance(caught, OSError) else OSError(f"{type(caught).__name__}: {caught}")
@@ -119,7 +147,9 @@ def save_checkpoint(
         if rank == 0 and error is None:
             _write_small_files(temporary, step, shards, ema, world_size, random_state)
             small = [
-                p for p in temporary.rglob("*") if (p.is_file() and p.suffix != ".safetensors") or _is_extra(p, temporary)
+                p
+                for p in temporary.rglob("*")
+                if (p.is_file() and p.suffix != ".safetensors") or _is_extra(p, temporary)
             ]
             written |= {p.relative_to(temporary).as_posix(): commit.seal_file(p) for p in small}
     except OSError as caught:
@@ -133,7 +163,7 @@ def save_checkpoint(
         "step": step,
         "world_size": world_size,
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **describe,
+        **facts,
         "files": dict(sorted(files.items())),
     }
     final = directory / commit.checkpoint_name(step)
@@ -199,10 +229,14 @@ def _weight_map(files: Sequence[TensorFile]) -> dict[str, str]:
     return {name: file.name for file in files for name in file.tensors}
 
 
-def load_weights(checkpoint: Checkpoint, model: nn.Module, *, ema: bool = False) -> None:
-    """Load whole weights into a model that is not prepared yet. Every rank; strict in names and shapes."""
-    stem = "ema" if ema and (checkpoint.file("ema.safetensors").exists() or _has_index(checkpoint, "ema")) else "model"
-    load_weights_from(checkpoint.path, stem, model)
+def load_initial_weights(model: nn.Module, checkpoint: Checkpoint | None, init_from: str | None) -> None:
+    """Weights before ``prepare``: of the checkpoint to resume, else of ``init_from``, else those it has. Every rank."""
+    if checkpoint is not None:
+        load_weights_from(checkpoint.path, "model", model)
+    elif init_from is not None:
+        directory = expand_path(init_from)
+        newest = commit.committed(directory / "checkpoints")
+        load_weights_from(newest[-1][1] if newest else directory, "model", model)
 
 
 def load_weights_from(directory: Path, stem: str, model: nn.Module) -> None:

@@ -117,6 +117,20 @@ def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size
     return math.ceil(math.ceil(global_batch_size / world_size) / micro_batch_size)
 
 
+def notices(global_batch_size: int, world_size: int, micro_batch_size: int) -> list[str]:
+    """What a person should know of a batch that does not divide evenly: it is exact, and what would be even."""
+    settings = even_settings(global_batch_size, world_size, micro_batch_size)
+    if not settings:
+        return []
+    proposals = "; ".join(
+        f"--global_batch_size {s.global_batch_size} --micro_batch_size {s.micro_batch_size}" for s in settings
+    )
+    return [
+        f"global_batch_size {global_batch_size} over {world_size} process(es) in micro-batches of {micro_batch_size} is "
+        f"uneven: shares and micro-batches differ by one sample, the gradient is exact all the same. Even: {proposals}"
+    ]
+
+
 def even_settings(global_batch_size: int, world_size: int, micro_batch_size: int) -> list[EvenSetting]:
     """The three nearest settings in which every forward of every process has the same number of samples.
 

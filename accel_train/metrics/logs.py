@@ -180,3 +180,9 @@ def _thread_hook_before(previous: ThreadHook) -> ThreadHook:
         previous(args)
 
     return hook
+
+
+def info(logger: logging.Logger, *lines: str) -> None:
+    """Log whole sentences, one message each: on the console of the main process and in every process's file."""
+    for line in lines:
+        logger.info("%s", line)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from accel_train.models.layers import TIME_FEATURES
 from accel_train.models.mmdit import MODALITIES, MultimodalMMDiTConfig
 
@@ -75,6 +77,11 @@ def peak_flops(device_name: str, precision: str) -> float | None:
             teraflops = peaks[_COLUMNS[precision]]
             return None if teraflops is None else teraflops * 1e12
     return None
+
+
+def peak_of(device: torch.device, precision: str) -> float | None:
+    """`peak_flops` of the device at hand, None for a CPU or an unknown one."""
+    return peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 
 
 def mfu(flops_per_second: float, peak: float | None) -> float | None:

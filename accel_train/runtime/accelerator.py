@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -46,8 +45,6 @@ def build_accelerator(
     micro_batch_size: int,
     max_grad_norm: float,
     collective_timeout_seconds: int = 1800,
-    trackers: Sequence[str] = (),
-    project_dir: str | Path | None = None,
 ) -> Accelerator:
     """The verified ``Accelerator`` of this process. All ranks must call it, once, before anything heavy.
 
@@ -73,8 +70,6 @@ def build_accelerator(
         mixed_precision=ACCELERATE_PRECISION[precision],
         gradient_accumulation_steps=1,
         deepspeed_plugin=plugin,
-        log_with=list(trackers) or None,
-        project_dir=project_dir,
     )
     _verify(accelerator, requested, world_size, precision)
     return accelerator

@@ -43,6 +43,11 @@ class StepResult:
     grad_norm: Tensor
     """Norm of the global gradient before clipping."""
 
+    def fields(self) -> dict[str, float]:
+        """``loss``, ``loss_TERM`` and ``grad_norm`` as numbers. Waits for the device: for log points."""
+        named = {"loss": self.loss} | {f"loss_{k}": v for k, v in self.terms.items()} | {"grad_norm": self.grad_norm}
+        return dict(zip(named, torch.stack([v.float() for v in named.values()]).tolist(), strict=True))
+
 
 def resolve_sync(policy: SyncPolicy, accelerator: Accelerator) -> tuple[Literal["last", "every"], str]:
     """When gradients are reduced within a step, and why.

@@ -7,6 +7,7 @@ shards and ``cut`` takes this rank's part of a whole one, so every consumer is w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,13 +25,11 @@ class Shards:
     while FSDP2 swaps gathered ones in and out of the modules.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, masters: Mapping[str, Tensor] | None = None) -> None:
         self.model = model
         self.module = plain_module(model)
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self._zero: Any = (
-            getattr(model, "optimizer", None) if hasattr(model, "zero_optimization_stage") else None
-        )
+        self._zero: Any = getattr(model, "optimizer", None) if hasattr(model, "zero_optimization_stage") else None
         self._optimizer: torch.optim.Optimizer = (
             self._zero.optimizer if self._zero is not None else getattr(optimizer, "optimizer", optimizer)
         )
@@ -44,6 +43,8 @@ class Shards:
             if isinstance(first, DTensor)
             else "whole"
         )
+        for name, whole in (masters or {}).items():
+            self.master(name).copy_(self.cut(name, whole))
 
     @property
     def replicated(self) -> bool:
@@ -119,9 +120,7 @@ class Shards:
             return whole
         if self._kind == "dtensor":
             mesh, placements = parameter.device_mesh, parameter.placements
-            return distribute_tensor(
-                whole.to(parameter.device), mesh, placements, src_data_rank=None
-            ).to_local()
+            return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None).to_local()
         flat_whole = whole.flatten()
         if self._kind == "zero3":  # every rank holds the same length; the last ones are padded
             length = parameter.ds_tensor.numel()
@@ -213,13 +212,22 @@ class Shards:
             yield from (m for m in self.module.modules() if isinstance(m, FSDPModule))
 
 
+def exact_masters(model: nn.Module, precision: str) -> dict[str, Tensor]:
+    """The fp32 weights that ``prepare`` may round, to be given to ``Shards``; call it just before ``prepare``.
+
+    DeepSpeed casts the model to bf16 or fp16 first and makes its fp32 masters from the rounded weights, so the same
+    seed would start elsewhere than under DDP. Empty where nothing is rounded: fp32, or no DeepSpeed in use.
+    """
+    if precision == "fp32" or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        return {}
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
 def plain_module(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP, DeepSpeed or compile wrappers, whose parameter names are the plain ones."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(
-            model, "zero_optimization_stage"
-        )
+        wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "zero_optimization_stage")
         inner = getattr(model, "module", None) if inner is None and wrapped else inner
         if not isinstance(inner, nn.Module):
             return model
