@@ -1,0 +1,165 @@
+"""What goes wrong while samples are read, and that no worker is left behind."""
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Generator
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps
+from accel_train.data.reading import LoadingError
+from accel_train.data.sampler import Cut, StepSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+SAMPLER = StepSampler(40, 8, seed=0)
+BAD = SAMPLER.draws(3)[5].sample
+"""Read in step 3, second micro-batch of two. Micro-batches alternate between two workers: worker 1 reads it."""
+
+FIRST = SAMPLER.draws(0)[4].sample
+"""The first that worker 1 reads."""
+
+
+class Faulty:
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == BAD and self.fault == "raise":
+            raise OSError(f"cannot read file {index}.png")
+        if index == BAD and self.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == FIRST and self.fault == "kill first":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == BAD and self.fault == "hang":
+            time.sleep(600)
+        if self.fault == "field":
+            return {"weight": torch.zeros(())}
+        if self.fault == "text":
+            return {"caption": "a cat"}
+        return {"value": torch.tensor(index)}
+
+
+def steps_of(dataset: Faulty, **options) -> Generator[StepBatches, None, None]:
+    config = LoaderConfig(**options)
+    return iterate_steps(
+        dataset, SAMPLER, Cut(0, 1, 4), start_step=0, max_steps=5, device=torch.device("cpu"), config=config
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left():
+    yield
+    left = multiprocessing.active_children()
+    for process in left:
+        process.kill()
+        process.join()
+    assert left == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_exception_names_the_sample(workers):
+    seen: list[int] = []
+    with pytest.raises(LoadingError) as error:
+        seen.extend(step.step for step in steps_of(Faulty("raise"), num_workers=workers))
+    text = str(error.value)
+    assert text.startswith(f"sample {BAD} of step 3, micro-batch 1 (samples ")
+    assert f"OSError: cannot read file {BAD}.png" in text
+    assert ("worker 1 (pid " if workers else "the training process") in text
+    assert seen == [0, 1, 2]
+    if workers:
+        assert "in __getitem__" in text  # where in the dataset
+        assert multiprocessing.active_children() == []  # although the error is still held here
+    else:
+        assert isinstance(error.value.__cause__, OSError)
+
+
+def test_a_worker_killed_while_it_reads():
+    with pytest.raises(LoadingError) as error:
+        list(steps_of(Faulty("kill"), num_workers=2))
+    text = str(error.value)
+    # what the worker had read before and not yet handed over is lost with it
+    assert re.match(r"step [0123], micro-batch [01] \(samples \d+, \d+, \d+, \d+\) did not arrive: ", text), text
+    assert re.search(rf"It was worker 1 \(pid \d+\), reading sample {BAD} of step 3\.", text), text
+    assert "lower num_workers" in text
+    assert multiprocessing.active_children() == []
+
+
+def test_a_worker_killed_before_it_sent_anything():
+    started = time.monotonic()
+    with pytest.raises(LoadingError, match=rf"^step 0, micro-batch 1 .*worker 1 .*reading sample {FIRST} of step 0"):
+        list(steps_of(Faulty("kill first"), num_workers=2))
+    assert time.monotonic() - started < 30  # not the 300 seconds of the timeout
+
+
+def test_a_worker_killed_while_the_training_does_something_else():
+    steps = steps_of(Faulty("none"), num_workers=2, prefetch_factor=1)
+    next(steps)
+    victim = multiprocessing.active_children()[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    time.sleep(0.3)  # no exception from a signal handler in here
+    with pytest.raises(LoadingError, match=rf"step \d, micro-batch \d .*worker \d \(pid {victim.pid}\)"):
+        list(steps)
+
+
+def test_a_worker_that_hangs():
+    started = time.monotonic()
+    with pytest.raises(LoadingError) as error:
+        list(steps_of(Faulty("hang"), num_workers=2, timeout_seconds=1.0))
+    text = str(error.value)
+    assert text.startswith("timeout_seconds=1: step 3, micro-batch 1 (samples ")
+    assert f"reading sample {BAD} of step 3" in text
+    assert "from worker 1 (pid " in text
+    assert 1.0 <= time.monotonic() - started < 30
+
+
+def test_a_slow_worker_is_waited_for_longer_than_one_poll(monkeypatch):
+    monkeypatch.setattr("accel_train.data.reading.POLL_SECONDS", 0.05)
+    slow = Faulty("none")
+    monkeypatch.setattr(Faulty, "__getitem__", lambda self, index: (time.sleep(0.05), {"v": torch.tensor(index)})[1])
+    steps = list(steps_of(slow, num_workers=2))
+    assert [step.step for step in steps] == [0, 1, 2, 3, 4]
+    for step in steps:
+        assert [n for batch in step.micro_batches for n in batch["v"].tolist()] == [
+            draw.sample for draw in SAMPLER.draws(step.step)
+        ]
+
+
+def test_closing_ends_the_workers():
+    steps = steps_of(Faulty("none"), num_workers=2)
+    next(steps)
+    assert len(multiprocessing.active_children()) == 2
+    steps.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_generator_that_is_dropped_or_never_used():
+    steps_of(Faulty("none"), num_workers=2)
+    for step in steps_of(Faulty("none"), num_workers=2):
+        if step.step == 1:
+            break
+
+
+def test_the_signal_handler_of_the_process_stays():
+    before = signal.getsignal(signal.SIGCHLD)
+    steps = steps_of(Faulty("none"), num_workers=1)
+    next(steps)
+    assert signal.getsignal(signal.SIGCHLD) == before
+    steps.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("field", "field 'weight' is added by the loader"), ("text", "leading dimension 4 is needed, got a list")],
+)
+def test_fields_that_no_batch_can_have(fault, words):
+    with pytest.raises(LoadingError, match=f"collating of step 0, micro-batch 0.*{words}"):
+        next(steps_of(Faulty(fault), num_workers=0))
