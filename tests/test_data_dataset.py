@@ -30,25 +30,21 @@ def table(folder: Path, latents: np.ndarray = LATENTS) -> LatentTable:
 
 
 def test_statistics_are_those_of_float64(tmp_path: Path) -> None:
-    mean, std = statistics(table(tmp_path), TEXTS)
+    mean, std = statistics(table(tmp_path))
     flat = LATENTS.astype(np.float64).reshape(-1, 8)
     np.testing.assert_allclose(mean, flat.mean(0), rtol=1e-6)
     assert std == pytest.approx(np.sqrt(((flat - flat.mean(0)) ** 2).mean()), rel=1e-9)
 
 
-def test_latents_that_say_nothing_or_are_not_finite_are_refused(tmp_path: Path) -> None:
+def test_latents_that_say_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="all 400 latents of the training split are equal"):
-        statistics(table(tmp_path / "equal", np.full_like(LATENTS, 0.7)[:200]), TEXTS)
-    broken = LATENTS.copy()
-    broken[123, 1, 4] = np.nan
-    with pytest.raises(UsageError, match=r"the latent of sample 123 .* holds NaN or infinity"):
-        statistics(table(tmp_path / "nan", broken), TEXTS)
+        statistics(table(tmp_path, np.full_like(LATENTS, 0.7)[:200]))
 
 
 def test_an_example_is_padded_masked_and_normalised(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TEXTS, 400)
     latents = table(tmp_path)
-    mean, std = statistics(latents, TEXTS)
+    mean, std = statistics(latents)
     assets = DataAssets(tokenizer, None, 12, mean, std, 2)
     dataset = TextLatentDataset(TEXTS, tokenizer.tokenise(TEXTS, 12), latents, assets, "f")
     assert (len(dataset), dataset.texts[7], dataset.fingerprint) == (400, TEXTS[7], "f")
@@ -80,7 +76,7 @@ def test_special_tokens_are_attended_but_not_maskable(tmp_path: Path) -> None:
 
 
 def test_one_scalar_std_keeps_cosines_of_the_centred_space(tmp_path: Path) -> None:
-    mean, std = statistics(table(tmp_path), TEXTS)
+    mean, std = statistics(table(tmp_path))
     centred = torch.from_numpy(LATENTS) - mean
     normalised = DataAssets(train_tokenizer(TEXTS, 300), None, 8, mean, std, 2).normalise(torch.from_numpy(LATENTS))
     for shift in (1, 50):

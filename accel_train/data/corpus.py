@@ -298,17 +298,21 @@ def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]
 
     A text's side depends on its words alone, so it stays where it is when the corpus grows, and equal texts
     never stand on both sides. Of equal texts the first is kept (all of them where latents are ready-made).
+    Held-out texts are in the order of their hash: the first n of them are a fair sample, not the first chapters.
     """
     train: list[int] = []
-    heldout: list[int] = []
+    heldout: list[tuple[bytes, int]] = []
     seen: set[bytes] = set()
     for index, text in enumerate(corpus.texts):
         key = content_key(text)
         if key not in seen or corpus.references:
             seen.add(key)
             below = int.from_bytes(key[:8], "big") < fraction * 2**64
-            (heldout if below else train).append(index)
-    return train, heldout
+            if below:
+                heldout.append((key, index))
+            else:
+                train.append(index)
+    return train, [index for _, index in sorted(heldout)]
 
 
 def remove_heldout(train: Corpus, heldout: Corpus) -> tuple[list[int], list[int]]:

@@ -132,10 +132,10 @@ def check_finite(latents: Tensor, start: int, texts: Sequence[str]) -> None:
     wrong = (~torch.isfinite(latents.flatten(1)).all(1)).nonzero().flatten().tolist()
     if wrong:
         index = start + wrong[0]
+        more = f", so do {len(wrong) - 1} after it" if wrong[1:] else ""
         raise UsageError(
-            f"--data.path: the latent of sample {index} ({texts[index][:60]!r}) holds NaN or infinity, as "
-            f"{len(wrong) - 1} more of this block do. Finite latents are required: check the encoder's weights and "
-            "that text."
+            f"--data.path: the latent of sample {index} ({texts[index][:60]!r}) holds NaN or infinity{more}. Finite "
+            "latents are required: check the encoder's weights and that text."
         )
 
 

@@ -22,7 +22,7 @@ from accel_train.data.dataset import (
     statistics,
 )
 from accel_train.data.encoders import LatentEncoder, Pooling, TransformerEncoder, load_encoder
-from accel_train.data.latent_cache import LatentTable, cached_latents
+from accel_train.data.latent_cache import LatentTable, cached_latents, check_finite
 from accel_train.data.latent_files import read_latents
 from accel_train.data.tokenizer import TextTokenizer, Tokens, train_tokenizer, transformers_tokenizer
 
@@ -187,7 +187,7 @@ def prepare_data(
     heldout, heldout_tokens = _tokenised(heldout, tokenizer, config)
     encoder = given.encoder if given else _encoder(config, train.texts, cache, processes)
     table = _latents(config, train, encoder, cache, processes)
-    mean, std = (given.latent_mean, given.latent_std) if given else statistics(table, train.texts)
+    mean, std = (given.latent_mean, given.latent_std) if given else statistics(table)
     made = DataAssets(tokenizer, encoder, config.max_length, mean, std, table.shape[0])
     heldout_table = _latents(config, heldout, encoder, cache, processes)
     parts = [
@@ -304,7 +304,10 @@ def _latents(
     config: DataConfig, corpus: Corpus, encoder: LatentEncoder | None, cache: Path, processes: _Processes
 ) -> LatentTable:
     if encoder is None:
-        return read_latents(resolve_path("--data.latents", str(config.latents)), corpus.references)
+        table = read_latents(resolve_path("--data.latents", str(config.latents)), corpus.references)
+        for start, block in table.blocks():
+            check_finite(block, start, corpus.texts)
+        return table
     return cached_latents(
         corpus.texts,
         encoder,

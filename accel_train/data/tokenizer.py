@@ -25,6 +25,10 @@ class Tokens:
     truncated: int
     """How many texts were longer than the maximum."""
 
+    def row(self, index: int) -> Tensor:
+        start, stop = self.offsets[index : index + 2].tolist()
+        return self.ids[start:stop]
+
 
 class TextTokenizer:
     """`tokenizers.Tokenizer` with the ids that masked diffusion needs. Special tokens written out in a text are
