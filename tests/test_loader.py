@@ -194,7 +194,7 @@ def test_auto_workers_share_the_cores(monkeypatch):
         ({"num_workers": 0, "prefetch_factor": 4}, ["prefetch_factor=4", "num_workers=0", "to 1 or more"]),
         ({"num_workers": 0, "timeout_seconds": 9.0}, ["timeout_seconds=9.0", "num_workers=0"]),
         ({"prefetch_factor": 4}, ["prefetch_factor=4", "num_workers=auto chose 0"]),
-        ({"pin_memory": True}, ["pin_memory=true", "on cpu", "auto or false"]),
+        ({"pin_memory": True}, ["pin_memory=True", "on cpu", "auto or False"]),
     ],
 )
 def test_options_are_obeyed_or_refused(options, words):

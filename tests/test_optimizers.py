@@ -76,9 +76,7 @@ def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return {g["name"]: [names[id(p)] for p in g["params"]] for g in optimizer.param_groups}
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, factor: float | None = None
-) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, factor: float | None = None) -> None:
     tokens = torch.arange(8).reshape(2, 4)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -154,7 +152,7 @@ def test_fused_where_there_is_none(model):
     optimizer, line = build_optimizer(model, OptimizerConfig(), meta)
     assert not optimizer.defaults["fused"]
     assert "no fused AdamW on meta" in line
-    with pytest.raises(UsageError, match=r"fused=true: .* on meta.*cuda.*Set fused to auto or false"):
+    with pytest.raises(UsageError, match=r"fused=True: .* on meta.*cuda.*Set fused to auto or False"):
         build_optimizer(model, OptimizerConfig(fused=True), meta)
     model.spectral = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
     optimizer, line = build_optimizer(model, OptimizerConfig(), CPU)

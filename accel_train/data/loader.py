@@ -64,8 +64,8 @@ def resolve_loader(config: LoaderConfig, device: torch.device) -> LoaderSettings
     cuda = device.type == "cuda"
     if config.pin_memory is True and not cuda:
         raise UsageError(
-            f"pin_memory=true: page-locked memory serves copies to a CUDA device, this run is on {device.type}. "
-            "Set pin_memory to auto or false."
+            f"pin_memory=True: page-locked memory serves copies to a CUDA device, this run is on {device.type}. "
+            "Set pin_memory to auto or False."
         )
     workers, reason = config.num_workers, "num_workers as asked"
     if workers == "auto":

@@ -73,12 +73,9 @@ def build_optimizer(
     """
     groups = _parameter_groups(model, config, freezable or {})
     fused, reason = _resolve_fused(config.fused, device, groups)
-    optimizer = torch.optim.AdamW(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None
-    )
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
     sizes = ", ".join(
-        f"{g['name']} {len(g['params'])} tensors ({sum(p.numel() for p in g['params']):,} values)"
-        for g in groups
+        f"{g['name']} {len(g['params'])} tensors ({sum(p.numel() for p in g['params']):,} values)" for g in groups
     )
     return optimizer, f"AdamW, {reason}; {sizes}"
 
@@ -117,25 +114,17 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
-        raise UsageError(
-            "model: has no trainable parameter, at least 1 is needed. Set requires_grad on what to train."
-        )
+        raise UsageError("model: has no trainable parameter, at least 1 is needed. Set requires_grad on what to train.")
     part_of = _parts(trainable, freezable)
     decaying = _decaying(model)
     groups: list[dict[str, Any]] = []
     for part in ("", *freezable):
         for decays in (True, False):
-            members = [
-                p
-                for n, p in trainable.items()
-                if part_of.get(n, "") == part and (id(p) in decaying) == decays
-            ]
+            members = [p for n, p in trainable.items() if part_of.get(n, "") == part and (id(p) in decaying) == decays]
             if members:  # DeepSpeed cannot flatten an empty group
                 groups.append(_group(members, part, decays, config))
     in_groups = [id(p) for group in groups for p in group["params"]]
-    assert sorted(in_groups) == sorted(id(p) for p in trainable.values()), (
-        "a parameter is in no group or in two"
-    )
+    assert sorted(in_groups) == sorted(id(p) for p in trainable.values()), "a parameter is in no group or in two"
     return groups
 
 
@@ -198,14 +187,14 @@ def _resolve_fused(
     fused: bool | Literal["auto"], device: torch.device, groups: list[dict[str, Any]]
 ) -> tuple[bool, str]:
     if fused is False:
-        return False, "not fused (fused=false)"
+        return False, "not fused (fused=False)"
     obstacle = _fused_obstacle(device, groups)
     if obstacle is None:
         return True, f"fused ({'asked for' if fused is True else f'auto: {device.type} has it'})"
     if fused is True:
         raise UsageError(
-            f"fused=true: {obstacle}, it needs real floating-point parameters on one of "
-            f"{', '.join(_FUSED_DEVICES)}. Set fused to auto or false."
+            f"fused=True: {obstacle}, it needs real floating-point parameters on one of "
+            f"{', '.join(_FUSED_DEVICES)}. Set fused to auto or False."
         )
     return False, f"not fused (auto: {obstacle})"
 
