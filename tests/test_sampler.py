@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_train.config import UsageError
-from accel_train.data.sampler import Draw, StepSampler, accumulation_steps, even_settings
+from accel_train.data.sampler import Draw, StepSampler, accumulation_steps, even_settings, notices
 
 
 @pytest.mark.parametrize("size", [1, 7, 50, 1000])
@@ -111,17 +111,33 @@ def test_fewer_samples_than_processes():
 
 def test_even_settings_by_hand():
     assert even_settings(96, 3, 16) == []
+    assert even_settings(16, 2, 16) == []  # one forward of 8 on each
+    assert even_settings(20, 1, 16) == []  # two forwards of 10
     assert even_settings(100, 3, 16)[0] == (96, 16, 2)
     assert (20, 5, 4) in even_settings(20, 1, 8)  # keeps the batch with shorter pieces
-    assert even_settings(2, 4, 16)[0] == (4, 1, 1)
     assert even_settings(50, 4, 4) == [(48, 4, 3), (64, 4, 4), (60, 3, 5)]
 
 
-@given(st.integers(1, 500), st.integers(1, 16), st.integers(1, 64))
-def test_even_settings_divide(batch, world_size, micro_batch_size):
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 16), st.integers(1, 64))
+def test_even_settings_are_even(batch, world_size, micro_batch_size):
+    world_size = min(world_size, batch)
+
+    def forwards(total: int, micro: int) -> set[int]:
+        ranks = [StepSampler(total, total, 0).micro_batches(0, r, world_size, micro) for r in range(world_size)]
+        return {sum(d.weight == 1 for d in piece) for pieces in ranks for piece in pieces}
+
     found = even_settings(batch, world_size, micro_batch_size)
+    assert bool(found) == (len(forwards(batch, micro_batch_size)) > 1)
     assert len(found) == len({setting.global_batch_size for setting in found}) <= 3
-    assert bool(found) == (batch % (world_size * micro_batch_size) != 0)
     for total, micro, accumulation in found:
         assert total == world_size * micro * accumulation
         assert micro <= micro_batch_size
+        assert forwards(total, micro) == {micro}
+
+
+def test_notice_of_an_uneven_setting():
+    assert notices(96, 3, 16) == []
+    [notice] = notices(100, 3, 16)
+    assert "global_batch_size 100 over 3" in notice
+    assert "--global_batch_size 96 --micro_batch_size 16" in notice

@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_train.config import UsageError
@@ -134,6 +134,7 @@ CONFIGS = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(CONFIGS, st.integers(64, 2000))
 def test_exact_at_the_ends(config, decay_steps):
     warmup = config.warmup_steps
@@ -146,6 +147,7 @@ def test_exact_at_the_ends(config, decay_steps):
         assert config.floor <= learning_rate_factor(config, step, decay_steps) <= 1.0
 
 
+@settings(deadline=None)
 @given(st.integers(2, 10_000), st.integers(1, 2_000))
 def test_linear_is_the_exact_fraction(decay_steps, step):
     config = ScheduleConfig(kind="linear")

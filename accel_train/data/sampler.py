@@ -126,8 +126,9 @@ def notices(global_batch_size: int, world_size: int, micro_batch_size: int) -> l
         f"--global_batch_size {s.global_batch_size} --micro_batch_size {s.micro_batch_size}" for s in settings
     )
     return [
-        f"global_batch_size {global_batch_size} over {world_size} process(es) in micro-batches of {micro_batch_size} is "
-        f"uneven: shares and micro-batches differ by one sample, the gradient is exact all the same. Even: {proposals}"
+        f"global_batch_size {global_batch_size} over {world_size} process(es) in micro-batches of "
+        f"{micro_batch_size} is uneven: shares and micro-batches differ by one sample, the gradient is exact all "
+        f"the same. Even: {proposals}"
     ]
 
 
@@ -135,9 +136,10 @@ def even_settings(global_batch_size: int, world_size: int, micro_batch_size: int
     """The three nearest settings in which every forward of every process has the same number of samples.
 
     A smaller micro-batch is nearer than another global batch, which changes the experiment; a larger
-    micro-batch is never proposed, it may not fit in memory. Empty where the setting is even already.
+    micro-batch is never proposed, it may not fit in memory. Empty where all forwards are equal already.
     """
-    if global_batch_size % (world_size * micro_batch_size) == 0:
+    steps = accumulation_steps(global_batch_size, world_size, micro_batch_size)
+    if global_batch_size % (world_size * steps) == 0:
         return []
     nearest: dict[int, tuple[float, EvenSetting]] = {}
     for micro in range(micro_batch_size, 0, -1):  # of one global batch, the largest micro-batch
