@@ -41,7 +41,7 @@ _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None]], ...] 
     (r"Tesla V100-SXM\d-\d+GB", (125.0, None, 15.7)),
     (r"Tesla T4", (65.0, None, 8.1)),
     # NVIDIA A100, A30, A40, A10 data sheets
-    (r"NVIDIA A100[- ](SXM\d-|PCIE-|PG\d+-)?\d+GB( PCIe)?", (312.0, 312.0, 156.0)),
+    (r"NVIDIA A100[- ](SXM\d?-|PCIE-|PG\d+-)?\d+GB( PCIe)?", (312.0, 312.0, 156.0)),
     (r"NVIDIA A30", (165.0, 165.0, 82.0)),
     (r"NVIDIA A40", (149.7, 149.7, 74.8)),
     (r"NVIDIA A10", (125.0, 125.0, 62.5)),

@@ -46,7 +46,8 @@ class MMDiTConfig:
     conditioning_width: int | None = None
     ffn_ratio: int = 4
     qk_norm: bool = True
-    bias: bool = True
+    bias: bool = False
+    tanh_gelu: bool = False
 
     def __post_init__(self) -> None:
         for name in ("width", "depth", "heads", "ffn_ratio"):
@@ -93,8 +94,9 @@ class ModelConfig:
     """The model's options in a run. What the size names can be replaced value by value."""
 
     size: Literal["demo", "tiny", "small", "base", "1b"] = "demo"
-    """Named width/blocks/heads: demo 192/4/4 (2 CPU cores), tiny 512/8/8, small 768/12/12, base 1024/24/16,
-    1b 2048/24/32."""
+    """Named width/blocks/heads and parameters of the transformer: demo 192/4/4 (5 M, trains on 2 CPU cores),
+    tiny 512/8/8 (76 M), small 768/12/12 (255 M), base 1024/24/16 (0.9 B), 1b 2048/24/32 (3.6 B: one billion
+    per stream, and the modulation)."""
     width: PositiveInt | None = None
     """Channels per token, a multiple of 2 * heads. None: by size. Cost grows with its square."""
     depth: PositiveInt | None = None
@@ -108,8 +110,8 @@ class ModelConfig:
     """Hidden channels of a feed-forward layer, as a multiple of the width."""
     qk_norm: bool = True
     """RMSNorm on queries and keys of each head: keeps attention logits bounded, so that bf16 stays stable."""
-    bias: bool = True
-    """Biases in the linear layers of the blocks (attention and feed-forward)."""
+    bias: bool = False
+    """Biases in the linear layers of the blocks: 5 % slower, and modulation shifts what they would shift."""
 
     def transformer(self) -> MMDiTConfig:
         """Size and replacements resolved into numbers."""
@@ -139,36 +141,29 @@ class Stream(nn.Module):
         self.head_width = config.head_width
         self.context_only = context_only
         self.modulation = Modulation(config.modulation_width, width, parts=2 if context_only else 6)
-        self.kv = nn.Linear(width, 2 * width, bias=bias) if context_only else None
-        self.qkv = None if context_only else nn.Linear(width, 3 * width, bias=bias)
+        self.qkv = nn.Linear(width, (2 if context_only else 3) * width, bias=bias)
         self.q_norm = RMSNorm(config.head_width) if config.qk_norm and not context_only else None
         self.k_norm = RMSNorm(config.head_width) if config.qk_norm else None
         self.out = None if context_only else nn.Linear(width, width, bias=bias)
-        self.ffn = None if context_only else FeedForward(width, config.ffn_ratio, bias)
+        self.ffn = None if context_only else FeedForward(width, config.ffn_ratio, bias, config.tanh_gelu)
 
     def project(self, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """x (B, n, D) -> queries (None where context only), keys, values, each (B, n, H, D/H)."""
-        x = modulated_norm(x, shift, scale)
-        if self.qkv is None:
-            assert self.kv is not None
-            k, v = self._heads(self.kv(x), 2)
-            q = None
-        else:
-            q, k, v = self._heads(self.qkv(x), 3)
-        if self.q_norm is not None and q is not None:
-            q = self.q_norm(q)
-        return q, k if self.k_norm is None else self.k_norm(k), v
+        heads = self.qkv(modulated_norm(x, shift, scale)).unflatten(-1, (-1, self.head_width))
+        *q, k, v = heads.chunk(2 if self.context_only else 3, dim=2)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if self.q_norm is not None:
+            q = [self.q_norm(q[0])]
+        return q[0] if q else None, k, v
 
     def finish(self, x: Tensor, attended: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
         """Adds what attention gave (B, n, D), then the feed-forward layer, each behind its gate."""
         if self.out is None or self.ffn is None:
             return x
         gate, ffn_shift, ffn_scale, ffn_gate = modulation
-        x = torch.addcmul(x, gate, self.out(attended))
-        return torch.addcmul(x, ffn_gate, self.ffn(modulated_norm(x, ffn_shift, ffn_scale)))
-
-    def _heads(self, x: Tensor, parts: int) -> list[Tensor]:
-        return [part.unflatten(-1, (-1, self.head_width)) for part in x.chunk(parts, dim=-1)]
+        x = x + gate * self.out(attended)
+        return x + ffn_gate * self.ffn(modulated_norm(x, ffn_shift, ffn_scale))
 
 
 class MMDiTBlock(nn.Module):
@@ -178,15 +173,11 @@ class MMDiTBlock(nn.Module):
     in SD3's last block.
     """
 
-    def __init__(
-        self, config: MMDiTConfig, streams: int = MODALITIES, context_only: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, config: MMDiTConfig, streams: int = MODALITIES, context_only: Sequence[int] = ()) -> None:
         super().__init__()
         self.streams = nn.ModuleList(Stream(config, context_only=i in context_only) for i in range(streams))
 
-    def forward(
-        self, tokens: Sequence[Tensor], conditioning: Tensor, key_mask: Tensor | None
-    ) -> list[Tensor]:
+    def forward(self, tokens: Sequence[Tensor], conditioning: Tensor, key_mask: Tensor | None) -> list[Tensor]:
         """tokens: (B, n_i, D) per stream; conditioning (B, C) after SiLU; key_mask (B, N), True = key."""
         streams = cast("list[Stream]", list(self.streams))
         modulations = [stream.modulation(conditioning) for stream in streams]
@@ -211,9 +202,7 @@ class MMDiT(nn.Module):
     norm, for nothing is meant to read them.
     """
 
-    def __init__(
-        self, config: MMDiTConfig, streams: int = MODALITIES, context_only: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, config: MMDiTConfig, streams: int = MODALITIES, context_only: Sequence[int] = ()) -> None:
         super().__init__()
         if len(set(context_only)) >= streams or not set(context_only) <= set(range(streams)):
             raise UsageError(
@@ -229,9 +218,7 @@ class MMDiT(nn.Module):
         )
         self.apply(initialise)
 
-    def forward(
-        self, tokens: Sequence[Tensor], conditioning: Tensor, key_mask: Tensor | None
-    ) -> list[Tensor]:
+    def forward(self, tokens: Sequence[Tensor], conditioning: Tensor, key_mask: Tensor | None) -> list[Tensor]:
         """tokens: one (B, n_i, D) per stream; conditioning (B, C); key_mask (B, N), True = attended."""
         conditioning = F.silu(conditioning).to(tokens[0].dtype)
         for block in self.blocks:
@@ -265,7 +252,7 @@ class LatentEncoder(nn.Module):
 
     def forward(self, latents: Tensor) -> Tensor:
         x = self.expand(latents.to(self.expand.weight.dtype))
-        return self.project(F.gelu(self.norm(x), approximate="tanh"))
+        return self.project(F.gelu(self.norm(x)))
 
 
 class LatentHead(nn.Module):
@@ -277,7 +264,7 @@ class LatentHead(nn.Module):
         self.project = nn.Linear(2 * width, latent_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(F.gelu(self.expand(x), approximate="tanh"))
+        return self.project(F.gelu(self.expand(x)))
 
 
 class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
@@ -299,12 +286,12 @@ class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
         self.latent_encoder = LatentEncoder(config.latent_dim, width)
         self.latent_positions = nn.Embedding(config.max_latent_length, width)
         self.conditioning = TimeConditioning(config.transformer.modulation_width)
-        self.transformer = MMDiT(config.transformer)
         self.text_head = nn.Linear(width, config.vocabulary_size)
         self.latent_head = LatentHead(width, config.latent_dim)
         self.apply(initialise)
         for head in (self.text_head, self.latent_head.project):
             nn.init.normal_(head.weight, std=WEIGHT_STD)
+        self.transformer = MMDiT(config.transformer)  # initialises itself
 
     def forward(
         self,
