@@ -70,9 +70,7 @@ def categorical(keys: Tensor, probabilities: Tensor) -> Tensor:
     """
     weights = probabilities.to(torch.float64)
     total = weights.sum(-1)
-    if weights.device.type == "cpu" and not bool(
-        (~(weights < 0).any(-1) & (total > 0) & total.isfinite()).all()
-    ):
+    if weights.device.type == "cpu" and not bool((~(weights < 0).any(-1) & (total > 0) & total.isfinite()).all()):
         raise UsageError(
             f"weights={weights.tolist() if weights.numel() <= 32 else '(...)'}: weights must be 0 or more, "
             "finite, and not all 0. Give at least one a positive weight."
@@ -102,9 +100,7 @@ def permute(index: Tensor, length: int, key: int) -> Tensor:
         raise UsageError(f"length={length}: must be from 1 to 2**62. Is the dataset empty?")
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < length:
         low, high = int(index.min()), int(index.max())
-        raise UsageError(
-            f"index from {low} to {high}: must be from 0 to {length - 1}. Give the length it has."
-        )
+        raise UsageError(f"index from {low} to {high}: must be from 0 to {length - 1}. Give the length it has.")
     bits = (length - 1).bit_length()
     # Few bits mix slowly: with 8 rounds the 120 orders of 5 elements are visibly not equally likely.
     rounds = [_signed(_derive(key & _MASK, i)) for i in range(6 if bits > 10 else 12)]

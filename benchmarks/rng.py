@@ -39,9 +39,7 @@ def generators(batch: int, shape: tuple[int, ...], device: torch.device, name: s
     return torch.stack([draw(shape, generator=generator, device=device) for generator in each])
 
 
-def measure(
-    batch: int, shape: tuple[int, ...], name: str, device: torch.device, repeats: int
-) -> dict[str, Any]:
+def measure(batch: int, shape: tuple[int, ...], name: str, device: torch.device, repeats: int) -> dict[str, Any]:
     occurrence = torch.arange(batch, device=device)
     keyed, plain = (rng.uniform, torch.rand) if name == "uniform" else (rng.normal, torch.randn)
     seconds = {
@@ -60,9 +58,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=50)
@@ -72,11 +68,7 @@ def main() -> None:
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {options.threads} threads"
     print(f"{name}, torch {torch.__version__}, median of {options.repeats}")
-    rows = [
-        measure(b, shape, draw, device, options.repeats)
-        for draw in ("uniform", "normal")
-        for b, shape in SHAPES
-    ]
+    rows = [measure(b, shape, draw, device, options.repeats) for draw in ("uniform", "normal") for b, shape in SHAPES]
     for row in rows:
         print(
             f"{row['draw']:8} {row['shape']!s:22} keyed {row['keyed_seconds'] * 1e6:9.1f} us   "

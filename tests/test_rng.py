@@ -84,17 +84,12 @@ def test_host_scalars_agree_with_tensors(step):
     own = torch.tensor([rng.key(5, "mode", step)])
     assert rng.host_uniform(5, "mode", step) == rng.uniform(own).item()
     weights = [0.2, 0.0, 3.0, 1e-3]
-    assert (
-        rng.host_choice(5, "mode", step, weights)
-        == rng.categorical(own, torch.tensor(weights).double()).item()
-    )
+    assert rng.host_choice(5, "mode", step, weights) == rng.categorical(own, torch.tensor(weights).double()).item()
 
 
 def test_key_derivation_on_host_and_in_tensors_is_the_same_chain():
     parent = rng.key(9, "s", 4)
-    assert rng.sample_keys(9, "s", 4, torch.tensor([11])).item() == rng._signed(
-        rng._derive(parent & rng._MASK, 11)
-    )
+    assert rng.sample_keys(9, "s", 4, torch.tensor([11])).item() == rng._signed(rng._derive(parent & rng._MASK, 11))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -150,9 +145,7 @@ def test_normal_distribution(layout):
 
 def test_normal_tail():
     """Beyond 4.5 sigma 13.6 of 2 million are expected, and none of a million pairs may be infinite."""
-    drawn = torch.cat(
-        [rng.normal(keys(2000, step=step, stream="tail"), (500,)).flatten() for step in range(2)]
-    )
+    drawn = torch.cat([rng.normal(keys(2000, step=step, stream="tail"), (500,)).flatten() for step in range(2)])
     for bound in (3.0, 4.0, 4.5):
         expected = drawn.numel() * 2 * stats.norm.sf(bound)
         assert stats.poisson.cdf((drawn.abs() > bound).sum().item(), expected) > TINY
@@ -264,9 +257,7 @@ def test_every_order_is_equally_likely(length):
 
 @pytest.mark.parametrize("length", [1100, 2048, 24_000])
 def test_order_looks_random(length):
-    runs = [
-        rng.permute(torch.arange(length), length, rng.key(3, "order", epoch)).double() for epoch in range(40)
-    ]
+    runs = [rng.permute(torch.arange(length), length, rng.key(3, "order", epoch)).double() for epoch in range(40)]
     for lag in (1, 2):
         rises = sum((run[lag:] > run[:-lag]).sum().item() for run in runs)
         expected = 40 * (length - lag) / 2
@@ -295,6 +286,4 @@ def test_same_integers_on_the_device():
     assert torch.equal(rng.categorical(here, weights), rng.categorical(there, weights.cuda()).cpu())
     index = torch.arange(24_000)
     assert torch.equal(rng.permute(index, 24_000, 3), rng.permute(index.cuda(), 24_000, 3).cpu())
-    torch.testing.assert_close(
-        rng.normal(there, (777,)).cpu(), rng.normal(here, (777,)), rtol=1e-5, atol=2e-6
-    )
+    torch.testing.assert_close(rng.normal(there, (777,)).cpu(), rng.normal(here, (777,)), rtol=1e-5, atol=2e-6)
