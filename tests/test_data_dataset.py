@@ -63,9 +63,8 @@ def test_an_example_is_padded_masked_and_normalised(tmp_path: Path) -> None:
 
 
 def test_special_tokens_are_attended_but_not_maskable(tmp_path: Path) -> None:
-    import tiny_encoders
-
     from accel_train.data.tokenizer import transformers_tokenizer
+    from tests import tiny_encoders
 
     tiny_encoders.bert(tmp_path)
     tokenizer = transformers_tokenizer(str(tmp_path))

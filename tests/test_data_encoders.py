@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_encoders
 import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer
 
 from accel_train.config import UsageError
 from accel_train.data.encoders import TransformerEncoder, load_encoder, pool
+from tests import tiny_encoders
 
 TEXTS = ["to be or not to be", "my lord", "good night sweet prince that is the question", "king"]
 
@@ -63,6 +63,13 @@ def test_of_an_encoder_decoder_the_encoder_is_used(tmp_path: Path) -> None:
     half.save_pretrained(tmp_path)
     assert "decoder.final_layer_norm.weight" not in load_file(tmp_path / "model.safetensors")
     found = TransformerEncoder(str(tmp_path), normalise=False).encode(TEXTS)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_absolute_positions_are_right_though_the_tokenizer_pads_on_the_left(tmp_path: Path) -> None:
+    model = tiny_encoders.gpt2(tmp_path)
+    expected = torch.stack([states(model, tmp_path, text)[-1] for text in TEXTS])
+    found = TransformerEncoder(str(tmp_path), pooling="last", normalise=False).encode(TEXTS)
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
@@ -124,9 +131,14 @@ def test_dimensions_beyond_the_model_are_refused(tmp_path: Path) -> None:
 
 def test_pickled_weights_are_refused_and_not_run(tmp_path: Path) -> None:
     tiny_encoders.bert(tmp_path)
-    weights = tmp_path / "model.safetensors"
-    weights.rename(tmp_path / "pytorch_model.bin")
+    from safetensors.torch import load_file
+
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UsageError, match=r"only pytorch_model\.bin \(pickles can run code, and are never opened\)"):
+        TransformerEncoder(str(tmp_path)).encode(TEXTS)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "adapter.safetensors")
+    torch.save(load_file(tmp_path / "adapter.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"no file named model\.safetensors"):
         TransformerEncoder(str(tmp_path)).encode(TEXTS)
 
 

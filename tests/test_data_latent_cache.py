@@ -58,6 +58,8 @@ def test_computed_once_in_the_order_of_the_texts(tmp_path: Path) -> None:
     assert torch.equal(torch.stack([table.row(i) for i in range(50)]), first.all(TEXTS))
     assert torch.equal(torch.cat([block for _, block in table.blocks(7)]), first.all(TEXTS))
     assert [start for start, _ in table.blocks(7)] == list(range(0, 50, 7))
+    lengths = [len(text) for text in first.asked[:ROWS]]
+    assert lengths == sorted(lengths, reverse=True)  # batches of similar length, little padding
     assert (len(table), table.shape, sorted(first.asked)) == (50, (1, 3), sorted(TEXTS))
     assert torch.equal(rows(cached_latents(TEXTS, second, tmp_path)), first.all(TEXTS))
     assert second.asked == []

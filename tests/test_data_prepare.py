@@ -1,7 +1,6 @@
 import ast
 import json
 import multiprocessing
-import os
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_encoders
 import torch
 import torch.nn.functional as F
 
@@ -20,6 +18,7 @@ from accel_train.data.dataset import load_assets
 from accel_train.data.latent_files import write_latents
 from accel_train.data.prepare import DataConfig, PreparedData, prepare_data
 from accel_train.data.tfidf import TfidfSvdEncoder, words_of
+from tests import tiny_encoders
 
 LINES = DEMO_FILE.read_text().splitlines()[:600]
 
@@ -169,6 +168,9 @@ def test_a_transformers_encoder_and_tokenizer(tmp_path: Path) -> None:
     data = prepare_data(config)
     assert data.latent_shape == (1, 16)
     assert data.tokenizer.mask_id == 4
+    for dataset in (data.train, data.heldout):
+        around = dataset[0]["text_mask"] & ~dataset[0]["maskable"]
+        assert dataset[0]["tokens"][around].tolist() == [2, 3]  # [CLS] and [SEP] are attended, not diffused
     small = prepare_data(replace(config, latent_dim=4, pooling="cls", encoder_max_length=5))
     assert small.latent_shape == (1, 4)
     (tmp_path / "assets").mkdir()
@@ -309,18 +311,3 @@ def test_two_processes_prepare_together(tmp_path: Path) -> None:
     assert torch.equal(zero["latents"], one["latents"])
     assert min(zero["encoded"], one["encoded"]) > 3000
     assert zero["encoded"] + one["encoded"] == len(alone.train) + len(alone.heldout)  # each text once
-
-
-def test_forking_workers_after_preparing_prints_no_warning(tmp_path: Path) -> None:
-    settings(tmp_path)
-    code = (
-        "import os, sys\n"
-        "from accel_train.data.prepare import DataConfig, prepare_data\n"
-        "data = prepare_data(DataConfig(path=sys.argv[1], cache_dir=sys.argv[2], latent_dim=8))\n"
-        "if os.fork() == 0: data.train[0]; os._exit(0)\n"
-        "os.wait()"
-    )
-    env = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
-    command = [sys.executable, "-c", code, str(tmp_path / "corpus.txt"), str(tmp_path / "cache")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stderr == ""

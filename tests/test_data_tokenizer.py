@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_encoders
 import torch
 from tokenizers import Tokenizer
 
 from accel_train.config import UsageError
 from accel_train.data.tokenizer import TextTokenizer, train_tokenizer, transformers_tokenizer
+from tests import tiny_encoders
 
 TEXTS = ["To be, or not to be, that is the question.", "My lord -- good night.", "Sweet prince, to be!"] * 40
 ODD = ["naïve café", "日本語 テキスト", "🎭 [MASK] and [PAD] spelled out", "a\ttab\nand a line", "  'Tis"]
@@ -27,14 +27,14 @@ def test_every_text_comes_back_and_no_text_brings_in_a_mask() -> None:
 
 def test_training_is_the_same_in_another_process_with_other_threads() -> None:
     code = (
-        "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from test_data_tokenizer import TEXTS, ODD\n"
+        "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from tests.test_data_tokenizer import TEXTS, ODD\n"
         "from accel_train.data.tokenizer import train_tokenizer\n"
         "print(hashlib.sha256(train_tokenizer(TEXTS + ODD, 400).to_json().encode()).hexdigest())"
     )
     found: set[str] = set()
     for threads in ("1", "4"):
         env = {**os.environ, "RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "true", "PYTHONHASHSEED": threads}
-        command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+        command = [sys.executable, "-c", code, str(Path(__file__).parents[1])]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
         found.add(done.stdout.strip())
     assert len(found) == 1

@@ -68,6 +68,18 @@ def qwen(folder: Path) -> Any:
     return model
 
 
+def gpt2(folder: Path) -> Any:
+    """A decoder with learned absolute positions and a tokenizer that pads on the left."""
+    from transformers import GPT2Config, GPT2Model
+
+    tokenizer_folder(folder, ["<end>"], "$A <end>", eos_token="<end>", padding_side="left")
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=1 + len(WORDS), n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    model = GPT2Model(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
 def t5(folder: Path) -> Any:
     """An encoder-decoder, saved whole with its language-model head."""
     from transformers import T5Config, T5ForConditionalGeneration

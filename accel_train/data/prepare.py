@@ -1,7 +1,6 @@
 """From the options of the `data` group to training and held-out datasets: `prepare_data`."""
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -194,8 +193,6 @@ def prepare_data(
         _dataset(train.texts, train_tokens, table, made),
         _dataset(heldout.texts, heldout_tokens, heldout_table, made),
     ]
-    # Tokenizing used threads; workers forked from here must not, and without this each prints a warning.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     notices += _length_notice(train_tokens, config.max_length)
     fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()
     return PreparedData(parts[0], parts[1], made, fingerprint, tuple(notices))
