@@ -12,9 +12,7 @@ SHAPES = [
     (MultimodalMMDiTConfig(MMDiTConfig(width=32, depth=1, heads=2), 50, 6, 8), 8, 1),
     (MultimodalMMDiTConfig(MMDiTConfig(width=48, depth=3, heads=4, ffn_ratio=2), 64, 5, 16, 4), 16, 4),
     (
-        MultimodalMMDiTConfig(
-            MMDiTConfig(width=48, depth=3, heads=4, bias=False, qk_norm=False), 33, 7, 20, 4
-        ),
+        MultimodalMMDiTConfig(MMDiTConfig(width=48, depth=3, heads=4, bias=False, qk_norm=False), 33, 7, 20, 4),
         11,
         3,
     ),
