@@ -117,6 +117,8 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         "script.py": "dataset script: code from a dataset is never run",
         "weights.pkl": "is no source of text",
         "nothing.txt": "holds no usable text",
+        "a\0b.txt": "does not exist",
+        "n" * 5000: "does not exist",
     }.items():
         with pytest.raises(UsageError, match=message):
             read(tmp_path / path)
@@ -154,6 +156,32 @@ def test_streams_are_refused() -> None:
     stream = datasets.Dataset.from_dict({"text": ["one"]}).to_iterable_dataset()
     with pytest.raises(UsageError, match=r"'my/data' is a stream \(IterableDataset\).*JSONL"):
         corpus.dataset_rows(stream, "my/data", "text")
+
+
+def test_a_hub_id_may_name_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def hub(*names: object, **options: object) -> datasets.Dataset:
+        asked.append((*names, options))
+        return datasets.Dataset.from_dict({"text": ["one"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    assert read("owner/name:small-v1", split="test").texts == ["one"]
+    assert read("name").texts == ["one"]
+    assert asked == [("owner/name", "small-v1", {"split": "test"}), ("name", None, {"split": "train"})]
+
+
+def test_options_that_a_source_would_ignore_are_refused(tmp_path: Path) -> None:
+    jsonl(tmp_path / "rows.jsonl", {"text": "x"})
+    datasets.Dataset.from_dict({"caption": ["one"]}).save_to_disk(str(tmp_path / "saved"))
+    for path, split, column in (("demo", "test", "text"), (str(tmp_path / "rows.jsonl"), "test", "caption")):
+        with pytest.raises(UsageError, match=r"--data.split 'test' has no effect"):
+            corpus.check_options_have_effect(path, split, column)
+    for path in ("demo", "some.txt"):
+        with pytest.raises(UsageError, match=r"--data.text_column 'caption' has no effect"):
+            corpus.check_options_have_effect(path, "train", "caption")
+    for path in ("owner/name", str(tmp_path / "saved")):
+        corpus.check_options_have_effect(path, "test", "caption")
 
 
 @pytest.mark.usefixtures("no_network")

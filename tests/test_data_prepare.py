@@ -6,6 +6,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_nothing_fitted_sees_held_out_text(tmp_path: Path) -> None:
     heldout = [f"Zyzzyva{i} quoth {LINES[i]}" for i in range(40)]
     (tmp_path / "one.txt").write_text("\n".join(heldout))
     (tmp_path / "two.txt").write_text("\n".join(f"entirely other words, number {i}" for i in range(80)))
-    config = settings(tmp_path, heldout_path=str(tmp_path / "one.txt"))
+    config = settings(tmp_path, heldout_path=str(tmp_path / "one.txt"), heldout_fraction=0.0)
     one = prepare_data(config)
     two = prepare_data(replace(config, heldout_path=str(tmp_path / "two.txt"), cache_dir=str(tmp_path / "cache2")))
     for part, data in (("one", one), ("two", two)):
@@ -104,8 +105,21 @@ def test_nothing_fitted_sees_the_part_that_the_hash_holds_out(tmp_path: Path) ->
     assert unseen
     (tmp_path / "train.txt").write_text("\n".join(data.train.texts))
     (tmp_path / "heldout.txt").write_text("\n".join(data.heldout.texts))
-    apart = settings(tmp_path, path=str(tmp_path / "train.txt"), heldout_path=str(tmp_path / "heldout.txt"))
+    apart = settings(
+        tmp_path, path=str(tmp_path / "train.txt"), heldout_path=str(tmp_path / "heldout.txt"), heldout_fraction=0.0
+    )
     assert same(data, prepare_data(apart))
+
+
+def test_another_split_of_the_same_dataset_can_be_held_out(tmp_path: Path) -> None:
+    parts = {"train": LINES[:300], "validation": LINES[290:400]}
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()}
+    ).save_to_disk(str(tmp_path / "saved"))
+    config = settings(tmp_path, path=str(tmp_path / "saved"), heldout_path="split=validation", heldout_fraction=0.04)
+    data = prepare_data(config)
+    assert data.train.texts == LINES[:290]
+    assert sorted(data.heldout.texts) == sorted(LINES[290:400])
 
 
 def test_a_changed_corpus_is_prepared_anew(tmp_path: Path) -> None:
@@ -240,6 +254,7 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"heldout_fraction": 0.0}, "--data.heldout_fraction 0 without --data.heldout_path"),
+        ({"heldout_path": "x", "heldout_fraction": 0.1}, r"--data.heldout_fraction 0.1 has no effect with"),
         ({"pooling": "last"}, r"--data.pooling 'last' has no effect with --data.encoder 'tfidf-svd'"),
         ({"encoder_max_length": 9}, r"--data.encoder_max_length 9 has no effect"),
         ({"encoder": "x/y", "latents": "z"}, r"--data.encoder 'x/y' has no effect with --data.latents 'z'"),

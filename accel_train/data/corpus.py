@@ -57,8 +57,9 @@ def resolve_path(option: str, value: str) -> Path:
     path = Path(os.path.expandvars(os.path.expanduser(value))).absolute()
     try:
         path.stat()
-    except OSError as error:
-        reason = "is a loop of symbolic links" if error.errno == errno.ELOOP else "does not exist"
+    except (OSError, ValueError) as error:
+        looped = isinstance(error, OSError) and error.errno == errno.ELOOP
+        reason = "is a loop of symbolic links" if looped else "does not exist"
         raise UsageError(f"{option} {value!r}: {path} {reason}. Give a file or folder that exists.") from None
     return path
 
@@ -96,15 +97,29 @@ def _rows(
         return (row for file in _jsonl_files(path, text_column) for row in _json_rows(file, bad))
     if path == "demo":
         return _text_rows(DEMO_FILE, text_column, bad)
-    expanded = Path(os.path.expandvars(os.path.expanduser(path)))
-    if not expanded.exists() and not os.path.islink(expanded) and _may_be_hub_id(path):
+    if _is_hub_id(path):
         return dataset_rows(_hub_dataset(path, split), path, text_column)
     source = resolve_path("--data.path", path)
-    if source.is_dir() and any((source / name).exists() for name in ("state.json", "dataset_dict.json")):
+    if _is_saved_dataset(source):
         return dataset_rows(_saved_dataset(source, split), path, text_column)
     if source.suffix in TABLE_FILES:
         return dataset_rows(_table(source), path, text_column)
     return (row for file in _line_files(source) for row in _file_rows(file, text_column, bad))
+
+
+def check_options_have_effect(path: str, split: str, text_column: str) -> None:
+    """Refuse a split of what has no splits, and a column of what has no columns."""
+    plain = path == "demo" or path.endswith(".txt")
+    if text_column != "text" and plain:
+        raise UsageError(
+            f"--data.text_column {text_column!r} has no effect with --data.path {path!r}, whose lines are the texts. "
+            "Leave it out, or give JSONL, a table or a dataset."
+        )
+    if split != "train" and (plain or not (_is_hub_id(path) or _is_saved_dataset(resolve_path("--data.path", path)))):
+        raise UsageError(
+            f"--data.split {split!r} has no effect with --data.path {path!r}: files have no splits. Leave it out, or "
+            "give the file of that split."
+        )
 
 
 def _jsonl_files(path: str, text_column: str) -> list[Path]:
@@ -118,8 +133,15 @@ def _jsonl_files(path: str, text_column: str) -> list[Path]:
     return files
 
 
-def _may_be_hub_id(path: str) -> bool:
-    return bool(HUB_ID.match(path)) and Path(path).suffix not in (*LINE_FILES, *TABLE_FILES, ".json", ".py")
+def _is_hub_id(path: str) -> bool:
+    """Nothing here has that name, and it looks like an id rather than a file."""
+    expanded = os.path.expandvars(os.path.expanduser(path))
+    known = (*LINE_FILES, *TABLE_FILES, ".json", ".py")
+    return not os.path.lexists(expanded) and bool(HUB_ID.match(path)) and not path.endswith(known)
+
+
+def _is_saved_dataset(source: Path) -> bool:
+    return any((source / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _line_files(source: Path) -> list[Path]:
@@ -146,7 +168,11 @@ def _file_rows(file: Path, text_column: str, bad: BadRows) -> Iterator[tuple[str
 
 def _lines(file: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
     """(file:line, text) of the lines with content; a UTF-8 byte-order mark and CRLF are taken off."""
-    with file.open("rb") as stream:
+    try:
+        stream = file.open("rb")
+    except OSError as error:
+        raise UsageError(f"--data.path: {file} cannot be opened ({error}). Make it readable.") from None
+    with stream:
         for number, raw in enumerate(stream, 1):
             if number == 1:
                 if code := CODES.get(raw[:2]):

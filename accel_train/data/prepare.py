@@ -12,7 +12,15 @@ from torch import Tensor
 from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
 from accel_train.data import tfidf
 from accel_train.data.artifacts import cache_directory, cached_folder
-from accel_train.data.corpus import Corpus, read_corpus, remove_heldout, resolve_path, split_heldout, texts_hash
+from accel_train.data.corpus import (
+    Corpus,
+    check_options_have_effect,
+    read_corpus,
+    remove_heldout,
+    resolve_path,
+    split_heldout,
+    texts_hash,
+)
 from accel_train.data.dataset import (
     DataAssets,
     TextLatentDataset,
@@ -28,6 +36,7 @@ from accel_train.data.tokenizer import TextTokenizer, Tokens, train_tokenizer, t
 TFIDF_SVD = "tfidf-svd"
 TRAINED = "trained"
 TFIDF_DIM = 64
+SPLIT = "split="
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,10 @@ class DataConfig:
     text_column: str = "text"
     """Field or column that holds the text."""
     heldout_path: str | None = None
-    """Held-out texts, any source that `path` can be; training texts found in it are left out. null: a part of
-    `path`."""
+    """Held-out texts: any source that `path` can be, or split=NAME, another split of `path`. Training texts found
+    in it are left out. null: a part of `path`, heldout_fraction of it."""
     heldout_fraction: FractionBelowOne = 0.04
-    """Share of texts held out for evaluation, chosen by a hash of their words; unused with heldout_path."""
+    """Share of texts held out for evaluation, chosen by a hash of their words. Not with heldout_path."""
     min_words: NonNegativeInt = 1
     """Texts of fewer words are left out."""
     max_bad_rows: NonNegativeInt = 0
@@ -85,6 +94,8 @@ class DataConfig:
                 "--data.heldout_fraction 0 without --data.heldout_path leaves nothing to evaluate on. Set a "
                 "fraction such as 0.04, or give a held-out source."
             )
+        if self.heldout_path is not None and self.heldout_fraction:
+            self._refuse(("heldout_fraction",), f"heldout_path {self.heldout_path!r}")
         transformer_only = ("pooling", "encoder_max_length", "encoder_batch_size")
         if self.latents is not None:
             self._refuse(("encoder", "normalise", "latent_dim", *transformer_only), f"latents {self.latents!r}")
@@ -208,12 +219,15 @@ def _dataset(texts: Sequence[str], tokens: Tokens, table: LatentTable, assets: D
 
 
 def _read_splits(config: DataConfig) -> tuple[Corpus, Corpus, list[str]]:
-    corpus, short = _read(config, config.path)
+    check_options_have_effect(config.path, config.split, config.text_column)
+    corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:
         train_rows, heldout_rows = split_heldout(corpus, config.heldout_fraction)
         train, heldout, total = corpus.select(train_rows), corpus.select(heldout_rows), len(corpus.texts)
     else:
-        apart, _ = _read(config, config.heldout_path)
+        split = config.heldout_path.removeprefix(SPLIT)
+        own = split == config.heldout_path
+        apart, _ = _read(config, config.heldout_path if own else config.path, config.split if own else split)
         train_rows, heldout_rows = remove_heldout(corpus, apart)
         train, heldout = corpus.select(train_rows), apart.select(heldout_rows)
         total = len(corpus.texts) + len(apart.texts)
@@ -230,10 +244,10 @@ def _read_splits(config: DataConfig) -> tuple[Corpus, Corpus, list[str]]:
     return train, heldout, notices
 
 
-def _read(config: DataConfig, path: str) -> tuple[Corpus, int]:
+def _read(config: DataConfig, path: str, split: str) -> tuple[Corpus, int]:
     corpus = read_corpus(
         path,
-        split=config.split,
+        split=split,
         text_column=config.text_column,
         max_bad_rows=config.max_bad_rows,
         with_references=config.latents is not None,

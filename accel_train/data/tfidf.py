@@ -111,6 +111,7 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
     approximation of it; the sign of each component is fixed by its largest entry. Seconds for 30,000 sentences."""
     from scipy.sparse import csr_matrix
     from scipy.sparse.linalg import svds
+    from threadpoolctl import threadpool_limits
 
     frequency = Counter(word for text in texts for word in set(words_of(text)))
     kept = sorted(frequency, key=lambda word: (-frequency[word], word))[:MAX_WORDS]
@@ -124,7 +125,8 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
     indptr, columns, values = tfidf_rows(texts, {word: i for i, word in enumerate(words)}, idf)
     matrix = csr_matrix((values, columns, indptr), shape=(len(texts), len(words)))
     start = np.random.default_rng(0).standard_normal(min(len(texts), len(words)))
-    found: Any = svds(matrix, k=dim, v0=start, solver="arpack")
+    with threadpool_limits(1):  # the same bits with any number of threads, and faster: the blocks are small
+        found: Any = svds(matrix, k=dim, v0=start, solver="arpack")
     rows: Floats = found[2][np.argsort(-found[1])]
     largest = np.abs(rows).argmax(axis=1)
     rows *= np.sign(rows[np.arange(dim), largest])[:, None]
