@@ -214,6 +214,11 @@ def test_ready_made_latents(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("plain")
     with pytest.raises(UsageError, match=r"--data.latents needs --data.path to be JSONL"):
         prepare_data(replace(config, path=str(tmp_path / "rows.txt")))
+    np.save(tmp_path / "latents" / "shard_0009.npy", latents[:2, :, :4])
+    other = [{"text": f"held out {i}", "shard": 9, "idx": i} for i in range(2)]
+    (tmp_path / "other.jsonl").write_text("\n".join(json.dumps(row) for row in other))
+    with pytest.raises(UsageError, match=r"latents of shape \(2, 4\) beside others of \(2, 5\)"):
+        prepare_data(replace(config, heldout_path=str(tmp_path / "other.jsonl")))
     broken = LINES.index(data.heldout.texts[5])
     latents[broken, 1, 2] = np.nan
     write_latents(tmp_path / "latents", LINES, latents, rows_per_shard=250)
