@@ -123,9 +123,7 @@ def find_source(source: str, presets: Path) -> Path:
     expanded = expand_path(source)
     if expanded.suffix in {".yaml", ".yml"} or os.sep in source:
         if not expanded.is_file():
-            raise UsageError(
-                f"config {source!r}: there is no such file ({expanded}); give a preset or a YAML file"
-            )
+            raise UsageError(f"config {source!r}: there is no such file ({expanded}); give a preset or a YAML file")
         return expanded
     if (presets / f"{source}.yaml").is_file():
         return presets / f"{source}.yaml"
@@ -152,9 +150,7 @@ def check_keys(cls: type, tree: Mapping[str, Any], where: str) -> None:
             continue
         hint = NAMES_OF_OTHER_SCRIPTS.get(key.rsplit(".", 1)[-1])
         if key in _group_names(cls):
-            raise UsageError(
-                f"{where}: {key}: {value!r} must be a mapping of options, such as {key}: {{...}}"
-            )
+            raise UsageError(f"{where}: {key}: {value!r} must be a mapping of options, such as {key}: {{...}}")
         remedy = f"use {hint}" if hint else f"remove it or correct it{_did_you_mean(key, known)}"
         raise UsageError(f"{where}: unknown option {key!r}: {value!r}; {remedy}")
 
@@ -174,9 +170,7 @@ def _explain(error: Any, where: str) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":  # a group's own check: its text is complete
         return f"{where}: {key + ': ' if key else ''}{message}"
-    return (
-        f"{where}: {key}: {error.get('input')!r} is refused: {message}; change it in the file or with --{key}"
-    )
+    return f"{where}: {key}: {error.get('input')!r} is refused: {message}; change it in the file or with --{key}"
 
 
 def refuse_foreign_flags(cls: type, arguments: Sequence[str]) -> None:
@@ -263,17 +257,14 @@ def option_names(cls: type, prefix: str = "") -> list[str]:
     """Every dotted option of a config class, in order."""
     names: list[str] = []
     for name, kind in _fields(cls).items():
-        names += (
-            option_names(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else [f"{prefix}{name}"]
-        )
+        is_group = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        names += option_names(kind, f"{prefix}{name}.") if is_group else [f"{prefix}{name}"]
     return names
 
 
 def _group_names(cls: type, prefix: str = "") -> list[str]:
     groups = {f"{prefix}{n}": k for n, k in _fields(cls).items() if dataclasses.is_dataclass(k)}
-    return list(groups) + [
-        g for name, kind in groups.items() for g in _group_names(cast(type, kind), f"{name}.")
-    ]
+    return list(groups) + [g for name, kind in groups.items() for g in _group_names(cast(type, kind), f"{name}.")]
 
 
 def _fields(cls: type) -> dict[str, Any]:
@@ -286,8 +277,7 @@ def _did_you_mean(key: str, known: Sequence[str]) -> str:
     if not nearest:  # the right leaf in the wrong group, or a leaf without its group
         by_leaf = {k.rsplit(".", 1)[-1]: k for k in known}
         nearest = [
-            by_leaf[n]
-            for n in difflib.get_close_matches(key.rsplit(".", 1)[-1], list(by_leaf), n=1, cutoff=0.7)
+            by_leaf[n] for n in difflib.get_close_matches(key.rsplit(".", 1)[-1], list(by_leaf), n=1, cutoff=0.7)
         ]
     return f": did you mean {nearest[0]!r}?" if nearest else ""
 
@@ -316,12 +306,18 @@ def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     _leave(int(code or 0))
 
 
+EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
+"""Where a worker tells ``accel-train launch`` its exit code, which torchrun would turn into 1."""
+
+
 def _leave(code: int) -> NoReturn:
     """Exit; several CPU processes leave at once, without tearing torch down.
 
     gloo's threads race with the interpreter's end and abort now and then ("terminate called without an active
     exception", torch 2.13), which would turn a finished run into a failed one.
     """
+    if code and (path := os.environ.get(EXIT_CODE_VARIABLE)):
+        Path(path).write_text(str(code))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +27,7 @@ from accel_train.checkpoints import state
 from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, load_config, run_main, to_tree
 from accel_train.data import heldout, loader, prepare, sampler
 from accel_train.diffusion import latents, masked_text, modes, text_latent, timesteps
-from accel_train.metrics import curves, logs, recorder, records, samples, throughput, trackers
+from accel_train.metrics import logs, recorder, records, report, samples, throughput, trackers
 from accel_train.models import flops, mmdit
 from accel_train.runtime import accelerator as machine
 from accel_train.training import accumulation, ema, optimizers, schedules, shards
@@ -145,12 +146,14 @@ def evaluate(
         parts = [both.figures(batch, shuffled, options.timesteps) for batch, shuffled in pairs]
         shown, _ = next(heldout.heldout_batches(data.heldout, options.shown, options.shown, 0, 1, device))
         tokens, sampled = both.sample_text(shown), both.sample_latents(shown)
-    totals = torch.stack([torch.stack([part[name].double() for part in parts]).sum() for name in parts[0]])
-    sums = dict(zip(parts[0], accelerator.reduce(totals, "sum").tolist(), strict=True))
+    totals: Any = accelerator.reduce(torch.stack([torch.stack([p[k].double() for p in parts]).sum() for k in parts[0]]))
+    sums: dict[str, float] = dict(zip(parts[0], totals.tolist(), strict=True))
     if accelerator.is_main_process:
         texts = [data.tokenizer.decode(row) for row in tokens.cpu()]
         samples.write_samples(expand_path(config.output_dir), data.heldout.texts, texts, data.nearest_texts(sampled))
-    return text_latent.figures_from_sums(sums, options.timesteps)
+    figures = text_latent.figures_from_sums(sums, options.timesteps)
+    logs.info(logger, *text_latent.summary(figures))
+    return figures
 
 
 # ------------------------------------------------------------------------------------------------------------ main
@@ -167,7 +170,9 @@ def main(argv: Sequence[str]) -> None:
     )
     rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     logs.setup_logging(expand_path(config.output_dir), rank, world_size)
-    data = prepare.prepare_data(config.data, rank=rank, world_size=world_size, barrier=accelerator.wait_for_everyone)
+    loader.resolve_loader(config.loader, device)
+    barrier = accelerator.wait_for_everyone
+    data = prepare.prepare_data(config.data, rank=rank, world_size=world_size, barrier=barrier, device=str(device))
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
     max_steps = config.max_steps or math.ceil((config.max_epochs or 0) * len(data.train) / config.global_batch_size)
     decay_steps = schedules.resolve_decay_steps(config.schedule, max_steps)
@@ -180,14 +185,10 @@ def main(argv: Sequence[str]) -> None:
         return
 
     torch.manual_seed(config.seed)  # the same initial weights on every process
-    latent_tokens, latent_dim = data.latent_shape
-    shape = mmdit.MultimodalMMDiTConfig(
-        config.model.transformer(), data.tokenizer.vocab_size, latent_dim, config.data.max_length, latent_tokens
-    )
+    shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape)
     model: nn.Module = mmdit.MultimodalMMDiT(shape)
     state.load_initial_weights(model, run.checkpoint, config.init_from)
-    parts = modes.freezable(config.modes)
-    optimizer, reason = optimizers.build_optimizer(model, config.optimizer, device, parts)
+    optimizer, reason = optimizers.build_optimizer(model, config.optimizer, device, modes.freezable(config.modes))
     masters = shards.exact_masters(model, config.precision)
     model, optimizer = accelerator.prepare(model, optimizer)
     weights = shards.Shards(model, optimizer, masters)
@@ -196,75 +197,74 @@ def main(argv: Sequence[str]) -> None:
         state.restore(run.checkpoint, accelerator, weights, average)
     wrapped = machine.verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
     logs.info(logger, wrapped, reason, accumulation.resolve_sync(config.sync, accelerator)[1])
+    if config.evaluate_only:
+        figures = evaluate(config, accelerator, model, average, data)
+        report.write_report(accelerator, run.directory, run.start_step, figures)
+        return
 
     def write_extras(directory: Path) -> None:
-        """What sampling needs beside the weights."""
+        """What sampling from the checkpoint needs beside the weights."""
         records.write_json(directory / "config.json", to_tree(shape))
         data.assets.save(directory / "assets")
 
     saver = state.Saver(accelerator, run, weights, average, config.checkpoints, write_extras)
+    facts = {"run_id": run.run_id, "strategy": machine.strategy_of(accelerator)}
+    first = run.start_step
     log = recorder.Recorder(
         accelerator,
         run.directory,
         config.log,
         max_steps=max_steps,
-        start_step=run.start_step,
+        start_step=first,
         config=to_tree(config),
-        facts={"run_id": run.run_id, "strategy": machine.strategy_of(accelerator)},
+        facts=facts,
     )
-    last_step = run.start_step if config.evaluate_only else max_steps
     cut = sampler.Cut(rank, world_size, config.micro_batch_size)
     steps = loader.iterate_steps(
-        data.train, order, cut, start_step=run.start_step, max_steps=last_step, device=device, config=config.loader
+        data.train, order, cut, start_step=first, max_steps=max_steps, device=device, config=config.loader
     )
-    rates = throughput.Throughput(
-        device, world_size=world_size, peak_flops_per_second=flops.peak_of(device, config.precision)
-    )
-    step_flops = 3 * config.global_batch_size * flops.flops_per_sample(shape, config.data.max_length, latent_tokens)
+    rates = throughput.Throughput(device, world_size=world_size, precision=config.precision)
+    batch_size = config.global_batch_size
+    step_flops = 3 * batch_size * flops.flops_per_sample(shape, config.data.max_length, shape.max_latent_length)
     with log, closing(steps):
         for batches in steps:
-            step = batches.step
+            step, done = batches.step, batches.step + 1
+            mode = modes.mode_of_step(config.modes, config.seed, step)
             optimizers.set_frozen(optimizer, modes.frozen_parts(config.modes, step))
             optimizers.set_learning_rate(optimizer, schedules.learning_rate_factor(config.schedule, step, decay_steps))
-            inputs_and_weights = [
-                corrupt(config, batch, step, data.tokenizer.mask_id) for batch in batches.micro_batches
-            ]
-            coefficients = modes.coefficients(config.modes, modes.mode_of_step(config.modes, config.seed, step))
-            window = accumulation.GradientWindow(
-                accelerator, model, inputs_and_weights, coefficients, step, config.sync
-            )
+
+            corrupted = [corrupt(config, batch, step, data.tokenizer.mask_id) for batch in batches.micro_batches]
+            coefficients = modes.coefficients(config.modes, mode)
+            window = accumulation.GradientWindow(accelerator, model, corrupted, coefficients, step, config.sync)
             for inputs in window:  # gradients stay local until the last micro-batch
                 window.backward(loss_sums(config, model, inputs, data.tokenizer.mask_id))
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             average.update(step)
-            done = step + 1
 
             rates.update(
-                samples=config.global_batch_size,
+                samples=batch_size,
                 tokens=result.weights["text"],
-                padded_tokens=config.global_batch_size * config.data.max_length,
+                padded_tokens=batch_size * config.data.max_length,
                 data_wait_seconds=batches.data_wait_seconds,
                 flops=step_flops,
             )
             log.advance(done)
             if log.due(done):
-                lr = optimizer.param_groups[0]["lr"]
-                facts = {"epoch": order.epoch(done), "lr": lr, "global_batch_size": config.global_batch_size}
-                log.train(done, result.fields() | rates.read() | facts)
-            if config.evaluation.due(done, max_steps):
-                with rates.pause():
-                    log.evaluation(done, evaluate(config, accelerator, model, average, data))
+                lr, epoch = optimizer.param_groups[0]["lr"], order.epoch(done)
+                log.train(
+                    done, result.fields() | rates.read() | {"lr": lr, "epoch": epoch, "global_batch_size": batch_size}
+                )
             if saver.due(done, max_steps):
                 with rates.pause():
                     saver.save(done)
-        figures = evaluate(config, accelerator, model, average, data)
-        log.evaluation(last_step, figures)
-    if accelerator.is_main_process:
-        records.write_json(run.directory / "evaluation.json", {"step": last_step} | figures)
-        curves.plot_curves(run.directory / "metrics.jsonl", run.directory / "curves.png")
-    logs.info(logger, *text_latent.summary(figures), f"results are in {run.directory}")
+            if config.evaluation.due(done, max_steps):
+                with rates.pause():
+                    figures = evaluate(config, accelerator, model, average, data)
+                    log.evaluation(done, figures)
+                    report.write_report(accelerator, run.directory, done, figures)
+    logs.info(logger, f"finished: {run.directory} holds the checkpoint, evaluation.json, curves.png and samples.md")
     accelerator.end_training()
 
 

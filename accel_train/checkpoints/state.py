@@ -252,23 +252,23 @@ def load_weights_from(directory: Path, stem: str, model: nn.Module) -> None:
         if not (directory / name).is_file():
             raise UsageError(f"{directory}: {name} is not there; give a directory that holds {stem}.safetensors")
         weights |= load_file(directory / name)
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    _refuse_misfit({n: tuple(p.shape) for n, p in model.named_parameters()}, weights, directory)
+    model.load_state_dict(weights)
+
+
+def _refuse_misfit(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor], directory: Path) -> None:
     found = {name: tuple(t.shape) for name, t in weights.items()}
     differences = [
-        f"{n}: {found.get(n)} in the file, {expected.get(n)} in the model"
-        for n in sorted(found.keys() ^ expected.keys())
-    ]
-    differences += [
-        f"{n}: {found[n]} in the file, {expected[n]} in the model"
-        for n in found.keys() & expected.keys()
-        if found[n] != expected[n]
+        f"{name}: {found.get(name)} in the file, {expected.get(name)} in the model"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
     ]
     if differences:
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UsageError(
-            f"{directory}: the weights do not fit this model: {'; '.join(differences[:3])}"
-            f"{f' and {len(differences) - 3} more' if len(differences) > 3 else ''}; the model options must be those it was trained with"
+            f"{directory}: the weights do not fit this model: {'; '.join(differences[:3])}{more}; give the model "
+            "options and the data that they were trained with"
         )
-    model.load_state_dict(weights)
 
 
 def _has_index(checkpoint: Checkpoint, stem: str) -> bool:

@@ -116,8 +116,8 @@ def refuse_random_conditions(phases: Sequence[Phase]) -> None:
         modes = MODES if phase.mode == "mixed" else (phase.mode,)
         if phase.frozen is not None and phase.frozen not in trained and phase.frozen in {CONDITION[m] for m in modes}:
             raise UsageError(
-                f"phases[{number}] {phase.mode}:{phase.steps}:freeze={phase.frozen}: {phase.mode} is conditioned on the "
-                f"{phase.frozen} part, which no earlier phase has trained, so it would stay at its random initial "
+                f"phases[{number}] {phase.mode}:{phase.steps}:freeze={phase.frozen}: {phase.mode} is conditioned on "
+                f"the {phase.frozen} part, which no earlier phase has trained, so it would stay at its random initial "
                 "values; train it first or do not freeze it"
             )
         if phase.frozen != "text":

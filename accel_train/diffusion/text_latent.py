@@ -69,8 +69,8 @@ class BothWays:
     def figures(self, batch: Batch, shuffled: Batch, timesteps: int) -> dict[str, Tensor]:
         """Sums over one batch: right and shuffled latents, right and shuffled text, and neither.
 
-        ``x_nll`` / ``tokens`` is a bound in nats per maskable token, ``x_cosine`` / ``samples`` a cosine between latents
-        sampled from pure noise and true ones. A model that ignores its condition gives equal pairs.
+        ``x_nll`` / ``tokens`` is a bound in nats per maskable token, ``x_cosine`` / ``samples`` a cosine between
+        latents sampled from pure noise and true ones. A model that ignores its condition gives equal pairs.
         """
         right = text_nll_sums(self.text_given(batch, batch["latent"]), batch, self.mask_id, self.seed, timesteps)
         wrong = text_nll_sums(self.text_given(batch, shuffled["latent"]), batch, self.mask_id, self.seed, timesteps)
@@ -109,7 +109,8 @@ def text_nll_sums(predict: Predict, batch: Batch, mask_id: int, seed: int, times
     ``batch["sample"]``, so that two models, or two conditions, meet the same masks. ``timesteps`` forwards.
     """
     tokens, maskable, weight = batch["tokens"], batch["maskable"], batch["weight"]
-    sums = dict.fromkeys(("nll", "tokens", "correct", "masked"), torch.zeros((), device=tokens.device))
+    names: list[str] = ["nll", "tokens", "correct", "masked"]
+    sums = dict.fromkeys(names, torch.zeros((), device=tokens.device))
     for stratum in range(timesteps):
         keys = rng.sample_keys(seed, "evaluation", stratum, batch["sample"])
         time = stratified(keys, stratum, timesteps)
@@ -137,7 +138,7 @@ class EvaluationConfig:
     """Evaluation on held-out text, with the averaged weights."""
 
     every: NonNegativeInt = 0
-    """Optimizer steps between evaluations; 0 evaluates at the end only."""
+    """Optimizer steps between evaluations; there is always one at the end, and 0 makes only that."""
     samples: PositiveInt = 512
     """Held-out samples, over all processes."""
     batch_size: PositiveInt = 64
@@ -150,8 +151,8 @@ class EvaluationConfig:
     latent: LatentSamplingConfig = field(default_factory=LatentSamplingConfig)
 
     def due(self, step: int, max_steps: int) -> bool:
-        """Whether to evaluate after ``step`` steps, apart from the end."""
-        return self.every > 0 and step % self.every == 0 and step < max_steps
+        """Whether to evaluate after ``step`` steps."""
+        return step == max_steps or (self.every > 0 and step % self.every == 0)
 
 
 def summary(figures: dict[str, float]) -> list[str]:
@@ -160,6 +161,6 @@ def summary(figures: dict[str, float]) -> list[str]:
         f"l2t: {figures['l2t_nll']:.3f} nats per token with the right latent, {figures['l2t_nll_shuffled']:.3f} with a "
         f"shuffled one ({figures['l2t_gain']:.1%} less), {figures['unconditional_nll']:.3f} without; masked-token "
         f"accuracy {figures['l2t_accuracy']:.1%}",
-        f"t2l: cosine {figures['t2l_cosine']:.3f} between sampled and true latents, {figures['t2l_cosine_shuffled']:.3f} "
-        "against shuffled ones",
+        f"t2l: cosine {figures['t2l_cosine']:.3f} between sampled and true latents, "
+        f"{figures['t2l_cosine_shuffled']:.3f} against shuffled ones",
     ]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from accel_train.models.flops import peak_of
+
 GIB = float(1 << 30)
 Count = float | torch.Tensor
 """A number, or a tensor of one element on any device: it is summed where it is and read at the log point."""
@@ -47,15 +49,16 @@ class Throughput:
         device: torch.device,
         *,
         world_size: int = 1,
+        precision: str = "fp32",
         peak_flops_per_second: float | None = None,
         window_steps: int = 50,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``peak_flops_per_second`` is the dense peak of ONE device in the precision of the matrix products;
-        None where it is not known, and then there is no ``mfu``."""
+        None looks the device and ``precision`` up, and where they are not known there is no ``mfu``."""
         self._device = device
         self._world_size = world_size
-        self._peak = peak_flops_per_second
+        self._peak = peak_flops_per_second or peak_of(device, precision)
         self._window_steps = window_steps
         self._clock = clock
         self._intervals: deque[_Interval] = deque()

@@ -126,6 +126,15 @@ class ModelConfig:
             bias=self.bias,
         )
 
+    def multimodal(
+        self, vocabulary_size: int, max_text_length: int, latent_shape: tuple[int, int]
+    ) -> MultimodalMMDiTConfig:
+        """The whole model for data of this vocabulary, text length and latent shape (L, Dz)."""
+        max_latent_length, latent_dim = latent_shape
+        return MultimodalMMDiTConfig(
+            self.transformer(), vocabulary_size, latent_dim, max_text_length, max_latent_length
+        )
+
 
 class MMDiTOutput(NamedTuple):
     text_logits: Tensor  # (B, S, V)

@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType
 from packaging.version import Version
 
 from accel_train.config import UsageError
+from accel_train.runtime.machine_config import MachineConfig
 
 TESTED = (Version("1.15"), Version("1.16"))
 """First tested and first untested version of accelerate."""
@@ -40,6 +41,21 @@ def connect(strategy: str | None, timeout: timedelta) -> None:
         state["distributed_type"] = DistributedType.MULTI_GPU
     elif strategy == "deepspeed":
         state["distributed_type"] = DistributedType.DEEPSPEED
+
+
+def adapt(machine: MachineConfig, environment: dict[str, str], num_processes: int) -> list[str]:
+    """Change what has no CPU form, in ``environment``, and return the banner that says so. Launcher only."""
+    changes = [f"{num_processes} CPU process(es) over gloo instead of {machine.num_processes or 'all'} device(s)"]
+    if environment.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
+        environment["FSDP_OFFLOAD_PARAMS"] = "false"
+        changes.append("fsdp_offload_params: false, because the shards are in host memory already")
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["ACCELERATE_USE_CPU"] = "true"
+    environment["DS_ACCELERATOR"] = "cpu"
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    width = 78
+    title = f"REHEARSAL of {machine.path}: {machine.strategy} for real, not at its speed"
+    return ["=" * width, title, *(f"  changed: {change}" for change in changes), "=" * width]
 
 
 def check_version() -> None:

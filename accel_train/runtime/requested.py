@@ -7,8 +7,7 @@ read again here, strictly, from wherever it was named: our own launcher says so 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,18 +51,18 @@ class Requested:
 def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequence[str]]) -> Requested:
     """Collect the request. Every process reads the same; raises ``UsageError`` for a bad file."""
     flags = launcher_flags(command_lines)
-    named = environment.get(MACHINE_FILE_VARIABLE) or (
-        flags.get("config_file") if flags is not None else None
-    )
+    named = environment.get(MACHINE_FILE_VARIABLE) or (flags.get("config_file") if flags is not None else None)
+    override = _overriding_processes(environment, flags)
     machine, source = None, "the environment"
     if named:
-        machine, source = read_machine_config(expand_path(named)), str(named)
+        machine, source = read_machine_config(expand_path(named), num_processes=override), str(named)
     elif flags is not None and (default := default_machine_config_path()) is not None:
-        machine, source = read_machine_config(default), f"{default}, the default file of `accelerate config`"
+        machine = read_machine_config(default, num_processes=override)
+        source = f"{default}, the default file of `accelerate config`"
     return Requested(
         machine=machine,
         source=source,
-        num_processes=_asked_processes(environment, flags, machine),
+        num_processes=_asked_processes(override, machine),
         strategy=_asked_strategy(environment),
         rehearsal=bool(environment.get(REHEARSAL_VARIABLE)),
     )
@@ -92,22 +91,24 @@ def parent_command_lines(levels: int = 4) -> list[list[str]]:
     """Command lines of the parents, nearest first; empty where the system does not show them."""
     import psutil
 
-    lines: list[list[str]] = []
     try:
-        for parent in psutil.Process().parents()[:levels]:
-            lines.append(parent.cmdline())
+        return [parent.cmdline() for parent in psutil.Process().parents()[:levels]]
     except psutil.Error:
-        pass
-    return lines
+        return []
 
 
-def _asked_processes(
-    environment: Mapping[str, str], flags: Mapping[str, Any] | None, machine: MachineConfig | None
-) -> int | None:
-    if environment.get(REHEARSAL_VARIABLE):
-        return int(environment["WORLD_SIZE"]) if "WORLD_SIZE" in environment else None
+def _overriding_processes(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> int | None:
+    """A number of processes that beats the file's: our own launcher's, a rehearsal's, or a flag's."""
+    if environment.get(MACHINE_FILE_VARIABLE) or environment.get(REHEARSAL_VARIABLE):
+        return int(environment.get("WORLD_SIZE", "1"))
     if flags is not None and flags.get("num_processes") is not None:
         return int(flags["num_processes"])
+    return None
+
+
+def _asked_processes(override: int | None, machine: MachineConfig | None) -> int | None:
+    if override is not None:
+        return override
     return machine.num_processes if machine is not None else None
 
 
@@ -119,16 +120,12 @@ def _asked_strategy(environment: Mapping[str, str]) -> str | None:
 
 def misleading_variables(environment: Mapping[str, str]) -> list[str]:
     """One sentence for each set variable that older guides recommend to no or bad effect."""
-    found = [
-        f"{name}={environment[name]} {why}"
-        for name, why in MISLEADING_VARIABLES.items()
-        if name in environment
+    found = [f"{name}={environment[name]} {why}" for name, why in MISLEADING_VARIABLES.items() if name in environment]
+    found += [
+        f"{name}=0 enables nothing, and defeats the guard that `accelerate launch` sets; unset it"
+        for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+        if environment.get(name) == "0"
     ]
-    for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
-        if environment.get(name) == "0":
-            found.append(
-                f"{name}=0 enables nothing, and defeats the guard that `accelerate launch` sets; unset it"
-            )
     heartbeat = environment.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")
     if heartbeat.isdigit() and int(heartbeat) > 3600:
         found.append(
@@ -156,9 +153,7 @@ def refuse_experiment_settings(requested: Requested, environment: Mapping[str, s
         )
 
 
-def refuse_accumulation(
-    requested: Requested, environment: Mapping[str, str], accumulation_steps: int
-) -> None:
+def refuse_accumulation(requested: Requested, environment: Mapping[str, str], accumulation_steps: int) -> None:
     """Accumulation is derived from the batch sizes; 1 is every launcher's default and says nothing."""
     keys = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
     for key in keys:
@@ -170,6 +165,11 @@ def refuse_accumulation(
             )
 
 
-def clear_environment(environment: dict[str, str] | os._Environ[str]) -> None:
-    """Take out what would override an explicit constructor argument of ``Accelerator``."""
+def clear_environment(environment: MutableMapping[str, str]) -> None:
+    """Take out what would override an explicit choice of ours.
+
+    RAM-efficient loading is the launcher's default for FSDP: every process here builds the same weights anyway, and
+    with it transformers encoders would load empty on all processes but the first.
+    """
     environment.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+    environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

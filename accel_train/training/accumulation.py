@@ -12,7 +12,7 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -120,7 +120,8 @@ class GradientWindow:
         self._coalesced = self.sync == "last" and zero_stage >= 2
         self._steps_in_backward = zero_stage > 0 and not self._coalesced
         local = torch.stack([sum_weights(k, [w for _, w in micro_batches]) for k in coefficients])
-        self.weights = dict(zip(coefficients, accelerator.reduce(local, "sum").unbind(), strict=True))
+        reduced: Any = accelerator.reduce(local, "sum")
+        self.weights: dict[str, Tensor] = dict(zip(coefficients, reduced.unbind(), strict=True))
         self._sums: list[Tensor] = []
         self._totals: Tensor | None = None
         self._is_last = False
@@ -149,9 +150,7 @@ class GradientWindow:
         The factor ``num_processes`` undoes the averaging of DDP, FSDP2 and ZeRO.
         """
         if set(sums) != set(self.coefficients):
-            raise ValueError(
-                f"loss terms {sorted(sums)} do not match the coefficients {sorted(self.coefficients)}"
-            )
+            raise ValueError(f"loss terms {sorted(sums)} do not match the coefficients {sorted(self.coefficients)}")
         self._sums.append(torch.stack([sums[k].detach().float() for k in self.coefficients]))
         if self._is_last and self._steps_in_backward:
             self._check(self._reduce_sums())
@@ -167,11 +166,7 @@ class GradientWindow:
         totals = self._reduce_sums()
         limit = max_grad_norm if max_grad_norm > 0 else math.inf
         norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        norm = (
-            norm.full_tensor()
-            if hasattr(norm, "full_tensor")
-            else torch.as_tensor(norm, device=totals.device)
-        )
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm, device=totals.device)
         self._check(totals, norm)
         loss = torch.stack([totals[i] * self._factor(k) for i, k in enumerate(self.coefficients)]).sum()
         means = {
@@ -189,8 +184,9 @@ class GradientWindow:
     def _reduce_sums(self) -> Tensor:
         """Sums of the terms over all ranks and micro-batches, reduced once a step."""
         if self._totals is None:
-            self._totals = self.accelerator.reduce(torch.stack(self._sums).double().sum(0), "sum").float()
-        return self._totals
+            reduced: Any = self.accelerator.reduce(torch.stack(self._sums).double().sum(0), "sum")
+            self._totals = reduced.float()
+        return cast(Tensor, self._totals)
 
     def _check(self, totals: Tensor, norm: Tensor | None = None) -> None:
         """The one wait for the device: every rank reads the same reduced values, so all raise or none does."""
@@ -198,9 +194,7 @@ class GradientWindow:
         if bool(torch.isfinite(values).all()):
             return
         if bool(torch.isfinite(totals).all()):
-            raise NonFiniteError(
-                self._explain("gradient", f"norm {float(values[-1])}", range(len(self.inputs)))
-            )
+            raise NonFiniteError(self._explain("gradient", f"norm {float(values[-1])}", range(len(self.inputs))))
         bad = [i for i, s in enumerate(self._sums) if not bool(torch.isfinite(s).all())]
         value = dict(zip(self.coefficients, totals.tolist(), strict=True))
         raise NonFiniteError(self._explain("loss", value, bad))
@@ -235,7 +229,8 @@ def sum_weights(term: str, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
 def _zero_stage(accelerator: Accelerator) -> int:
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return 0
-    return int(accelerator.state.deepspeed_plugin.zero_stage)
+    plugin: Any = accelerator.state.deepspeed_plugin
+    return int(plugin.zero_stage)
 
 
 @contextmanager

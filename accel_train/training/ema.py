@@ -34,8 +34,11 @@ class Ema:
 
     def update(self, step: int) -> None:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
+        if self.config.decay == 0:
+            return
         masters = [self._view.master(name) for name in self.shards]
-        torch._foreach_lerp_(list(self.shards.values()), masters, 1 - decay_at(self.config.decay, step))
+        lerp = torch._foreach_lerp_  # pyright: ignore[reportPrivateUsage]
+        lerp(list(self.shards.values()), masters, 1 - decay_at(self.config.decay, step))
 
     @contextmanager
     def applied(self) -> Generator[None]:

@@ -236,5 +236,6 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 def _all_gather(output: Tensor, piece: Tensor) -> None:
     """``all_gather_into_tensor`` under the name that this torch wants (renamed in 2.13, the old one warns)."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    names = ("all_gather_single", "all_gather_into_tensor")
+    gather: Any = next(getattr(dist, name) for name in names if hasattr(dist, name))
     gather(output, piece.contiguous())

@@ -1,0 +1,85 @@
+"""Read the launch file and the recipe's config as a start would, say what would run, run nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from accel_train.config import UsageError, expand_path, load_config
+from accel_train.runtime.accelerator import check_batch_sizes, refuse_zero_contradictions
+from accel_train.runtime.launch import Launch
+from accel_train.runtime.machine_config import MachineConfig, read_machine_config
+from accel_train.runtime.requested import Requested, refuse_accumulation, refuse_experiment_settings
+
+
+def check(request: Launch) -> str:
+    """What ``accel-train check`` prints. Raises ``UsageError`` for what a start would refuse before connecting.
+
+    The recipe is a file with a ``Config`` and a directory ``presets`` beside it.
+    """
+    path = expand_path(request.config_file)
+    machine = read_machine_config(path, num_processes=request.num_processes)
+    recipe = _import(expand_path(request.recipe))
+    presets = expand_path(request.recipe).parent / "presets"
+    loaded = load_config(recipe.Config, request.arguments, presets=presets)
+    config: Any = loaded.config
+    processes = machine.num_processes or 1
+    accumulation = _accumulation(config, processes)
+    _refuse_contradictions(machine, config, accumulation, str(path))
+    lines = [
+        f"machine: {path}",
+        f"  strategy {machine.strategy}, {processes} process(es) on {machine.num_machines} machine(s)",
+        *(f"  note: {note}" for note in machine.notes),
+        f"experiment: {request.recipe} {' '.join(request.arguments)}",
+        f"  global batch {config.global_batch_size} = {processes} process(es) x {accumulation} micro-batch(es) of at "
+        f"most {config.micro_batch_size}; precision {config.precision}",
+        *(f"  {line}" for line in loaded.describe().splitlines()),
+        "nothing was run; everything that can be read is consistent",
+    ]
+    return "\n".join(lines)
+
+
+def _accumulation(config: Any, processes: int) -> int:
+    check_batch_sizes(config.global_batch_size, config.micro_batch_size, processes)
+    return math.ceil(math.ceil(config.global_batch_size / processes) / config.micro_batch_size)
+
+
+def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: int, source: str) -> None:
+    requested = Requested(machine, source, machine.num_processes, None, rehearsal=False)
+    said = {
+        "ACCELERATE_MIXED_PRECISION": machine.mixed_precision or "no",
+        "ACCELERATE_DYNAMO_BACKEND": machine.dynamo.backend,
+    }
+    refuse_experiment_settings(requested, said, config.precision)
+    if machine.deepspeed is None:
+        return
+    values = dict(machine.deepspeed.config_values or {})
+    for key in ("gradient_accumulation_steps", "gradient_clipping"):
+        if (value := getattr(machine.deepspeed, key)) is not None:
+            values[key] = value
+    refuse_accumulation(
+        requested,
+        {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(values.pop("gradient_accumulation_steps", 1))},
+        accumulation,
+    )
+    generated = {"gradient_clipping": float(config.optimizer.max_grad_norm)}
+    refuse_zero_contradictions(values, generated, config.precision, source)
+
+
+def _import(path: Path) -> ModuleType:
+    """The recipe as a module; its ``main`` is not called."""
+    if not path.is_file():
+        raise UsageError(f"recipe {str(path)!r}: there is no such file; give the path of a recipe")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up to resolve annotations
+    spec.loader.exec_module(module)
+    if not hasattr(module, "Config"):
+        raise UsageError(f"recipe {str(path)!r}: it defines no Config; a recipe has a frozen dataclass of that name")
+    return module

@@ -1,0 +1,148 @@
+"""Start a recipe from a launch file, read strictly first: on the real machine, or as a rehearsal on CPU processes.
+
+The environment of the processes is Accelerate's own work (``accelerate.utils.launch``), so that a recipe cannot tell
+our launcher from ``accelerate launch``. Ours adds the strict reading, signals that reach the recipe, and exit codes
+that survive: torchrun turns a worker's 2 or 75 into 1.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_train.config import EXIT_CODE_VARIABLE, UsageError, expand_path
+from accel_train.runtime.machine_config import MachineConfig, check_rendezvous, read_machine_config
+from accel_train.runtime.requested import MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start where."""
+
+    config_file: str
+    recipe: str
+    arguments: tuple[str, ...] = ()
+    num_processes: int | None = None
+    """Over all machines; None as the file says."""
+    machine_rank: int | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+
+
+def launch(request: Launch, *, rehearsal: bool = False) -> int:
+    """Run the recipe to its end and return its exit code (0 done, 2 wrong usage, 75 preempted, else 1)."""
+    path = expand_path(request.config_file)
+    machine = read_machine_config(path, num_processes=request.num_processes)
+    if not expand_path(request.recipe).is_file():
+        raise UsageError(f"recipe {request.recipe!r}: there is no such file; give the path of a recipe")
+    if machine.num_machines > 1:
+        _check_meeting_point(machine, request)
+    settings = accelerate_settings(path, machine, request)
+    environment = accelerate_environment(settings)
+    environment[MACHINE_FILE_VARIABLE] = str(path)
+    if rehearsal:
+        from accel_train.runtime import rehearsal as rehearsals
+
+        for line in rehearsals.adapt(machine, environment, settings.num_processes):
+            print(line, flush=True)
+        environment[REHEARSAL_VARIABLE] = "1"
+    command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)
+    return _run([*command, str(expand_path(request.recipe)), *request.arguments], environment)
+
+
+def accelerate_settings(path: Path, machine: MachineConfig, request: Launch) -> Namespace:
+    """The launch settings as Accelerate's own parser and validation see them."""
+    from accelerate.commands.launch import (
+        _validate_launch_command,  # pyright: ignore[reportPrivateUsage]
+        launch_command_parser,
+    )
+
+    flags = ["--config_file", str(path), "--mixed_precision", "no"]
+    for name in ("num_processes", "machine_rank", "main_process_ip", "main_process_port"):
+        if (value := getattr(request, name)) is not None:
+            flags += [f"--{name}", str(value)]
+    settings: Any = launch_command_parser().parse_args([*flags, request.recipe, *request.arguments])
+    settings, _, _ = _validate_launch_command(settings)
+    if settings.num_processes in (None, 0):
+        settings.num_processes = machine.num_processes or 1
+    if settings.main_process_port is None and settings.num_machines == 1:
+        settings.main_process_port = free_port()  # several launches on one machine must not meet
+    settings.deepspeed_fields_from_accelerate_config = ",".join(vars(machine.deepspeed)) if machine.deepspeed else ""
+    return settings
+
+
+def accelerate_environment(settings: Any) -> dict[str, str]:
+    """Environment of every process, by Accelerate's own functions; fills in the torchrun settings as well."""
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    if settings.use_deepspeed:
+        settings.deepspeed_multinode_launcher = "standard"  # torchrun on each machine, as for the other strategies
+        _, environment = prepare_deepspeed_cmd_env(settings)
+    else:
+        environment = prepare_multi_gpu_env(settings)
+    return {k: str(v) for k, v in environment.items()}
+
+
+def torchrun_command(settings: Any, single: bool) -> list[str]:
+    """The command that starts the processes of this machine."""
+    if single:
+        return [sys.executable]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(settings.nproc_per_node)]
+    if settings.num_machines > 1:
+        command += ["--nnodes", str(settings.num_machines), "--node_rank", str(settings.machine_rank)]
+        return [*command, "--master_addr", str(settings.main_process_ip), "--master_port", _port(settings)]
+    return [*command, "--master_addr", "127.0.0.1", "--master_port", _port(settings)]
+
+
+def _port(settings: Any) -> str:
+    return str(settings.main_process_port or 29500)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_meeting_point(machine: MachineConfig, request: Launch) -> None:
+    from dataclasses import replace
+
+    changes = {
+        name: getattr(request, name)
+        for name in ("machine_rank", "main_process_ip", "main_process_port")
+        if getattr(request, name) is not None
+    }
+    machine = replace(machine, **changes)
+    if machine.machine_rank >= machine.num_machines:
+        raise UsageError(
+            f"machine_rank: {machine.machine_rank} must be below num_machines: {machine.num_machines}; machines count "
+            "from 0"
+        )
+    check_rendezvous(machine)
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Run to the end, passing signals on; the worst exit code that a worker reported wins over torchrun's 1."""
+    with tempfile.TemporaryDirectory(prefix="accel-train-") as folder:
+        reported = Path(folder) / "exit_code"
+        child = subprocess.Popen(command, env=environment | {EXIT_CODE_VARIABLE: str(reported)})
+        previous = {s: signal.signal(s, lambda number, _: child.send_signal(number)) for s in FORWARDED}
+        try:
+            code = child.wait()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if code != 0 and reported.exists():
+            return int(reported.read_text())
+    return code if code >= 0 else 1

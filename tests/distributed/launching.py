@@ -1,0 +1,122 @@
+"""Runs of the real recipe in real processes, for tests that compare them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from accel_train.metrics.records import read_metrics
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "mmdit.py"
+PRESETS = ROOT / "accelerate_configs"
+
+LAUNCH_FILES = {
+    "ddp": "distributed_type: MULTI_GPU\n",
+    "fsdp2": (PRESETS / "fsdp2.yaml").read_text().split("fsdp_config:")[1],
+    "zero1": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}\n",
+    "zero2": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n",
+    "zero3": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, zero3_init_flag: false}\n",
+}
+LAUNCH_FILES["fsdp2"] = f"distributed_type: FSDP\nfsdp_config:{LAUNCH_FILES['fsdp2']}"
+
+SMALL = (
+    "--global_batch_size 16 --micro_batch_size 16 --log.log_every 1 --log.progress_bar off --evaluation.samples 8 "
+    "--evaluation.timesteps 1 --evaluation.shown 1 --evaluation.text.steps 1 --evaluation.latent.steps 1"
+).split()
+"""The demo with a smaller batch, every step logged, and next to no evaluation."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy on a number of CPU processes."""
+
+    strategy: str
+    processes: int
+
+    def __str__(self) -> str:
+        return f"{self.strategy}x{self.processes}"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended: what it left behind."""
+
+    directory: Path
+    output: str
+    code: int
+
+    def train_lines(self) -> dict[int, dict[str, Any]]:
+        lines = [r for r in read_metrics(self.directory / "metrics.jsonl") if r["event"] == "train"]
+        return {r["step"]: r for r in lines}
+
+    def losses(self) -> list[float]:
+        lines = self.train_lines()
+        return [lines[step]["loss"] for step in sorted(lines)]
+
+    def checkpoint(self, step: int) -> Path:
+        return self.directory / "checkpoints" / f"checkpoint_{step:08d}"
+
+    def tensors(self, step: int, stem: str) -> dict[str, torch.Tensor]:
+        """All tensors of a collection (model, ema, optimizer/exp_avg), whatever its number of files."""
+        found: dict[str, torch.Tensor] = {}
+        for path in self.checkpoint(step).glob(f"{stem}*.safetensors"):
+            if path.name.split(".")[0].split("-")[0] == stem.split("/")[-1]:
+                found |= load_file(path)
+        assert found, (self.checkpoint(step), stem)
+        return found
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Quiet, single-threaded and offline."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK"))}
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **extra}
+
+
+def command(layout: Layout, arguments: list[str], folder: Path, recipe: Path = RECIPE) -> list[str]:
+    """How a person would start it: plain Python for one process, a rehearsal of a launch file for several."""
+    if layout.strategy == "single":
+        return [sys.executable, str(recipe), *arguments]
+    file = folder / f"{layout}.yaml"
+    file.write_text(f"num_machines: 1\nnum_processes: {layout.processes}\n{LAUNCH_FILES[layout.strategy]}")
+    head = [sys.executable, "-m", "accel_train.cli", "rehearse", "--config_file", str(file)]
+    return [*head, str(recipe), *arguments]
+
+
+def run_recipe(
+    layout: Layout,
+    directory: Path,
+    *arguments: str,
+    ok: bool = True,
+    timeout: float = 300,
+    extra: dict[str, str] | None = None,
+) -> Finished:
+    """Run the demo to its end; asserts success unless told otherwise."""
+    flags = ["demo", *SMALL, "--output_dir", str(directory), *arguments]
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        command(layout, flags, directory.parent),
+        env=environment(**(extra or {})),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        check=False,
+    )
+    assert not ok or done.returncode == 0, done.stdout[-4000:]
+    return Finished(directory, done.stdout, done.returncode)
+
+
+def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference of all tensors over the norm of the first's."""
+    assert a.keys() == b.keys()
+    difference = sum(float((a[k].double() - b[k].double()).square().sum()) for k in a)
+    return (difference / sum(float(v.double().square().sum()) for v in a.values())) ** 0.5

@@ -1,0 +1,62 @@
+"""The trajectory belongs to the experiment: 40 steps of the demo on every layout, compared number by number.
+
+The demo trains with mode `mixed` and conditioning dropout, so both are in every comparison.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launching import Finished, Layout, relative_difference, run_recipe
+
+pytestmark = pytest.mark.distributed
+STEPS = 40
+
+LAYOUTS = {
+    "2 processes": (Layout("ddp", 2), ()),
+    "3 processes": (Layout("ddp", 3), ()),
+    "4 processes": (Layout("ddp", 4), ()),
+    "ragged micro-batches of 3": (Layout("single", 1), ("--micro_batch_size", "3")),
+    "micro-batches of 1, 2 processes": (Layout("ddp", 2), ("--micro_batch_size", "1")),
+    "3 processes, ragged": (Layout("ddp", 3), ("--micro_batch_size", "3")),
+    "FSDP2": (Layout("fsdp2", 2), ("--micro_batch_size", "3")),
+    "ZeRO-1": (Layout("zero1", 2), ("--micro_batch_size", "3")),
+    "ZeRO-2": (Layout("zero2", 2), ("--micro_batch_size", "3")),
+    "ZeRO-2, one reduction": (Layout("zero2", 2), ("--micro_batch_size", "3", "--sync", "last")),
+    "ZeRO-3": (Layout("zero3", 2), ("--micro_batch_size", "3")),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """One process with the whole batch."""
+    return run_recipe(Layout("single", 1), tmp_path_factory.mktemp("reference") / "run", "--max_steps", str(STEPS))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_follows_the_same_trajectory(name: str, reference: Finished, tmp_path: Path) -> None:
+    layout, flags = LAYOUTS[name]
+    run = run_recipe(layout, tmp_path / "run", "--max_steps", str(STEPS), *flags)
+    expected, found = reference.losses(), run.losses()
+    assert len(found) == STEPS
+    worst = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
+    assert worst < 1e-5, f"{name}: {worst:.1e}"
+    for stem in ("model", "ema"):
+        assert relative_difference(reference.tensors(STEPS, stem), run.tensors(STEPS, stem)) < 1e-4, stem
+
+
+def test_the_same_layout_twice_is_bit_identical(reference: Finished, tmp_path: Path) -> None:
+    again = run_recipe(Layout("single", 1), tmp_path / "run", "--max_steps", str(STEPS))
+    assert [x.hex() for x in again.losses()] == [x.hex() for x in reference.losses()]
+    for stem in ("model", "ema", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
+        ours, theirs = again.tensors(STEPS, stem), reference.tensors(STEPS, stem)
+        assert all(torch.equal(ours[k], theirs[k]) for k in theirs), stem
+
+
+def test_another_seed_is_another_trajectory(reference: Finished, tmp_path: Path) -> None:
+    """The comparison above can fail: losses do differ where the experiment does."""
+    other = run_recipe(Layout("single", 1), tmp_path / "run", "--max_steps", "20", "--seed", "1")
+    assert max(abs(a - b) for a, b in zip(reference.losses(), other.losses(), strict=False)) > 1e-2
