@@ -208,16 +208,10 @@ def main(argv: Sequence[str]) -> None:
         data.assets.save(directory / "assets")
 
     saver = state.Saver(accelerator, run, weights, average, config.checkpoints, write_extras)
+    first, tree = run.start_step, to_tree(config)
     facts = {"run_id": run.run_id, "strategy": machine.strategy_of(accelerator)}
-    first = run.start_step
     log = recorder.Recorder(
-        accelerator,
-        run.directory,
-        config.log,
-        max_steps=max_steps,
-        start_step=first,
-        config=to_tree(config),
-        facts=facts,
+        accelerator, run.directory, config.log, max_steps=max_steps, start_step=first, config=tree, facts=facts
     )
     cut = sampler.Cut(rank, world_size, config.micro_batch_size)
     steps = loader.iterate_steps(
