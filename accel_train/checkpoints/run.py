@@ -58,6 +58,11 @@ class Run:
     """``run.json`` as it stands."""
     _lock: Any = field(default=None, repr=False)
 
+    def close(self) -> None:
+        """Give the directory free before the process ends."""
+        if self._lock is not None:
+            self._lock.close()
+
     @property
     def checkpoints(self) -> Path:
         """Where the checkpoints are."""
@@ -97,6 +102,8 @@ def open_run(
             opened = _decide(config, directory, data_fingerprint, dict(resolved or {}), free_to_change)
         except (UsageError, CheckpointsUnusableError) as error:
             opened = {"error": str(error), "kind": type(error).__name__}
+            if lock is not None:
+                lock.close()
     if accelerator.num_processes > 1:
         opened = broadcast_object_list([opened])[0]
     if "error" in opened:
@@ -134,6 +141,7 @@ def _take_lock(directory: Path) -> Any:
     except OSError:
         lock.seek(0)
         holder = lock.read().strip() or "another process"
+        lock.close()
         raise UsageError(
             f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first"
         ) from None
@@ -222,7 +230,8 @@ def _new_run(directory: Path, config: Any, experiment: Mapping[str, Any], resolv
 
 def _renew_run(directory: Path, config: Any, saved: Mapping[str, Any], experiment: Mapping[str, Any]) -> dict[str, Any]:
     """Take over the free changes, so that config.yaml always says how the last start was made."""
-    renewed = dict(saved) | {"experiment": dict(experiment)}
+    given = {key: experiment[key] for key in saved["resolved"] if experiment.get(key) is not None}
+    renewed = dict(saved) | {"experiment": dict(experiment), "resolved": saved["resolved"] | given}
     write_config(config, directory / "config.yaml")
     temporary = directory / ".run.json.tmp"
     commit.write_json(temporary, renewed)

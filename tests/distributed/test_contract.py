@@ -1,0 +1,81 @@
+"""The gradient contract on a toy, under every strategy with real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launching import ROOT, Layout, command, environment
+
+pytestmark = pytest.mark.distributed
+WORKER = ROOT / "tests" / "distributed" / "worker.py"
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+
+
+def work(layout: Layout, folder: Path, *arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        command(layout, list(arguments), folder, WORKER),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-4000:]
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return work(Layout("single", 1), tmp_path_factory.mktemp("alone"), "trajectory")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "sync"),
+    [(s, 2, "auto") for s in STRATEGIES] + [("zero2", 2, "last"), ("zero3", 2, "last"), ("ddp", 3, "every")],
+)
+def test_every_strategy_equals_one_process(
+    strategy: str, processes: int, sync: str, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    found = work(Layout(strategy, processes), tmp_path, "trajectory", sync)
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+    for name in ("weights", "exp_avg", "ema", "averaged_output"):
+        assert found[name] == pytest.approx(alone[name], rel=1e-5), name
+    assert found["inverse"]
+    assert found["evaluation_left_no_trace"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sync", "expected"),
+    [
+        ("ddp", "auto", 1),
+        ("fsdp2", "auto", 1),
+        ("zero1", "auto", 1),
+        ("zero2", "auto", 4),
+        ("zero3", "auto", 4),
+        ("zero2", "last", 1),
+        ("zero3", "last", 1),
+        ("ddp", "every", 4),
+    ],
+)
+def test_gradient_reductions_per_optimizer_step(strategy: str, sync: str, expected: int, tmp_path: Path) -> None:
+    """Accumulation 4: reduced elements as a multiple of the parameters. Padding of shards may add a little."""
+    found = work(Layout(strategy, 2), tmp_path, "reductions", sync)
+    assert found["micro_batches"] == 4
+    assert expected <= found["reductions"] < expected * 1.15
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_stops_every_rank_before_the_optimizer(
+    strategy: str, where: str, tmp_path: Path
+) -> None:
+    found = work(Layout(strategy, 2), tmp_path, "nonfinite", where)
+    assert all(m and f"{where} of step 3 is not finite" in m and "rank 1" in m for m in found["messages"])
+    assert found["unmoved"]

@@ -1,0 +1,136 @@
+"""One process: the window's gradient against fp64 of the whole batch, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from torch import Tensor, nn
+
+from accel_train.training.accumulation import GradientWindow, NonFiniteError, no_sync, resolve_sync
+
+WEIGHTS = {"main": 1.0, "aux": 0.3}
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+
+
+def batch(count: int = 13) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(count, 6, generator=generator),
+        torch.randn(count, 2, generator=generator),
+        torch.randint(1, 5, (count, 1), generator=generator).float(),
+    )
+
+
+def sums(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    out = model(inputs["x"])
+    return {"main": (out - inputs["y"]).square().sum(), "aux": (out.abs() * inputs["w"]).sum()}
+
+
+def window_over(accelerator: Accelerator, model: nn.Module, size: int, **changes: float) -> GradientWindow:
+    x, y, w = batch()
+    parts = []
+    for index in torch.arange(len(x)).split(size):
+        inputs = {"x": x[index], "y": y[index], "w": w[index], "sample": index}
+        parts.append((inputs, {"main": torch.tensor(float(len(index))), "aux": w[index].sum()}))
+    return GradientWindow(accelerator, model, parts, {**WEIGHTS, **changes}, step=7)
+
+
+@pytest.mark.parametrize("size", [13, 5, 4, 1])
+def test_any_cut_gives_the_gradient_of_the_whole_batch(accelerator: Accelerator, size: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x, y, w = (t.double() for t in batch())
+    out = plain(x)
+    loss = (out - y).square().sum() / len(x) + 0.3 * (out.abs() * w).sum() / w.sum()
+    loss.backward()
+    expected = [p.grad.clone() for p in plain.parameters() if p.grad is not None]
+
+    torch.manual_seed(0)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
+    window = window_over(accelerator, model, size)
+    for inputs in window:
+        window.backward(sums(model, inputs))
+    result = window.finish(0.0)
+    assert float(result.loss) == pytest.approx(loss.item(), rel=1e-6)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad.double(), gradient, rtol=1e-5, atol=1e-7)
+    norm = torch.cat([g.flatten() for g in expected]).norm()
+    assert float(result.grad_norm) == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_the_norm_is_clipped_and_reported_as_it_was(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(nn.Linear(6, 2))
+    window = window_over(accelerator, model, 4)
+    for inputs in window:
+        window.backward(sums(model, inputs))
+    result = window.finish(0.01)
+    clipped = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    assert float(result.grad_norm) > 0.1
+    assert float(clipped) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_term_without_coefficient_or_weight_adds_nothing(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(nn.Linear(6, 2))
+    window = window_over(accelerator, model, 4, aux=0.0)
+    for inputs in window:
+        window.backward(sums(model, inputs))
+    result = window.finish(0.0)
+    assert set(result.terms) == {"main"}
+    assert float(result.loss) == pytest.approx(result.terms["main"].item(), rel=1e-6)
+    assert set(result.fields()) == {"loss", "loss_main", "grad_norm"}
+
+    nothing = {"main": torch.tensor(1.0), "aux": torch.tensor(0.0)}
+    x, y, w = batch(2)
+    empty = GradientWindow(accelerator, model, [({"x": x, "y": y, "w": w * 0}, nothing)], WEIGHTS, 0)
+    for inputs in empty:
+        empty.backward(sums(model, inputs))
+    assert torch.isfinite(empty.finish(0.0).loss)
+
+
+def test_a_non_finite_loss_names_step_and_samples(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(nn.Linear(6, 2))
+    window = window_over(accelerator, model, 4)
+    window.inputs[1]["x"][0] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"loss of step 7 .*\[4, 5, 6, 7\]"):
+        for inputs in window:
+            window.backward(sums(model, inputs))
+        window.finish(1.0)
+
+
+def test_terms_must_be_complete(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(nn.Linear(6, 2))
+    window = window_over(accelerator, model, 13)
+    with pytest.raises(ValueError, match="aux"):
+        for inputs in window:
+            window.backward({"main": sums(model, inputs)["main"]})
+
+
+def test_no_sync_takes_one_prepared_module(accelerator: Accelerator) -> None:
+    model, other = accelerator.prepare(nn.Linear(6, 2)), nn.Linear(6, 2)
+    with no_sync(accelerator, model):
+        assert not accelerator.sync_gradients
+    assert accelerator.sync_gradients
+    for wrong in ([model], other):
+        with pytest.raises(TypeError, match=r"accelerator\.prepare"), no_sync(accelerator, wrong):
+            pass
+
+
+def test_the_policy_says_why(accelerator: Accelerator) -> None:
+    assert resolve_sync("auto", accelerator)[0] == "last"
+    assert resolve_sync("every", accelerator) == (
+        "every",
+        "asked for: gradients are reduced on every micro-batch",
+    )

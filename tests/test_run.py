@@ -1,0 +1,150 @@
+"""The run directory: start or resume, whose experiment it is, and its lock."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+
+from accel_train.checkpoints.run import CheckpointsUnusableError, Run, open_run
+from accel_train.config import UsageError
+from tests.test_commit import make
+
+
+@dataclass(frozen=True)
+class Inner:
+    lr: float = 0.1
+    decay_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    output_dir: str
+    seed: int = 0
+    max_steps: int = 10
+    micro_batch_size: int = 4
+    resume: str = "auto"
+    allow: tuple[str, ...] = ()
+    overwrite: bool = False
+    optimizer: Inner = field(default_factory=Inner)
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+
+
+def start(accelerator: Accelerator, config: Config, data: str = "d" * 8, decay: int = 10) -> Run:
+    run = open_run(config, accelerator, data, {"optimizer.decay_steps": decay})
+    run.close()
+    return run
+
+
+def test_start_and_resume(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    first = start(accelerator, config)
+    assert first.checkpoint is None
+    assert "fresh start" in first.decision
+    make(first.checkpoints, 7)
+    again = start(accelerator, replace(config, max_steps=20, micro_batch_size=1), decay=20)
+    assert (again.start_step, again.run_id) == (7, first.run_id)
+    assert again.resolved("optimizer.decay_steps") == 10  # the first start's
+
+
+@pytest.mark.parametrize(
+    ("change", "data", "named"),
+    [
+        ({"seed": 1}, "d" * 8, "seed: 0 there, 1 now"),
+        ({"optimizer": Inner(lr=0.2)}, "d" * 8, "optimizer.lr: 0.1 there, 0.2 now"),
+        ({"optimizer": Inner(decay_steps=30)}, "d" * 8, "optimizer.decay_steps: 10 there, 30 now"),
+        ({}, "other", "data_fingerprint"),
+    ],
+)
+def test_another_experiment_is_refused_and_can_be_allowed(
+    accelerator: Accelerator, tmp_path: Path, change: dict[str, Any], data: str, named: str
+) -> None:
+    config = Config(str(tmp_path / "run"))
+    start(accelerator, config)
+    changed = replace(config, **change)
+    with pytest.raises(UsageError, match=named) as refused:
+        start(accelerator, changed, data)
+    key = str(refused.value).rsplit("--allow ", 1)[1]
+    start(accelerator, replace(changed, allow=(key,)), data)
+    start(accelerator, changed, data)  # what was allowed once is the experiment from then on
+
+
+def test_resume_policies(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    with pytest.raises(UsageError, match="resume: must"):
+        start(accelerator, replace(config, resume="must"))
+    run = start(accelerator, config)
+    with pytest.raises(UsageError, match="no checkpoint yet"):
+        start(accelerator, replace(config, resume="must"))
+    make(run.checkpoints, 3)
+    with pytest.raises(UsageError, match="resume: never"):
+        start(accelerator, replace(config, resume="never"))
+    anew = start(accelerator, replace(config, overwrite=True, seed=5))
+    assert anew.checkpoint is None
+    assert anew.run_id != run.run_id
+
+
+def test_checkpoints_that_do_not_verify(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 3)
+    bad = make(run.checkpoints, 5)
+    (bad / "model.safetensors").write_bytes(b"")
+    fallen_back = start(accelerator, config)
+    assert fallen_back.start_step == 3
+    assert "checkpoint_00000005" in fallen_back.decision
+    (run.checkpoints / "checkpoint_00000003" / "manifest.json").unlink()
+    with pytest.raises(CheckpointsUnusableError, match="does not start again by itself"):
+        start(accelerator, config)
+
+
+def _hold(path: str, ready: Any, done: Any) -> None:
+    from accel_train.checkpoints.run import _take_lock
+
+    lock = _take_lock(Path(path))
+    ready.set()
+    done.wait(30)
+    lock.close()
+
+
+def test_two_processes_cannot_use_one_directory(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    start(accelerator, config)
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(str(tmp_path / "run"), ready, done))
+    other.start()
+    try:
+        assert ready.wait(60)
+        with pytest.raises(UsageError, match=f"in use by process {other.pid}"):
+            start(accelerator, config)
+    finally:
+        done.set()
+        other.join()
+
+
+def test_directories_that_cannot_be_used(accelerator: Accelerator, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        start(accelerator, Config(str(tmp_path / "file")))
+    run = start(accelerator, Config(str(tmp_path / "with space é")))
+    saved = json.loads((run.directory / "run.json").read_text())
+    saved["schema"] = 99
+    (run.directory / "run.json").write_text(json.dumps(saved))
+    with pytest.raises(UsageError, match="schema 99"):
+        start(accelerator, Config(str(run.directory)))
