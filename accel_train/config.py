@@ -12,11 +12,12 @@ import dataclasses
 import difflib
 import inspect
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, NoReturn, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Interval
 
@@ -71,6 +72,8 @@ NAMES_OF_OTHER_SCRIPTS = {
 }
 """Flags of the diffusers and transformers scripts, refused with the name used here (not with a guess)."""
 
+WORDS = {"true": "True", "false": "False", "none": "None", "null": "None"}
+
 OF_THE_INVOCATION = ("resume", "allow", "overwrite", "evaluate_only")
 """Options of one call, not of the experiment: never written to config.yaml."""
 
@@ -110,6 +113,7 @@ def load_config(
     check_keys(cls, tree, str(path))
     base = from_tree(cls, tree, str(path))
     refuse_foreign_flags(cls, arguments)
+    arguments = spell_for_tyro(cls, arguments)
     config = _apply_flags(cls, base, arguments, presets)
     loaded = Loaded(config, _origins(cls, tree, source, config, arguments))
     if show:
@@ -135,7 +139,7 @@ def find_source(source: str, presets: Path) -> Path:
 
 
 def read_tree(path: Path) -> Tree:
-    """The strict reading of one YAML file; an empty file is an empty tree."""
+    """The strict reading of one YAML file."""
     try:
         return read_yaml(path)
     except YamlError as error:
@@ -159,6 +163,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str) -> C:
     """Validate a nested mapping into ``cls``: types, ranges, and each group's own checks."""
     from pydantic import TypeAdapter, ValidationError
 
+    _refuse_truth_as_number(cls, tree, where)
     try:
         return TypeAdapter(cls).validate_python(dict(tree))
     except ValidationError as error:
@@ -170,16 +175,69 @@ def _explain(error: Any, where: str) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":  # a group's own check: its text is complete
         return f"{where}: {key + ': ' if key else ''}{message}"
-    return f"{where}: {key}: {error.get('input')!r} is refused: {message}; change it in the file or with --{key}"
+    value = error.get("input")
+    if isinstance(value, float) and not math.isfinite(value):
+        message = "Input should be a finite number"
+    flag = ".".join(part for part in key.split(".") if not part.isdigit())  # betas.1 is given with --betas
+    return f"{where}: {key}: {value!r} is refused: {message}; change it in the file or with --{flag}"
+
+
+def _refuse_truth_as_number(cls: type, tree: Mapping[str, Any], where: str) -> None:
+    """pydantic reads true as 1; a person who writes ``max_steps: true`` means something else."""
+    kinds = _leaves(cls)
+    for key, value in flatten(tree).items():
+        if isinstance(value, bool) and key in kinds and str(value) not in _words_of(kinds[key]):
+            raise UsageError(
+                f"{where}: {key}: {str(value).lower()} is refused: {key} is no yes-or-no option; correct it"
+            )
 
 
 def refuse_foreign_flags(cls: type, arguments: Sequence[str]) -> None:
     """Name the option of this project where a flag of another script is given."""
     known = option_names(cls)
     for argument in arguments:
-        name = argument.split("=", 1)[0].lstrip("-").replace("-", "_")
-        if argument.startswith("--") and name in NAMES_OF_OTHER_SCRIPTS and name not in known:
+        name = _flag_name(argument.split("=", 1)[0])
+        if name in NAMES_OF_OTHER_SCRIPTS and name not in known:
             raise UsageError(f"--{name} is a name of other scripts; here use {NAMES_OF_OTHER_SCRIPTS[name]}")
+
+
+def spell_for_tyro(cls: type, arguments: Sequence[str]) -> list[str]:
+    """YAML's ``true``, ``false`` and ``null`` after a flag, in tyro's words: ``--x true`` becomes ``--x`` and
+    ``--x false`` ``--no_x`` for a yes-or-no option, elsewhere True, False and None where the option takes them."""
+    kinds = _leaves(cls)
+    spelled: list[str] = []
+    for argument in (part for whole in arguments for part in _split_word(whole)):
+        name = _flag_name(spelled[-1]) if spelled else ""
+        word = WORDS.get(argument.lower())
+        if word not in _words_of(kinds.get(name)):
+            spelled.append(argument)
+        elif kinds[name] is bool:
+            group, dot, leaf = name.rpartition(".")
+            spelled[-1] = f"--{name}" if word == "True" else f"--{group}{dot}no_{leaf}"
+        else:
+            spelled.append(str(word))
+    return spelled
+
+
+def _split_word(argument: str) -> list[str]:
+    """``--x=true`` in two, everything else as it is."""
+    flag, _, value = argument.partition("=")
+    return [flag, value] if argument.startswith("--") and value.lower() in WORDS else [argument]
+
+
+def _flag_name(argument: str) -> str:
+    return argument[2:].replace("-", "_") if argument.startswith("--") else ""
+
+
+def _words_of(kind: Any) -> set[str]:
+    """Which of True, False and None an option of this type takes."""
+    if kind is bool:
+        return {"True", "False"}
+    if kind is type(None):
+        return {"None"}
+    if get_origin(kind) is Literal:
+        return {str(value) for value in get_args(kind) if isinstance(value, bool)}
+    return {word for part in get_args(kind) for word in _words_of(part)}
 
 
 def _apply_flags(cls: type[C], base: C, arguments: list[str], presets: Path) -> C:
@@ -204,7 +262,7 @@ def _apply_flags(cls: type[C], base: C, arguments: list[str], presets: Path) -> 
 
 def _origins(cls: type, tree: Tree, source: str, config: object, arguments: Sequence[str]) -> dict[str, str]:
     in_file = flatten(tree)
-    flags = {a.split("=", 1)[0].lstrip("-").replace("-", "_") for a in arguments if a.startswith("--")}
+    flags = {_flag_name(argument.split("=", 1)[0]) for argument in arguments}
     flags |= {f.replace("no_", "", 1) if f.startswith("no_") else f.replace(".no_", ".") for f in flags}
     origins: dict[str, str] = {}
     for key in flatten(to_tree(config)):
@@ -253,13 +311,18 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def option_names(cls: type, prefix: str = "") -> list[str]:
+def option_names(cls: type) -> list[str]:
     """Every dotted option of a config class, in order."""
-    names: list[str] = []
+    return list(_leaves(cls))
+
+
+def _leaves(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted option -> its type."""
+    leaves: dict[str, Any] = {}
     for name, kind in _fields(cls).items():
         is_group = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-        names += option_names(kind, f"{prefix}{name}.") if is_group else [f"{prefix}{name}"]
-    return names
+        leaves |= _leaves(kind, f"{prefix}{name}.") if is_group else {f"{prefix}{name}": kind}
+    return leaves
 
 
 def _group_names(cls: type, prefix: str = "") -> list[str]:
@@ -303,6 +366,8 @@ def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
                 file=sys.stderr,
             )
         code = 2
+    except SystemExit as left:  # tyro's and argparse's own: 2 for a flag, 0 after --help
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
     _leave(int(code or 0))
 
 
