@@ -110,7 +110,8 @@ def trajectory(accelerator: Accelerator, sync: Any) -> dict[str, Any]:
     }
 
 
-REDUCTIONS = ("c10d::allreduce_", "c10d::reduce_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_")
+REDUCTIONS = ("gloo:all_reduce", "gloo:reduce")
+"""gloo's own events, which carry shapes; it builds reduce-scatter from an all-reduce of the whole."""
 
 
 def reductions(accelerator: Accelerator, sync: Any) -> dict[str, Any]:
