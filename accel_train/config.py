@@ -187,9 +187,7 @@ def _refuse_truth_as_number(cls: type, tree: Mapping[str, Any], where: str) -> N
     kinds = _leaves(cls)
     for key, value in flatten(tree).items():
         if isinstance(value, bool) and key in kinds and str(value) not in _words_of(kinds[key]):
-            raise UsageError(
-                f"{where}: {key}: {str(value).lower()} is refused: {key} is no yes-or-no option; correct it"
-            )
+            raise UsageError(f"{where}: {key}: {str(value).lower()} is refused: it is not yes or no; correct it")
 
 
 def refuse_foreign_flags(cls: type, arguments: Sequence[str]) -> None:

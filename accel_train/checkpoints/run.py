@@ -160,6 +160,8 @@ def _decide(
     if not used:
         if config.resume == "must":
             raise UsageError(f"resume: must, but {directory} holds no run; check --output_dir or use --resume auto")
+        if (source := getattr(config, "init_from", None)) is not None:
+            _refuse_without_weights(expand_path(source))
         saved = _new_run(directory, config, experiment, resolved)
         return {
             "run_id": saved["run_id"],
@@ -187,6 +189,20 @@ def _decide(
     if reasons:
         decision += "; newer checkpoints were refused: " + "; ".join(reasons)
     return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
+
+
+def _refuse_without_weights(directory: Path) -> None:
+    """``init_from`` must hold weights: said before a model is built, with what was found instead."""
+    newest = commit.committed(directory / "checkpoints")
+    source = newest[-1][1] if newest else directory
+    if any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json")):
+        return
+    found = f"holds {', '.join(sorted(p.name for p in source.iterdir())[:6]) or 'nothing'}" if source.is_dir() else ""
+    found = found or ("is a file" if source.exists() else "does not exist")
+    raise UsageError(
+        f"init_from: {source} {found}; a directory with model.safetensors, or a run with a checkpoint, is required; "
+        "correct --init_from or leave it out"
+    )
 
 
 def refuse_changes(
