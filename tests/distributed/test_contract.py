@@ -79,3 +79,10 @@ def test_a_step_that_is_not_finite_stops_every_rank_before_the_optimizer(
     found = work(Layout(strategy, 2), tmp_path, "nonfinite", where)
     assert all(m and f"{where} of step 3 is not finite" in m and "rank 1" in m for m in found["messages"])
     assert found["unmoved"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+def test_low_precision_starts_from_the_same_fp32_masters(strategy: str, tmp_path: Path) -> None:
+    """DeepSpeed rounds the weights before it copies them: the same seed must not start elsewhere there."""
+    found = work(Layout(strategy, 2), tmp_path, "masters")
+    assert found == {"equal": True, "types": ["torch.float32"], "computed": "torch.bfloat16"}

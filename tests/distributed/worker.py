@@ -18,7 +18,7 @@ from accel_train.config import run_main
 from accel_train.runtime.accelerator import build_accelerator
 from accel_train.training.accumulation import GradientWindow, NonFiniteError
 from accel_train.training.ema import Ema, EmaConfig
-from accel_train.training.shards import Shards
+from accel_train.training.shards import Shards, exact_masters
 
 GLOBAL_BATCH, MICRO_BATCH, WIDTH = 16, 2, 24
 
@@ -171,12 +171,39 @@ def nonfinite(accelerator: Accelerator, where: Any) -> dict[str, Any]:
     return {"messages": messages, "unmoved": all(torch.equal(before[n], after[n]) for n in before)}
 
 
+def masters(accelerator: Accelerator, _: Any) -> dict[str, Any]:
+    """After ``prepare`` in low precision: are the fp32 masters the weights of the seed, and what computes?"""
+    torch.manual_seed(0)
+    expected = {n: p.detach().clone() for n, p in Toy().named_parameters()}
+    torch.manual_seed(0)
+    model = Toy()
+    exact = exact_masters(model, "bf16")
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    shards = Shards(model, optimizer, exact)
+    whole = {n: shards.full(n, shards.master(n)) for n in shards.parameters}
+    seen: list[str] = []
+    shards.module.head.register_forward_hook(lambda _, i, o: seen.append(str(o.dtype)))
+    x = torch.randn(
+        2, WIDTH, dtype=next(model.parameters()).dtype if hasattr(model, "zero_optimization_stage") else None
+    )
+    model(x)
+    return {
+        "equal": all(torch.equal(whole[n], expected[n]) for n in expected),
+        "types": sorted({str(w.dtype) for w in whole.values()}),
+        "computed": seen[0],
+    }
+
+
 def main(argv: Any) -> None:
     task, option = argv[0], argv[1] if len(argv) > 1 else "auto"
+    tasks = {"trajectory": trajectory, "reductions": reductions, "nonfinite": nonfinite, "masters": masters}
     accelerator = build_accelerator(
-        precision="fp32", global_batch_size=GLOBAL_BATCH, micro_batch_size=MICRO_BATCH, max_grad_norm=1.0
+        precision="bf16" if task == "masters" else "fp32",
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=MICRO_BATCH,
+        max_grad_norm=1.0,
     )
-    result = {"trajectory": trajectory, "reductions": reductions, "nonfinite": nonfinite}[task](accelerator, option)
+    result = tasks[task](accelerator, option)
     if accelerator.is_main_process:
         print(f"RESULT {json.dumps(result)}", file=sys.stdout, flush=True)
     accelerator.end_training()
