@@ -61,6 +61,8 @@ def build_accelerator(
     refuse_accumulation(requested, os.environ, accumulation_steps)
     _refuse_wrong_machine(requested, world_size, precision)
     clear_environment(os.environ)  # what would beat an explicit constructor argument
+    for sentence in overridden(requested.machine):
+        logger.info("%s", sentence)
     for sentence in misleading_variables(os.environ):
         logger.warning("%s", sentence)
 
@@ -125,6 +127,7 @@ def strategy_of(accelerator: Accelerator) -> Strategy:
 
 def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Precision) -> None:
     """Differences that can be seen before the processes are connected."""
+    _refuse_half_a_launch(world_size)
     machine = requested.machine
     has_device = torch.accelerator.is_available()
     sharded = requested.strategy is not None or (machine is not None and machine.strategy not in ("single", "ddp"))
@@ -143,6 +146,11 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
             "accelerator device, where Accelerate would ignore the setting; run it on GPUs, or try it here with "
             "`accel-train rehearse --config_file FILE --num_processes N RECIPE ...`"
         )
+    if machine is not None and machine.fsdp is not None and machine.fsdp.activation_checkpointing:
+        raise UsageError(
+            f"fsdp_activation_checkpointing: true in {requested.source} would rename the model's parameters, and "
+            "checkpoints with them; remove it from the file"
+        )
     if precision == "fp16" and not has_device:
         raise UsageError("precision: fp16 needs a GPU (loss scaling has no CPU form); use --precision bf16 or fp32")
     if (
@@ -153,6 +161,16 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
         raise UsageError(
             f"precision: bf16 is not supported by {torch.cuda.get_device_name()} (compute capability "
             f"{torch.cuda.get_device_capability()}; 8.0 is needed); use --precision fp16 or fp32"
+        )
+
+
+def _refuse_half_a_launch(world_size: int) -> None:
+    """``WORLD_SIZE`` without a rank: on a GPU machine Accelerate would train that many copies, each alone."""
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world_size > 1 and missing:
+        raise UsageError(
+            f"WORLD_SIZE: {world_size} is set, but {', '.join(missing)} not, so no launcher started this process; "
+            "unset it for one process, or start all of them with `accelerate launch` or torchrun"
         )
 
 
@@ -202,6 +220,8 @@ def zero_plugin(
     settings["bf16"] = {"enabled": precision == "bf16"}
     if precision == "bf16":
         settings["bf16"]["check_grad_overflow"] = True  # a non-finite gradient must not reach the optimizer
+    if precision != "fp32":
+        settings.setdefault("communication_data_type", "fp32")  # as the other strategies reduce
     return plugin
 
 

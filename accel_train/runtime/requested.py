@@ -22,6 +22,8 @@ from accel_train.runtime.machine_config import (
 MACHINE_FILE_VARIABLE = "ACCEL_TRAIN_MACHINE_FILE"
 REHEARSAL_VARIABLE = "ACCEL_TRAIN_REHEARSAL"
 
+LAUNCHERS = ("accelerate-launch",)
+
 MISLEADING_VARIABLES = {
     "NCCL_TIMEOUT": "is read by neither NCCL nor torch; use --collective_timeout_seconds",
     "NCCL_BLOCKING_WAIT": "is an obsolete name; TORCH_NCCL_BLOCKING_WAIT is read instead",
@@ -53,7 +55,7 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
     flags = launcher_flags(command_lines)
     named = environment.get(MACHINE_FILE_VARIABLE) or (flags.get("config_file") if flags is not None else None)
     override = _overriding_processes(environment, flags)
-    machine, source = None, "the environment"
+    machine, source = None, "the environment" if flags is None else "the command line of `accelerate launch`"
     if named:
         machine, source = read_machine_config(expand_path(named), num_processes=override), str(named)
     elif flags is not None and (default := default_machine_config_path()) is not None:
@@ -71,12 +73,8 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
 def launcher_flags(command_lines: Sequence[Sequence[str]]) -> dict[str, Any] | None:
     """The parsed flags of the nearest ``accelerate launch`` among the parents, None where there is none."""
     for line in command_lines:
-        words = [Path(word).name for word in line[:4]]
-        if "launch" in line and ("accelerate" in words or "accelerate-launch" in words):
-            rest = list(line[list(line).index("launch") + 1 :])
-        elif any(word in ("accelerate.commands.launch", "accelerate-launch") for word in line[:4]):
-            rest = list(line[2:])
-        else:
+        rest = _after_launch(line)
+        if rest is None:
             continue
         from accelerate.commands.launch import launch_command_parser
 
@@ -84,6 +82,21 @@ def launcher_flags(command_lines: Sequence[Sequence[str]]) -> dict[str, Any] | N
             return vars(launch_command_parser().parse_known_args(rest)[0])
         except SystemExit:  # accelerate itself refused these flags, so this child is not of that command
             return None
+    return None
+
+
+def _after_launch(line: Sequence[str]) -> list[str] | None:
+    """What follows `accelerate launch`, `accelerate-launch` or `-m accelerate.commands.launch`, with or without
+    the interpreter and its options before it; None where the command is another."""
+    head = [Path(word).name for word in line[:6]]
+    for name in ("accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli", "accelerate"):
+        if name not in head:
+            continue
+        start = head.index(name) + 1
+        if name in ("accelerate-launch", "accelerate.commands.launch"):
+            return list(line[start:])
+        if list(line[start : start + 1]) == ["launch"]:
+            return list(line[start + 1 :])
     return None
 
 
@@ -137,7 +150,8 @@ def misleading_variables(environment: Mapping[str, str]) -> list[str]:
 
 def refuse_experiment_settings(requested: Requested, environment: Mapping[str, str], precision: str) -> None:
     """Precision and compilation belong to the experiment: a launch request that names another is refused."""
-    named = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    in_file = requested.machine.mixed_precision if requested.machine is not None else None
+    named = (in_file or environment.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
     expected = {"fp32": "no"}.get(precision, precision)
     if named not in ("no", expected):
         raise UsageError(
@@ -145,7 +159,8 @@ def refuse_experiment_settings(requested: Requested, environment: Mapping[str, s
             f"precision belongs to the experiment: remove it from the launch file and give --precision {named} "
             "if that is what you want (fp32, bf16 and fp16 exist)"
         )
-    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    in_file = requested.machine.dynamo.backend if requested.machine is not None else "no"
+    backend = (in_file if in_file != "no" else environment.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower()
     if backend != "no":
         raise UsageError(
             f"dynamo backend {backend!r} in {requested.source}: compilation would be switched on behind the "
@@ -163,6 +178,18 @@ def refuse_accumulation(requested: Requested, environment: Mapping[str, str], ac
                 f"gradient_accumulation_steps: {value} ({key}, {requested.source}) contradicts the experiment, "
                 f"whose batch sizes give {accumulation_steps}; remove it: global_batch_size and micro_batch_size decide"
             )
+
+
+def overridden(machine: MachineConfig | None) -> list[str]:
+    """Settings of the launch file that are not followed, and why."""
+    if machine is None:
+        return []
+    said: list[str] = list(machine.notes)
+    if machine.fsdp is not None and machine.fsdp.cpu_ram_efficient_loading:
+        said.append("fsdp_cpu_ram_efficient_loading is off here: every process builds the same weights from the seed")
+    if machine.deepspeed is not None and machine.deepspeed.zero3_init and machine.strategy == "zero3":
+        said.append("zero3_init_flag is off here: the whole model is built or loaded, then sharded")
+    return said
 
 
 def clear_environment(environment: MutableMapping[str, str]) -> None:
