@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
+import yaml
 from annotated_types import Ge, Gt, Interval
 
 from accel_train.strict_yaml import YamlError, read_yaml
@@ -92,13 +93,7 @@ class Loaded(Generic[C]):
         return "\n".join(f"{f'{k}: {v!r}':<{min(width, 60)}}  # {self.origins[k]}" for k, v in values.items())
 
 
-def load_config(
-    cls: type[C],
-    argv: Sequence[str],
-    *,
-    presets: Path,
-    default_preset: str = "demo",
-) -> Loaded[C]:
+def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_preset: str = "demo") -> Loaded[C]:
     """Read ``[PRESET | FILE.yaml] [--flag value ...]``; every process reads the same and needs no other.
 
     Raises ``UsageError``; exits with code 2 where tyro refuses a flag and 0 after ``--help`` or
@@ -288,13 +283,21 @@ def experiment_tree(config: object) -> Tree:
     return {k: v for k, v in to_tree(config).items() if k not in OF_THE_INVOCATION}
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that does not begin with a letter: PyYAML leaves 1e3 bare, which is a number when read again."""
+
+
+_Dumper.add_representer(
+    str, lambda d, text: d.represent_scalar("tag:yaml.org,2002:str", text, style=None if text[:1].isalpha() else "'")
+)
+
+
 def write_config(config: object, path: Path) -> None:
     """Write the resolved config as YAML that ``load_config`` reads back. Main process only."""
-    import yaml
-
     text = "# Resolved config of this run; valid input for the same recipe.\n"
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text + yaml.safe_dump(experiment_tree(config), sort_keys=False, allow_unicode=True))
+    body = yaml.dump(experiment_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    temporary.write_text(text + body, encoding="utf-8")
     temporary.replace(path)
 
 

@@ -1,0 +1,260 @@
+"""What a person can set in each recipe: the options, their help, the presets and launch files that ship."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from accel_train.config import load_config, option_names, read_tree, to_tree, write_config
+from accel_train.runtime.machine_config import read_machine_config
+from recipes.mmdit import Config
+
+ROOT = Path(__file__).parents[1]
+PRESETS = ROOT / "recipes" / "presets"
+LAUNCH_FILES = ROOT / "accelerate_configs"
+
+MMDIT = """
+output_dir
+seed
+global_batch_size
+micro_batch_size
+max_steps
+max_epochs
+precision
+sync
+resume
+allow
+overwrite
+init_from
+evaluate_only
+collective_timeout_seconds
+model.size
+model.width
+model.depth
+model.heads
+model.conditioning_width
+model.ffn_ratio
+model.qk_norm
+model.bias
+data.path
+data.split
+data.text_column
+data.heldout_path
+data.heldout_fraction
+data.min_words
+data.max_bad_rows
+data.tokenizer
+data.vocab_size
+data.max_length
+data.encoder
+data.latent_dim
+data.pooling
+data.normalise
+data.encoder_max_length
+data.encoder_batch_size
+data.latents
+data.cache_dir
+modes.mode
+modes.weights
+modes.phases
+modes.conditioning_dropout
+modes.latent_weight
+text.weighting
+latent.kind
+latent.schedule
+latent.prediction
+latent.loss
+optimizer.lr
+optimizer.betas
+optimizer.eps
+optimizer.weight_decay
+optimizer.max_grad_norm
+optimizer.fused
+schedule.kind
+schedule.warmup_steps
+schedule.decay_steps
+schedule.floor
+schedule.cycles
+schedule.cycle_steps
+schedule.cycle_multiplier
+schedule.wsd_decay_fraction
+ema.decay
+loader.num_workers
+loader.prefetch_factor
+loader.pin_memory
+loader.timeout_seconds
+checkpoints.save_every
+checkpoints.keep_last
+log.log_every
+log.trackers
+log.project
+log.run_name
+log.progress_bar
+evaluation.every
+evaluation.samples
+evaluation.batch_size
+evaluation.timesteps
+evaluation.shown
+evaluation.text.steps
+evaluation.text.temperature
+evaluation.text.guidance
+evaluation.latent.steps
+evaluation.latent.guidance
+"""
+"""Adding, renaming or removing an option is a decision that people's files and scripts feel: change it here too."""
+
+
+def test_the_options_of_mmdit_are_these() -> None:
+    assert option_names(Config) == MMDIT.split()
+
+
+def groups(cls: type) -> list[type]:
+    """The class and every group below it."""
+    hints = get_type_hints(cls)
+    below = [hints[f.name] for f in dataclasses.fields(cls) if dataclasses.is_dataclass(hints[f.name])]
+    return [cls, *(group for child in below for group in groups(child))]
+
+
+def documented(cls: type) -> set[str]:
+    """Fields with a string under them: what tyro shows as help."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    pairs = zip(body.body, body.body[1:], strict=False)
+    return {
+        node.target.id
+        for node, after in pairs
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(after, ast.Expr)
+        and isinstance(after.value, ast.Constant)
+        and isinstance(after.value.value, str)
+        and len(after.value.value) > 15
+    }
+
+
+@pytest.mark.parametrize("cls", groups(Config), ids=lambda cls: cls.__name__)
+def test_every_option_says_what_it_does(cls: type) -> None:
+    hints = get_type_hints(cls)
+    options = {f.name for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(hints[f.name])}
+    assert options <= documented(cls), sorted(options - documented(cls))
+
+
+@pytest.mark.parametrize("cls", groups(Config), ids=lambda cls: cls.__name__)
+def test_groups_are_frozen_and_complete_without_a_file(cls: type) -> None:
+    assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    for field in dataclasses.fields(cls):
+        given = (field.default, field.default_factory)
+        assert any(value is not dataclasses.MISSING for value in given), f"{cls.__name__}.{field.name}"
+
+
+def test_help_lists_every_option_with_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        load_config(Config, ["--help"], presets=PRESETS)
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for name in option_names(Config):
+        group, dot, leaf = name.rpartition(".")
+        assert f"--{name}" in shown or f"--{group}{dot}no_{leaf}" in shown, name
+    for preset in PRESETS.glob("*.yaml"):
+        assert preset.stem in shown
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def test_the_presets_are_these() -> None:
+    assert preset_names() == ["base", "demo", "l2t_qwen"]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_valid_and_says_when_to_take_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        load_config(Config, [name, "--print_config"], presets=PRESETS)
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) == len(option_names(Config))
+    assert f"# {name}" in shown
+    first, *_ = (PRESETS / f"{name}.yaml").read_text().splitlines()
+    assert first.startswith("# ")
+    assert len(first) > 40
+
+
+def test_presets_write_to_directories_of_their_own() -> None:
+    directories = [read_tree(PRESETS / f"{name}.yaml")["output_dir"] for name in preset_names()]
+    assert len(set(directories)) == len(directories)
+
+
+def test_the_presets_are_what_their_names_promise() -> None:
+    base = load_config(Config, ["base"], presets=PRESETS).config
+    assert base.model.transformer().width, base.model.transformer().depth == (1024, 24)
+    qwen = load_config(Config, ["l2t_qwen"], presets=PRESETS).config
+    assert (qwen.modes.mode, qwen.data.encoder, qwen.data.pooling, qwen.data.latent_dim) == (
+        "l2t",
+        "Qwen/Qwen3-Embedding-0.6B",
+        "last",
+        1024,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [(name, []) for name in preset_names()]
+    + [
+        ("demo", ["--max_steps", "None", "--max_epochs", "2.5"]),
+        ("demo", ["--optimizer.lr", "1e-9", "--optimizer.betas", "0.1", "0.999999", "--output_dir", "a: b # c"]),
+        ("demo", ["--modes.mode", "sequential", "--modes.phases", "t2l:500", "mixed:5", "--log.project", "null"]),
+        ("demo", ["--loader.pin_memory", "false", "--loader.num_workers", "3", "--log.run_name", "1e3"]),
+        ("demo", ["--log.trackers", "tensorboard", "wandb", "--data.text_column", "тext", "--data.split", "007"]),
+    ],
+)
+def test_a_saved_config_is_valid_and_the_same_experiment(name: str, flags: list[str], tmp_path: Path) -> None:
+    config = load_config(Config, [name, *flags], presets=PRESETS).config
+    saved = tmp_path / "config.yaml"
+    write_config(config, saved)
+    again = load_config(Config, [str(saved)], presets=PRESETS)
+    assert again.config == config
+    assert types(to_tree(again.config)) == types(to_tree(config))
+
+
+def types(tree: dict[str, Any]) -> dict[str, Any]:
+    return {k: types(v) if isinstance(v, dict) else type(v) for k, v in tree.items()}
+
+
+def test_a_saved_config_leaves_out_what_belongs_to_one_call(tmp_path: Path) -> None:
+    config = load_config(Config, ["--resume", "must", "--allow", "seed", "--overwrite"], presets=PRESETS).config
+    write_config(config, tmp_path / "config.yaml")
+    again = load_config(Config, [str(tmp_path / "config.yaml")], presets=PRESETS).config
+    assert (again.resume, again.allow, again.overwrite) == ("auto", (), False)
+
+
+def launch_files() -> list[Path]:
+    return sorted(LAUNCH_FILES.glob("*"))
+
+
+def test_the_launch_files_are_these() -> None:
+    assert [path.name for path in launch_files()] == [
+        "ddp.yaml",
+        "fsdp2.yaml",
+        "fsdp2_offload.yaml",
+        "multi_node.yaml",
+        "single_gpu.yaml",
+        "zero2_offload.yaml",
+        "zero3_offload.yaml",
+    ]
+
+
+@pytest.mark.parametrize("path", launch_files(), ids=lambda path: path.stem)
+def test_every_launch_file_is_read_and_says_nothing_of_the_experiment(path: Path) -> None:
+    machine = read_machine_config(path)
+    assert machine.mixed_precision is None
+    assert machine.dynamo.backend == "no"
+    text = path.read_text()
+    for word in ("When:", "Cost:", f"accelerate launch --config_file accelerate_configs/{path.name}"):
+        assert word in text, word
