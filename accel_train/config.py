@@ -259,10 +259,8 @@ def _origins(cls: type, tree: Tree, source: str, config: object, arguments: Sequ
     flags |= {f.replace("no_", "", 1) if f.startswith("no_") else f.replace(".no_", ".") for f in flags}
     origins: dict[str, str] = {}
     for key in flatten(to_tree(config)):
-        if key in flags:
-            origins[key] = "command line"
-        else:
-            origins[key] = source if any(key == k or key.startswith(k + ".") for k in in_file) else "default"
+        from_file = any(key == k or key.startswith(k + ".") for k in in_file)
+        origins[key] = "command line" if key in flags else source if from_file else "default"
     return origins
 
 
