@@ -118,7 +118,8 @@ def corrupt(
         "latent_time": latent_time,
     }
     text_weight = masked_text.term_weight(masked, batch["maskable"], batch["weight"], config.text.weighting)
-    return inputs, {"text": text_weight, "latent": batch["weight"].sum()}
+    tokens = (batch["text_mask"].sum(-1) * batch["weight"]).sum()  # a count, for the throughput
+    return inputs, {"text": text_weight, "latent": batch["weight"].sum(), "tokens": tokens}
 
 
 def loss_sums(config: Config, model: nn.Module, inputs: accumulation.Batch, mask_id: int) -> dict[str, Tensor]:
@@ -179,9 +180,13 @@ def main(argv: Sequence[str]) -> None:
     run = runs.open_run(config, accelerator, data.fingerprint, {"schedule.decay_steps": decay_steps})
     decay_steps = run.resolved("schedule.decay_steps")  # that of the first start: a raised max_steps holds the floor
     uneven = sampler.notices(config.global_batch_size, world_size, config.micro_batch_size)
-    logs.info(logger, *data.notices, *uneven, run.decision)
+    floor = schedules.notices(config.schedule, decay_steps, max_steps)
+    logs.info(logger, *data.notices, *uneven, *floor, run.decision)
     if run.start_step >= max_steps and not config.evaluate_only:
-        logs.info(logger, f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on")
+        logs.info(
+            logger,
+            f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on, or --evaluate_only",
+        )
         return
 
     torch.manual_seed(config.seed)  # the same initial weights on every process
@@ -239,7 +244,7 @@ def main(argv: Sequence[str]) -> None:
 
             rates.update(
                 samples=batch_size,
-                tokens=result.weights["text"],
+                tokens=result.weights["tokens"],
                 padded_tokens=batch_size * config.data.max_length,
                 data_wait_seconds=batches.data_wait_seconds,
                 flops=step_flops,
@@ -252,7 +257,7 @@ def main(argv: Sequence[str]) -> None:
                 )
             if saver.due(done, max_steps):
                 with rates.pause():
-                    saver.save(done)
+                    log.record("checkpoint", {"path": saver.save(done).path}, step=done)
             if config.evaluation.due(done, max_steps):
                 with rates.pause():
                     figures = evaluate(config, accelerator, model, average, data)

@@ -34,6 +34,8 @@ FREE_TO_CHANGE = (
     "log",
     "checkpoints",
     "evaluation",
+    "data.cache_dir",
+    "data.encoder_batch_size",
 )
 """Options (or groups) that do not change the trajectory, or only prolong it. All others are the experiment."""
 
@@ -157,9 +159,13 @@ def _decide(
     """Main process: compare with what is there, choose the checkpoint, write run.json and config.yaml."""
     used = (directory / "run.json").exists() or bool(commit.committed(directory / "checkpoints"))
     experiment = flatten(experiment_tree(config)) | {"data_fingerprint": data_fingerprint}
+    evaluating = bool(getattr(config, "evaluate_only", False))
     if not used:
-        if config.resume == "must":
-            raise UsageError(f"resume: must, but {directory} holds no run; check --output_dir or use --resume auto")
+        if config.resume == "must" or evaluating:
+            asked = "evaluate_only: true" if evaluating else "resume: must"
+            raise UsageError(
+                f"{asked}, but {directory} holds no run; give the --output_dir of one that has a checkpoint"
+            )
         if (source := getattr(config, "init_from", None)) is not None:
             _refuse_without_weights(expand_path(source))
         saved = _new_run(directory, config, experiment, resolved)
@@ -182,9 +188,11 @@ def _decide(
             f"{directory}: checkpoints exist and none can be loaded; training does not start again by itself:\n  "
             + "\n  ".join(reasons)
         )
-    if checkpoint is None and config.resume == "must":
-        raise UsageError(f"resume: must, but {directory} holds no checkpoint yet; use --resume auto")
-    saved = _renew_run(directory, config, saved, experiment)
+    if checkpoint is None and (config.resume == "must" or evaluating):
+        asked = "evaluate_only: true" if evaluating else "resume: must"
+        raise UsageError(f"{asked}, but {directory} holds no checkpoint yet; train first, with --resume auto")
+    if not evaluating:  # looking at a run leaves it as it is
+        saved = _renew_run(directory, config, saved, experiment)
     decision = f"resuming {directory} at step {checkpoint.step}" if checkpoint else f"{directory} has no checkpoint yet"
     if reasons:
         decision += "; newer checkpoints were refused: " + "; ".join(reasons)
@@ -213,6 +221,8 @@ def refuse_changes(
     directory: Path,
 ) -> None:
     """Refuse a different experiment in a used directory, with both values of each difference."""
+    if unknown := [k for k in allow if not any(name == k or name.startswith(f"{k}.") for name in experiment)]:
+        raise UsageError(f"allow: {unknown[0]!r} is no option of this experiment; name the option that has changed")
     before = dict(saved["experiment"]) | dict(saved.get("resolved", {}).items())
     changed: list[str] = []
     for key in sorted(before.keys() | experiment.keys()):

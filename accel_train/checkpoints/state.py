@@ -7,6 +7,7 @@ whole optimizer. Reading is the reverse, tensor by tensor, cut to this rank's pa
 from __future__ import annotations
 
 import json
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +27,11 @@ from accel_train.checkpoints import commit
 from accel_train.checkpoints.commit import Checkpoint, CheckpointWriteError
 from accel_train.checkpoints.run import Run
 from accel_train.config import NonNegativeInt, UsageError, expand_path
+from accel_train.runtime.accelerator import strategy_of
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 2_000_000_000
 """Largest file; above it a tensor collection is split, with an index beside it as the Hub expects."""
@@ -50,6 +54,17 @@ class TensorFile:
     name: str
     owner: int
     tensors: tuple[str, ...]
+
+
+def layout_of(accelerator: Accelerator) -> dict[str, Any]:
+    """What a run must share with the one that saved for its continuation to be the same bit for bit."""
+    return {
+        "strategy": strategy_of(accelerator),
+        "world_size": accelerator.num_processes,
+        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type,
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }
 
 
 def plan_files(stem: str, sizes: Mapping[str, int], world_size: int, spread: bool = False) -> list[TensorFile]:
@@ -94,7 +109,13 @@ class Saver:
 
     def save(self, step: int) -> Checkpoint:
         """Write and commit the state after ``step`` steps, then let old checkpoints go. All ranks, same step."""
-        facts = {"run_id": self.run.run_id, "experiment": dict(self.run.saved["experiment"])}
+        experiment = dict(self.run.saved["experiment"])
+        facts = {
+            "run_id": self.run.run_id,
+            "samples_seen": step * int(experiment.get("global_batch_size", 0)),
+            "layout": layout_of(self.accelerator),
+            "experiment": experiment,
+        }
         average = self.ema if self.ema.config.decay > 0 else None
         directory = self.run.checkpoints
         saved = save_checkpoint(self.accelerator, directory, step, self.shards, average, facts, self.write_extras)
@@ -235,8 +256,8 @@ def load_initial_weights(model: nn.Module, checkpoint: Checkpoint | None, init_f
         load_weights_from(checkpoint.path, "model", model)
     elif init_from is not None:
         directory = expand_path(init_from)
-        newest = commit.committed(directory / "checkpoints")
-        load_weights_from(newest[-1][1] if newest else directory, "model", model)
+        newest, _ = commit.newest_verified(directory / "checkpoints")
+        load_weights_from(newest.path if newest else directory, "model", model)
 
 
 def load_weights_from(directory: Path, stem: str, model: nn.Module) -> None:
@@ -296,6 +317,12 @@ def restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, em
         for name, whole in _whole_tensors(checkpoint, stem, shards):
             ema.shards[name].copy_(shards.cut(name, whole))
     _restore_random_state(checkpoint.json("trainer_state.json")["random_state"], accelerator)
+    saved, now = checkpoint.manifest.get("layout", {}), layout_of(accelerator)
+    changed = [f"{key} {saved.get(key)} -> {now[key]}" for key in now if saved.get(key) != now[key]]
+    if changed:
+        logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
+    else:
+        logger.info("bit-exact: the same layout as when it was saved")
     return checkpoint.step
 
 

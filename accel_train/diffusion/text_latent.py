@@ -8,9 +8,11 @@ The model is called as ``model(tokens, latents, text_time, latent_time, text_mas
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from accel_train import rng
@@ -139,8 +141,8 @@ class EvaluationConfig:
 
     every: NonNegativeInt = 0
     """Optimizer steps between evaluations; there is always one at the end, and 0 makes only that."""
-    samples: PositiveInt = 512
-    """Held-out samples, over all processes."""
+    samples: Annotated[int, Ge(2)] = 512
+    """Held-out samples, over all processes; at least 2, for each is also paired with another's latent."""
     batch_size: PositiveInt = 64
     """Samples per process per forward."""
     timesteps: PositiveInt = 16

@@ -29,6 +29,8 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
     """
     import torch
 
+    from accel_train.runtime.accelerator import strategy_of
+
     cuda = accelerator.device.type == "cuda"
     facts: dict[str, object] = {
         "versions": package_versions(),
@@ -68,18 +70,6 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
-
-
-def strategy_of(accelerator: Accelerator) -> str:
-    """``single``, ``ddp``, ``fsdp1``, ``fsdp2`` or ``zero1`` to ``zero3``, as it came up."""
-    kind = accelerator.distributed_type.value
-    if kind == "DEEPSPEED":
-        return f"zero{getattr(accelerator.state.deepspeed_plugin, 'zero_stage', '')}"
-    if kind == "FSDP":
-        return f"fsdp{getattr(accelerator.state.fsdp_plugin, 'fsdp_version', '')}"
-    if kind == "NO":
-        return "single"
-    return "ddp" if kind.startswith("MULTI_") else str(kind).lower()
 
 
 def command_line(arguments: Sequence[str]) -> str:

@@ -134,7 +134,8 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.record("end", {"error": kind.__name__ if kind else None})
         self.close()
 
 

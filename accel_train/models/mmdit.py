@@ -6,11 +6,12 @@ behind each.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import PyTorchModelHubMixin
+from huggingface_hub import PyTorchModelHubMixin, load_torch_model, snapshot_download
 from torch import Tensor, nn
 
 from accel_train.config import PositiveInt, UsageError
@@ -336,9 +337,37 @@ class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
                 )
 
     @classmethod
-    def _from_pretrained(cls, *, strict: bool = True, **kwargs: Any) -> "MultimodalMMDiT":
-        """The mixin's default is not strict: weights missing in the file would stay random without a word."""
-        return super()._from_pretrained(strict=strict, **kwargs)
+    def _from_pretrained(
+        cls,
+        *,
+        model_id: str,
+        revision: str | None,
+        cache_dir: str | Path | None,
+        force_download: bool,
+        local_files_only: bool,
+        token: str | bool | None,
+        map_location: str = "cpu",
+        strict: bool = True,
+        **model_kwargs: Any,
+    ) -> "MultimodalMMDiT":
+        """From a directory or the Hub, one file or several with an index, which the mixin's own loader cannot read.
+
+        Strict, unlike the mixin's default: weights missing in the files would stay random without a word.
+        """
+        directory = model_id
+        if not Path(model_id).is_dir():
+            directory = snapshot_download(
+                model_id,
+                revision=revision,
+                cache_dir=cache_dir,
+                force_download=force_download,
+                local_files_only=local_files_only,
+                token=token,
+                allow_patterns=["model*.safetensors", "model.safetensors.index.json"],
+            )
+        model = cls(**model_kwargs)
+        load_torch_model(model, directory, strict=strict, safe=True, map_location=map_location)
+        return model.eval()
 
 
 def initialise(module: nn.Module) -> None:

@@ -27,6 +27,7 @@ from accel_train.runtime.requested import (
     Requested,
     clear_environment,
     misleading_variables,
+    overridden,
     parent_command_lines,
     read_request,
     refuse_accumulation,

@@ -6,6 +6,7 @@ import os
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 
+import psutil
 import torch
 from packaging.version import Version
 
@@ -47,7 +48,7 @@ def _versions() -> list[str]:
 
 
 def _devices() -> list[str]:
-    lines = [f"cpu: {len(os.sched_getaffinity(0))} cores usable, {torch.get_num_threads()} torch threads"]
+    lines = [f"cpu: {len(psutil.Process().cpu_affinity() or [])} cores usable, {torch.get_num_threads()} torch threads"]
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         kernels = ", ".join(_kernels(i))
@@ -81,7 +82,7 @@ def _strategies() -> list[str]:
     zero = on_gpus if deepspeed else "no: pip install 'accel-train[deepspeed]'"
     if deepspeed and not count and compiler is None:
         zero = "no: a rehearsal compiles DeepSpeed's CPU communication and finds no C++ compiler (apt install g++)"
-    precisions = ["fp32", "bf16"] if not count or torch.cuda.is_bf16_supported() else ["fp32"]
+    precisions = ["fp32", "bf16"] if not count or torch.cuda.is_bf16_supported(including_emulation=False) else ["fp32"]
     return [
         "one process: yes",
         f"ddp: {'yes' if torch.distributed.is_available() else 'no'} ({on_gpus if count else 'gloo on CPU'})",

@@ -54,6 +54,7 @@ def adapt(machine: MachineConfig, environment: dict[str, str], num_processes: in
     environment["DS_ACCELERATOR"] = "cpu"
     environment.setdefault("OMP_NUM_THREADS", "1")
     width = 78
+    changes.append("nothing in output_dir: give --output_dir to keep the rehearsal apart from the real run")
     title = f"REHEARSAL of {machine.path}: {machine.strategy} for real, not at its speed"
     return ["=" * width, title, *(f"  changed: {change}" for change in changes), "=" * width]
 

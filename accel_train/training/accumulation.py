@@ -39,7 +39,7 @@ class StepResult:
     terms: dict[str, Tensor]
     """``S_k / W_k`` of each term that has a weight in this step and a coefficient."""
     weights: dict[str, Tensor]
-    """``W_k``."""
+    """``W_k``, and whatever else the micro-batches counted, over the global batch."""
     grad_norm: Tensor
     """Norm of the global gradient before clipping."""
 
@@ -97,7 +97,8 @@ class GradientWindow:
         result = window.finish(max_grad_norm)               # agree, clip
         optimizer.step()
 
-    Every rank must run the same number of micro-batches. Costs two small reductions a step (weights, losses)
+    Each micro-batch is (inputs, {term: weight}); weights that belong to no term are counts, summed alike. Every rank
+    must run the same number of micro-batches. Costs two small reductions a step (weights, losses)
     and one wait for the device, in ``finish``: a non-finite step must be known before the optimizer moves.
     """
 
@@ -119,9 +120,10 @@ class GradientWindow:
         zero_stage = _zero_stage(accelerator)
         self._coalesced = self.sync == "last" and zero_stage >= 2
         self._steps_in_backward = zero_stage > 0 and not self._coalesced
-        local = torch.stack([sum_weights(k, [w for _, w in micro_batches]) for k in coefficients])
+        names = list(micro_batches[0][1])
+        local = torch.stack([sum_weights(k, [w for _, w in micro_batches]) for k in names])
         reduced: Any = accelerator.reduce(local, "sum")
-        self.weights: dict[str, Tensor] = dict(zip(coefficients, reduced.unbind(), strict=True))
+        self.weights: dict[str, Tensor] = dict(zip(names, reduced.unbind(), strict=True))
         self._sums: list[Tensor] = []
         self._totals: Tensor | None = None
         self._is_last = False
@@ -194,6 +196,8 @@ class GradientWindow:
         if bool(torch.isfinite(values).all()):
             return
         if bool(torch.isfinite(totals).all()):
+            if self.accelerator.mixed_precision == "fp16":
+                return  # the loss scale is too high: the scaler skips this step and lowers it
             raise NonFiniteError(self._explain("gradient", f"norm {float(values[-1])}", range(len(self.inputs))))
         bad = [i for i, s in enumerate(self._sums) if not bool(torch.isfinite(s).all())]
         value = dict(zip(self.coefficients, totals.tolist(), strict=True))

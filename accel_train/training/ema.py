@@ -14,7 +14,7 @@ from accel_train.training.shards import Shards
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """The averaged weights that evaluation, sampling and the exported model use."""
+    """The averaged weights that evaluation and sampling use; saved as ema.safetensors beside the trained ones."""
 
     decay: FractionBelowOne = 0.999
     """Share of the old average kept per step; 0 switches the average off. Starts lower and rises with the step."""

@@ -105,6 +105,17 @@ def resolve_decay_steps(config: ScheduleConfig, max_steps: int) -> int:
     return max_steps
 
 
+def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[str]:
+    """What a person should know where training goes on after the schedule has ended, as after a raised max_steps."""
+    if config.kind in _ENDLESS or max_steps <= decay_steps:
+        return []
+    lr = "0, so nothing is learned there" if config.floor == 0 else f"{config.floor:g} of the peak"
+    return [
+        f"the schedule of this run ends at step {decay_steps}: from there to step {max_steps} the learning rate is {lr}; "
+        f"to stretch it, give --schedule.decay_steps {max_steps} --allow schedule.decay_steps"
+    ]
+
+
 def learning_rate_factor(config: ScheduleConfig, step: int, decay_steps: int) -> float:
     """Learning rate of update `step` (0 = the first) as a fraction of the peak, in [0, 1].
 
