@@ -360,13 +360,13 @@ def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     except UsageError as error:
         rank = int(os.environ.get("RANK", "0"))
         if os.environ.get("LOCAL_RANK", "0") == "0" or _processes_are_connected():
-            print(
-                f"{f'[rank {rank}] ' if rank else ''}error (wrong usage, exit code 2): {error}",
-                file=sys.stderr,
-            )
+            who = f"[rank {rank}] " if rank else ""
+            print(f"{who}error (wrong usage, exit code 2): {error}", file=sys.stderr)
         code = 2
     except SystemExit as left:  # tyro's and argparse's own: 2 for a flag, 0 after --help
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if not isinstance(left.code, int):
+            raise
+        code = left.code
     _leave(int(code or 0))
 
 

@@ -1,0 +1,351 @@
+"""From a preset or file and flags to one config, and where each value came from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from accel_train.config import (
+    Fraction,
+    FractionBelowOne,
+    Loaded,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    UsageError,
+    expand_path,
+    flatten,
+    load_config,
+    option_names,
+    spell_for_tyro,
+    to_tree,
+    write_config,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A group inside a group."""
+
+    rate: Fraction = 0.5
+    """From 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group."""
+
+    lr: PositiveFloat = 1e-3
+    """Learning rate."""
+    betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.95)
+    """Two decays."""
+    fused: Literal["auto", True, False] = "auto"
+    """Or a choice."""
+    biased: bool = True
+    """Yes or no."""
+    inner: Inner = field(default_factory=Inner)
+
+    def __post_init__(self) -> None:
+        if self.betas[0] > self.betas[1]:
+            raise UsageError(f"betas {self.betas}: the first must not be above the second; swap them")
+
+
+@dataclass(frozen=True)
+class Config:
+    """An experiment."""
+
+    seed: Seed = 0
+    """Seed."""
+    steps: PositiveInt | None = None
+    """How many."""
+    every: NonNegativeInt = 0
+    """How often."""
+    name: str | None = None
+    """A name, or none."""
+    verbose: bool = False
+    """Say more."""
+    tags: tuple[str, ...] = ()
+    """Any words."""
+    resume: Literal["auto", "never"] = "auto"
+    """Of this call."""
+    optimizer: Group = field(default_factory=Group)
+
+
+@pytest.fixture
+def presets(tmp_path: Path) -> Path:
+    folder = tmp_path / "presets"
+    folder.mkdir()
+    (folder / "demo.yaml").write_text("steps: 10\noptimizer: {lr: 1e-4, inner: {rate: 1}}\n")
+    (folder / "large.yaml").write_text("steps: 1000\ntags: [a, b]\n")
+    return folder
+
+
+def load(presets: Path, *argv: str) -> Loaded[Config]:
+    return load_config(Config, argv, presets=presets)
+
+
+def test_later_sources_win_and_each_value_knows_its_origin(presets: Path) -> None:
+    loaded = load(presets, "demo", "--steps", "20", "--optimizer.betas", "0.1", "0.2")
+    assert loaded.config == Config(steps=20, optimizer=Group(lr=1e-4, betas=(0.1, 0.2), inner=Inner(1.0)))
+    assert loaded.origins == {
+        "seed": "default",
+        "steps": "command line",
+        "every": "default",
+        "name": "default",
+        "verbose": "default",
+        "tags": "default",
+        "resume": "default",
+        "optimizer.lr": "demo",
+        "optimizer.betas": "command line",
+        "optimizer.fused": "default",
+        "optimizer.biased": "default",
+        "optimizer.inner.rate": "demo",
+    }
+
+
+def test_a_flag_is_the_origin_even_where_it_repeats_the_value(presets: Path) -> None:
+    loaded = load(presets, "demo", "--steps=10", "--no-verbose", "--optimizer.no_biased")
+    assert {k for k, v in loaded.origins.items() if v == "command line"} == {"steps", "verbose", "optimizer.biased"}
+    assert (loaded.config.steps, loaded.config.optimizer.biased) == (10, False)
+
+
+def test_the_first_argument_names_the_source(presets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(presets).config.steps == 10
+    assert load(presets, "large").config.tags == ("a", "b")
+    own = tmp_path / "my run.yaml"
+    own.write_text("steps: 7\n")
+    assert load(presets, str(own)).origins["steps"] == str(own)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HERE", str(tmp_path))
+    assert load(presets, "my run.yaml").config.steps == 7
+    assert load(presets, "$HERE/my run.yaml").config.steps == 7
+
+
+def test_a_file_in_the_directory_does_not_hide_a_preset(
+    presets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load(presets, "demo").config.steps == 10
+
+
+def test_print_config_shows_everything_and_ends(presets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        load(presets, "--print_config", "--seed", "3")
+    assert left.value.code == 0
+    lines = [line.split("  # ") for line in capsys.readouterr().out.splitlines()]
+    shown = {setting.strip(): origin for setting, origin in lines}
+    assert len(lines) == len(option_names(Config))
+    assert shown["seed: 3"] == "command line"
+    assert shown["optimizer.lr: 0.0001"] == "demo"
+    assert shown["every: 0"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "expected"),
+    [
+        ("--verbose", "verbose", True),
+        ("--verbose true", "verbose", True),
+        ("--verbose True", "verbose", True),
+        ("--verbose=false", "verbose", False),
+        ("--no_verbose", "verbose", False),
+        ("--no-verbose", "verbose", False),
+        ("--optimizer.biased false", "optimizer.biased", False),
+        ("--optimizer.biased FALSE", "optimizer.biased", False),
+        ("--optimizer.no_biased", "optimizer.biased", False),
+        ("--optimizer.fused false", "optimizer.fused", False),
+        ("--optimizer.fused=true", "optimizer.fused", True),
+        ("--optimizer.fused False", "optimizer.fused", False),
+        ("--optimizer.fused auto", "optimizer.fused", "auto"),
+        ("--steps null", "steps", None),
+        ("--steps None", "steps", None),
+        ("--steps=none", "steps", None),
+        ("--name null", "name", None),
+        ("--name true", "name", "true"),
+        ("--tags true null false", "tags", ["true", "null", "false"]),
+        ("--tags", "tags", []),
+        ("--tags=x", "tags", ["x"]),
+        ("--optimizer.lr 1e-5", "optimizer.lr", 1e-5),
+        ("--optimizer.inner.rate 0", "optimizer.inner.rate", 0.0),
+        ("--seed 4294967295", "seed", 2**32 - 1),
+    ],
+)
+def test_flags(flags: str, name: str, expected: object, presets: Path) -> None:
+    value = flatten(to_tree(load(presets, *flags.split()).config))[name]
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_only_the_word_after_its_own_flag_is_read_as_a_truth() -> None:
+    words = ["demo", "--tags", "true", "false", "--verbose", "--seed", "true", "--x", "null", "--name=a=true"]
+    assert spell_for_tyro(Config, words) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("optimizer: {lr: 1e-4}", Config(optimizer=Group(lr=1e-4))),
+        ("optimizer: {lr: 1}", Config(optimizer=Group(lr=1.0))),
+        ("optimizer: {betas: [0.1, 0.2]}", Config(optimizer=Group(betas=(0.1, 0.2)))),
+        ("optimizer: {fused: false}", Config(optimizer=Group(fused=False))),
+        ("steps: null", Config()),
+        ("name: no", Config(name="no")),
+        ("tags: [on, 1x]", Config(tags=("on", "1x"))),
+        ("optimizer: {}", Config()),
+    ],
+)
+def test_yaml_values(text: str, expected: Config, presets: Path) -> None:
+    (presets / "own.yaml").write_text(text)
+    assert load(presets, "own").config == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sed: 1", r"own\.yaml: unknown option 'sed': 1; .*did you mean 'seed'\?"),
+        ("optimiser: {lr: 1}", r"unknown option 'optimiser\.lr': 1.*'optimizer\.lr'"),
+        ("lr: 1", r"unknown option 'lr': 1.*'optimizer\.lr'"),
+        ("optimizer: {lr: {a: 1}}", r"unknown option 'optimizer\.lr\.a'"),
+        ("optimizer: [1]", r"optimizer: \[1\] must be a mapping"),
+        ("optimizer: null", r"optimizer: None must be a mapping"),
+        ("zzz: 1", r"unknown option 'zzz': 1; remove it or correct it$"),
+        ("batch_size: 3\nlearning_rate: 1", r"unknown option 'batch_size'"),
+        ("learning_rate: 1", r"use --optimizer\.lr$"),
+        ("optimizer: {lr: fast}", r"own\.yaml: optimizer\.lr: 'fast' is refused: .*number; .*--optimizer\.lr$"),
+        ("optimizer: {lr: true}", r"optimizer\.lr: true is refused"),
+        ("steps: 1.5", r"steps: 1\.5 is refused: .*integer"),
+        ("steps: true", r"steps: true is refused"),
+        ("steps: [1]", r"steps: \[1\] is refused"),
+        ("name: 3", r"name: 3 is refused: .*string"),
+        ("name: true", r"name: true is refused"),
+        ("tags: a", r"tags: 'a' is refused"),
+        ("optimizer: {betas: [0.1]}", r"optimizer\.betas.* is refused"),
+        (
+            "optimizer: {betas: [0.1, 1.0]}",
+            r"optimizer\.betas\.1: 1\.0 is refused: .*less than 1; .*--optimizer\.betas$",
+        ),
+        ("optimizer: {betas: [0.9, 0.1]}", r"own\.yaml: optimizer: betas \(0\.9, 0\.1\): .*; swap them$"),
+        ("optimizer: {inner: {rate: 1.1}}", r"optimizer\.inner\.rate: 1\.1 is refused: .*less than or equal to 1"),
+        ("optimizer: {lr: .inf}", r"optimizer\.lr: inf is refused: .*finite"),
+        ("seed: -1", r"seed: -1 is refused"),
+        ("seed: 4294967296", r"seed: 4294967296 is refused"),
+        ("seed: 1\nseed: 2", r"own\.yaml:2:1: key `seed` is given twice"),
+        ("", r"the file is empty"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, message: str, presets: Path) -> None:
+    (presets / "own.yaml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load(presets, "own")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("dmo", r"preset 'dmo' does not exist: did you mean 'demo'\?; presets are demo, large"),
+        ("none.yaml", r"there is no such file"),
+        ("some/where", r"there is no such file"),
+        ("demo --learning_rate 1", r"--learning_rate is a name of other scripts; here use --optimizer\.lr"),
+        ("demo --gradient-accumulation-steps=4", r"--global_batch_size and --micro_batch_size"),
+        ("demo --seed=-1", r"command line: seed: -1 is refused"),
+        ("demo --optimizer.lr inf", r"optimizer\.lr: inf is refused: .*finite"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(argv: str, message: str, presets: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        load(presets, *argv.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--optimzer.lr 1", "--optimizer.lr"),
+        ("--seed fast", "--seed"),
+        ("--optimizer.betas 0.9 0.1", "swap them"),
+        ("--steps 1.5", "--steps"),
+        ("demo large", "large"),
+    ],
+)
+def test_tyro_refuses_the_rest_with_2(
+    argv: str, message: str, presets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        load(presets, *argv.split())
+    assert left.value.code == 2
+    captured = capsys.readouterr()
+    assert message in captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    "text", ["1e3", "0x10", "007", "08", "1_000", "~", "null", "no", "", " a", "a: b", "é", "-", "[a", "12:30"]
+)
+def test_text_is_saved_as_text(text: str, presets: Path) -> None:
+    write_config(Config(name=text, tags=(text,)), presets / "saved.yaml")
+    assert load(presets, "saved").config == Config(name=text, tags=(text,))
+
+
+def test_saving_leaves_out_what_belongs_to_the_call(presets: Path) -> None:
+    write_config(Config(resume="never", seed=5), presets / "saved.yaml")
+    assert load(presets, "saved").config == Config(seed=5)
+    assert sorted(p.name for p in presets.iterdir()) == ["demo.yaml", "large.yaml", "saved.yaml"]
+
+
+def test_paths_are_expanded_against_the_directory_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("PLACE", "x y")
+    assert expand_path("runs/") == tmp_path / "runs"
+    assert expand_path("~/a") == Path("/home/somebody/a")
+    assert expand_path("$PLACE/../b") == tmp_path / "b"
+
+
+MAIN = """
+import sys
+from accel_train.config import UsageError, run_main
+
+def main(argv):
+    if argv == ["usage"]:
+        raise UsageError("--x 1: must be 2; write 2")
+    if argv == ["exit"]:
+        raise SystemExit(2)
+    if argv == ["words"]:
+        raise SystemExit("words")
+    return int(argv[0])
+
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "reported", "printed"),
+    [
+        ("0", 0, None, ""),
+        ("75", 75, "75", ""),
+        ("usage", 2, "2", "error (wrong usage, exit code 2): --x 1: must be 2; write 2\n"),
+        ("exit", 2, "2", ""),
+        ("words", 1, None, "words\n"),
+    ],
+)
+def test_the_exit_code_leaves_the_process_and_reaches_the_launcher(
+    argument: str, code: int, reported: str | None, printed: str, tmp_path: Path
+) -> None:
+    script, file = tmp_path / "main.py", tmp_path / "code"
+    script.write_text(MAIN)
+    done = subprocess.run(
+        [sys.executable, str(script), argument],
+        env={"PYTHONPATH": str(ROOT), "ACCEL_TRAIN_EXIT_CODE_FILE": str(file)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (code, printed)
+    assert (file.read_text() if file.exists() else None) == reported
