@@ -1,0 +1,196 @@
+"""Our launcher: the command and environment of each launch file, exit codes that survive, signals that arrive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.runtime.launch import (
+    Launch,
+    accelerate_environment,
+    accelerate_settings,
+    free_port,
+    launch,
+    torchrun_command,
+)
+from accel_train.runtime.machine_config import read_machine_config
+
+ROOT = Path(__file__).parents[1]
+PRESETS = ROOT / "accelerate_configs"
+RECIPE = ROOT / "recipes" / "mmdit.py"
+
+
+def planned(preset: str, **changes: Any) -> tuple[list[str], dict[str, str]]:
+    """Command and environment, with nothing started."""
+    request = Launch(str(PRESETS / f"{preset}.yaml"), str(RECIPE), ("base",), **changes)
+    machine = read_machine_config(PRESETS / f"{preset}.yaml", num_processes=request.num_processes)
+    settings = accelerate_settings(PRESETS / f"{preset}.yaml", machine, request)
+    environment = accelerate_environment(settings)
+    return torchrun_command(settings, single=machine.strategy == "single"), environment
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "FSDP_", "ACCEL_TRAIN_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+
+
+def test_one_process_is_plain_python() -> None:
+    command, environment = planned("single_gpu")
+    assert command == [sys.executable]
+    assert environment.get("ACCELERATE_USE_FSDP", "false") == "false"
+    assert environment.get("ACCELERATE_USE_DEEPSPEED", "false") == "false"
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "processes", "said"),
+    [
+        ("ddp", 2, {"ACCELERATE_MIXED_PRECISION": "no"}),
+        ("fsdp2", 2, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "false"}),
+        ("fsdp2_offload", 1, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}),
+        (
+            "zero2_offload",
+            1,
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+            },
+        ),
+        (
+            "zero3_offload",
+            1,
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+            },
+        ),
+    ],
+)
+def test_each_file_becomes_its_command_and_environment(preset: str, processes: int, said: dict[str, str]) -> None:
+    command, environment = planned(preset)
+    assert command[:5] == [*TORCHRUN, str(processes)]
+    assert command[5:8] == ["--master_addr", "127.0.0.1", "--master_port"]
+    assert {name: environment.get(name) for name in said} == said
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() == "no"
+
+
+def test_flags_go_over_the_file() -> None:
+    command, _ = planned("fsdp2", num_processes=6, main_process_port=29777)
+    assert command[4] == "6"
+    assert command[-1] == "29777"
+
+
+def test_two_launches_on_one_machine_do_not_meet() -> None:
+    assert planned("ddp")[0][-1] != planned("ddp")[0][-1]
+    assert 1024 < free_port() < 65536
+
+
+def test_a_machine_of_several_is_told_where_to_meet() -> None:
+    command, _ = planned("multi_node", machine_rank=1, main_process_ip="10.0.0.1")
+    assert command == [
+        *(*TORCHRUN, "8", "--nnodes", "2", "--node_rank", "1"),
+        *("--master_addr", "10.0.0.1", "--master_port", "29500"),
+    ]
+
+
+def test_a_recipe_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"recipe 'none\.py': there is no such file"):
+        launch(Launch(str(PRESETS / "ddp.yaml"), "none.py"))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "one.yaml").write_text("distributed_type: 'NO'\nnum_processes: 1\n")
+    (tmp_path / "two.yaml").write_text("distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\n")
+    return tmp_path
+
+
+WORKER = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from accel_train.config import UsageError, run_main
+
+def main(argv):
+    if argv[0] == "usage":
+        raise UsageError("--x 1: must be 2; write 2")
+    if argv[0] == "connect":
+        from accel_train.runtime.accelerator import build_accelerator
+        accelerator = build_accelerator(precision="fp32", global_batch_size=4, micro_batch_size=2, max_grad_norm=1.0,
+            collective_timeout_seconds=77)
+        import torch
+        group = torch.distributed.distributed_c10d._get_default_group()
+        seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        print(f"rank {{accelerator.process_index}} of {{accelerator.num_processes}}: {{seconds:g}} s, "
+              f"DeepSpeed {{os.environ['DEEPSPEED_TIMEOUT']}} min", flush=True)
+        return 0
+    if argv[0] == "wait":
+        import signal, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        print("ready", flush=True)
+        time.sleep(60)
+    return int(argv[0]) if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK", "0") else 0
+
+run_main(main)
+"""
+
+
+@pytest.fixture
+def worker(files: Path) -> str:
+    path = files / "worker.py"
+    path.write_text(WORKER)
+    return str(path)
+
+
+@pytest.mark.parametrize(("argument", "code"), [("0", 0), ("75", 75), ("usage", 2), ("3", 3)])
+def test_the_exit_code_of_one_process(argument: str, code: int, files: Path, worker: str) -> None:
+    assert launch(Launch(str(files / "one.yaml"), worker, (argument,))) == code
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("argument", "code"), [("75", 75), ("usage", 2)])
+def test_the_exit_code_survives_torchrun(argument: str, code: int, files: Path, worker: str) -> None:
+    assert launch(Launch(str(files / "two.yaml"), worker, (argument,)), rehearsal=True) == code
+
+
+@pytest.mark.distributed
+def test_a_rehearsal_connects_with_the_timeout_that_was_asked_for(
+    files: Path, worker: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(Launch(str(files / "two.yaml"), worker, ("connect",)), rehearsal=True) == 0
+    shown = capfd.readouterr().out
+    assert "REHEARSAL of" in shown
+    for rank in (0, 1):
+        assert f"rank {rank} of 2: 77 s, DeepSpeed 2 min" in shown
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("file", ["one.yaml", "two.yaml"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+def test_a_signal_reaches_the_recipe(number: signal.Signals, file: str, files: Path, worker: str) -> None:
+    Path(worker).write_text(WORKER.replace("signal.SIGTERM", f"signal.{number.name}"))
+    command = "launch" if file == "one.yaml" else "rehearse"
+    head = [sys.executable, "-m", "accel_train.cli", command, "--config_file", str(files / file)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([*head, worker, "wait"], env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        waiting = 1 if file == "one.yaml" else 2
+        while waiting:
+            line = child.stdout.readline()
+            assert line, "it ended before it was ready"
+            waiting -= line == "ready\n"
+        child.send_signal(number)
+        assert child.wait(timeout=30) == 75
