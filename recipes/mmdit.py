@@ -183,10 +183,7 @@ def main(argv: Sequence[str]) -> None:
     floor = schedules.notices(config.schedule, decay_steps, max_steps)
     logs.info(logger, *data.notices, *uneven, *floor, run.decision)
     if run.start_step >= max_steps and not config.evaluate_only:
-        logs.info(
-            logger,
-            f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on, or --evaluate_only",
-        )
+        logs.info(logger, f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on")
         return
 
     torch.manual_seed(config.seed)  # the same initial weights on every process

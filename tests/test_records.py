@@ -433,7 +433,6 @@ def run(accelerator: Accelerator, folder: Path, start: int, stop: int) -> list[d
             if step % 20 == 0:
                 recorder.evaluation(step, {"l2t_nll": 1.0})
                 recorder.record("checkpoint", {"path": "c"}, step=step)
-        recorder.record("end", {"reason": "finished"}, step=stop)
     return read_metrics(folder / "metrics.jsonl")
 
 
@@ -536,7 +535,7 @@ def test_only_the_main_process_writes(tmp_path: Path) -> None:
     outputs = [p.communicate(timeout=120) for p in processes]
     assert [p.returncode for p in processes] == [0, 1], outputs
     events = [r["event"] for r in read_metrics(tmp_path / "metrics.jsonl")]
-    assert events == ["environment", "train", "train", "train", "evaluation"]
+    assert events == ["environment", "train", "train", "train", "evaluation", "end"]
     facts = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert (facts["world_size"], facts["strategy"]) == (2, "ddp")
     assert "step 4/4  loss 3.412" in outputs[0][0]

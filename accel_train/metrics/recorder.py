@@ -73,6 +73,7 @@ class Recorder:
         """
         self._every = options.log_every
         self._max_steps = max_steps
+        self._step = start_step
         self._main = accelerator.is_main_process
         self._started = time.perf_counter()
         names = resolve_trackers(options.trackers)
@@ -95,6 +96,7 @@ class Recorder:
 
     def advance(self, step: int) -> None:
         """After every step: moves the bar. Host only."""
+        self._step = step
         if self._main:
             self._progress.advance(step)
 
@@ -135,7 +137,7 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.record("end", {"error": kind.__name__ if kind else None})
+        self.record("end", {"reason": kind.__name__ if kind else "finished"}, step=self._step)
         self.close()
 
 

@@ -111,8 +111,8 @@ def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[st
         return []
     lr = "0, so nothing is learned there" if config.floor == 0 else f"{config.floor:g} of the peak"
     return [
-        f"the schedule of this run ends at step {decay_steps}: from there to step {max_steps} the learning rate is {lr}; "
-        f"to stretch it, give --schedule.decay_steps {max_steps} --allow schedule.decay_steps"
+        f"the schedule of this run ends at step {decay_steps}: from there to step {max_steps} the learning rate is "
+        f"{lr}; to stretch it, give --schedule.decay_steps {max_steps} --allow schedule.decay_steps"
     ]
 
 
