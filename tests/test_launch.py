@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,7 +141,7 @@ def main(argv):
     if argv[0] == "wait":
         import signal, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-        print("ready", flush=True)
+        os.write(1, b"ready\\n")  # in one piece, beside the other process
         time.sleep(60)
     return int(argv[0]) if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK", "0") else 0
 
@@ -175,6 +176,21 @@ def test_a_rehearsal_connects_with_the_timeout_that_was_asked_for(
     assert "REHEARSAL of" in shown
     for rank in (0, 1):
         assert f"rank {rank} of 2: 77 s, DeepSpeed 2 min" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("mixed_precision: bf16", "mixed_precision: bf16 in .* contradicts precision: fp32"),
+        ("dynamo_config: {dynamo_backend: EAGER}", "dynamo backend 'eager' in "),
+    ],
+)
+def test_what_the_file_says_of_the_experiment_is_not_lost_on_the_way(
+    line: str, says: str, files: Path, worker: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (files / "more.yaml").write_text(f"distributed_type: 'NO'\nnum_processes: 1\n{line}\n")
+    assert launch(Launch(str(files / "more.yaml"), worker, ("connect",))) == 2
+    assert re.search(says, capfd.readouterr().err)
 
 
 @pytest.mark.distributed

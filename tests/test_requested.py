@@ -208,3 +208,11 @@ def test_values_that_mislead(environment: dict[str, str], says: str) -> None:
 def test_values_that_do_not() -> None:
     good = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "600"}
     assert misleading_variables(good | {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"}) == []
+
+
+def test_a_flag_that_names_another_precision_than_the_file_is_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "no.yaml"
+    path.write_text("distributed_type: 'NO'\nmixed_precision: 'no'\n")
+    asked = read_request({}, [["accelerate", "launch", "--config_file", str(path), "recipe.py"]])
+    with pytest.raises(UsageError, match=r"mixed_precision: bf16 in .* contradicts precision: fp32"):
+        refuse_experiment_settings(asked, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "fp32")

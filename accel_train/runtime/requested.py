@@ -151,9 +151,10 @@ def misleading_variables(environment: Mapping[str, str]) -> list[str]:
 def refuse_experiment_settings(requested: Requested, environment: Mapping[str, str], precision: str) -> None:
     """Precision and compilation belong to the experiment: a launch request that names another is refused."""
     in_file = requested.machine.mixed_precision if requested.machine is not None else None
-    named = (in_file or environment.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
-    expected = {"fp32": "no"}.get(precision, precision)
-    if named not in ("no", expected):
+    said = [(in_file or "no").lower(), environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()]
+    others = [named for named in said if named not in ("no", {"fp32": "no"}.get(precision, precision))]
+    if others:
+        named = others[0]
         raise UsageError(
             f"mixed_precision: {named} in {requested.source} contradicts precision: {precision} of the experiment; "
             f"precision belongs to the experiment: remove it from the launch file and give --precision {named} "
