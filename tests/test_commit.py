@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 from pathlib import Path
@@ -47,7 +46,7 @@ def _umask() -> int:
         (lambda p: (p / "optimizer" / "exp_avg.safetensors").unlink(), "exp_avg.safetensors is missing"),
         (lambda p: (p / "manifest.json").unlink(), "no manifest.json"),
         (lambda p: (p / "manifest.json").write_text("{"), "cannot be read"),
-        (lambda p: (p / "manifest.json").write_text(json.dumps({"schema": 9, "accel_train": "9.0"})), "accel_train 9.0"),
+        (lambda p: (p / "manifest.json").write_text('{"schema": 9, "accel_train": "9.0"}'), "accel_train 9.0"),
         (lambda p: (p / "manifest.json").write_text("[]"), "schema None"),
     ],
 )
