@@ -147,7 +147,9 @@ def evaluate(
         parts = [both.figures(batch, shuffled, options.timesteps) for batch, shuffled in pairs]
         shown, _ = next(heldout.heldout_batches(data.heldout, options.shown, options.shown, 0, 1, device))
         tokens, sampled = both.sample_text(shown), both.sample_latents(shown)
-    totals: Any = accelerator.reduce(torch.stack([torch.stack([p[k].double() for p in parts]).sum() for k in parts[0]]))
+    totals: Any = accelerator.reduce(
+        torch.stack([accumulation.widest(torch.stack([p[k] for p in parts])).sum() for k in parts[0]])
+    )
     sums: dict[str, float] = dict(zip(parts[0], totals.tolist(), strict=True))
     if accelerator.is_main_process:
         texts = [data.tokenizer.decode(row) for row in tokens.cpu()]
@@ -184,12 +186,13 @@ def main(argv: Sequence[str]) -> None:
     logs.info(logger, *data.notices, *uneven, *floor, run.decision)
     if run.start_step >= max_steps and not config.evaluate_only:
         logs.info(logger, f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on")
+        logs.info(logger, "no evaluation.json there? --evaluate_only writes it")
         return
 
     torch.manual_seed(config.seed)  # the same initial weights on every process
     shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape)
     model: nn.Module = mmdit.MultimodalMMDiT(shape)
-    state.load_initial_weights(model, run.checkpoint, config.init_from)
+    state.load_initial_weights(model, run)
     optimizer, reason = optimizers.build_optimizer(model, config.optimizer, device, modes.freezable(config.modes))
     masters = shards.exact_masters(model, config.precision)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -48,6 +48,7 @@ def _umask() -> int:
         (lambda p: (p / "manifest.json").write_text("{"), "cannot be read"),
         (lambda p: (p / "manifest.json").write_text('{"schema": 9, "accel_train": "9.0"}'), "accel_train 9.0"),
         (lambda p: (p / "manifest.json").write_text("[]"), "schema None"),
+        (lambda p: (p / "manifest.json").write_text('{"schema": 1}'), "KeyError"),
     ],
 )
 def test_damage_is_found_and_an_older_checkpoint_is_used(tmp_path: Path, damage: object, reason: str) -> None:
@@ -69,13 +70,23 @@ def test_order_is_by_step_and_not_by_time(tmp_path: Path) -> None:
     assert [s for s, _ in commit.committed(tmp_path)] == [20, 900, 1000, 100_000_000]
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4]), (9, [1, 2, 3, 4])])
+@pytest.mark.parametrize(
+    ("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4]), (5, [1, 2, 3, 4]), (9, [1, 2, 3, 4])]
+)
 def test_the_last_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
     for step in (1, 2, 3, 4):
         make(tmp_path, step)
-    commit.retain(tmp_path, keep)
+    commit.retain(tmp_path, keep, newest=4)
     assert [s for s, _ in commit.committed(tmp_path)] == left
     assert len(list(tmp_path.iterdir())) == len(left)
+
+
+def test_a_damaged_future_takes_no_place(tmp_path: Path) -> None:
+    """Gone back to 200 because 300 was damaged, then 250 was saved: 250 is what must stay."""
+    for step in (200, 300, 250):
+        make(tmp_path, step)
+    commit.retain(tmp_path, 1, newest=250)
+    assert [s for s, _ in commit.committed(tmp_path)] == [250]
 
 
 def test_only_dead_processes_of_this_host_are_swept(tmp_path: Path) -> None:
@@ -108,3 +119,5 @@ def test_a_full_disk_is_explained_with_numbers(tmp_path: Path) -> None:
     text = commit.describe_write_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path, 3 * 2**20)
     assert "need about 3 MiB" in text
     assert "free" in text
+    foreign = commit.describe_write_error(RuntimeError("I/O error: File too large (os error 27)"), tmp_path, 2**20)
+    assert "no space left" in foreign

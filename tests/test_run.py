@@ -94,6 +94,8 @@ def test_resume_policies(accelerator: Accelerator, tmp_path: Path) -> None:
     make(run.checkpoints, 3)
     with pytest.raises(UsageError, match="resume: never"):
         start(accelerator, replace(config, resume="never"))
+    with pytest.raises(UsageError, match="leave one of them out"):
+        start(accelerator, replace(config, overwrite=True, resume="must"))
     anew = start(accelerator, replace(config, overwrite=True, seed=5))
     assert anew.checkpoint is None
     assert anew.run_id != run.run_id

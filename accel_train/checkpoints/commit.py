@@ -127,7 +127,16 @@ def verify(path: Path) -> Checkpoint:
         found = manifest.get("schema") if isinstance(manifest, dict) else None
         writer = manifest.get("accel_train", "unknown") if isinstance(manifest, dict) else "unknown"
         raise ValueError(f"{path}: schema {found} was written by accel_train {writer}; this one reads schema {SCHEMA}")
-    for name, expected in manifest["files"].items():
+    try:
+        _compare_files(path, manifest["files"])
+        return Checkpoint(path, int(manifest["step"]), manifest)
+    except (OSError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _compare_files(path: Path, files: Mapping[str, Any]) -> None:
+    """Size and sha256 of every file that the manifest lists."""
+    for name, expected in files.items():
         file = path / name
         if not file.is_file():
             raise ValueError(f"{path}: {name} is missing")
@@ -137,7 +146,6 @@ def verify(path: Path) -> Checkpoint:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         if digest != expected["sha256"]:
             raise ValueError(f"{path}: {name} has changed since it was written (sha256 differs)")
-    return Checkpoint(path, int(manifest["step"]), manifest)
 
 
 def newest_verified(directory: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -151,16 +159,18 @@ def newest_verified(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, reasons
 
 
-def retain(directory: Path, keep_last: int) -> list[Path]:
+def retain(directory: Path, keep_last: int, newest: int) -> list[Path]:
     """Delete all but the last ``keep_last`` checkpoints (0 keeps all); returns what went. One process.
 
-    Called after the newest was committed, so that one never goes before its successor exists.
+    Called after step ``newest`` was committed, so that none goes before its successor exists. Later steps than that
+    are of a future that the run has gone back from, because they did not verify: they go, and take no place.
     """
-    removed: list[Path] = []
     steps = committed(directory)
-    for _, path in steps[: len(steps) - keep_last] if keep_last > 0 else []:
+    past = [path for step, path in steps if step <= newest]
+    removed = [path for step, path in steps if step > newest]
+    removed += past[: max(0, len(past) - keep_last)] if keep_last > 0 else []
+    for path in removed:
         remove(path)
-        removed.append(path)
     return removed
 
 
@@ -186,15 +196,16 @@ def sweep(directory: Path) -> list[Path]:
     return swept
 
 
-def describe_write_error(error: OSError, directory: Path, needed_bytes: int) -> str:
-    """One sentence with the numbers for a failed write."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+def describe_write_error(error: Exception, directory: Path, needed_bytes: int) -> str:
+    """One sentence with the numbers for a failed write. safetensors says "os error 28" where Python has ENOSPC."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if full or re.search(r"os error (28|122|27)\b", str(error)):
         free = shutil.disk_usage(directory).free if directory.exists() else 0
         return (
             f"no space left for a checkpoint in {directory} (need about {needed_bytes / 2**20:.0f} MiB, free "
-            f"{free / 2**20:.0f} MiB; {error.strerror}); free space or lower --checkpoints.keep_last"
+            f"{free / 2**20:.0f} MiB; {error}); free space or lower --checkpoints.keep_last"
         )
-    return f"checkpoint in {directory} could not be written: {error}"
+    return f"checkpoint in {directory} could not be written: {type(error).__name__}: {error}"
 
 
 def total_size(files: Iterable[Mapping[str, Any]]) -> int:

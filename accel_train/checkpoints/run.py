@@ -58,6 +58,8 @@ class Run:
     """Whether it starts or resumes, and why: for the log."""
     saved: Mapping[str, Any]
     """``run.json`` as it stands."""
+    initial_weights: Path | None = None
+    """Where ``init_from`` has its weights; the same on every rank."""
     _lock: Any = field(default=None, repr=False)
 
     def close(self) -> None:
@@ -96,12 +98,18 @@ def open_run(
     another experiment (naming both values), ``CheckpointsUnusableError`` if checkpoints exist and none verifies.
     """
     directory = expand_path(config.output_dir)
+    if config.overwrite and (config.resume == "must" or getattr(config, "evaluate_only", False)):
+        raise UsageError("overwrite: true deletes what --resume must or --evaluate_only needs; leave one of them out")
     opened: dict[str, Any] = {}
     lock: Any = None
     if accelerator.is_main_process:
         try:
+            weights, notes = find_weights(getattr(config, "init_from", None))
+            if config.overwrite and weights is not None and weights.is_relative_to(directory):
+                raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
             lock = _prepare_directory(directory, overwrite=config.overwrite)
             opened = _decide(config, directory, data_fingerprint, dict(resolved or {}), free_to_change)
+            opened |= {"initial_weights": weights, "decision": "; ".join([opened["decision"], *notes])}
         except (UsageError, CheckpointsUnusableError) as error:
             opened = {"error": str(error), "kind": type(error).__name__}
             if lock is not None:
@@ -111,7 +119,7 @@ def open_run(
     if "error" in opened:
         raise (UsageError if opened["kind"] == "UsageError" else CheckpointsUnusableError)(opened["error"])
     _check_shared(directory, accelerator)
-    return Run(directory, opened["run_id"], opened["checkpoint"], opened["decision"], opened["saved"], lock)
+    return Run(directory=directory, **opened, _lock=lock)
 
 
 def _prepare_directory(directory: Path, overwrite: bool) -> Any:
@@ -129,7 +137,11 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
         ) from None
     lock = _take_lock(directory)
     if overwrite:
-        shutil.rmtree(directory / "checkpoints", ignore_errors=True)
+        if (directory / "checkpoints").exists():
+            try:
+                shutil.rmtree(directory / "checkpoints")
+            except OSError as error:
+                raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
         for name in OWN_FILES:
             (directory / name).unlink(missing_ok=True)
     commit.sweep(directory / "checkpoints")
@@ -166,8 +178,6 @@ def _decide(
             raise UsageError(
                 f"{asked}, but {directory} holds no run; give the --output_dir of one that has a checkpoint"
             )
-        if (source := getattr(config, "init_from", None)) is not None:
-            _refuse_without_weights(expand_path(source))
         saved = _new_run(directory, config, experiment, resolved)
         return {
             "run_id": saved["run_id"],
@@ -199,12 +209,20 @@ def _decide(
     return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
 
 
-def _refuse_without_weights(directory: Path) -> None:
-    """``init_from`` must hold weights: said before a model is built, with what was found instead."""
-    newest = commit.committed(directory / "checkpoints")
-    source = newest[-1][1] if newest else directory
+def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
+    """Where ``init_from`` has its weights, and what to say of it: a run's newest verified checkpoint, else itself.
+
+    Said before a model is built, with what was found instead.
+    """
+    if init_from is None:
+        return None, []
+    source = expand_path(init_from)
+    newest, reasons = commit.newest_verified(source / "checkpoints")
+    if newest is None and reasons:
+        raise CheckpointsUnusableError(f"init_from: no checkpoint of {source} verifies:\n  " + "\n  ".join(reasons))
+    source = newest.path if newest is not None else source
     if any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json")):
-        return
+        return source, [f"weights of {source}", *(f"refused: {reason}" for reason in reasons)]
     found = f"holds {', '.join(sorted(p.name for p in source.iterdir())[:6]) or 'nothing'}" if source.is_dir() else ""
     found = found or ("is a file" if source.exists() else "does not exist")
     raise UsageError(

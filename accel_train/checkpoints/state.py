@@ -26,7 +26,7 @@ from accel_train import __version__
 from accel_train.checkpoints import commit
 from accel_train.checkpoints.commit import Checkpoint, CheckpointWriteError
 from accel_train.checkpoints.run import Run
-from accel_train.config import NonNegativeInt, UsageError, expand_path
+from accel_train.config import NonNegativeInt, UsageError
 from accel_train.runtime.accelerator import strategy_of
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
@@ -120,7 +120,10 @@ class Saver:
         directory = self.run.checkpoints
         saved = save_checkpoint(self.accelerator, directory, step, self.shards, average, facts, self.write_extras)
         if self.accelerator.is_main_process:
-            commit.retain(directory, self.config.keep_last)
+            try:
+                commit.retain(directory, self.config.keep_last, step)
+            except OSError as error:  # the new checkpoint is committed; what could not go now goes next time
+                logger.warning("an old checkpoint in %s could not be deleted: %s", directory, error)
         return saved
 
 
@@ -148,8 +151,7 @@ def save_checkpoint(
             (temporary / "assets").mkdir()
             write_extras(temporary)
     except Exception as caught:  # the recipe's own code: whatever it raises, the other ranks must hear of it
-        os_error = caught if isinstance(caught, OSError) else OSError(f"{type(caught).__name__}: {caught}")
-        error = commit.describe_write_error(os_error, directory, _bytes_needed(shards))
+        error = commit.describe_write_error(caught, directory, _bytes_needed(shards))
     _raise_together(accelerator, error, temporary)
 
     error = None
@@ -160,9 +162,8 @@ def save_checkpoint(
             path = temporary / file.name
             save_file(tensors, path, metadata={"format": "pt"})
             written[file.name] = commit.seal_file(path)
-        except (OSError, RuntimeError) as caught:
-            os_error = caught if isinstance(caught, OSError) else OSError(str(caught))
-            error = commit.describe_write_error(os_error, directory, _bytes_needed(shards))
+        except Exception as caught:  # safetensors raises a type of its own; the others wait for this rank's word
+            error = commit.describe_write_error(caught, directory, _bytes_needed(shards))
     random_state = _random_state(accelerator)
     try:
         if rank == 0 and error is None:
@@ -173,7 +174,7 @@ def save_checkpoint(
                 if (p.is_file() and p.suffix != ".safetensors") or _is_extra(p, temporary)
             ]
             written |= {p.relative_to(temporary).as_posix(): commit.seal_file(p) for p in small}
-    except OSError as caught:
+    except Exception as caught:
         error = commit.describe_write_error(caught, directory, _bytes_needed(shards))
     _raise_together(accelerator, error, temporary)
 
@@ -250,14 +251,10 @@ def _weight_map(files: Sequence[TensorFile]) -> dict[str, str]:
     return {name: file.name for file in files for name in file.tensors}
 
 
-def load_initial_weights(model: nn.Module, checkpoint: Checkpoint | None, init_from: str | None) -> None:
+def load_initial_weights(model: nn.Module, run: Run) -> None:
     """Weights before ``prepare``: of the checkpoint to resume, else of ``init_from``, else those it has. Every rank."""
-    if checkpoint is not None:
-        load_weights_from(checkpoint.path, "model", model)
-    elif init_from is not None:
-        directory = expand_path(init_from)
-        newest, _ = commit.newest_verified(directory / "checkpoints")
-        load_weights_from(newest.path if newest else directory, "model", model)
+    if (directory := run.checkpoint.path if run.checkpoint is not None else run.initial_weights) is not None:
+        load_weights_from(directory, "model", model)
 
 
 def load_weights_from(directory: Path, stem: str, model: nn.Module) -> None:
@@ -299,7 +296,7 @@ def _has_index(checkpoint: Checkpoint, stem: str) -> bool:
 def restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, ema: Ema | None) -> int:
     """Restore masters, optimizer and average after ``prepare``; returns the number of steps done. All ranks.
 
-    The weights themselves must be in the model before ``prepare`` (``load_weights``); the fp32 masters are set
+    The weights themselves must be in the model before ``prepare`` (``load_initial_weights``); the fp32 masters are set
     again here because ZeRO makes its own from already rounded weights. Random states come last.
     """
     for name, whole in _whole_tensors(checkpoint, "model", shards):

@@ -366,7 +366,8 @@ class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
                 allow_patterns=["model*.safetensors", "model.safetensors.index.json"],
             )
         model = cls(**model_kwargs)
-        load_torch_model(model, directory, strict=strict, safe=True, map_location=map_location)
+        whole = Path(directory) / "model.safetensors"  # named, because ema.safetensors may stand beside it
+        load_torch_model(model, whole if whole.is_file() else directory, strict=strict, map_location=map_location)
         return model.eval()
 
 

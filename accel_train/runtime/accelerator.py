@@ -217,8 +217,8 @@ def zero_plugin(
     settings.update(generated)
     settings["zero_allow_untested_optimizer"] = True
     settings["zero_force_ds_cpu_optimizer"] = False  # torch's fused CPU AdamW: the same arithmetic as everywhere
-    settings["fp16"] = {"enabled": precision == "fp16"}
-    settings["bf16"] = {"enabled": precision == "bf16"}
+    for name in ("fp16", "bf16"):
+        settings[name] = {**settings.get(name, {}), "enabled": precision == name}
     if precision == "bf16":
         settings["bf16"]["check_grad_overflow"] = True  # a non-finite gradient must not reach the optimizer
     if precision != "fp32":

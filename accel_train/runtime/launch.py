@@ -22,7 +22,8 @@ from accel_train.config import EXIT_CODE_VARIABLE, UsageError, expand_path
 from accel_train.runtime.machine_config import MachineConfig, check_rendezvous, read_machine_config
 from accel_train.runtime.requested import MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What torchrun passes on as well; another signal would end it and leave the workers behind."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _check_meeting_point(machine: MachineConfig, request: Launch) -> None:
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
-    """Run to the end, passing signals on; the worst exit code that a worker reported wins over torchrun's 1."""
+    """Run to the end, passing signals on; the exit code that a worker reported wins over torchrun's 1."""
     with tempfile.TemporaryDirectory(prefix="accel-train-") as folder:
         reported = Path(folder) / "exit_code"
         child = subprocess.Popen(command, env=environment | {EXIT_CODE_VARIABLE: str(reported)})

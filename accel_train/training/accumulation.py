@@ -186,7 +186,7 @@ class GradientWindow:
     def _reduce_sums(self) -> Tensor:
         """Sums of the terms over all ranks and micro-batches, reduced once a step."""
         if self._totals is None:
-            reduced: Any = self.accelerator.reduce(torch.stack(self._sums).double().sum(0), "sum")
+            reduced: Any = self.accelerator.reduce(widest(torch.stack(self._sums)).sum(0), "sum")
             self._totals = reduced.float()
         return cast(Tensor, self._totals)
 
@@ -196,7 +196,7 @@ class GradientWindow:
         if bool(torch.isfinite(values).all()):
             return
         if bool(torch.isfinite(totals).all()):
-            if self.accelerator.mixed_precision == "fp16":
+            if _scale_can_fall(self.accelerator, self.model):
                 return  # the loss scale is too high: the scaler skips this step and lowers it
             raise NonFiniteError(self._explain("gradient", f"norm {float(values[-1])}", range(len(self.inputs))))
         bad = [i for i, s in enumerate(self._sums) if not bool(torch.isfinite(s).all())]
@@ -226,8 +226,22 @@ def _is_prepared(accelerator: Accelerator, model: object) -> bool:
 
 
 def sum_weights(term: str, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """This rank's weight of one term over its micro-batches, in fp64 (exact for any count)."""
-    return torch.stack([w[term].double() for w in weights]).sum()
+    """This rank's weight of one term over its micro-batches, in fp64 where the device has it (exact for any count)."""
+    return torch.stack([widest(w[term]) for w in weights]).sum()
+
+
+def widest(tensor: Tensor) -> Tensor:
+    """In fp64, but for Apple's devices, which have none."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
+def _scale_can_fall(accelerator: Accelerator, model: nn.Module) -> bool:
+    """fp16: whether the loss scale, the same on every rank, is still above 1, so that an overflow may be its doing."""
+    scaler = accelerator.scaler
+    if scaler is not None:
+        return float(scaler.get_scale()) > 1
+    engine_optimizer: Any = getattr(model, "optimizer", None)
+    return accelerator.mixed_precision == "fp16" and float(getattr(engine_optimizer, "loss_scale", 1.0)) > 1
 
 
 def _zero_stage(accelerator: Accelerator) -> int:

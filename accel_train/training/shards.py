@@ -150,6 +150,7 @@ class Shards:
     def create_state(self) -> None:
         """Make the optimizer allocate its (lazy) state by one step that changes nothing: no gradient, lr or decay."""
         holders = self._holders()
+        gradients = [holder.grad for holder in holders]  # ZeRO-offload keeps its buffers there
         groups = self._optimizer.param_groups
         settings = {k: v for k, v in groups[0].items() if k != "params"}
         try:
@@ -159,8 +160,8 @@ class Shards:
             self._optimizer.step()
         finally:
             self._optimizer.param_groups = groups
-            for holder in holders:
-                holder.grad = None
+            for holder, gradient in zip(holders, gradients, strict=True):
+                holder.grad = gradient
 
     def set_step(self, step: int) -> None:
         """Set the optimizer's own counter (bias correction) to the number of steps done."""

@@ -24,7 +24,11 @@ LAUNCH_FILES = {
     "zero1": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}\n",
     "zero2": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n",
     "zero3": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, zero3_init_flag: false}\n",
+    "zero2_offload": (PRESETS / "zero2_offload.yaml").read_text().split("num_processes: 1\n")[1],
+    "zero3_offload": (PRESETS / "zero3_offload.yaml").read_text().split("num_processes: 1\n")[1],
 }
+for name in ("zero2_offload", "zero3_offload"):
+    LAUNCH_FILES[name] = f"distributed_type: DEEPSPEED\n{LAUNCH_FILES[name]}"
 LAUNCH_FILES["fsdp2"] = f"distributed_type: FSDP\nfsdp_config:{LAUNCH_FILES['fsdp2']}"
 
 SMALL = (

@@ -12,6 +12,7 @@ from tests.distributed.launching import Finished, Layout, run_recipe
 
 pytestmark = pytest.mark.distributed
 LAYOUTS = [Layout("single", 1), Layout("ddp", 2), Layout("fsdp2", 2), Layout("zero2", 2)]
+LAYOUTS += [Layout("zero2_offload", 2), Layout("zero3_offload", 2)]
 ELSEWHERE = [
     (first, second)
     for first in LAYOUTS[:3]
