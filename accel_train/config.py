@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -338,9 +339,8 @@ def _did_you_mean(key: str, known: Sequence[str]) -> str:
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if not nearest:  # the right leaf in the wrong group, or a leaf without its group
         by_leaf = {k.rsplit(".", 1)[-1]: k for k in known}
-        nearest = [
-            by_leaf[n] for n in difflib.get_close_matches(key.rsplit(".", 1)[-1], list(by_leaf), n=1, cutoff=0.7)
-        ]
+        leaf = key.rsplit(".", 1)[-1]
+        nearest = [by_leaf[n] for n in difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)]
     return f": did you mean {nearest[0]!r}?" if nearest else ""
 
 
@@ -352,24 +352,28 @@ def expand_path(text: str | os.PathLike[str]) -> Path:
 def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Call ``main(argv)`` and exit with its code; a ``UsageError`` becomes its text and exit code 2.
 
-    Launchers turn a child's 2 into 1, so the text says which it was. Before the processes know of each other
-    all of them meet the same error, and one a host prints it; afterwards each prints its own.
+    Launchers turn a child's 2 into 1, so the text says which it was. Before the processes know of each other all of
+    them meet the same error, and torchrun ends all when the first leaves: one a host is heard first, the others wait.
     """
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         code = main(sys.argv[1:])
     except UsageError as error:
-        rank = int(os.environ.get("RANK", "0"))
-        if os.environ.get("LOCAL_RANK", "0") == "0" or _processes_are_connected():
-            who = f"[rank {rank}] " if rank else ""
-            print(f"{who}error (wrong usage, exit code 2): {error}", file=sys.stderr)
+        if not first and not _processes_are_connected():
+            time.sleep(SECONDS_TO_BE_HEARD)
+        who = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK", "0") != "0" else ""
+        print(f"{who}error (wrong usage, exit code 2): {error}", file=sys.stderr, flush=True)
         code = 2
     except SystemExit as left:  # tyro's and argparse's own: 2 for a flag, 0 after --help
         if not isinstance(left.code, int):
             raise
         code = left.code
+        if code and not first:
+            time.sleep(SECONDS_TO_BE_HEARD)
     _leave(int(code or 0))
 
 
+SECONDS_TO_BE_HEARD = 5
 EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
 """Where a worker tells ``accel-train launch`` its exit code, which torchrun would turn into 1."""
 
@@ -377,21 +381,17 @@ EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
 def _leave(code: int) -> NoReturn:
     """Exit; several CPU processes leave at once, without tearing torch down.
 
-    gloo's threads race with the interpreter's end and abort now and then ("terminate called without an active
-    exception", torch 2.13), which would turn a finished run into a failed one.
+    gloo's threads race with the interpreter's end and abort now and then (torch 2.13), which would fail a finished run.
     """
     if code and (path := os.environ.get(EXIT_CODE_VARIABLE)):
         Path(path).write_text(str(code))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "torch" in sys.modules and not _has_device():
+    torch = sys.modules.get("torch")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch is not None and not torch.accelerator.is_available():
         os._exit(code)
     raise SystemExit(code)
-
-
-def _has_device() -> bool:
-    return bool(sys.modules["torch"].accelerator.is_available())
 
 
 def _processes_are_connected() -> bool:

@@ -137,6 +137,7 @@ def main(argv):
         seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         print(f"rank {{accelerator.process_index}} of {{accelerator.num_processes}}: {{seconds:g}} s, "
               f"DeepSpeed {{os.environ['DEEPSPEED_TIMEOUT']}} min", flush=True)
+        accelerator.wait_for_everyone()  # one that leaves first would cut the connection of the other
         return 0
     if argv[0] == "wait":
         import signal, time

@@ -81,7 +81,8 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 def peak_of(device: torch.device, precision: str) -> float | None:
     """`peak_flops` of the device at hand, None for a CPU or an unknown one."""
-    return peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+    known = device.type == "cuda" and torch.cuda.is_available()
+    return peak_flops(torch.cuda.get_device_name(device), precision) if known else None
 
 
 def mfu(flops_per_second: float, peak: float | None) -> float | None:
