@@ -48,6 +48,8 @@ class Requested:
     strategy: str | None
     """'fsdp' or 'deepspeed' as the launcher's environment says, else None."""
     rehearsal: bool
+    threads_unasked: bool = False
+    """The number of CPU threads is `accelerate launch`'s own default: one per physical core, often half of what is there."""
 
 
 def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequence[str]]) -> Requested:
@@ -67,6 +69,7 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
         num_processes=_asked_processes(override, machine),
         strategy=_asked_strategy(environment),
         rehearsal=bool(environment.get(REHEARSAL_VARIABLE)),
+        threads_unasked=flags is not None and flags.get("num_cpu_threads_per_process") is None,
     )
 
 
