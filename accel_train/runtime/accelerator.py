@@ -92,9 +92,10 @@ def _silence_known_warnings() -> None:
 
 
 def _use_every_core() -> None:
-    """One CPU process under `accelerate launch`: 1.7 times faster here than the launcher's default of physical cores.
+    """One CPU process under `accelerate launch`, whose default is one thread per physical core.
 
-    A number that was asked for, by flag or by OMP_NUM_THREADS before the launch, is left alone.
+    On two hyperthreads the demo makes 346 samples a second instead of 190. A number that was asked for, by flag or by
+    OMP_NUM_THREADS before the launch, is left alone.
     """
     launcher = psutil.Process().parent()
     try:

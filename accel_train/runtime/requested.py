@@ -49,7 +49,7 @@ class Requested:
     """'fsdp' or 'deepspeed' as the launcher's environment says, else None."""
     rehearsal: bool
     threads_unasked: bool = False
-    """The number of CPU threads is `accelerate launch`'s own default: one per physical core, often half of what is there."""
+    """The number of CPU threads is `accelerate launch`'s own default, physical cores: often half of what is there."""
 
 
 def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequence[str]]) -> Requested:
