@@ -627,9 +627,10 @@ def test_our_launcher_answers_before_it_starts_anything(
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        filled = row.argv.format(str(here), recipe=RECIPE, presets=PRESETS, port=taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        filled = [word.format(str(here), recipe=RECIPE, presets=PRESETS, port=port) for word in row.argv.split()]
         with pytest.raises(UsageError) as caught:
-            cli._main(filled.split())
+            cli._main(filled)
     assert re.search(row.says, plain(str(caught.value))), str(caught.value)
 
 
