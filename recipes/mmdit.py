@@ -22,14 +22,15 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import rng
+from accel_train.checkpoints import hub_options, policy, restore, state
 from accel_train.checkpoints import run as runs
-from accel_train.checkpoints import state
 from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, load_config, run_main, to_tree
 from accel_train.data import heldout, loader, prepare, sampler
 from accel_train.diffusion import latents, masked_text, modes, text_latent, timesteps
 from accel_train.metrics import logs, recorder, records, report, samples, throughput, trackers
 from accel_train.models import flops, mmdit
 from accel_train.runtime import accelerator as machine
+from accel_train.runtime import signals
 from accel_train.training import accumulation, ema, optimizers, schedules, shards
 
 logger = logging.getLogger("recipes.mmdit")
@@ -56,8 +57,9 @@ class Config:
     """Of the computation; weights, optimizer and average stay fp32."""
     sync: accumulation.SyncPolicy = "auto"
     """When gradients are reduced: on the last micro-batch, on every one, or as the strategy does best."""
-    resume: runs.Resume = "auto"
-    """auto resumes what is in output_dir, else starts; must requires it; never refuses a used directory."""
+    resume: str = "auto"
+    """auto resumes what is in output_dir, else starts; must requires it; never refuses a used directory; the path of
+    a checkpoint or hub:org/name@step starts a new directory from there."""
     allow: tuple[str, ...] = ()
     """Options that may differ from the saved experiment when resuming, on purpose."""
     overwrite: bool = False
@@ -77,7 +79,8 @@ class Config:
     schedule: schedules.ScheduleConfig = field(default_factory=schedules.ScheduleConfig)
     ema: ema.EmaConfig = field(default_factory=ema.EmaConfig)
     loader: loader.LoaderConfig = field(default_factory=loader.LoaderConfig)
-    checkpoints: state.CheckpointConfig = field(default_factory=state.CheckpointConfig)
+    checkpoints: policy.CheckpointConfig = field(default_factory=policy.CheckpointConfig)
+    hub: hub_options.HubConfig = field(default_factory=hub_options.HubConfig)
     log: recorder.LogConfig = field(default_factory=recorder.LogConfig)
     evaluation: text_latent.EvaluationConfig = field(default_factory=text_latent.EvaluationConfig)
 
@@ -136,9 +139,9 @@ def loss_sums(config: Config, model: nn.Module, inputs: accumulation.Batch, mask
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
-    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: prepare.PreparedData
+    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: prepare.PreparedData, step: int
 ) -> dict[str, float]:
-    """Held-out figures and samples.md, with the averaged weights; the same on any number of processes. All ranks."""
+    """Held-out figures, samples.md and the report, with the averaged weights; the same on any layout. All ranks."""
     options, device = config.evaluation, accelerator.device
     rank, world_size = accelerator.process_index, accelerator.num_processes
     both = text_latent.BothWays(model, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent)
@@ -156,11 +159,12 @@ def evaluate(
         samples.write_samples(expand_path(config.output_dir), data.heldout.texts, texts, data.nearest_texts(sampled))
     figures = text_latent.figures_from_sums(sums, options.timesteps)
     logs.info(logger, *text_latent.summary(figures))
+    report.write_report(accelerator, expand_path(config.output_dir), step, figures)
     return figures
 
 
 # ------------------------------------------------------------------------------------------------------------ main
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     """Every process runs it. Raises ``UsageError`` (exit code 2) before anything is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
     trackers.resolve_trackers(config.log.trackers)
@@ -186,37 +190,36 @@ def main(argv: Sequence[str]) -> None:
     logs.info(logger, *data.notices, *uneven, *floor, run.decision)
     if run.start_step >= max_steps and not config.evaluate_only:
         logs.info(logger, f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on")
-        logs.info(logger, "no evaluation.json there? --evaluate_only writes it")
-        return
+        return 0
 
     torch.manual_seed(config.seed)  # the same initial weights on every process
     shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape)
     model: nn.Module = mmdit.MultimodalMMDiT(shape)
-    state.load_initial_weights(model, run)
+    restore.load_initial_weights(model, run)
     optimizer, reason = optimizers.build_optimizer(model, config.optimizer, device, modes.freezable(config.modes))
     masters = shards.exact_masters(model, config.precision)
     model, optimizer = accelerator.prepare(model, optimizer)
     weights = shards.Shards(model, optimizer, masters)
     average = ema.Ema(config.ema, weights)
-    if run.checkpoint is not None:
-        state.restore(run.checkpoint, accelerator, weights, average)
+    restore.restore(run, accelerator, weights, average)
     wrapped = machine.verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
     logs.info(logger, wrapped, reason, accumulation.resolve_sync(config.sync, accelerator)[1])
     if config.evaluate_only:
-        figures = evaluate(config, accelerator, model, average, data)
-        report.write_report(accelerator, run.directory, run.start_step, figures)
-        return
+        evaluate(config, accelerator, model, average, data, run.start_step)
+        return 0
 
     def write_extras(directory: Path) -> None:
         """What sampling from the checkpoint needs beside the weights."""
         records.write_json(directory / "config.json", to_tree(shape))
         data.assets.save(directory / "assets")
 
-    saver = state.Saver(accelerator, run, weights, average, config.checkpoints, write_extras)
     first, tree = run.start_step, to_tree(config)
     facts = {"run_id": run.run_id, "strategy": machine.strategy_of(accelerator)}
     log = recorder.Recorder(
         accelerator, run.directory, config.log, max_steps=max_steps, start_step=first, config=tree, facts=facts
+    )
+    saver = state.Saver(
+        accelerator, run, average, config.checkpoints, config.hub, write_extras, epoch=order.epoch, on_commit=log.saved
     )
     cut = sampler.Cut(rank, world_size, config.micro_batch_size)
     steps = loader.iterate_steps(
@@ -225,7 +228,8 @@ def main(argv: Sequence[str]) -> None:
     rates = throughput.Throughput(device, world_size=world_size, precision=config.precision)
     batch_size = config.global_batch_size
     step_flops = 3 * batch_size * flops.flops_per_sample(shape, config.data.max_length, shape.max_latent_length)
-    with log, closing(steps):
+    stop, done = False, first
+    with log, closing(steps), saver:
         for batches in steps:
             step, done = batches.step, batches.step + 1
             mode = modes.mode_of_step(config.modes, config.seed, step)
@@ -255,16 +259,22 @@ def main(argv: Sequence[str]) -> None:
                 log.train(
                     done, result.fields() | rates.read() | {"lr": lr, "epoch": epoch, "global_batch_size": batch_size}
                 )
-            if saver.due(done, max_steps):
+            stop, figures = saver.boundary(done), dict[str, float]()  # asked to stop: all processes, at one step
+            if config.evaluation.due(done, max_steps) and not stop:
                 with rates.pause():
-                    log.record("checkpoint", {"path": saver.save(done).path}, step=done)
-            if config.evaluation.due(done, max_steps):
-                with rates.pause():
-                    figures = evaluate(config, accelerator, model, average, data)
+                    figures = evaluate(config, accelerator, model, average, data, done)
                     log.evaluation(done, figures)
-                    report.write_report(accelerator, run.directory, done, figures)
-    logs.info(logger, f"finished: {run.directory} holds the checkpoint, evaluation.json, curves.png and samples.md")
+            if stop or saver.due(done, max_steps):
+                with rates.pause():
+                    saver.save(done, figures)
+            if stop:
+                break
     accelerator.end_training()
+    if stop:
+        logs.info(logger, f"stopped at step {done} of {max_steps} and saved; start again to go on (exit code 75)")
+        return signals.EXIT_PREEMPTED
+    logs.info(logger, f"finished: {run.directory} holds the checkpoint, evaluation.json, curves.png and samples.md")
+    return 0
 
 
 if __name__ == "__main__":

@@ -70,25 +70,6 @@ def test_order_is_by_step_and_not_by_time(tmp_path: Path) -> None:
     assert [s for s, _ in commit.committed(tmp_path)] == [20, 900, 1000, 100_000_000]
 
 
-@pytest.mark.parametrize(
-    ("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4]), (5, [1, 2, 3, 4]), (9, [1, 2, 3, 4])]
-)
-def test_the_last_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
-    for step in (1, 2, 3, 4):
-        make(tmp_path, step)
-    commit.retain(tmp_path, keep, newest=4)
-    assert [s for s, _ in commit.committed(tmp_path)] == left
-    assert len(list(tmp_path.iterdir())) == len(left)
-
-
-def test_a_damaged_future_takes_no_place(tmp_path: Path) -> None:
-    """Gone back to 200 because 300 was damaged, then 250 was saved: 250 is what must stay."""
-    for step in (200, 300, 250):
-        make(tmp_path, step)
-    commit.retain(tmp_path, 1, newest=250)
-    assert [s for s, _ in commit.committed(tmp_path)] == [250]
-
-
 def test_only_dead_processes_of_this_host_are_swept(tmp_path: Path) -> None:
     dead = tmp_path / f".tmp-checkpoint_00000001-{socket.gethostname()}-{_dead_pid()}-abc"
     alive = tmp_path / commit.temporary_name(2, "def")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+from accel_train.checkpoints import failpoints
 
 SCHEMA = 1
 NAME = re.compile(r"checkpoint_(\d{8,})")
@@ -85,13 +85,25 @@ def seal_file(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": digest}
 
 
+def to_json(value: Any) -> str:
+    """JSON as people read it."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write readable JSON and flush it to the disk."""
-    with path.open("w") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
+    with path.open("w", encoding="utf-8") as file:
+        file.write(to_json(value))
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Write readable JSON under a name that at every instant holds the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_json(temporary, value)
+    temporary.replace(path)
+    fsync_directory(path.parent)
 
 
 def fsync_directory(path: Path) -> None:
@@ -105,13 +117,23 @@ def fsync_directory(path: Path) -> None:
 
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest and give the directory its final name. One process, after every file is sealed."""
-    write_json(temporary / "manifest.json", manifest)
+    failpoints.hit("before_manifest")
+    text = to_json(manifest)
+    with (temporary / "manifest.json").open("w", encoding="utf-8") as file:
+        file.write(text[: len(text) // 2])
+        file.flush()
+        failpoints.hit("mid_manifest")
+        file.write(text[len(text) // 2 :])
+        file.flush()
+        os.fsync(file.fileno())
     for folder in {p.parent for p in temporary.rglob("*")} | {temporary}:
         fsync_directory(folder)
     if final.exists():
         # The same step again, after an older attempt was found damaged: never mix the two.
         remove(final)
+    failpoints.hit("before_rename")
     os.rename(temporary, final)
+    failpoints.hit("after_rename")
     fsync_directory(final.parent)
 
 
@@ -148,30 +170,19 @@ def _compare_files(path: Path, files: Mapping[str, Any]) -> None:
             raise ValueError(f"{path}: {name} has changed since it was written (sha256 differs)")
 
 
-def newest_verified(directory: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that verifies, and the reasons why newer ones do not."""
+def newest_verified(directory: Path, *, with_state: bool = False) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that verifies (``with_state``: and can be resumed), and why newer ones are passed over."""
     reasons: list[str] = []
     for _, path in reversed(committed(directory)):
         try:
-            return verify(path), reasons
+            found = verify(path)
         except ValueError as error:
             reasons.append(str(error))
+            continue
+        if not with_state or found.manifest.get("state", True):
+            return found, reasons
+        reasons.append(f"{path}: weights without optimizer state; --init_from starts a new run from it")
     return None, reasons
-
-
-def retain(directory: Path, keep_last: int, newest: int) -> list[Path]:
-    """Delete all but the last ``keep_last`` checkpoints (0 keeps all); returns what went. One process.
-
-    Called after step ``newest`` was committed, so that none goes before its successor exists. Later steps than that
-    are of a future that the run has gone back from, because they did not verify: they go, and take no place.
-    """
-    steps = committed(directory)
-    past = [path for step, path in steps if step <= newest]
-    removed = [path for step, path in steps if step > newest]
-    removed += past[: max(0, len(past) - keep_last)] if keep_last > 0 else []
-    for path in removed:
-        remove(path)
-    return removed
 
 
 def remove(path: Path) -> None:
@@ -179,6 +190,7 @@ def remove(path: Path) -> None:
     match = NAME.fullmatch(path.name)
     trash = path.with_name(temporary_name(int(match.group(1)) if match else 0, new_nonce(), "trash"))
     os.rename(path, trash)
+    failpoints.hit("before_rmtree")
     shutil.rmtree(trash)
 
 
@@ -187,6 +199,8 @@ def sweep(directory: Path) -> list[Path]:
 
     Another host's leftovers stay: whether its process lives cannot be seen from here.
     """
+    import psutil  # here, because the writer process takes the rest of this module and should start at once
+
     swept: list[Path] = []
     for path in directory.glob(".t*-checkpoint_*") if directory.is_dir() else []:
         match = TEMPORARY.fullmatch(path.name)

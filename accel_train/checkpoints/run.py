@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import socket
@@ -12,16 +13,19 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from accel_train.checkpoints import commit
+from accel_train.checkpoints import commit, fetch, hub_options
 from accel_train.checkpoints.commit import Checkpoint
+from accel_train.checkpoints.fetch import CheckpointsUnusableError
 from accel_train.config import UsageError, expand_path, experiment_tree, flatten, write_config
 
-Resume = Literal["auto", "must", "never"]
+LOADING_FILE = "loading.json"
+LOADING_ATTEMPTS = 3
+"""A checkpoint under which the process died this often while loading is set aside."""
 
 FREE_TO_CHANGE = (
     "output_dir",
@@ -33,17 +37,20 @@ FREE_TO_CHANGE = (
     "loader",
     "log",
     "checkpoints",
+    "hub",
     "evaluation",
     "data.cache_dir",
     "data.encoder_batch_size",
 )
 """Options (or groups) that do not change the trajectory, or only prolong it. All others are the experiment."""
 
-OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "evaluation.json", "curves.png", "samples.md")
+POLICIES = ("auto", "must", "never")
+"""What ``resume`` may be beside the place of a checkpoint."""
+
+OWN_FILES = (LOADING_FILE, "run.json", "config.yaml", "metrics.jsonl", "evaluation.json", "curves.png", "samples.md")
 
 
-class CheckpointsUnusableError(RuntimeError):
-    """Checkpoints exist and none verifies: the run stops, because starting again would hide the loss."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -58,6 +65,8 @@ class Run:
     """Whether it starts or resumes, and why: for the log."""
     saved: Mapping[str, Any]
     """``run.json`` as it stands."""
+    timeout_seconds: float = 1800.0
+    """How long a process waits for the others when it saves: ``collective_timeout_seconds`` of the config."""
     initial_weights: Path | None = None
     """Where ``init_from`` has its weights; the same on every rank."""
     _lock: Any = field(default=None, repr=False)
@@ -66,6 +75,25 @@ class Run:
         """Give the directory free before the process ends."""
         if self._lock is not None:
             self._lock.close()
+
+    def begin_loading(self) -> None:
+        """Note, on the main process, that the checkpoint is being loaded: a crash that repeats is then seen."""
+        if self._lock is not None and self.checkpoint is not None:
+            attempts = _loading_attempts(self.directory, self.checkpoint) + 1
+            note = {"checkpoint": self.checkpoint.path.name, "attempts": attempts}
+            commit.replace_json(self.directory / LOADING_FILE, note)
+
+    def end_loading(self) -> None:
+        """It is loaded, or was refused with a reason."""
+        if self._lock is not None:
+            (self.directory / LOADING_FILE).unlink(missing_ok=True)
+
+    def restore_directory(self) -> None:
+        """Make the directory again if somebody deleted it while the run went on. Main process; raises ``OSError``."""
+        if not (self.directory / "run.json").exists() or not self.checkpoints.is_dir():
+            logger.warning("%s or part of it was deleted while the run went on; it is made again", self.directory)
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            commit.replace_json(self.directory / "run.json", dict(self.saved))
 
     @property
     def checkpoints(self) -> Path:
@@ -92,7 +120,8 @@ def open_run(
 ) -> Run:
     """Open ``config.output_dir`` and decide between a start and a resume. All ranks must call it.
 
-    ``config`` has ``output_dir``, ``resume``, ``allow`` and ``overwrite``. ``resolved`` are values derived at the
+    ``config`` has ``output_dir``, ``resume``, ``allow`` and ``overwrite``, and may have ``hub``, whose repository is
+    checked here, and ``collective_timeout_seconds``. ``resolved`` are values derived at the
     first start that later starts keep, such as ``schedule.decay_steps``; where the config leaves such an option at
     None, the saved value counts. Raises ``UsageError`` for a directory that cannot be used or that belongs to
     another experiment (naming both values), ``CheckpointsUnusableError`` if checkpoints exist and none verifies.
@@ -104,7 +133,9 @@ def open_run(
     lock: Any = None
     if accelerator.is_main_process:
         try:
-            weights, notes = find_weights(getattr(config, "init_from", None))
+            if (hub_config := getattr(config, "hub", None)) is not None:
+                hub_options.check_repository(hub_config)
+            weights, notes = fetch.find_weights(getattr(config, "init_from", None))
             if config.overwrite and weights is not None and weights.is_relative_to(directory):
                 raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
             lock = _prepare_directory(directory, overwrite=config.overwrite)
@@ -119,7 +150,8 @@ def open_run(
     if "error" in opened:
         raise (UsageError if opened["kind"] == "UsageError" else CheckpointsUnusableError)(opened["error"])
     _check_shared(directory, accelerator)
-    return Run(directory=directory, **opened, _lock=lock)
+    timeout = float(getattr(config, "collective_timeout_seconds", 1800))
+    return Run(directory=directory, timeout_seconds=timeout, **opened, _lock=lock)
 
 
 def _prepare_directory(directory: Path, overwrite: bool) -> Any:
@@ -178,13 +210,8 @@ def _decide(
             raise UsageError(
                 f"{asked}, but {directory} holds no run; give the --output_dir of one that has a checkpoint"
             )
-        saved = _new_run(directory, config, experiment, resolved)
-        return {
-            "run_id": saved["run_id"],
-            "checkpoint": None,
-            "saved": saved,
-            "decision": f"fresh start in {directory}",
-        }
+        free = (*FREE_TO_CHANGE, *free_to_change)
+        return _start(config, directory, experiment, resolved, free)
     if config.resume == "never":
         raise UsageError(
             f"resume: never, but {directory} is already used; give another --output_dir, or --overwrite to delete "
@@ -192,7 +219,9 @@ def _decide(
         )
     saved = _read_run(directory)
     refuse_changes(saved, experiment, config.allow, (*FREE_TO_CHANGE, *free_to_change), directory)
-    checkpoint, reasons = commit.newest_verified(directory / "checkpoints")
+    if config.resume not in POLICIES:
+        _refuse_another_origin(config.resume, saved, directory)
+    checkpoint, reasons = _newest_loadable(directory)
     if checkpoint is None and reasons:
         raise CheckpointsUnusableError(
             f"{directory}: checkpoints exist and none can be loaded; training does not start again by itself:\n  "
@@ -209,26 +238,58 @@ def _decide(
     return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
 
 
-def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
-    """Where ``init_from`` has its weights, and what to say of it: a run's newest verified checkpoint, else itself.
+def _start(
+    config: Any, directory: Path, experiment: dict[str, Any], resolved: dict[str, Any], free: Sequence[str]
+) -> dict[str, Any]:
+    """An unused directory: from nothing, or from a checkpoint that ``resume`` names."""
+    checkpoint, origin = None, None
+    if config.resume not in POLICIES:
+        origin = str(config.resume)
+        checkpoint = fetch.fetch(origin, directory / "checkpoints")  # raises before anything else is written
+        resolved = dict(checkpoint.manifest.get("resolved", resolved))
+        there = {"experiment": checkpoint.manifest["experiment"], "resolved": resolved}
+        try:
+            refuse_changes(there, experiment, config.allow, free, checkpoint.path)
+        except UsageError:
+            commit.remove(checkpoint.path)
+            raise
+    saved = _new_run(directory, config, experiment, resolved, origin)
+    decision = f"fresh start in {directory}"
+    if checkpoint is not None:
+        decision = f"fresh start in {directory} from step {checkpoint.step} of {origin}"
+    return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
 
-    Said before a model is built, with what was found instead.
-    """
-    if init_from is None:
-        return None, []
-    source = expand_path(init_from)
-    newest, reasons = commit.newest_verified(source / "checkpoints")
-    if newest is None and reasons:
-        raise CheckpointsUnusableError(f"init_from: no checkpoint of {source} verifies:\n  " + "\n  ".join(reasons))
-    source = newest.path if newest is not None else source
-    if any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json")):
-        return source, [f"weights of {source}", *(f"refused: {reason}" for reason in reasons)]
-    found = f"holds {', '.join(sorted(p.name for p in source.iterdir())[:6]) or 'nothing'}" if source.is_dir() else ""
-    found = found or ("is a file" if source.exists() else "does not exist")
+
+def _refuse_another_origin(resume: str, saved: Mapping[str, Any], directory: Path) -> None:
+    """The same command again, after a crash, goes on; a used directory takes no other checkpoint."""
+    newest = max(commit.committed(directory / "checkpoints"), default=(0, None))[1]
+    if resume == saved.get("origin") or (newest is not None and fetch.names(resume, newest)):
+        return
     raise UsageError(
-        f"init_from: {source} {found}; a directory with model.safetensors, or a run with a checkpoint, is required; "
-        "correct --init_from or leave it out"
+        f"resume: {resume}, but {directory} already holds a run whose newest checkpoint is "
+        f"{newest.name if newest else 'none'}; give an unused --output_dir, or --resume auto to go on here"
     )
+
+
+def _newest_loadable(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest verified checkpoint that has not been the end of several starts; those are set aside as ``.bad``."""
+    checkpoint, reasons = commit.newest_verified(directory / "checkpoints", with_state=True)
+    if checkpoint is None or _loading_attempts(directory, checkpoint) < LOADING_ATTEMPTS:
+        return checkpoint, reasons
+    aside = checkpoint.path.with_name(f"{checkpoint.path.name}.bad")
+    os.rename(checkpoint.path, aside)
+    (directory / LOADING_FILE).unlink()
+    reason = f"{aside}: {LOADING_ATTEMPTS} starts ended while it was being loaded; it is set aside"
+    checkpoint, more = _newest_loadable(directory)
+    return checkpoint, [reason, *reasons, *more]
+
+
+def _loading_attempts(directory: Path, checkpoint: Checkpoint) -> int:
+    try:
+        note: Any = json.loads((directory / LOADING_FILE).read_text())
+        return int(note["attempts"]) if note["checkpoint"] == checkpoint.path.name else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def refuse_changes(
@@ -258,17 +319,21 @@ def refuse_changes(
         )
 
 
-def _new_run(directory: Path, config: Any, experiment: Mapping[str, Any], resolved: dict[str, Any]) -> dict[str, Any]:
-    saved = {
+def _new_run(
+    directory: Path, config: Any, experiment: Mapping[str, Any], resolved: dict[str, Any], origin: str | None
+) -> dict[str, Any]:
+    saved: dict[str, Any] = {
         "schema": commit.SCHEMA,
         "run_id": uuid.uuid4().hex[:12],
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "experiment": dict(experiment),
         "resolved": resolved,
     }
+    if origin is not None:
+        saved["origin"] = origin
     (directory / "checkpoints").mkdir(exist_ok=True)
     write_config(config, directory / "config.yaml")
-    commit.write_json(directory / "run.json", saved)
+    commit.replace_json(directory / "run.json", saved)
     return saved
 
 
@@ -277,9 +342,7 @@ def _renew_run(directory: Path, config: Any, saved: Mapping[str, Any], experimen
     given = {key: experiment[key] for key in saved["resolved"] if experiment.get(key) is not None}
     renewed = dict(saved) | {"experiment": dict(experiment), "resolved": saved["resolved"] | given}
     write_config(config, directory / "config.yaml")
-    temporary = directory / ".run.json.tmp"
-    commit.write_json(temporary, renewed)
-    temporary.replace(directory / "run.json")
+    commit.replace_json(directory / "run.json", renewed)
     return renewed
 
 

@@ -1,59 +1,39 @@
-"""What a checkpoint holds, the same under every strategy: plain names, fp32, safetensors and JSON.
+"""Saving: what a checkpoint holds, the same under every strategy, and when it is written, kept and given up.
 
-Whole tensors are gathered one at a time and each belongs to one rank, which writes it: no rank ever holds the
-whole optimizer. Reading is the reverse, tensor by tensor, cut to this rank's part.
+Plain names, fp32, safetensors and JSON. ``Saver.save`` returns after the snapshot; a writer process writes, hashes and
+flushes it behind the loop, and the ranks agree at a later step boundary that it is whole. Collectives stay on the
+main thread.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import random
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 from accel_train import __version__
-from accel_train.checkpoints import commit
+from accel_train.checkpoints import commit, failpoints, policy, snapshot
+from accel_train.checkpoints.background import Writer
 from accel_train.checkpoints.commit import Checkpoint, CheckpointWriteError
+from accel_train.checkpoints.hub import HubConfig, Pusher
+from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
-from accel_train.config import NonNegativeInt, UsageError
 from accel_train.runtime.accelerator import strategy_of
+from accel_train.runtime.signals import Agreement, StopRequests
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
 
 logger = logging.getLogger(__name__)
-
-SHARD_BYTES = 2_000_000_000
-"""Largest file; above it a tensor collection is split, with an index beside it as the Hub expects."""
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When training state is saved and how many saves are kept."""
-
-    save_every: NonNegativeInt = 0
-    """Optimizer steps between saves; 0 saves only at the end."""
-    keep_last: NonNegativeInt = 3
-    """Newest checkpoints kept; older ones go after a newer one is committed. 0 keeps all."""
-
-
-@dataclass(frozen=True)
-class TensorFile:
-    """One file of a split collection: its name, its owner and its tensors in order."""
-
-    name: str
-    owner: int
-    tensors: tuple[str, ...]
 
 
 def layout_of(accelerator: Accelerator) -> dict[str, Any]:
@@ -67,317 +47,348 @@ def layout_of(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def plan_files(stem: str, sizes: Mapping[str, int], world_size: int, spread: bool = False) -> list[TensorFile]:
-    """Split a collection into files of at most ``SHARD_BYTES``, owned by the ranks in turn.
+@dataclass
+class _Pending:
+    """A save that is not committed yet. The same on every rank but for what its writer says."""
 
-    ``spread`` makes at least one file a rank, so that the writing is shared even where one file would hold all.
-    """
-    limit = SHARD_BYTES
-    if spread:
-        limit = min(limit, max(1, -(-sum(sizes.values()) // world_size)))
-    parts: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if parts[-1] and filled + size > limit:
-            parts.append([])
-            filled = 0
-        parts[-1].append(name)
-        filled += size
-    if len(parts) == 1:
-        return [TensorFile(f"{stem}.safetensors", 0, tuple(parts[0]))]
-    return [
-        TensorFile(f"{stem}-{i + 1:05d}-of-{len(parts):05d}.safetensors", i % world_size, tuple(part))
-        for i, part in enumerate(parts)
-    ]
+    number: int
+    step: int
+    temporary: Path
+    manifest: dict[str, Any]
+    began: float
+    needed_bytes: int
+    committing: bool = False
+    answer: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
 class Saver:
-    """Saves one run. Built on every rank; ``write_extras`` is called on the main process with the new directory and
-    writes what sampling needs (``config.json``, ``assets/``)."""
+    """Saves one run. Built and called on every rank, at the same steps; a context manager that finishes what is begun.
 
-    accelerator: Accelerator
-    run: Run
-    shards: Shards
-    ema: Ema
-    config: CheckpointConfig
-    write_extras: Callable[[Path], None]
+    ``write_extras`` is called on the main process with the new directory and writes what sampling needs
+    (``config.json``, files below ``assets/``). ``on_commit`` is called on the main process with every committed
+    checkpoint, and the pusher takes it for the Hub. ``epoch`` gives the passes over the data after a number of steps.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        run: Run,
+        average: Ema,
+        config: CheckpointConfig,
+        hub_config: HubConfig,
+        write_extras: Callable[[Path], None],
+        *,
+        epoch: Callable[[int], float],
+        on_commit: Callable[[Checkpoint], None] = lambda _: None,
+    ) -> None:
+        self._accelerator, self._run, self._config = accelerator, run, config
+        self._shards = average.view
+        self._average = average if average.config.decay > 0 else None
+        self._write_extras, self._epoch, self._on_commit = write_extras, epoch, on_commit
+        self._rank, self._main = accelerator.process_index, accelerator.is_main_process
+        self._agreement = Agreement(accelerator, 5, run.timeout_seconds)
+        self._pusher = Pusher(
+            run.directory,
+            hub_config,
+            is_main=self._main,
+            best_metric=config.best_metric,
+            best_mode=config.best_mode,
+        )
+        if run.checkpoint is not None:
+            self._pusher.offer(run.checkpoint)  # the process may have died between its commit and its offer
+        self._requests = StopRequests(run.directory, main=self._main)
+        self._writer: Writer | None = None
+        self._snapshot: tuple[list[str], snapshot.Plan, snapshot.Snapshot] | None = None
+        self._pending: _Pending | None = None
+        self._number = self._written = self._committed = self._failed = 0
+        self._saved_step = run.start_step if run.checkpoint is not None else -1
+        self._clock_due = self._save_by_clock = self._ending = self._stopping = False
+        self._last_save = time.monotonic()
+        self._extents: list[Any] | None = None
+        policy.warn_about_grace(run.checkpoint, config, self._main)
+
+    # ------------------------------------------------------------------------------------------------ the loop's calls
+    def boundary(self, step: int) -> bool:
+        """After every step, on every rank: whether to save and stop now. Never waits for the device.
+
+        What the processes tell each other is read one step later: requests to stop, the clock, and how the write goes.
+        Commits a finished write; raises ``CheckpointWriteError`` on every rank for a failed one.
+        """
+        self._take_answer(wait=False)
+        if self._main and self._config.save_every_minutes > 0:
+            due = time.monotonic() - self._last_save >= 60 * self._config.save_every_minutes
+            self._clock_due = self._clock_due or due
+        mine = [self._requests.requested, -self._written, self._failed, self._committed, self._clock_due]
+        stop, written, failed, committed, clock = self._agreement.exchange([int(v) for v in mine])
+        self._stopping = stop > 0
+        self._save_by_clock = clock > 0
+        pending = self._pending
+        if pending is not None and pending.number in (failed, committed if pending.committing else -written):
+            self._advance()
+        if self._stopping and self._main:
+            logger.info("asked to stop (%s): saving after step %d", self._requests.reason or "another process", step)
+        return self._stopping
 
     def due(self, step: int, max_steps: int) -> bool:
-        """Whether to save after ``step`` steps: a function of the step, so the same on every rank."""
-        return step == max_steps or (self.config.save_every > 0 and step % self.config.save_every == 0)
+        """Whether to save after ``step`` steps. The same on every rank; call it after ``boundary``."""
+        return step == max_steps or self._save_by_clock or policy.due(self._config, step, self._epoch)
 
-    def save(self, step: int) -> Checkpoint:
-        """Write and commit the state after ``step`` steps, then let old checkpoints go. All ranks, same step."""
-        experiment = dict(self.run.saved["experiment"])
-        facts = {
-            "run_id": self.run.run_id,
-            "samples_seen": step * int(experiment.get("global_batch_size", 0)),
-            "layout": layout_of(self.accelerator),
-            "experiment": experiment,
-        }
-        average = self.ema if self.ema.config.decay > 0 else None
-        directory = self.run.checkpoints
-        saved = save_checkpoint(self.accelerator, directory, step, self.shards, average, facts, self.write_extras)
-        if self.accelerator.is_main_process:
-            try:
-                commit.retain(directory, self.config.keep_last, step)
-            except OSError as error:  # the new checkpoint is committed; what could not go now goes next time
-                logger.warning("an old checkpoint in %s could not be deleted: %s", directory, error)
-        return saved
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Take a snapshot of the state after ``step`` steps and hand it to the writer. All ranks, same step.
 
-
-def save_checkpoint(
-    accelerator: Accelerator,
-    directory: Path,
-    step: int,
-    shards: Shards,
-    ema: Ema | None,
-    facts: Mapping[str, Any],
-    write_extras: Callable[[Path], None],
-) -> Checkpoint:
-    """Write, hash and commit ``directory/checkpoint_<step>``. All ranks must call it, at the same step.
-
-    ``facts`` go into the manifest. Returns when it is committed. Raises ``CheckpointWriteError`` on every rank if
-    any rank could not write its part.
-    """
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    temporary = directory / str(_agree(accelerator, commit.temporary_name(step, commit.new_nonce())))
-    written: dict[str, dict[str, Any]] = {}
-    error: str | None = None
-    try:
-        if rank == 0:
-            (temporary / "optimizer").mkdir(parents=True)
-            (temporary / "assets").mkdir()
-            write_extras(temporary)
-    except Exception as caught:  # the recipe's own code: whatever it raises, the other ranks must hear of it
-        error = commit.describe_write_error(caught, directory, _bytes_needed(shards))
-    _raise_together(accelerator, error, temporary)
-
-    error = None
-    for file, tensors in _gather_files(shards, ema, step, rank, world_size):
-        if error is not None:  # the other ranks still need this rank in their gathers
-            continue
-        try:
-            path = temporary / file.name
-            save_file(tensors, path, metadata={"format": "pt"})
-            written[file.name] = commit.seal_file(path)
-        except Exception as caught:  # safetensors raises a type of its own; the others wait for this rank's word
-            error = commit.describe_write_error(caught, directory, _bytes_needed(shards))
-    random_state = _random_state(accelerator)
-    try:
-        if rank == 0 and error is None:
-            _write_small_files(temporary, step, shards, ema, world_size, random_state)
-            small = [
-                p
-                for p in temporary.rglob("*")
-                if (p.is_file() and p.suffix != ".safetensors") or _is_extra(p, temporary)
-            ]
-            written |= {p.relative_to(temporary).as_posix(): commit.seal_file(p) for p in small}
-    except Exception as caught:
-        error = commit.describe_write_error(caught, directory, _bytes_needed(shards))
-    _raise_together(accelerator, error, temporary)
-
-    files = {k: v for part in _exchange(accelerator, written) for k, v in part.items()}
-    manifest = {
-        "schema": commit.SCHEMA,
-        "accel_train": __version__,
-        "step": step,
-        "world_size": world_size,
-        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **facts,
-        "files": dict(sorted(files.items())),
-    }
-    final = directory / commit.checkpoint_name(step)
-    try:
-        if rank == 0:
-            commit.commit(temporary, final, manifest)
-    except OSError as caught:
-        error = commit.describe_write_error(caught, directory, commit.total_size(files.values()))
-    _raise_together(accelerator, error, temporary)
-    return Checkpoint(final, step, manifest)
-
-
-def _is_extra(path: Path, temporary: Path) -> bool:
-    """Files that ``write_extras`` put into subdirectories, tensors among them."""
-    return path.is_file() and path.parent.relative_to(temporary).parts[:1] == ("assets",)
-
-
-def _gather_files(
-    shards: Shards, ema: Ema | None, step: int, rank: int, world_size: int
-) -> Iterator[tuple[TensorFile, dict[str, Tensor]]]:
-    """Gather every collection file by file; yields those that this rank owns. A collective throughout."""
-    sizes = {name: shards.shape(name).numel() * 4 for name in shards.parameters}
-    collections: list[tuple[list[TensorFile], Callable[[str], Tensor]]] = [
-        (plan_files("model", sizes, world_size), lambda n: shards.full(n, shards.master(n)))
-    ]
-    if ema is not None:
-        collections.append((plan_files("ema", sizes, world_size), lambda n: shards.full(n, ema.shards[n])))
-    for key in shards.state_keys() if step > 0 else []:
-        read = _state_reader(shards, key)
-        collections.append((plan_files(f"optimizer/{key}", sizes, world_size, spread=True), read))
-    for files, read in collections:
-        for file in files:
-            kept: dict[str, Tensor] = {}
-            for name in file.tensors:
-                whole = read(name)
-                if file.owner == rank:
-                    kept[name] = whole.detach().to("cpu", torch.float32, copy=True).contiguous()
-            if file.owner == rank:
-                yield file, kept
-
-
-def _state_reader(shards: Shards, key: str) -> Callable[[str], Tensor]:
-    return lambda name: shards.full(name, shards.state(name, key))
-
-
-def _write_small_files(
-    temporary: Path, step: int, shards: Shards, ema: Ema | None, world_size: int, random_state: Sequence[Any]
-) -> None:
-    sizes = {name: shards.shape(name).numel() * 4 for name in shards.parameters}
-    stems = {"model": "model", "ema": "ema"} if ema is not None else {"model": "model"}
-    for stem in stems:
-        files = plan_files(stem, sizes, world_size)
-        if len(files) > 1:  # the Hub's own index format
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": _weight_map(files)}
-            commit.write_json(temporary / f"{stem}.safetensors.index.json", index)
-    keys = shards.state_keys() if step > 0 else []
-    state = {key: _weight_map(plan_files(f"optimizer/{key}", sizes, world_size, spread=True)) for key in keys}
-    commit.write_json(temporary / "optimizer" / "index.json", {"step": step, "state": state})
-    commit.write_json(temporary / "trainer_state.json", {"step": step, "random_state": list(random_state)})
-
-
-def _weight_map(files: Sequence[TensorFile]) -> dict[str, str]:
-    return {name: file.name for file in files for name in file.tensors}
-
-
-def load_initial_weights(model: nn.Module, run: Run) -> None:
-    """Weights before ``prepare``: of the checkpoint to resume, else of ``init_from``, else those it has. Every rank."""
-    if (directory := run.checkpoint.path if run.checkpoint is not None else run.initial_weights) is not None:
-        load_weights_from(directory, "model", model)
-
-
-def load_weights_from(directory: Path, stem: str, model: nn.Module) -> None:
-    """Load ``stem.safetensors`` (or its indexed shards) of ``directory``; raises ``UsageError`` on a mismatch."""
-    index = directory / f"{stem}.safetensors.index.json"
-    names = [f"{stem}.safetensors"]
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    if any(Path(name).name != name for name in names):
-        raise UsageError(f"{index}: names files outside its directory; it was not written by accel_train")
-    weights: dict[str, Tensor] = {}
-    for name in names:
-        if not (directory / name).is_file():
-            raise UsageError(f"{directory}: {name} is not there; give a directory that holds {stem}.safetensors")
-        weights |= load_file(directory / name)
-    _refuse_misfit({n: tuple(p.shape) for n, p in model.named_parameters()}, weights, directory)
-    model.load_state_dict(weights)
-
-
-def _refuse_misfit(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor], directory: Path) -> None:
-    found = {name: tuple(t.shape) for name, t in weights.items()}
-    differences = [
-        f"{name}: {found.get(name)} in the file, {expected.get(name)} in the model"
-        for name in sorted(found.keys() | expected.keys())
-        if found.get(name) != expected.get(name)
-    ]
-    if differences:
-        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise UsageError(
-            f"{directory}: the weights do not fit this model: {'; '.join(differences[:3])}{more}; give the model "
-            "options and the data that they were trained with"
+        The save before is finished first. ``metrics`` go into the manifest, for ``keep_best``. Raises
+        ``CheckpointWriteError`` on every rank if any rank could not begin, or if the save before failed.
+        """
+        self.finish()
+        if step == self._saved_step:
+            return
+        began = time.monotonic()
+        self._clock_due = self._save_by_clock = False
+        keys = self._shards.state_keys() if step > 0 and self._config.save_state else []
+        collections = self._collections(keys)
+        planned, taken = self._prepare(keys, collections)
+        temporary, extras = self._begin(step, sum(planned.sizes))
+        taken.take()
+        failpoints.hit("after_snapshot", self._rank)
+        texts = self._texts(step, planned, keys)
+        self._number += 1
+        manifest = self._manifest(step, metrics or {})
+        self._pending = _Pending(self._number, step, temporary, manifest, began, sum(planned.sizes))
+        assert self._writer is not None
+        self._writer.submit(
+            {
+                "do": "write",
+                "rank": self._rank,
+                "directory": str(temporary),
+                "files": _files(planned, collections, self._shards, self._rank),
+                "texts": texts if self._main else {},
+                "extras": extras,
+                "needed_bytes": self._pending.needed_bytes,
+            }
         )
+        self._saved_step, self._last_save = step, time.monotonic()
+        if not self._config.asynchronous:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the save that is under way is committed. All ranks. Raises as ``boundary`` does."""
+        while self._pending is not None:
+            self._take_answer(wait=True)
+            self._advance()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        """Finish, unless an error leads out: then other ranks may be anywhere, and nothing collective is safe."""
+        self._ending = True
+        alone = self._accelerator.num_processes == 1
+        try:
+            if kind is None or (alone and kind is not CheckpointWriteError):
+                self.finish()
+            if kind is None:
+                self._agreement.close()
+                self._pusher.finish(preempted=self._stopping)
+        finally:
+            self._pusher.close()
+            if self._pending is not None and self._main:
+                shutil.rmtree(self._pending.temporary, ignore_errors=True)
+            self._requests.close()
+            if self._writer is not None:
+                self._writer.close(kill=self._pending is not None)
+
+    # ------------------------------------------------------------------------------------------------------- beginning
+    def _collections(self, keys: Sequence[str]) -> list[snapshot.Collection]:
+        """What there is to save: the weights, the average, the optimizer's state, exact copies of what is rounded."""
+        shards, average, precision = self._shards, self._average, self._config.save_precision
+        kinds = [snapshot.Collection("model", shards.master, precision)]
+        if average is not None:
+            kinds.append(snapshot.Collection("ema", average.shards.__getitem__, precision))
+        kinds += [snapshot.Collection(f"optimizer/{k}", _state_reader(shards, k), spread=True) for k in keys]
+        if precision != "fp32" and self._config.save_state:
+            kinds.append(snapshot.Collection("optimizer/master", shards.master, spread=True))
+            if average is not None:
+                kinds.append(snapshot.Collection("optimizer/master_ema", average.shards.__getitem__, spread=True))
+        return kinds
+
+    def _prepare(
+        self, keys: list[str], collections: Sequence[snapshot.Collection]
+    ) -> tuple[snapshot.Plan, snapshot.Snapshot]:
+        """Plan and buffers, made at the first save and again when the optimizer's state has appeared."""
+        if self._snapshot is not None and self._snapshot[0] == keys and self._writer is not None:
+            return self._snapshot[1:]
+        if self._extents is None and not self._shards.replicated:
+            self._extents = self._agreement.gather({n: self._shards.extent(n) for n in self._shards.parameters})
+        elements = {n: self._shards.shape(n).numel() for n in self._shards.parameters}
+        planned = snapshot.plan(collections, elements, self._accelerator.num_processes)
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = Writer(planned.sizes[self._rank])
+        taken = snapshot.Snapshot(planned, collections, self._writer.buffer, self._extents, self._rank)
+        self._snapshot = (keys, planned, taken)
+        return planned, taken
+
+    def _begin(self, step: int, needed_bytes: int) -> tuple[Path, list[str]]:
+        """Agree on the temporary directory, which the main process makes and gives its extra files."""
+        directory = self._run.checkpoints
+        begun: dict[str, Any] = {}
+        if self._main:
+            temporary = directory / commit.temporary_name(step, commit.new_nonce())
+            try:
+                self._run.restore_directory()
+                for folder in ("optimizer", "assets"):
+                    (temporary / folder).mkdir(parents=True)
+                failpoints.hit("after_mkdir")
+                self._write_extras(temporary)
+                extras = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+                begun = {"temporary": temporary, "extras": extras}
+            except Exception as error:  # the recipe's own code: whatever it raises, the others must hear of it
+                shutil.rmtree(temporary, ignore_errors=True)
+                begun = {"error": commit.describe_write_error(error, directory, needed_bytes)}
+        begun = next(b for b in self._agreement.gather(begun) if b)
+        if "error" in begun:
+            raise CheckpointWriteError(f"rank 0: {begun['error']}")
+        return begun["temporary"], begun["extras"] if self._main else []
+
+    def _texts(self, step: int, planned: snapshot.Plan, keys: Sequence[str]) -> dict[str, str]:
+        """The small JSON files, as text."""
+        texts: dict[str, Any] = {}
+        for stem in ("model", "ema"):
+            files = planned.files(stem)
+            if len(set(files.values())) > 1:  # the Hub's own index format
+                total = sum(t.bytes for t in planned.tensors if t.file in set(files.values()))
+                texts[f"{stem}.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": files}
+        random_states = self._agreement.gather(_random_state())
+        if self._config.save_state:
+            stems = dict.fromkeys(t.file.removesuffix(".safetensors").split("-")[0] for t in planned.tensors)
+            state = {s.removeprefix("optimizer/"): planned.files(s) for s in stems if s.startswith("optimizer/")}
+            texts["optimizer/index.json"] = {"step": step, "state": state}
+            texts["trainer_state.json"] = {"step": step, "random_state": random_states}
+        return {name: commit.to_json(value) for name, value in texts.items()}
+
+    def _manifest(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        experiment = dict(self._run.saved["experiment"])
+        return {
+            "schema": commit.SCHEMA,
+            "accel_train": __version__,
+            "run_id": self._run.run_id,
+            "step": step,
+            "samples_seen": step * int(experiment.get("global_batch_size", 0)),
+            "epoch": self._epoch(step),
+            "state": self._config.save_state,
+            "world_size": self._accelerator.num_processes,
+            "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "layout": layout_of(self._accelerator),
+            "experiment": experiment,
+            "resolved": dict(self._run.saved.get("resolved", {})),
+            "metrics": {k: float(v) for k, v in metrics.items() if math.isfinite(v)},
+        }
+
+    # ------------------------------------------------------------------------------------------------------- finishing
+    def _take_answer(self, *, wait: bool) -> None:
+        """Take the writer's answer, if there is one, and note it for the other ranks."""
+        pending = self._pending
+        if pending is None or pending.answer is not None or self._writer is None or not self._writer.busy:
+            return
+        pending.answer = self._writer.answer(wait=wait)
+        if pending.answer is None:
+            return
+        if "error" in pending.answer:
+            self._failed = pending.number
+        elif pending.committing:
+            self._committed = pending.number
+        else:
+            self._written = pending.number
+
+    def _advance(self) -> None:
+        """Every rank, once all have finished writing, or the main process has committed, or one has failed."""
+        pending = self._pending
+        assert pending is not None
+        self._take_answer(wait=True)
+        answers = self._agreement.gather(pending.answer)
+        errors = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
+        if errors:
+            self._give_up("; ".join(errors))
+        elif pending.committing:
+            self._acknowledge(answers[0])
+        else:
+            self._commit(pending, {k: v for a in answers for k, v in a["files"].items()})
+
+    def _commit(self, pending: _Pending, files: Mapping[str, Any]) -> None:
+        """Have the main process's writer commit and let old checkpoints go."""
+        pending.manifest["seconds"] = round(time.monotonic() - pending.began, 3)
+        pending.manifest["files"] = dict(sorted(files.items()))
+        pending.committing, pending.answer = True, None
+        if self._main:
+            assert self._writer is not None
+            self._writer.submit(
+                {
+                    "do": "commit",
+                    "temporary": str(pending.temporary),
+                    "final": str(self._run.checkpoints / commit.checkpoint_name(pending.step)),
+                    "manifest": pending.manifest,
+                    "keep": asdict(self._config),
+                    "queue": str(self._run.directory / "hub" / "queue"),
+                    "needed_bytes": pending.needed_bytes,
+                }
+            )
+
+    def _acknowledge(self, answer: Mapping[str, Any]) -> None:
+        pending = self._pending
+        assert pending is not None
+        self._pending = None
+        for problem in answer["problems"] if self._main else []:
+            logger.warning("an old checkpoint could not be deleted: %s", problem)
+        if self._main:
+            saved = Checkpoint(
+                self._run.checkpoints / commit.checkpoint_name(pending.step), pending.step, pending.manifest
+            )
+            logger.info("saved %s in %.1f s", saved.path, pending.manifest["seconds"])
+            self._on_commit(saved)
+            self._pusher.offer(saved)
+
+    def _give_up(self, reason: str) -> None:
+        """A save has failed, on every rank: leave nothing of it, and stop or warn."""
+        pending = self._pending
+        assert pending is not None
+        self._pending = None
+        if self._saved_step == pending.step:
+            self._saved_step = -1
+        if self._writer is not None and self._writer.broken:
+            self._writer.close(kill=True)
+            self._writer = self._snapshot = None
+        if self._main:
+            shutil.rmtree(pending.temporary, ignore_errors=True)
+        if self._config.on_error == "stop" or self._ending:
+            raise CheckpointWriteError(reason)
+        logger.warning("checkpoint of step %d was not saved; training goes on: %s", pending.step, reason)
 
 
-def _has_index(checkpoint: Checkpoint, stem: str) -> bool:
-    return checkpoint.file(f"{stem}.safetensors.index.json").exists()
+def _files(
+    planned: snapshot.Plan, collections: Sequence[snapshot.Collection], shards: Shards, rank: int
+) -> list[dict[str, Any]]:
+    """This rank's files as its writer wants them: where each starts in the buffer, and its tensors in order."""
+    files: dict[str, dict[str, Any]] = {}
+    for tensor in (t for t in planned.tensors if t.owner == rank):
+        entry = {
+            "name": tensor.name,
+            "dtype": snapshot.DTYPES[collections[tensor.collection].precision][1],
+            "shape": list(shards.shape(tensor.name)),
+            "bytes": tensor.bytes,
+        }
+        file = files.setdefault(tensor.file, {"name": tensor.file, "start": tensor.start, "tensors": []})
+        file["tensors"].append(entry)
+    return list(files.values())
 
 
-def restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, ema: Ema | None) -> int:
-    """Restore masters, optimizer and average after ``prepare``; returns the number of steps done. All ranks.
-
-    The weights themselves must be in the model before ``prepare`` (``load_initial_weights``); the fp32 masters are set
-    again here because ZeRO makes its own from already rounded weights. Random states come last.
-    """
-    for name, whole in _whole_tensors(checkpoint, "model", shards):
-        shards.master(name).copy_(shards.cut(name, whole))
-    index = checkpoint.json("optimizer/index.json")
-    if index["state"]:
-        shards.create_state()
-        for key, weight_map in index["state"].items():
-            for name, whole in _read(checkpoint, weight_map):
-                state = shards.state(name, key)
-                state.copy_(shards.cut(name, whole))
-        shards.set_step(int(index["step"]))
-    if ema is not None:
-        stem = "ema" if checkpoint.file("ema.safetensors").exists() or _has_index(checkpoint, "ema") else "model"
-        for name, whole in _whole_tensors(checkpoint, stem, shards):
-            ema.shards[name].copy_(shards.cut(name, whole))
-    _restore_random_state(checkpoint.json("trainer_state.json")["random_state"], accelerator)
-    saved, now = checkpoint.manifest.get("layout", {}), layout_of(accelerator)
-    changed = [f"{key} {saved.get(key)} -> {now[key]}" for key in now if saved.get(key) != now[key]]
-    if changed:
-        logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
-    else:
-        logger.info("bit-exact: the same layout as when it was saved")
-    return checkpoint.step
+def _state_reader(shards: Shards, key: str) -> Callable[[str], torch.Tensor]:
+    return lambda name: shards.state(name, key)
 
 
-def _whole_tensors(checkpoint: Checkpoint, stem: str, shards: Shards) -> Iterator[tuple[str, Tensor]]:
-    if _has_index(checkpoint, stem):
-        return _read(checkpoint, checkpoint.json(f"{stem}.safetensors.index.json")["weight_map"])
-    return _read(checkpoint, dict.fromkeys(shards.parameters, f"{stem}.safetensors"))
-
-
-def _read(checkpoint: Checkpoint, weight_map: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a collection, one at a time, each file opened once."""
-    for file in dict.fromkeys(weight_map.values()):
-        with safe_open(checkpoint.file(file), framework="pt") as opened:
-            for name in (n for n, f in weight_map.items() if f == file):
-                yield name, opened.get_tensor(name)
-
-
-def _random_state(accelerator: Accelerator) -> list[Any]:
-    """torch's and Python's generators of every rank, as JSON. Training itself draws from neither."""
+def _random_state() -> dict[str, Any]:
+    """torch's and Python's generators of this rank, as JSON. Training itself draws from neither."""
     version, internal, gauss = random.getstate()
     mine = {"torch": torch.get_rng_state().numpy().tobytes().hex(), "python": [version, list(internal), gauss]}
     if torch.cuda.is_available():
         mine["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
-    return _exchange(accelerator, mine)
-
-
-def _restore_random_state(states: Sequence[Any], accelerator: Accelerator) -> None:
-    if len(states) != accelerator.num_processes:
-        return  # another number of processes: there is no state to give back, and the loop draws from none
-    mine = states[accelerator.process_index]
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(mine["torch"]), dtype=torch.uint8))
-    version, internal, gauss = mine["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if "cuda" in mine and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(mine["cuda"]), dtype=torch.uint8))
-
-
-def _agree(accelerator: Accelerator, value: Any) -> Any:
-    """The main process's value, on every rank."""
-    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
-
-
-def _exchange(accelerator: Accelerator, value: Any) -> list[Any]:
-    """Every rank's value, in rank order, on every rank."""
-    return gather_object([value]) if accelerator.num_processes > 1 else [value]
-
-
-def _raise_together(accelerator: Accelerator, error: str | None, temporary: Path) -> None:
-    """If any rank failed, all raise the same error, and nothing unfinished stays."""
-    errors = _exchange(accelerator, error)
-    if not any(errors):
-        return
-    if accelerator.is_main_process:
-        import shutil
-
-        shutil.rmtree(temporary, ignore_errors=True)
-    raise CheckpointWriteError("; ".join(f"rank {rank}: {e}" for rank, e in enumerate(errors) if e))
-
-
-def _bytes_needed(shards: Shards) -> int:
-    return 4 * 4 * sum(shards.shape(name).numel() for name in shards.parameters)
+    return mine

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from accel_train.config import PositiveInt
 from accel_train.metrics.environment import describe_environment
@@ -44,6 +44,15 @@ class LogConfig:
 
     progress_bar: Literal["auto", "on", "off"] = "auto"
     """auto: a bar on a terminal, one plain line per log point elsewhere. on: always the bar. off: lines."""
+
+
+class Saved(Protocol):
+    """What is recorded of a checkpoint."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def step(self) -> int: ...
 
 
 class Recorder:
@@ -117,6 +126,10 @@ class Recorder:
             self._trackers.log({f"evaluation/{k}": v for k, v in values.items()}, step)
             numbers = [f"{k} {v:.4g}" for k, v in values.items() if isinstance(v, (int, float))]
             logger.info("evaluation at step %d: %s", step, "  ".join(numbers))
+
+    def saved(self, checkpoint: Saved) -> None:
+        """A committed checkpoint: ``on_commit`` of the saver."""
+        self.record("checkpoint", {"path": checkpoint.path}, step=checkpoint.step)
 
     def record(self, event: str, fields: Mapping[str, object] = NOTHING, *, step: int | None = None) -> None:
         """Any event of the schema (``EVENTS``), to the file alone."""

@@ -29,14 +29,15 @@ class Ema:
 
     def __init__(self, config: EmaConfig, shards: Shards) -> None:
         self.config = config
-        self._view = shards
+        self.view = shards
+        """The parameters that are averaged, with their optimizer's state."""
         self.shards = {name: shards.master(name).float().clone() for name in shards.parameters}
 
     def update(self, step: int) -> None:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
         if self.config.decay == 0:
             return
-        masters = [self._view.master(name) for name in self.shards]
+        masters = [self.view.master(name) for name in self.shards]
         lerp = torch._foreach_lerp_  # pyright: ignore[reportPrivateUsage]
         lerp(list(self.shards.values()), masters, 1 - decay_at(self.config.decay, step))
 
@@ -46,12 +47,12 @@ class Ema:
         if self.config.decay == 0:
             yield
             return
-        trained = {name: self._view.master(name).clone() for name in self.shards}
-        self._view.show(self.shards)
+        trained = {name: self.view.master(name).clone() for name in self.shards}
+        self.view.show(self.shards)
         try:
             yield
         finally:
-            self._view.show(trained)
+            self.view.show(trained)
 
 
 def decay_at(decay: float, step: int) -> float:

@@ -84,6 +84,24 @@ class Shards:
             return [k for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape]
         return []
 
+    def extent(self, name: str) -> tuple[int, int]:
+        """Where this rank's shard lies in the flattened whole: its first element and their number. No communication.
+
+        Every strategy here cuts a parameter into one contiguous run a rank; ZeRO-3's padding is not counted.
+        """
+        parameter: Any = self.parameters[name]
+        if self._kind == "whole":
+            return 0, parameter.numel()
+        if self._kind == "dtensor":
+            return _dtensor_extent(parameter)
+        if self._kind == "zero3":
+            length = parameter.ds_tensor.numel()
+            start = min(length * dist.get_rank(), parameter.ds_numel)
+            return start, min(length, parameter.ds_numel - start)
+        if (mapping := parameter._hp_mapping) is None:
+            return 0, 0
+        return mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+
     def full(self, name: str, shard: Tensor) -> Tensor:
         """The whole tensor from the ranks' shards. A collective unless ``replicated``: all ranks, same order."""
         parameter: Any = self.parameters[name]
@@ -233,6 +251,22 @@ def plain_module(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def _dtensor_extent(parameter: DTensor) -> tuple[int, int]:
+    """FSDP2 cuts the first dimension as ``torch.chunk`` does; a dimension of the mesh that replicates cuts nothing."""
+    rows, start = parameter.shape[0] if parameter.ndim else 1, 0
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None, "this process is outside the mesh of its own parameter"
+    for position, (size, placement) in enumerate(zip(parameter.device_mesh.shape, parameter.placements, strict=True)):
+        if placement.is_replicate():
+            continue
+        assert placement.is_shard(0), f"{placement} is not FSDP2's own way to cut"
+        chunk = -(-rows // size)
+        offset = min(chunk * coordinate[position], rows)
+        start, rows = start + offset, min(chunk, rows - offset)
+    stride = parameter.shape[1:].numel()
+    return start * stride, rows * stride
 
 
 def _all_gather(output: Tensor, piece: Tensor) -> None:

@@ -1,0 +1,81 @@
+"""The trainer's side of the writer process: memory that both see, jobs sent, answers taken when they are there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import accel_train
+
+Json = dict[str, Any]
+
+
+class Writer:
+    """One writer process and the memory for its snapshots, allocated once and used again for every save.
+
+    The memory is anonymous (``memfd_create``): it needs no room in ``/dev/shm``, which containers keep small, and
+    is gone with the processes however they end.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        memory = os.memfd_create("accel_train_snapshot")
+        ours, theirs = socket.socketpair()
+        try:
+            os.truncate(memory, max(size, 1))
+            self.buffer = mmap.mmap(memory, max(size, 1))
+            arguments = [theirs.fileno(), memory, max(size, 1), os.getpid()]
+            package = str(Path(accel_train.__file__).parents[1])
+            search = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "accel_train.checkpoints.writer", *map(str, arguments)],
+                pass_fds=(theirs.fileno(), memory),
+                env=os.environ | {"PYTHONPATH": search},
+            )
+        finally:
+            os.close(memory)
+            theirs.close()
+        self._connection = Connection(ours.detach())
+        self._busy = False
+        self.broken = False
+        """The process has ended by itself; make another."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job has been given whose answer has not been taken."""
+        return self._busy
+
+    def submit(self, job: Mapping[str, Any]) -> None:
+        """Give it a job. One at a time."""
+        assert not self._busy, "the answer to the last job has not been taken"
+        self._busy = True
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # then the answer says so
+            self._connection.send_bytes(json.dumps(job).encode())
+
+    def answer(self, *, wait: bool) -> Json | None:
+        """The answer to the job, or None while there is none and ``wait`` is False. ``error`` is in it if it failed."""
+        if not wait and not self._connection.poll():
+            return None
+        try:
+            answer: Json = json.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.broken = True
+            answer = {"error": f"the writer process ended by itself (code {self._process.wait()})"}
+        self._busy = False
+        return answer
+
+    def close(self, *, kill: bool = False) -> None:
+        """End it, at once with ``kill``. The buffer stays mapped for as long as a tensor looks into it."""
+        self._connection.close()
+        if kill:
+            self._process.kill()
+        self._process.wait()

@@ -1,0 +1,109 @@
+"""Bring a checkpoint from elsewhere into a run's directory: from a path, or from the Hub."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from accel_train.checkpoints import commit
+from accel_train.checkpoints.commit import Checkpoint
+from accel_train.config import UsageError, expand_path
+
+HUB = "hub:"
+
+
+class CheckpointsUnusableError(RuntimeError):
+    """Checkpoints exist and none verifies: the run stops, because starting again would hide the loss."""
+
+
+def fetch(place: str, directory: Path) -> Checkpoint:
+    """Copy the checkpoint that ``place`` names below ``directory`` and verify the copy; main process only.
+
+    ``place`` is the path of a checkpoint or of a run (its newest one that can be resumed), or ``hub:org/name@step``.
+    Raises ``UsageError`` naming what was found instead.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if place.startswith(HUB):
+            from accel_train.checkpoints import hub
+
+            found = commit.verify(hub.download(place.removeprefix(HUB), directory))
+        else:
+            found = _copy(_find(place), directory)
+    except UsageError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointsUnusableError(f"resume: {place} could not be brought here: {error}") from error
+    if not found.manifest.get("state", True):
+        commit.remove(found.path)
+        raise UsageError(
+            f"resume: {place} holds weights without optimizer state, so a run cannot go on from it; --init_from starts "
+            "a new run with these weights"
+        )
+    return found
+
+
+def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
+    """Where ``init_from`` has its weights, and what to say of it: a run's newest verified checkpoint, else itself.
+
+    Said before a model is built, with what was found instead.
+    """
+    if init_from is None:
+        return None, []
+    source = expand_path(init_from)
+    newest, reasons = commit.newest_verified(source / "checkpoints")
+    if newest is None and reasons:
+        raise CheckpointsUnusableError(f"init_from: no checkpoint of {source} verifies:\n  " + "\n  ".join(reasons))
+    source = newest.path if newest is not None else source
+    if any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json")):
+        return source, [f"weights of {source}", *(f"refused: {reason}" for reason in reasons)]
+    found = f"holds {', '.join(sorted(p.name for p in source.iterdir())[:6]) or 'nothing'}" if source.is_dir() else ""
+    found = found or ("is a file" if source.exists() else "does not exist")
+    raise UsageError(
+        f"init_from: {source} {found}; a directory with model.safetensors, or a run with a checkpoint, is required; "
+        "correct --init_from or leave it out"
+    )
+
+
+def names(place: str, checkpoint: Path) -> bool:
+    """Whether ``place`` is the path of this very checkpoint."""
+    return not place.startswith(HUB) and expand_path(place).resolve() == checkpoint.resolve()
+
+
+def _find(place: str) -> Checkpoint:
+    path = expand_path(place)
+    newest, reasons = commit.newest_verified(path / "checkpoints", with_state=True)
+    if newest is not None:
+        return newest
+    if reasons:
+        raise UsageError(f"resume: no checkpoint of {path} can be resumed:\n  " + "\n  ".join(reasons))
+    if path.name.startswith(".tmp-"):
+        raise UsageError(f"resume: {path} is a save that was never finished; name a checkpoint_ directory beside it")
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise UsageError(
+            f"resume: {place!r} is none of auto, must, never, and {path} {what}; give one of these, the directory of a "
+            "checkpoint or run, or hub:org/name@step"
+        )
+    try:
+        return commit.verify(path)
+    except ValueError as error:
+        held = ", ".join(sorted(p.name for p in path.iterdir())[:6]) or "nothing"
+        raise UsageError(f"resume: {error} (it holds {held}); name a checkpoint_ directory or a run") from None
+
+
+def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
+    temporary = directory / commit.temporary_name(source.step, commit.new_nonce())
+    shutil.copytree(source.path, temporary)
+    for path in temporary.rglob("*"):
+        if path.is_file():
+            commit.seal_file(path)
+    final = directory / commit.checkpoint_name(source.step)
+    os.rename(temporary, final)
+    commit.fsync_directory(directory)
+    try:
+        return commit.verify(final)
+    except ValueError:
+        commit.remove(final)
+        raise

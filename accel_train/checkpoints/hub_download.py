@@ -1,0 +1,147 @@
+"""A checkpoint back from the Hub: downloaded beside its place, verified, then given its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from accel_train.checkpoints import commit
+from accel_train.checkpoints.hub_errors import HubError, describe
+from accel_train.checkpoints.hub_repository import hub_api, limited_silence, revision_name
+from accel_train.checkpoints.hub_worker import backoff_seconds
+from accel_train.config import UsageError
+
+T = TypeVar("T")
+
+SPEC = re.compile(r"(?:hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+ATTEMPTS = 5
+"""Tries of one file beyond those of ``huggingface_hub`` itself."""
+
+
+def download(spec: str, directory: Path) -> Path:
+    """Download a pushed checkpoint into ``directory``; returns its path there, ``checkpoint_<step>``. One process.
+
+    ``spec`` is ``org/name@1200`` or ``org/name@step-00001200`` (a step), ``org/name@REVISION`` (any branch, tag or
+    commit) or ``org/name`` (main, the newest). It may begin with ``hub:``. Takes what the manifest lists, into a
+    temporary directory that gets its name only after every sha256 is right. What is there already is kept if it is
+    the same, and refused if it is another. Raises ``UsageError`` for what can be put right, else ``HubError``.
+    """
+    match = SPEC.fullmatch(spec.strip())
+    if match is None:
+        raise UsageError(
+            f"hub checkpoint: {spec!r} is not ORGANISATION/NAME or ORGANISATION/NAME@STEP; write it as in "
+            "hub:org/name@1200"
+        )
+    asked = match["revision"]
+    revision = revision_name(int(asked)) if asked and asked.isdigit() else asked
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / commit.temporary_name(0, commit.new_nonce())
+    try:
+        with limited_silence(60.0):
+            _fetch(match["repo"], revision, temporary)
+        return _settle(temporary, directory, spec)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _fetch(repo: str, revision: str | None, temporary: Path) -> None:
+    """Every file that the manifest lists, of one commit: a push meanwhile cannot mix two checkpoints."""
+    oid = _resolve(repo, revision)
+    api = hub_api()
+
+    def get(name: str) -> Path:
+        return Path(_persist(lambda: api.hf_hub_download(repo, name, revision=oid, local_dir=temporary), repo))
+
+    try:
+        manifest: Any = json.loads(get("manifest.json").read_text(encoding="utf-8"))
+        names = [str(name) for name in manifest["files"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise UsageError(f"{repo} at {revision or 'main'}: manifest.json cannot be read ({error})") from None
+    for name in names:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise UsageError(f"{repo}: its manifest names {name!r}, outside the checkpoint; it is not one of ours")
+        get(name)
+    shutil.rmtree(temporary / ".cache", ignore_errors=True)  # bookkeeping of huggingface_hub
+
+
+def _resolve(repo: str, revision: str | None) -> str:
+    """The commit that a revision stands for now."""
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    api = hub_api()
+    try:
+        info = _persist(lambda: api.repo_info(repo, revision=revision), repo)
+    except RevisionNotFoundError:
+        refs = _persist(lambda: api.list_repo_refs(repo), repo)
+        names = sorted({ref.name for ref in (*refs.branches, *refs.tags)})
+        more = f"{len(names) - 12} older and " if len(names) > 12 else ""
+        raise UsageError(
+            f"hub checkpoint: {repo} has no revision {revision}; it has {more}{', '.join(names[-12:])}; "
+            "name one of them, or none for the newest"
+        ) from None
+    return str(info.sha)
+
+
+def _persist(call: Callable[[], T], repo: str) -> T:
+    """Call until it succeeds; network trouble is tried again for a while. Raises as ``download`` says."""
+    from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
+
+    failures = 0
+    while True:
+        try:
+            return call()
+        except RevisionNotFoundError:
+            raise
+        except Exception as error:
+            failures += 1
+            problem = describe(error)
+            if isinstance(error, RemoteEntryNotFoundError):
+                raise UsageError(
+                    f"hub checkpoint: {repo} lacks a file of a checkpoint ({problem.reason}); it was not pushed by "
+                    "accel_train, or only in part; for plain weights use --init_from"
+                ) from None
+            if problem.status in (401, 403, 404):
+                raise UsageError(f"hub checkpoint: {repo} cannot be read: {problem.reason}") from None
+            if not problem.retry or failures >= ATTEMPTS:
+                raise HubError(f"{repo} could not be downloaded: {problem.reason}") from error
+            time.sleep(backoff_seconds(failures, problem))
+
+
+def _settle(temporary: Path, directory: Path, spec: str) -> Path:
+    """Verify, flush, and give it its final name."""
+    try:
+        checkpoint = commit.verify(temporary)
+    except ValueError as error:
+        raise HubError(f"{spec} does not verify after the download: {error}") from None
+    final = directory / commit.checkpoint_name(checkpoint.step)
+    if final.exists():
+        return _same_or_refuse(final, checkpoint, spec)
+    for path in temporary.rglob("*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    commit.fsync_directory(temporary)
+    os.rename(temporary, final)
+    commit.fsync_directory(directory)
+    return final
+
+
+def _same_or_refuse(final: Path, wanted: commit.Checkpoint, spec: str) -> Path:
+    try:
+        here = commit.verify(final).manifest["files"]
+    except ValueError as error:
+        raise UsageError(f"hub checkpoint: {spec} cannot replace {final} ({error}); delete that one first") from None
+    if any(here.get(name) != facts for name, facts in wanted.manifest["files"].items()):
+        raise UsageError(
+            f"hub checkpoint: {final} exists and differs from {spec}; give an --output_dir of its own, or leave "
+            "--resume hub: out to go on from what is there"
+        )
+    return final

@@ -1,0 +1,120 @@
+"""When to stop: signals and a ``STOP`` file become one decision that every process takes at the same step.
+
+A handler sets a flag and nothing else. At every step boundary the processes reduce one small vector on the host and
+read it a step late, so nobody waits: the device goes on computing, and all save the same step and leave together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from accel_train.runtime.requested import parent_command_lines
+
+EXIT_PREEMPTED = 75
+"""EX_TEMPFAIL of sysexits.h: saved, start again to go on."""
+STOP_FILE = "STOP"
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAME_REQUEST_SECONDS = 2.0
+"""A terminal and torchrun both pass on one Ctrl-C; what follows that soon is the same request."""
+PR_SET_PDEATHSIG = 1
+LAUNCHERS = ("accelerate", "torchrun", "torch.distributed", "accel-train", "accel_train", "deepspeed")
+"""In the parent's command line: it is a launcher, not a shell that may end while training goes on."""
+
+
+class StopRequests:
+    """Signals and the ``STOP`` file of one process. Build it on the main thread; ``close`` gives the signals back.
+
+    SIGTERM, SIGUSR1 and the first SIGINT ask to save and stop; a second signal ends the process at once. Under a
+    launcher the launcher's death counts as SIGTERM: ``accelerate launch`` passes none on to a single process.
+    """
+
+    def __init__(self, directory: Path, *, main: bool) -> None:
+        self.reason: str | None = None
+        self._since: float | None = None
+        self._file = directory / STOP_FILE if main else None
+        self._looked = 0.0
+        self._before: dict[int, Any] = {number: signal.signal(number, self._on_signal) for number in STOPPING}
+        if any(name in word for word in next(iter(parent_command_lines(1)), []) for name in LAUNCHERS):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._since is not None and now - self._since > SAME_REQUEST_SECONDS:
+            os.write(2, b"second signal: stopping at once; the last committed checkpoint stands\n")
+            os._exit(128 + number)
+        if self._since is None:
+            self._since = now
+            self.reason = signal.Signals(number).name
+
+    @property
+    def requested(self) -> bool:
+        """Whether this process has been asked to stop. Looks for the file once a second, on the main process."""
+        now = time.monotonic()
+        if self.reason is None and self._file is not None and now - self._looked > 1.0:
+            self._looked = now
+            if self._file.exists():
+                self.reason = f"the file {self._file}"
+        return self.reason is not None
+
+    def close(self) -> None:
+        """Give the signals back, and take the ``STOP`` file away if it was obeyed: the next start is to train."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._file is not None and self.reason is not None:
+            self._file.unlink(missing_ok=True)
+
+
+class Agreement:
+    """What all processes know at a step boundary, without waiting for one another. Built on every rank.
+
+    Its messages go over gloo between hosts, never over the device.
+    """
+
+    def __init__(self, accelerator: Accelerator, size: int, timeout_seconds: float) -> None:
+        self._world_size = accelerator.num_processes
+        self._group: Any = None
+        self._pending: tuple[Any, torch.Tensor] | None = None
+        self._size = size
+        if self._world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    def exchange(self, values: Sequence[int]) -> list[int]:
+        """Give this rank's values, get the maxima over all ranks of what they gave at the last call (one process: of
+        these). Every rank, once a step; the first call returns the smallest integers."""
+        assert len(values) == self._size
+        if self._world_size == 1:
+            return list(values)
+        agreed = [torch.iinfo(torch.int64).min] * self._size
+        if self._pending is not None:
+            work, reduced = self._pending
+            work.wait()
+            agreed = reduced.tolist()
+        mine = torch.tensor(list(values), dtype=torch.int64)
+        self._pending = (dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True), mine)
+        return agreed
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank. Waits for all of them."""
+        if self._world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self._world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def close(self) -> None:
+        """Take the last answer, which every rank has been promised."""
+        if self._pending is not None:
+            self._pending[0].wait()
+            self._pending = None

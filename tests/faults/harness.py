@@ -1,0 +1,193 @@
+"""Start small real runs, break them, and look at what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from accel_train.checkpoints import commit, failpoints
+
+ROOT = Path(__file__).parents[2]
+TRAINER = ROOT / "tests" / "faults" / "trainer.py"
+
+
+@dataclass
+class Trainer:
+    """One run under way: its processes, its directory and what it prints."""
+
+    zygote: Zygote
+    pids: list[int]
+    out: Path
+    log: Path
+    codes: dict[int, int] = field(default_factory=dict)
+
+    def poll(self) -> bool:
+        """Whether every process has ended."""
+        for pid in self.pids:
+            if pid not in self.codes and (code := self.zygote.ask({"wait": pid})) is not None:
+                self.codes[pid] = code
+        return len(self.codes) == len(self.pids)
+
+    def wait(self, timeout: float = 60) -> list[int]:
+        """Exit codes in rank order (negative: the signal); kills and fails after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while not self.poll():
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"still running after {timeout} s:\n{self.output()[-3000:]}")
+            time.sleep(0.02)
+        return [self.codes[pid] for pid in self.pids]
+
+    def kill(self, number: int = signal.SIGKILL, rank: int | None = None) -> None:
+        """Send a signal to one rank, or to all."""
+        for pid in self.pids if rank is None else [self.pids[rank]]:
+            if pid not in self.codes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def until(self, path: Path, text: str = "", timeout: float = 30) -> None:
+        """Wait until ``path`` exists and holds ``text``."""
+        deadline = time.monotonic() + timeout
+        while not (path.exists() and (not text or text in path.read_text())):
+            assert time.monotonic() < deadline, f"no {text!r} in {path} after {timeout} s:\n{self.output()[-3000:]}"
+            assert not self.poll(), f"the run ended before {text!r} was in {path}:\n{self.output()[-3000:]}"
+            time.sleep(0.005)
+
+    def until_step(self, step: int, timeout: float = 30) -> None:
+        """Wait until ``step`` optimizer steps are done."""
+        self.until(self.out / "losses.txt", f"\n{step} " if step > 1 else f"{step} ", timeout)
+
+
+class Zygote:
+    """Forks trainers. One a test session; ``close`` it."""
+
+    def __init__(self) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK"))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+        )
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, out: Path, *arguments: str, ranks: int = 1, failpoint: str = "", **env: str) -> Trainer:
+        """Start the toy run in ``out`` on ``ranks`` processes; output goes to a file beside it."""
+        log = out.with_name(f"{out.name}.log")
+        log.unlink(missing_ok=True)
+        variables = {"MASTER_PORT": str(free_port()), failpoints.VARIABLE: failpoint} | env
+        argv = ["--output_dir", str(out), *arguments]
+        pids = self.ask({"argv": argv, "ranks": ranks, "env": variables, "log": str(log)})
+        return Trainer(self, pids, out, log)
+
+    def run(self, out: Path, *arguments: str, timeout: float = 60, **options: Any) -> Trainer:
+        """Start it and wait for its end."""
+        trainer = self.start(out, *arguments, **options)
+        trainer.wait(timeout)
+        return trainer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with self._process:  # closes its pipes
+            self._process.stdin.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def acknowledged(out: Path) -> list[int]:
+    """Steps that the run said were saved."""
+    path = out / "acknowledged.txt"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def losses(out: Path) -> dict[int, str]:
+    """Step -> loss as a hexadecimal float; of a step done twice, the last."""
+    lines = (out / "losses.txt").read_text().splitlines()
+    return {int(step): loss for step, loss in (line.split() for line in lines)}
+
+
+def checkpoints(out: Path) -> list[int]:
+    """Steps of all committed checkpoints; fails if one does not verify."""
+    steps: list[int] = []
+    for step, path in commit.committed(out / "checkpoints"):
+        commit.verify(path)
+        steps.append(step)
+    return steps
+
+
+def debris(out: Path) -> list[str]:
+    """What a save left unfinished."""
+    folder = out / "checkpoints"
+    return sorted(p.name for p in folder.iterdir() if commit.NAME.fullmatch(p.name) is None) if folder.exists() else []
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """sha256 by tensor (name, dtype, shape, bytes), whatever files hold them; JSON state beside them."""
+    found: dict[str, str] = {}
+    for path in sorted(checkpoint.rglob("*.safetensors")):
+        stem = path.relative_to(checkpoint).as_posix().removesuffix(".safetensors")
+        stem = stem.split("-0")[0]
+        for name, tensor in load_file(path).items():
+            text = f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode()
+            found[f"{stem}:{name}"] = hashlib.sha256(text + _bytes(tensor)).hexdigest()
+    found["step"] = str(json.loads((checkpoint / "trainer_state.json").read_text())["step"])
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def first_difference(a: dict[str, str], b: dict[str, str]) -> str | None:
+    """The first key, in order, whose values differ."""
+    return next((key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)), None)
+
+
+def damage(path: Path, *, flip: bool = False, cut: int = 0) -> None:
+    """Flip one bit in the middle of a file, or cut bytes off its end."""
+    data = bytearray(path.read_bytes())
+    if flip:
+        data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data[: len(data) - cut]))
+
+
+def launch(out: Path, *arguments: str, command: Sequence[str] = (sys.executable,), **options: Any) -> Any:
+    """Start the toy run as a person would, through a launcher; a ``Popen`` in its own session."""
+    return subprocess.Popen(
+        [*command, str(TRAINER), "--output_dir", str(out), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | options,
+    )
