@@ -22,6 +22,8 @@ def _main(argv: Sequence[str]) -> int:
 
         print(report())
         return 0
+    if arguments.command == "checkpoints":
+        return _checkpoints(arguments)
     from accel_train.runtime.launch import Launch, launch
 
     request = Launch(
@@ -41,8 +43,37 @@ def _main(argv: Sequence[str]) -> int:
     return launch(request, rehearsal=arguments.command == "rehearse")
 
 
+def _checkpoints(arguments: argparse.Namespace) -> int:
+    """Torch is imported by those alone that read tensors."""
+    place, action = arguments.place, arguments.action
+    if action == "diff":
+        from accel_train.checkpoints.compare import diff
+
+        return diff(place, arguments.other)
+    if action == "convert":
+        from accel_train.checkpoints.convert import convert
+
+        return convert(place, arguments.destination, stem=arguments.stem)
+    if action == "export":
+        from accel_train.checkpoints.export import export
+
+        return export(place, arguments.destination, precision=arguments.precision, source=arguments.weights)
+    from accel_train.checkpoints import commands
+
+    if action == "ls":
+        return commands.ls(place, as_json=arguments.json, quick=arguments.quick)
+    if action == "verify":
+        return commands.verify(place)
+    flags = {k: v for k, v in vars(arguments).items() if k not in ("command", "action", "place", "dry_run")}
+    if action == "prune":
+        return commands.prune(place, dry_run=arguments.dry_run, flags=flags)
+    return commands.push(place, flags)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="accel-train", description="Launch, rehearse and check training recipes.")
+    parser = argparse.ArgumentParser(
+        prog="accel-train", description="Launch, rehearse and check training recipes; look after their checkpoints."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("doctor", help="versions, devices, kernels, and what this machine can run")
@@ -60,7 +91,48 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--main_process_port", type=int, help="port of machine 0")
         command.add_argument("recipe", help="path of the recipe")
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="preset or YAML file, and flags of the recipe")
+    _add_checkpoints(commands.add_parser("checkpoints", help="list, verify, compare, delete, convert, export, push"))
     return parser
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
+
+    def add(name: str, meaning: str, text: str) -> argparse.ArgumentParser:
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("place", metavar=meaning)
+        return action
+
+    ls = add("ls", "RUN_OR_DIRECTORY", "a table: step, age, size, metric, state, whether it verifies and is on the Hub")
+    ls.add_argument("--json", action="store_true", help="everything that is known, for programs")
+    ls.add_argument("--quick", action="store_true", help="compare sizes only, hash nothing")
+    add("verify", "RUN_OR_CHECKPOINT", "hash every file and compare with the manifest; exit code 1 if one is damaged")
+    diff = add("diff", "A", "where two differ and by how much; exit code 1 if they do")
+    diff.add_argument("other", metavar="B", help="like A: run, checkpoint, or any directory with safetensors")
+    _add_prune(add("prune", "RUN", "delete what is not to be kept; options that are not given are those of the run"))
+    convert = add("convert", "SOURCE", "what Accelerator.save_state or save_pretrained wrote, for --init_from")
+    convert.add_argument("destination", metavar="DESTINATION", help="directory to put checkpoint_00000000 into")
+    convert.add_argument("--stem", help="which weights, where there are several: model_1, model.fp16")
+    export = add("export", "RUN_OR_CHECKPOINT", "weights, config.json and assets, for from_pretrained and other tools")
+    export.add_argument("destination", metavar="DESTINATION", help="directory that does not exist or is empty")
+    export.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of what is written")
+    export.add_argument("--weights", choices=("model", "ema"), default="model", help="the weights or their average")
+    push = add("push", "RUN_OR_CHECKPOINT", "push a checkpoint, or what waits in a run, to the Hub; waits for it")
+    push.add_argument("--repo_id", help="ORGANISATION/NAME; hub.repo_id of the run where it is not given")
+    push.add_argument("--include_state", action="store_true", default=None, help="the optimizer state as well")
+    push.add_argument("--revisions", choices=("branch", "tag"), help="what names the step")
+    push.add_argument("--public", dest="private", action="store_false", default=None, help="where it is created")
+    push.add_argument("--finish_minutes", type=float, help="how long network trouble is tried again")
+
+
+def _add_prune(prune: argparse.ArgumentParser) -> None:
+    prune.add_argument("--dry-run", "--dry_run", action="store_true", help="say what would go and why the rest stays")
+    for name in ("keep_last", "keep_best", "keep_every", "keep_window_steps", "keep_state_last"):
+        prune.add_argument(f"--{name}", type=int, help=f"as checkpoints.{name} of a run")
+    prune.add_argument("--keep_window_epochs", type=float, help="as checkpoints.keep_window_epochs of a run")
+    prune.add_argument("--best_metric", help="name of a figure in the manifests")
+    prune.add_argument("--best_mode", choices=("min", "max"), help="whether a smaller or a larger figure is better")
+    prune.add_argument("--pinned", nargs="+", metavar="NAME", help="left alone, beside those that the run pins")
 
 
 if __name__ == "__main__":

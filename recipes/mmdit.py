@@ -266,7 +266,7 @@ def main(argv: Sequence[str]) -> int:
                     log.evaluation(done, figures)
             if stop or saver.due(done, max_steps):
                 with rates.pause():
-                    saver.save(done, figures)
+                    stop = saver.save(done, figures)
             if stop:
                 break
     accelerator.end_training()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import mmap
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -15,8 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import accel_train
+from accel_train.checkpoints.commit import CheckpointWriteError
 
 Json = dict[str, Any]
+
+
+def _allocate(memory: int, size: int) -> None:
+    try:
+        os.truncate(memory, size)
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        raise CheckpointWriteError(
+            f"a snapshot needs {size} bytes of shared memory, which the limit of file sizes (ulimit -f), {limit} bytes, "
+            f"forbids ({error.strerror}); raise it"
+        ) from error
 
 
 class Writer:
@@ -31,7 +44,7 @@ class Writer:
         memory = os.memfd_create("accel_train_snapshot")
         ours, theirs = socket.socketpair()
         try:
-            os.truncate(memory, max(size, 1))
+            _allocate(memory, max(size, 1))
             self.buffer = mmap.mmap(memory, max(size, 1))
             arguments = [theirs.fileno(), memory, max(size, 1), os.getpid()]
             package = str(Path(accel_train.__file__).parents[1])

@@ -7,9 +7,12 @@ and renamed to its final name. What exists under a final name is complete; wheth
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,12 +26,18 @@ from typing import Any
 from accel_train.checkpoints import failpoints
 
 SCHEMA = 1
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of Linux's ``renameat2``."""
 NAME = re.compile(r"checkpoint_(\d{8,})")
 TEMPORARY = re.compile(r"\.(?:tmp|trash)-checkpoint_\d+-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 
 
 class CheckpointWriteError(RuntimeError):
     """A checkpoint could not be written. Training state is unharmed and older checkpoints are untouched."""
+
+
+class NotRenamedError(OSError):
+    """A checkpoint is complete and flushed, but its directory could not be given its final name."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,21 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(path: Path) -> None:
+    """Make it and its parents, so that they survive a power loss."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        with contextlib.suppress(PermissionError):  # a parent that we may pass through, but not read
+            fsync_directory(made.parent)
+
+
+def fsync_folders(path: Path) -> None:
+    """Make every name below ``path`` survive a power loss; what the files hold is flushed by ``seal_file``."""
+    for folder in {p.parent for p in path.rglob("*")} | {path}:
+        fsync_directory(folder)
+
+
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest and give the directory its final name. One process, after every file is sealed."""
     failpoints.hit("before_manifest")
@@ -126,15 +150,33 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         file.write(text[len(text) // 2 :])
         file.flush()
         os.fsync(file.fileno())
-    for folder in {p.parent for p in temporary.rglob("*")} | {temporary}:
-        fsync_directory(folder)
-    if final.exists():
-        # The same step again, after an older attempt was found damaged: never mix the two.
-        remove(final)
+    fsync_folders(temporary)
     failpoints.hit("before_rename")
-    os.rename(temporary, final)
+    try:
+        replaced = final.exists()
+        if replaced:
+            # The same step again, after the older one was refused: never mix the two, and never be without either.
+            _exchange(temporary, final)
+        else:
+            os.rename(temporary, final)
+    except OSError as error:
+        text = f"{error.strerror}: {temporary} is complete, but could not be renamed to {final.name}; it stays there"
+        raise NotRenamedError(error.errno, f"{text} until the next start sweeps it") from error
     failpoints.hit("after_rename")
     fsync_directory(final.parent)
+    if replaced:
+        shutil.rmtree(temporary)
+
+
+def _exchange(temporary: Path, final: Path) -> None:
+    """Swap two directories in one step. Where the file system cannot, the older one goes aside first."""
+    paths = [os.fsencode(path) for path in (temporary, final)]
+    if ctypes.CDLL(None).renameat2(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE) == 0:
+        return
+    aside = final.with_name(temporary_name(0, new_nonce(), "trash"))
+    os.rename(final, aside)
+    os.rename(temporary, final)
+    os.rename(aside, temporary)
 
 
 def verify(path: Path) -> Checkpoint:
@@ -170,6 +212,12 @@ def _compare_files(path: Path, files: Mapping[str, Any]) -> None:
             raise ValueError(f"{path}: {name} has changed since it was written (sha256 differs)")
 
 
+def unlisted(checkpoint: Checkpoint) -> list[str]:
+    """Files in its directory that nobody of this project wrote, or that a crash left there."""
+    names = {p.relative_to(checkpoint.path).as_posix() for p in checkpoint.path.rglob("*") if p.is_file()}
+    return sorted(names - checkpoint.manifest["files"].keys() - {"manifest.json"})
+
+
 def newest_verified(directory: Path, *, with_state: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that verifies (``with_state``: and can be resumed), and why newer ones are passed over."""
     reasons: list[str] = []
@@ -190,6 +238,7 @@ def remove(path: Path) -> None:
     match = NAME.fullmatch(path.name)
     trash = path.with_name(temporary_name(int(match.group(1)) if match else 0, new_nonce(), "trash"))
     os.rename(path, trash)
+    fsync_directory(path.parent)  # or a power loss may bring the name back and not the files
     failpoints.hit("before_rmtree")
     shutil.rmtree(trash)
 
@@ -199,15 +248,28 @@ def sweep(directory: Path) -> list[Path]:
 
     Another host's leftovers stay: whether its process lives cannot be seen from here.
     """
-    import psutil  # here, because the writer process takes the rest of this module and should start at once
-
     swept: list[Path] = []
     for path in directory.glob(".t*-checkpoint_*") if directory.is_dir() else []:
         match = TEMPORARY.fullmatch(path.name)
-        if match and match["host"] == socket.gethostname() and not psutil.pid_exists(int(match["pid"])):
+        if match and match["host"] != socket.gethostname():
+            logging.getLogger(__name__).warning(
+                "%s is of a process on host %s and stays; delete it once that process has ended", path, match["host"]
+            )
+        elif match and not _made_by(int(match["pid"]), path):
             shutil.rmtree(path, ignore_errors=True)
             swept.append(path)
     return swept
+
+
+def _made_by(pid: int, path: Path) -> bool:
+    """Whether the process that made ``path`` lives: in containers a new process often gets the old one's number."""
+    import psutil  # here, because the writer process takes the rest of this module and should start at once
+
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= path.stat().st_mtime + 1
+    except (psutil.NoSuchProcess, FileNotFoundError):
+        return False
 
 
 def describe_write_error(error: Exception, directory: Path, needed_bytes: int) -> str:

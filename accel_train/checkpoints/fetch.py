@@ -99,6 +99,7 @@ def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
     for path in temporary.rglob("*"):
         if path.is_file():
             commit.seal_file(path)
+    commit.fsync_folders(temporary)
     final = directory / commit.checkpoint_name(source.step)
     os.rename(temporary, final)
     commit.fsync_directory(directory)

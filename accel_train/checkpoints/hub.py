@@ -157,7 +157,9 @@ class Pusher:
 
     def _wake(self) -> None:
         """Start the pusher if it does not run, else tell it to look."""
-        if self._worker is None or self._worker.poll() is not None:
+        if self._worker is not None and self._worker.poll() is not None:
+            self.close()
+        if self._worker is None:
             self._worker = _start_worker(self._queue.run)
         elif self._worker.stdin is not None:
             # Full of bytes not read yet, or it has just ended: the next offer starts it again.
@@ -267,6 +269,7 @@ def push_now(run_or_checkpoint: Path, config: HubConfig) -> list[str]:
     path = run_or_checkpoint
     if (path / "manifest.json").is_file():
         entry, minutes = _entry_of(path, config), config.finish_minutes
+        check_repository(config)
         if path.parent.name == "checkpoints":
             return [_push_queued(HubQueue(path.parents[1]), entry, minutes)]
         return [_push_patiently(path, entry, path.parent, minutes)["url"]]
@@ -289,6 +292,8 @@ def _push_run(queue: HubQueue, config: HubConfig) -> list[str]:
         if newest is None:
             raise UsageError(f"{queue.run} has no checkpoint to push{': ' if reasons else ''}{'; '.join(reasons)}")
         entries = [_entry_of(newest.path, config)]
+    for repo_id, private in sorted({(entry.repo_id, entry.private) for entry in entries}):
+        check_repository(replace(config, repo_id=repo_id, private=private))
     urls: list[str] = []
     problems: list[str] = []
     for entry in entries:

@@ -128,7 +128,7 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    commit.fsync_directory(temporary)
+    commit.fsync_folders(temporary)
     os.rename(temporary, final)
     commit.fsync_directory(directory)
     return final

@@ -69,19 +69,21 @@ class HubQueue:
                 found.append(_entry(json.loads(path.read_text(encoding="utf-8"))))
             except FileNotFoundError:
                 continue  # pushed in this moment
-            except (OSError, ValueError, TypeError) as error:
+            except (OSError, ValueError, TypeError, AttributeError) as error:
                 self._write("failed", path.stem, {"reason": f"its file in the queue cannot be read ({error})"})
                 path.unlink(missing_ok=True)
         return sorted(found, key=lambda entry: entry.step)
 
     def next(self) -> Entry | None:
         """The oldest one to push. When behind, those of ``every`` but the newest are dropped: main would pass them."""
-        waiting = self.entries()
-        for entry in waiting[:-1]:
-            if entry.reason == "every":
-                self.drop(entry, f"behind: {waiting[-1].checkpoint} is newer", event="coalesced")
-        kept = [entry for entry in waiting[:-1] if entry.reason != "every"]
-        return (kept + waiting[-1:] or [None])[0]
+        waiting, kept = self.entries(), list[Entry]()
+        for entry in waiting:
+            newest = waiting[-1]
+            if entry.reason == "every" and entry != newest and entry.repo_id == newest.repo_id:
+                self.drop(entry, f"behind: {newest.checkpoint} is newer", event="coalesced")
+            else:
+                kept.append(entry)
+        return kept[0] if kept else None
 
     def drop(self, entry: Entry, reason: str, event: str = "dropped") -> None:
         """Take it out unpushed, and say why in the log."""
@@ -115,7 +117,7 @@ class HubQueue:
         for record in self._records("failed").values():
             try:
                 self.add(_entry(record | {"reason": "hand"}))
-            except (KeyError, TypeError):
+            except (ValueError, TypeError):
                 continue  # its queue file was not readable: there is nothing to push it by
 
     def offers(self, run_id: str) -> dict[str, Any]:
@@ -172,7 +174,10 @@ class HubQueue:
 
 
 def _entry(record: Mapping[str, Any]) -> Entry:
-    return Entry(**{field.name: record[field.name] for field in fields(Entry)})
+    """Raises ``ValueError`` or ``TypeError`` for what is none."""
+    if not isinstance(record.get("step"), int) or not isinstance(record.get("repo_id"), str):
+        raise ValueError("no step or no repository")
+    return Entry(**{field.name: record[field.name] for field in fields(Entry) if field.name in record})
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -130,6 +130,8 @@ class _Place:
         self.api = api
         self.entry = entry
         self.title = f"step {entry.step} of run {entry.run_id} ({digest})"
+        # Asked first because it is not tried again inside huggingface_hub: no network is known, and said, at once.
+        self._refs = api.list_repo_refs(entry.repo_id)
         self.main = api.list_repo_commits(entry.repo_id)
         step = revision_name(entry.step)
         self._names = (step, f"{step}-{entry.run_id}", f"{step}-{entry.run_id}-{digest}")
@@ -143,8 +145,7 @@ class _Place:
         newest = next((match for match in map(_parse_title, self.main) if match), None)
         if newest is None or newest["run"] != self.entry.run_id or int(newest["step"]) <= self.entry.step:
             return None, self.main
-        refs = self.api.list_repo_refs(self.entry.repo_id)
-        branches, tags = {b.name: b.target_commit for b in refs.branches}, {t.name for t in refs.tags}
+        branches, tags = self._targets()
         for name in self._names:
             if name in tags or (name in branches and not self._is_ours(name, branches[name])):
                 continue
@@ -163,7 +164,7 @@ class _Place:
         state = "With" if self.entry.include_state else "Without"
         made = self.api.create_commit(
             self.entry.repo_id,
-            _operations(checkpoint, self.entry, run, there),
+            _operations(checkpoint, self.entry, run, there, branch or self._free_name() or "main"),
             commit_message=self.title,
             commit_description=f"{state} optimizer state. Written by accel_train {__version__}.",
             revision=branch,
@@ -172,31 +173,41 @@ class _Place:
         return made.oid
 
     def name(self, oid: str) -> str:
-        """Point the branch or tag of the step at ``oid``; returns its name.
-
-        What another run or a person put under that name is left alone: ours gets the run's id as well. What this run
-        put there before, training the step again, is replaced where main still has it.
-        """
+        """Point the branch or tag of the step at ``oid``; returns its name, or ``oid`` where every name is taken."""
         api, repo = self.api, self.entry.repo_id
-        refs = api.list_repo_refs(repo)
-        branches, tags = ({ref.name: ref.target_commit for ref in found} for found in (refs.branches, refs.tags))
+        self._refs = api.list_repo_refs(repo)
+        branches, tags = self._targets()
+        name = self._free_name(oid)
+        if name is None or oid in (branches.get(name), tags.get(name)):
+            return name or oid
+        if name in tags:
+            api.delete_tag(repo, tag=name)
+        elif name in branches:
+            api.delete_branch(repo, branch=name)
+        if self.entry.revisions == "tag":
+            api.create_tag(repo, tag=name, revision=oid, exist_ok=True)
+        else:
+            api.create_branch(repo, branch=name, revision=oid, exist_ok=True)
+        return name
+
+    def _free_name(self, oid: str | None = None) -> str | None:
+        """The first of our names that is free, or at ``oid``, or ours to replace.
+
+        What another run or a person put under a name is left alone. What this run put there before, training the step
+        again after going back, is replaced where main still has it.
+        """
+        branches, tags = self._targets()
         in_main = {found.commit_id for found in self.main}
         for name in self._names:
             there = branches.get(name) or tags.get(name)
-            if there == oid:
+            if there in (None, oid) or (there in in_main and self._is_ours(name, str(there))):
                 return name
-            if there is not None and not (there in in_main and self._is_ours(name, there)):
-                continue
-            if name in tags:
-                api.delete_tag(repo, tag=name)
-            elif name in branches:
-                api.delete_branch(repo, branch=name)
-            if self.entry.revisions == "tag":
-                api.create_tag(repo, tag=name, revision=oid, exist_ok=True)
-            else:
-                api.create_branch(repo, branch=name, revision=oid, exist_ok=True)
-            return name
-        return oid
+        return None
+
+    def _targets(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Commits of the branches and of the tags, by name."""
+        branches, tags = self._refs.branches, self._refs.tags
+        return {ref.name: ref.target_commit for ref in branches}, {ref.name: ref.target_commit for ref in tags}
 
     def _is_ours(self, name: str, target: str) -> bool:
         known = [found for found in self.main if found.commit_id == target]
@@ -210,9 +221,9 @@ def _parse_title(commit_info: GitCommitInfo) -> re.Match[str] | None:
 
 
 def _operations(
-    checkpoint: Checkpoint, entry: Entry, run: Path, there: Sequence[str]
+    checkpoint: Checkpoint, entry: Entry, run: Path, there: Sequence[str], revision: str
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
-    """What the commit adds, and what it deletes of the files ``there``."""
+    """What the commit adds, and what it deletes of the files ``there``. ``revision`` is how the card names it."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     manifest, names = pushed_manifest(checkpoint.path, entry.include_state)
@@ -223,7 +234,7 @@ def _operations(
     for name in RUN_FILES:  # read once: training writes them anew at any time
         if (run / name).is_file() and name not in names:
             texts[name] = (run / name).read_bytes()
-    texts["README.md"] = build_card(checkpoint, texts, entry.repo_id, revision_name(entry.step)).encode()
+    texts["README.md"] = build_card(checkpoint, texts, entry.repo_id, revision).encode()
     adds += [CommitOperationAdd(name, content) for name, content in texts.items()]
     new = {add.path_in_repo for add in adds}
     return [*adds, *(CommitOperationDelete(name) for name in there if OURS.fullmatch(name) and name not in new)]

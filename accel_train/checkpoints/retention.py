@@ -113,7 +113,7 @@ def held(directory: Path) -> list[Held]:
     """Checkpoints of ``directory`` whose manifest can be read, oldest first. Reads manifests only, hashes nothing."""
     found: list[Held] = []
     for _, path in commit.committed(directory):
-        manifest = _manifest(path)
+        manifest = read_manifest(path)
         if manifest is not None:
             found.append(held_from(path, manifest))
     return found
@@ -133,7 +133,7 @@ def held_from(path: Path, manifest: Mapping[str, Any]) -> Held:
     )
 
 
-def _manifest(path: Path) -> dict[str, Any] | None:
+def read_manifest(path: Path) -> dict[str, Any] | None:
     """A manifest of this schema with its main parts, else None: ``commit.verify`` then tells the reason."""
     try:
         manifest: Any = json.loads((path / "manifest.json").read_text())
@@ -160,7 +160,7 @@ def plan(
     full = keep.keep_last > 0 and len(past) >= keep.keep_last
     oldest = past[keep.keep_last - 1].step if full else -1
     for path in damaged:
-        if (why := _damaged_reason(_step_of(path), oldest, newest, keep)) is not None:
+        if (why := _damaged_reason(step_of(path), oldest, newest, keep)) is not None:
             reasons[path.name] = [f"damaged, {why}"]
     protected = dict.fromkeys(keep.pinned, "pinned") | dict.fromkeys(busy, "being pushed")
     for name in everything & protected.keys():
@@ -168,7 +168,7 @@ def plan(
     gone = sorted(
         (path for path in (*(one.path for one in verified), *damaged) if path.name not in reasons),
         # The future first: if this is interrupted, the next start must not go on from it.
-        key=lambda path: (_step_of(path) <= newest, _step_of(path)),
+        key=lambda path: (step_of(path) <= newest, step_of(path)),
     )
     strip = [one.path for one in _to_strip(past, keep) if one.path.name in reasons.keys() - protected.keys()]
     return Plan(tuple(gone), tuple(strip), {name: ", ".join(reasons[name]) for name in sorted(reasons)})
@@ -231,7 +231,8 @@ def _to_strip(past: Sequence[Held], keep: Keep) -> list[Held]:
     return [*surplus, *(one for one in past if one.leftover and not one.state)]
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
     match = NAME.fullmatch(path.name)
     assert match, f"{path} is not a checkpoint name"
     return int(match[1])
@@ -284,7 +285,7 @@ def verified_once(cache: VerifyCache, path: Path) -> Checkpoint:
     The same is: size, time of change, inode. A bit that rots on the disk changes none of them, so this is for deciding
     what to delete, not for deciding what to load.
     """
-    manifest = _manifest(path)
+    manifest = read_manifest(path)
     known = cache.get(path, {})
     facts: dict[str, FileFacts] = {}
     if manifest is not None:
@@ -313,7 +314,7 @@ def _facts(file: Path, known: FileFacts | None) -> FileFacts:
 
 def remember(cache: VerifyCache, path: Path) -> None:
     """Count a checkpoint that this process has just written and hashed as verified, so that it is not read again."""
-    manifest = _manifest(path)
+    manifest = read_manifest(path)
     if manifest is not None:
         stats = {name: ((path / name).stat(), facts["sha256"]) for name, facts in manifest["files"].items()}
         cache[path] = {

@@ -159,7 +159,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"output_dir: {directory} is a file; give a directory")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        commit.make_directory(directory)
         probe = directory / f".probe-{os.getpid()}"
         probe.write_text("writable")
         probe.unlink()
@@ -171,12 +171,16 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
     if overwrite:
         if (directory / "checkpoints").exists():
             try:
+                for _, path in commit.committed(directory / "checkpoints"):
+                    commit.remove(path)  # whole, so that a crash leaves no half ones
                 shutil.rmtree(directory / "checkpoints")
             except OSError as error:
                 raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
         for name in OWN_FILES:
             (directory / name).unlink(missing_ok=True)
     commit.sweep(directory / "checkpoints")
+    for left in (*directory.glob(".probe-*"), *directory.glob(".shared-*")):  # of starts that were killed
+        left.unlink(missing_ok=True)
     return lock
 
 
@@ -194,6 +198,7 @@ def _take_lock(directory: Path) -> Any:
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
+    os.register_at_fork(after_in_child=lock.close)  # loader workers outlive a killed trainer by seconds
     return lock
 
 
@@ -235,6 +240,8 @@ def _decide(
     decision = f"resuming {directory} at step {checkpoint.step}" if checkpoint else f"{directory} has no checkpoint yet"
     if reasons:
         decision += "; newer checkpoints were refused: " + "; ".join(reasons)
+    if checkpoint is not None and (extra := commit.unlisted(checkpoint)):
+        logger.warning("%s holds files that its manifest does not list; they are not read: %s", checkpoint.path, extra)
     return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
 
 

@@ -6,6 +6,7 @@ straight into the owner's buffer, a bucket at a time: beside its own share no ra
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -65,6 +66,18 @@ class Plan:
         """Tensor name -> file, for the collection ``stem``."""
         return {t.name: t.file for t in self.tensors if t.file.startswith((f"{stem}.", f"{stem}-"))}
 
+    def jobs(
+        self, rank: int, collections: Sequence[Collection], shape: Callable[[str], Sequence[int]]
+    ) -> list[dict[str, Any]]:
+        """The files of ``rank`` as its writer wants them: where each starts in the buffer, and its tensors in order."""
+        files: dict[str, dict[str, Any]] = {}
+        for tensor in (t for t in self.tensors if t.owner == rank):
+            dtype = DTYPES[collections[tensor.collection].precision][1]
+            entry = {"name": tensor.name, "dtype": dtype, "shape": list(shape(tensor.name)), "bytes": tensor.bytes}
+            file = files.setdefault(tensor.file, {"name": tensor.file, "start": tensor.start, "tensors": []})
+            file["tensors"].append(entry)
+        return list(files.values())
+
 
 def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_size: int) -> Plan:
     """Split into files of at most ``SHARD_BYTES`` and give each to the rank that has least, largest first.
@@ -120,7 +133,8 @@ def _by_rank(sizes: Mapping[str, int], load: list[int]) -> list[tuple[int | None
 class Snapshot:
     """Copies the planned tensors into their owners' buffers. Built on every rank; buffers outlive a save.
 
-    ``extents`` are every rank's ``Shards.extent`` by name, None where each rank holds everything.
+    ``extents`` are every rank's ``Shards.extent`` by name, None where each rank holds everything. Shards in host memory
+    travel over ``host_group`` (gloo; the device's own backend takes no host tensors), others over the default group.
     """
 
     def __init__(
@@ -130,8 +144,10 @@ class Snapshot:
         buffer: Any,
         extents: Sequence[Mapping[str, tuple[int, int]]] | None,
         rank: int,
+        host_group: Any = None,
     ) -> None:
         self._plan, self._collections, self._rank = planned, collections, rank
+        self._host_group = host_group
         whole = torch.frombuffer(buffer, dtype=torch.uint8)
         self._views = {
             (t.collection, t.name): whole[t.start : t.start + t.bytes].view(self._dtype(t))
@@ -139,26 +155,63 @@ class Snapshot:
             if t.owner == rank
         }
         self._covers = {n: cover([e[n] for e in extents]) for n in extents[0]} if extents is not None else None
+        self._clones: list[Tensor] = []
+        self._copied: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if torch.cuda.is_available() and len(whole):
+            self._stream = torch.cuda.Stream()
+            weakref.finalize(self, _pin(whole))
 
     def _dtype(self, tensor: Placed) -> torch.dtype:
         return DTYPES[self._collections[tensor.collection].precision][0]
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy everything; when it returns the live tensors may change. A collective unless ranks hold everything."""
+        """Copy everything; when it returns the live tensors may change. A collective unless ranks hold everything.
+
+        On a GPU with room for it the copy is made on the device and travels to the host while training goes on: the
+        buffer holds it once ``ready``.
+        """
+        on_device = self._stream is not None and _free_bytes() > 1.1 * self._plan.sizes[self._rank]
         for bucket in _buckets(self._plan.tensors):
-            if self._covers is None:
-                own = [t for t in bucket if t.owner == self._rank]
+            if self._covers is not None:
+                self._exchange(bucket)
+            elif own := [t for t in bucket if t.owner == self._rank]:
                 sources = [self._collections[t.collection].read(t.name).reshape(-1) for t in own]
                 targets = [self._views[t.collection, t.name] for t in own]
-                if own:
+                if on_device and sources[0].is_cuda:
+                    self._clone(targets, sources)
+                else:
                     torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
-            else:
-                self._exchange(bucket)
+        if self._clones:
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
+
+    def ready(self, *, wait: bool) -> bool:
+        """Whether the buffer holds the snapshot; waits for it with ``wait``."""
+        if self._copied is not None:
+            if wait:
+                self._copied.synchronize()
+            elif not self._copied.query():
+                return False
+            self._copied, self._clones = None, []
+        return True
+
+    def _clone(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        """Copy on the device now, to the host on a stream of its own; the clones live until that is done."""
+        assert self._stream is not None
+        clones = [source.clone() for source in sources]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            torch._foreach_copy_(targets, clones, non_blocking=True)  # pyright: ignore[reportPrivateUsage]
+        self._clones += clones
 
     def _exchange(self, bucket: Sequence[Placed]) -> None:
         """Every rank sends its pieces of a bucket to their owners and receives those of its own."""
         assert self._covers is not None
+        first = bucket[0]
+        device = self._collections[first.collection].read(first.name).device
+        group = self._host_group if device.type == "cpu" else None
         operations: list[dist.P2POp] = []
         arrivals: list[tuple[Tensor, Tensor]] = []
         for tensor in bucket:
@@ -171,8 +224,8 @@ class Snapshot:
                     target = self._views[tensor.collection, tensor.name][start : start + length]
                 if source != self._rank:
                     assert target is not None
-                    landing = target if dist.get_backend() == "gloo" else torch.empty_like(target, device="cuda")
-                    operations.append(dist.P2POp(dist.irecv, landing, source))
+                    landing = target if device.type == "cpu" else torch.empty_like(target, device=device)
+                    operations.append(dist.P2POp(dist.irecv, landing, source, group))
                     arrivals.append((target, landing))
                     continue
                 piece = read(tensor.name).reshape(-1)[skipped : skipped + length]
@@ -180,12 +233,25 @@ class Snapshot:
                     target.copy_(piece)
                 else:
                     outgoing = piece.to(self._dtype(tensor)).contiguous()
-                    operations.append(dist.P2POp(dist.isend, outgoing, tensor.owner))
+                    operations.append(dist.P2POp(dist.isend, outgoing, tensor.owner, group))
         for request in dist.batch_isend_irecv(operations) if operations else []:
             request.wait()
         for target, landing in arrivals:
             if landing is not target:
                 target.copy_(landing)
+
+
+def _pin(buffer: Tensor) -> Callable[[], Any]:
+    """Lock the buffer in memory, so that copies from the device run beside everything else; returns the way back."""
+    runtime: Any = torch.cuda.cudart()
+    address = buffer.data_ptr()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(buffer), 0)))
+    return lambda: runtime.cudaHostUnregister(address)
+
+
+def _free_bytes() -> int:
+    """Device memory that a copy may take: free on the device, or held by torch and unused."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def _buckets(tensors: Sequence[Placed]) -> Iterator[list[Placed]]:

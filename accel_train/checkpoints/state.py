@@ -29,7 +29,7 @@ from accel_train.checkpoints.hub import HubConfig, Pusher
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.runtime.accelerator import strategy_of
-from accel_train.runtime.signals import Agreement, StopRequests
+from accel_train.runtime.signals import Agreement, StopRequests, explain
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
 
@@ -57,6 +57,8 @@ class _Pending:
     manifest: dict[str, Any]
     began: float
     needed_bytes: int
+    job: dict[str, Any] | None = None
+    """What the writer is to do once the snapshot is there."""
     committing: bool = False
     answer: dict[str, Any] | None = None
 
@@ -87,13 +89,8 @@ class Saver:
         self._write_extras, self._epoch, self._on_commit = write_extras, epoch, on_commit
         self._rank, self._main = accelerator.process_index, accelerator.is_main_process
         self._agreement = Agreement(accelerator, 5, run.timeout_seconds)
-        self._pusher = Pusher(
-            run.directory,
-            hub_config,
-            is_main=self._main,
-            best_metric=config.best_metric,
-            best_mode=config.best_mode,
-        )
+        best, mode = config.best_metric, config.best_mode
+        self._pusher = Pusher(run.directory, hub_config, is_main=self._main, best_metric=best, best_mode=mode)
         if run.checkpoint is not None:
             self._pusher.offer(run.checkpoint)  # the process may have died between its commit and its offer
         self._requests = StopRequests(run.directory, main=self._main)
@@ -120,8 +117,7 @@ class Saver:
             self._clock_due = self._clock_due or due
         mine = [self._requests.requested, -self._written, self._failed, self._committed, self._clock_due]
         stop, written, failed, committed, clock = self._agreement.exchange([int(v) for v in mine])
-        self._stopping = stop > 0
-        self._save_by_clock = clock > 0
+        self._stopping, self._save_by_clock = stop > 0, clock > 0
         pending = self._pending
         if pending is not None and pending.number in (failed, committed if pending.committing else -written):
             self._advance()
@@ -133,15 +129,16 @@ class Saver:
         """Whether to save after ``step`` steps. The same on every rank; call it after ``boundary``."""
         return step == max_steps or self._save_by_clock or policy.due(self._config, step, self._epoch)
 
-    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
         """Take a snapshot of the state after ``step`` steps and hand it to the writer. All ranks, same step.
 
-        The save before is finished first. ``metrics`` go into the manifest, for ``keep_best``. Raises
+        The save before is finished first. ``metrics`` go into the manifest, for ``keep_best``. Returns whether to stop
+        now, as ``boundary`` does: a request that came during a save that is waited for needs no second one. Raises
         ``CheckpointWriteError`` on every rank if any rank could not begin, or if the save before failed.
         """
         self.finish()
         if step == self._saved_step:
-            return
+            return self._stopping
         began = time.monotonic()
         self._clock_due = self._save_by_clock = False
         keys = self._shards.state_keys() if step > 0 and self._config.save_state else []
@@ -153,22 +150,23 @@ class Saver:
         texts = self._texts(step, planned, keys)
         self._number += 1
         manifest = self._manifest(step, metrics or {})
-        self._pending = _Pending(self._number, step, temporary, manifest, began, sum(planned.sizes))
-        assert self._writer is not None
-        self._writer.submit(
-            {
-                "do": "write",
-                "rank": self._rank,
-                "directory": str(temporary),
-                "files": _files(planned, collections, self._shards, self._rank),
-                "texts": texts if self._main else {},
-                "extras": extras,
-                "needed_bytes": self._pending.needed_bytes,
-            }
-        )
+        self._pending = pending = _Pending(self._number, step, temporary, manifest, began, sum(planned.sizes))
+        pending.job = {
+            "do": "write",
+            "rank": self._rank,
+            "directory": str(temporary),
+            "files": planned.jobs(self._rank, collections, self._shards.shape),
+            "texts": texts if self._main else {},
+            "extras": extras,
+            "needed_bytes": pending.needed_bytes,
+        }
+        self._take_answer(wait=False)  # submits the job, unless the snapshot is still on its way from the device
         self._saved_step, self._last_save = step, time.monotonic()
         if not self._config.asynchronous:
             self.finish()
+            self._release()
+            self._stopping = any(self._agreement.gather(self._stopping or self._requests.requested))
+        return self._stopping
 
     def finish(self) -> None:
         """Wait until the save that is under way is committed. All ranks. Raises as ``boundary`` does."""
@@ -179,9 +177,10 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Finish, unless an error leads out: then other ranks may be anywhere, and nothing collective is safe."""
         self._ending = True
+        explain(error)
         alone = self._accelerator.num_processes == 1
         try:
             if kind is None or (alone and kind is not CheckpointWriteError):
@@ -191,11 +190,11 @@ class Saver:
                 self._pusher.finish(preempted=self._stopping)
         finally:
             self._pusher.close()
+            self._requests.close()
+            if self._writer is not None:  # first: it may be about to give the directory its final name
+                self._writer.close(kill=self._pending is not None)
             if self._pending is not None and self._main:
                 shutil.rmtree(self._pending.temporary, ignore_errors=True)
-            self._requests.close()
-            if self._writer is not None:
-                self._writer.close(kill=self._pending is not None)
 
     # ------------------------------------------------------------------------------------------------------- beginning
     def _collections(self, keys: Sequence[str]) -> list[snapshot.Collection]:
@@ -224,7 +223,9 @@ class Saver:
         if self._writer is not None:
             self._writer.close()
         self._writer = Writer(planned.sizes[self._rank])
-        taken = snapshot.Snapshot(planned, collections, self._writer.buffer, self._extents, self._rank)
+        taken = snapshot.Snapshot(
+            planned, collections, self._writer.buffer, self._extents, self._rank, self._agreement.group
+        )
         self._snapshot = (keys, planned, taken)
         return planned, taken
 
@@ -286,8 +287,13 @@ class Saver:
 
     # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:
-        """Take the writer's answer, if there is one, and note it for the other ranks."""
+        """Give the writer its job, or take its answer, if there is one, and note it for the other ranks."""
         pending = self._pending
+        if pending is not None and pending.job is not None and self._writer is not None and self._snapshot is not None:
+            if not self._snapshot[2].ready(wait=wait):
+                return
+            self._writer.submit(pending.job)
+            pending.job = None
         if pending is None or pending.answer is not None or self._writer is None or not self._writer.busy:
             return
         pending.answer = self._writer.answer(wait=wait)
@@ -347,6 +353,12 @@ class Saver:
             self._on_commit(saved)
             self._pusher.offer(saved)
 
+    def _release(self) -> None:
+        """End the writer and give its memory back."""
+        if self._writer is not None:
+            self._writer.close(kill=self._writer.broken)
+        self._writer = self._snapshot = None
+
     def _give_up(self, reason: str) -> None:
         """A save has failed, on every rank: leave nothing of it, and stop or warn."""
         pending = self._pending
@@ -355,30 +367,12 @@ class Saver:
         if self._saved_step == pending.step:
             self._saved_step = -1
         if self._writer is not None and self._writer.broken:
-            self._writer.close(kill=True)
-            self._writer = self._snapshot = None
-        if self._main:
+            self._release()
+        if self._main and not (pending.answer or {}).get("complete"):
             shutil.rmtree(pending.temporary, ignore_errors=True)
         if self._config.on_error == "stop" or self._ending:
             raise CheckpointWriteError(reason)
         logger.warning("checkpoint of step %d was not saved; training goes on: %s", pending.step, reason)
-
-
-def _files(
-    planned: snapshot.Plan, collections: Sequence[snapshot.Collection], shards: Shards, rank: int
-) -> list[dict[str, Any]]:
-    """This rank's files as its writer wants them: where each starts in the buffer, and its tensors in order."""
-    files: dict[str, dict[str, Any]] = {}
-    for tensor in (t for t in planned.tensors if t.owner == rank):
-        entry = {
-            "name": tensor.name,
-            "dtype": snapshot.DTYPES[collections[tensor.collection].precision][1],
-            "shape": list(shards.shape(tensor.name)),
-            "bytes": tensor.bytes,
-        }
-        file = files.setdefault(tensor.file, {"name": tensor.file, "start": tensor.start, "tensors": []})
-        file["tensors"].append(entry)
-    return list(files.values())
 
 
 def _state_reader(shards: Shards, key: str) -> Callable[[str], torch.Tensor]:

@@ -40,6 +40,8 @@ class TensorInfo:
     """What a header says of one tensor."""
 
     file: Path
+    name: str
+    """In that file."""
     dtype: str
     """As safetensors names it: F32, BF16, I64."""
     shape: tuple[int, ...]
@@ -69,7 +71,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             header = json.loads(file.read(length), object_pairs_hook=_refuse_twice)
         with safe_open(path, framework="pt"):
             facts = {name: value for name, value in header.items() if name != "__metadata__"}
-        return {name: TensorInfo(path, str(v["dtype"]), tuple(v["shape"])) for name, v in facts.items()}
+        return {name: TensorInfo(path, name, str(v["dtype"]), tuple(v["shape"])) for name, v in facts.items()}
     except MALFORMED as error:
         raise _unreadable(path, error) from None
 
@@ -219,7 +221,7 @@ class TensorReader:
         try:
             if info.file not in self._opened:
                 self._opened[info.file] = self._stack.enter_context(safe_open(info.file, framework="pt"))
-            tensor: Tensor = self._opened[info.file].get_tensor(name)
+            tensor: Tensor = self._opened[info.file].get_tensor(info.name)
         except MALFORMED as error:
             raise _unreadable(info.file, error) from None
         if tuple(tensor.shape) != info.shape and info.dtype in FLOATS:

@@ -149,7 +149,8 @@ def serve(connection: Connection, buffer: memoryview) -> None:
             answer = jobs[job["do"]](job)
         except Exception as error:  # whatever it is, the trainer must hear of it
             where = Path(job.get("directory") or Path(job["final"]).parent)
-            answer = {"error": commit.describe_write_error(error, where.parent, int(job["needed_bytes"]))}
+            text = commit.describe_write_error(error, where.parent, int(job["needed_bytes"]))
+            answer = {"error": text, "complete": isinstance(error, commit.NotRenamedError)}
         connection.send_bytes(json.dumps(answer | {"seconds": time.monotonic() - started}).encode())
 
 

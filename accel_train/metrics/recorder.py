@@ -150,7 +150,8 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.record("end", {"reason": kind.__name__ if kind else "finished"}, step=self._step)
+        reason = "finished" if self._step >= self._max_steps else "stopped"  # asked to stop, and saved
+        self.record("end", {"reason": kind.__name__ if kind else reason}, step=self._step)
         self.close()
 
 

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import time
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,9 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST_SECONDS = 2.0
 """A terminal and torchrun both pass on one Ctrl-C; what follows that soon is the same request."""
 PR_SET_PDEATHSIG = 1
+STUCK = ("Timed out waiting", "timed out after", "Wait timeout")
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""How gloo and NCCL say it."""
 LAUNCHERS = ("accelerate", "torchrun", "torch.distributed", "accel-train", "accel_train", "deepspeed")
 """In the parent's command line: it is a launcher, not a shell that may end while training goes on."""
 
@@ -84,11 +88,12 @@ class Agreement:
 
     def __init__(self, accelerator: Accelerator, size: int, timeout_seconds: float) -> None:
         self._world_size = accelerator.num_processes
-        self._group: Any = None
+        self.group: Any = None
+        """gloo over all processes, for host tensors; None on one process."""
         self._pending: tuple[Any, torch.Tensor] | None = None
         self._size = size
         if self._world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     def exchange(self, values: Sequence[int]) -> list[int]:
         """Give this rank's values, get the maxima over all ranks of what they gave at the last call (one process: of
@@ -102,7 +107,7 @@ class Agreement:
             work.wait()
             agreed = reduced.tolist()
         mine = torch.tensor(list(values), dtype=torch.int64)
-        self._pending = (dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True), mine)
+        self._pending = (dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group, async_op=True), mine)
         return agreed
 
     def gather(self, value: Any) -> list[Any]:
@@ -110,7 +115,7 @@ class Agreement:
         if self._world_size == 1:
             return [value]
         values: list[Any] = [None] * self._world_size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def close(self) -> None:
@@ -118,3 +123,26 @@ class Agreement:
         if self._pending is not None:
             self._pending[0].wait()
             self._pending = None
+
+
+def explain(error: BaseException | None) -> None:
+    """Add a note to the error of a collective: which one it was, what it means and what to do. Others stay as they are.
+
+    torch names neither the operation nor the option, and the process that reports is the one that waited in vain.
+    """
+    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)] if error else []
+    if error is None or not frames:
+        return
+    own = next(((f, n) for f, n, _ in reversed(frames) if "site-packages" not in f), frames[0][:2])
+    where = f"{frames[-1][2]}, called at {own[0]}:{own[1]},"
+    text = str(error)
+    if any(words in text for words in STUCK):
+        error.add_note(
+            f"{where} waited in vain for another process, which is stuck or slow: its logs/rank_N.log ends with what "
+            "it did last, and `py-spy dump --pid PID` shows where it is. If it was only slow, give a larger "
+            "--collective_timeout_seconds."
+        )
+    elif any(words in text for words in GONE):
+        error.add_note(
+            f"{where} failed because another process has ended; its logs/rank_N.log has the error to look for."
+        )

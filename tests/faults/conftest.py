@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Zygote
+from tests.faults.harness import EVERY, Zygote
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +15,22 @@ def zygote() -> Iterator[Zygote]:
     made = Zygote()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process that nothing happened to."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert zygote.run(out, *EVERY).wait() == [0]
+    return out
+
+
+@pytest.fixture(scope="session")
+def whole_of_two(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of two processes that nothing happened to."""
+    out = tmp_path_factory.mktemp("whole_of_two") / "run"
+    assert zygote.run(out, *EVERY, ranks=2).wait() == [0, 0]
+    return out
 
 
 @pytest.fixture

@@ -10,17 +10,21 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
 from accel_train.checkpoints import commit, failpoints
 
+EVERY = ("--checkpoints.save_every", "5", "--checkpoints.keep_last", "2")
+"""Of 20 steps: saves after 5, 10, 15 and 20, of which two are kept."""
 ROOT = Path(__file__).parents[2]
 TRAINER = ROOT / "tests" / "faults" / "trainer.py"
 
@@ -96,11 +100,16 @@ class Zygote:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def start(self, out: Path, *arguments: str, ranks: int = 1, failpoint: str = "", **env: str) -> Trainer:
-        """Start the toy run in ``out`` on ``ranks`` processes; output goes to a file beside it."""
+    def start(
+        self, out: Path, *arguments: str, ranks: int = 1, failpoint: str = "", patch: str = "", **env: str
+    ) -> Trainer:
+        """Start the toy run in ``out`` on ``ranks`` processes; output goes to a file beside it.
+
+        ``patch`` is Python that each trainer runs first; ``writer_patch`` does the same to the writers.
+        """
         log = out.with_name(f"{out.name}.log")
         log.unlink(missing_ok=True)
-        variables = {"MASTER_PORT": str(free_port()), failpoints.VARIABLE: failpoint} | env
+        variables = {"MASTER_PORT": str(free_port()), failpoints.VARIABLE: failpoint, "FAULT_PATCH": patch} | env
         argv = ["--output_dir", str(out), *arguments]
         pids = self.ask({"argv": argv, "ranks": ranks, "env": variables, "log": str(log)})
         return Trainer(self, pids, out, log)
@@ -145,9 +154,36 @@ def checkpoints(out: Path) -> list[int]:
 
 
 def debris(out: Path) -> list[str]:
-    """What a save left unfinished."""
-    folder = out / "checkpoints"
-    return sorted(p.name for p in folder.iterdir() if commit.NAME.fullmatch(p.name) is None) if folder.exists() else []
+    """What a save or a start left unfinished."""
+    saves = [p.name for p in (out / "checkpoints").glob("*") if commit.NAME.fullmatch(p.name) is None]
+    return sorted([*saves, *(p.name for pattern in (".probe-*", ".shared-*") for p in out.glob(pattern))])
+
+
+def same_run(out: Path, whole: Path, step: int = 20) -> None:
+    """Assert that every loss, and weights, average and optimizer state after ``step`` are those of ``whole``."""
+    assert losses(out) == losses(whole)
+    a, b = (digests(run / "checkpoints" / commit.checkpoint_name(step)) for run in (out, whole))
+    assert len(a) > 20
+    assert first_difference(a, b) is None
+
+
+def children(pid: int, words: str) -> list[psutil.Process]:
+    """Living processes below ``pid`` with ``words`` in their command line."""
+    found: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if words in " ".join(process.cmdline()):
+                    found.append(process)
+    return found
+
+
+def writer_patch(folder: Path, code: str) -> dict[str, str]:
+    """Environment under which every writer process runs ``code`` before anything else (by ``sitecustomize``)."""
+    folder.mkdir(exist_ok=True)
+    guard = 'import sys\nif "accel_train.checkpoints.writer" in sys.orig_argv:\n'
+    (folder / "sitecustomize.py").write_text(guard + textwrap.indent(textwrap.dedent(code), "    "))
+    return {"PYTHONPATH": str(folder)}
 
 
 def digests(checkpoint: Path) -> dict[str, str]:

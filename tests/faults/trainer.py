@@ -47,6 +47,8 @@ class Config:
     """Width of the inner layer: how large a checkpoint is."""
     step_seconds: float = 0.0
     """Pause in every step, so that signals and kills find one."""
+    save_first: bool = False
+    """Save before the first step."""
     raise_at: int = -1
     """Step in which the user's own code raises."""
     raise_rank: int = 0
@@ -113,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     out = expand_path(config.output_dir)
     logs.setup_logging(out, rank, world_size)
     run = runs.open_run(
-        config, accelerator, "toy", free_to_change=("step_seconds", "raise_at", "raise_rank", "hang_at")
+        config, accelerator, "toy", free_to_change=("step_seconds", "save_first", "raise_at", "raise_rank", "hang_at")
     )
     if accelerator.is_main_process:
         print(run.decision, flush=True)
@@ -137,6 +139,8 @@ def main(argv: Sequence[str]) -> int:
     )
     stop, done = False, run.start_step
     with saver:
+        if config.save_first:
+            saver.save(run.start_step)
         for step in range(run.start_step, config.max_steps):
             done = step + 1
             if step == config.raise_at and rank == config.raise_rank:
@@ -157,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(config.step_seconds)
             stop = saver.boundary(done)
             if stop or saver.due(done, config.max_steps):
-                saver.save(done, {"loss": float(result.loss)})
+                stop = saver.save(done, {"loss": float(result.loss)})
             if stop:
                 break
     accelerator.end_training()

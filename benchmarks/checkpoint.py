@@ -1,0 +1,353 @@
+"""What saving costs a loop: ours against a thread with torch.save, Accelerator.save_state and DCP's async_save.
+
+    python benchmarks/checkpoint.py --output benchmarks/results/checkpoint_cpu.json
+    python benchmarks/checkpoint.py --device cuda --state_mb 24300 --rounds 3 --output RESULT.json
+
+Each contender runs in a process of its own, with the same state and the same Python-bound loop (small tensor
+operations, one thread). A round measures the loop alone, then from the call of save until the checkpoint is complete:
+the speed that the loop keeps, the snapshot (the time the call blocks), and the longest iteration beyond it. Medians
+over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+CONTENDERS = ("accel_train", "thread_torch_save", "dcp_async_save", "save_state")
+WIDTH = 1024
+WINDOW_SECONDS = 2.0
+
+
+class State:
+    """A model with AdamW's state and a moving average: what there is to save, 16 bytes a parameter."""
+
+    def __init__(self, state_mb: float, device: str) -> None:
+        from accelerate import Accelerator
+
+        from accel_train.training.ema import Ema, EmaConfig
+        from accel_train.training.shards import Shards
+
+        self.accelerator = Accelerator(cpu=device == "cpu")
+        layers = max(1, round(state_mb * 1e6 / 16 / (WIDTH * WIDTH + WIDTH)))
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+        self.model(torch.randn(1, WIDTH, device=device)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.average = Ema(EmaConfig(0.9), Shards(self.model, self.optimizer))
+        self.small = torch.randn(16, 16, device=device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything by name, live."""
+        view = self.average.view
+        found = {f"model.{n}": view.master(n) for n in view.parameters}
+        found |= {f"ema.{n}": t for n, t in self.average.shards.items()}
+        for key in ("exp_avg", "exp_avg_sq"):
+            found |= {f"{key}.{n}": view.state(n, key) for n in view.parameters}
+        return found
+
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def iterate(self) -> None:
+        """One iteration of a loop that the interpreter bounds."""
+        x = self.small
+        for _ in range(20):
+            x = x * 1.0001 + 0.1
+        sum(i * i for i in range(200))
+
+
+class Saving:
+    """One contender. ``begin`` starts a save, ``poll`` is called in every iteration and says whether it is complete."""
+
+    begin: Callable[[], None]
+    poll: Callable[[], bool]
+    close: Callable[[], None] = staticmethod(lambda: None)
+    bytes_on_disk: Callable[[], int]
+
+
+def accel_train(state: State, folder: Path) -> Saving:
+    from accel_train.checkpoints import commit
+    from accel_train.checkpoints.hub import HubConfig
+    from accel_train.checkpoints.policy import CheckpointConfig
+    from accel_train.checkpoints.run import Run
+    from accel_train.checkpoints.state import Saver
+
+    run = Run(folder, "benchmark", None, "", {"experiment": {"global_batch_size": 1}, "resolved": {}})
+    run.checkpoints.mkdir(parents=True)
+    commit.write_json(folder / "run.json", {})
+    committed: list[int] = []
+    saver = Saver(
+        state.accelerator, run, state.average, CheckpointConfig(keep_last=1), HubConfig(),
+        lambda at: (at / "config.json").write_text("{}"), epoch=float, on_commit=lambda c: committed.append(c.step),
+    )  # fmt: skip
+    saving, steps = Saving(), [0]
+
+    def begin() -> None:
+        steps[0] += 1
+        saver.save(steps[0])
+
+    def poll() -> bool:
+        saver.boundary(steps[0])
+        return bool(committed) and committed[-1] == steps[0]
+
+    saving.begin, saving.poll, saving.close = begin, poll, lambda: saver.__exit__(None, None, None)
+    saving.bytes_on_disk = lambda: sum(p.stat().st_size for p in folder.rglob("*.safetensors"))
+    return saving
+
+
+def thread_torch_save(state: State, folder: Path) -> Saving:
+    saving, threads, names = Saving(), list[threading.Thread](), [0]
+
+    def begin() -> None:
+        copies = {n: t.detach().to("cpu", copy=True) for n, t in state.tensors().items()}
+        names[0] += 1
+        threads.append(threading.Thread(target=torch.save, args=(copies, folder / "state.pt")))
+        threads[-1].start()
+
+    saving.begin, saving.poll = begin, lambda: not threads[-1].is_alive()
+    saving.bytes_on_disk = lambda: (folder / "state.pt").stat().st_size
+    return saving
+
+
+def save_state(state: State, folder: Path) -> Saving:
+    saving = Saving()
+    saving.begin = lambda: state.accelerator.save_state(str(folder / "state"))
+    saving.poll = lambda: True
+    saving.bytes_on_disk = lambda: sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    return saving
+
+
+def dcp_async_save(state: State, folder: Path) -> Saving:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    if not dist.is_initialized():
+        store = dist.FileStore(str(folder / "store"), 1)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if state.small.is_cuda else "gloo", store=store, rank=0, world_size=1
+        )
+    saving, futures, count = Saving(), list[Any](), [0]
+
+    def begin() -> None:
+        count[0] += 1
+        futures.append(dcp.async_save(state.tensors(), checkpoint_id=str(folder / f"dcp{count[0]}")))
+
+    saving.begin, saving.poll = begin, lambda: futures[-1].done()
+    saving.bytes_on_disk = lambda: sum(p.stat().st_size for p in (folder / f"dcp{count[0]}").rglob("*"))
+    return saving
+
+
+def window(state: State, until: Callable[[], bool]) -> tuple[float, float]:
+    """Run the loop until told; iterations per second and the longest iteration, in seconds."""
+    count, longest = 0, 0.0
+    began = last = time.perf_counter()
+    while True:
+        state.iterate()
+        count += 1
+        done = until()
+        now = time.perf_counter()
+        longest = max(longest, now - last)
+        last = now
+        if done:
+            return count / (now - began), longest
+
+
+def pss(process: psutil.Process) -> int:
+    """Proportional memory of a process and its children: shared pages are counted once."""
+    return sum(p.memory_full_info().pss for p in (process, *process.children(recursive=True)))
+
+
+def contend(name: str, state_mb: float, device: str, rounds: int, folder: Path) -> dict[str, Any]:
+    """Measure one contender in this process."""
+    torch.set_num_threads(1)
+    state = State(state_mb, device)
+    size, process = state.bytes(), psutil.Process()
+    before = pss(process)
+    saving = {"accel_train": accel_train, "thread_torch_save": thread_torch_save, "save_state": save_state,
+              "dcp_async_save": dcp_async_save}[name](state, folder)  # fmt: skip
+    found: dict[str, list[float]] = {k: [] for k in ("alone", "kept", "stall", "blocked", "complete", "extra_memory")}
+    for number in range(rounds + 1):
+        deadline = time.perf_counter() + WINDOW_SECONDS
+        alone, _ = window(state, lambda end=deadline: time.perf_counter() > end)
+        began = time.perf_counter()
+        saving.begin()
+        blocked = time.perf_counter() - began
+        extra = (pss(process) - before) / size
+        during, stall = window(state, saving.poll)
+        complete = time.perf_counter() - began
+        if number == 0:  # buffers are allocated, files of the first round are new
+            first = blocked
+            continue
+        values = {"alone": alone, "kept": during / alone, "stall": stall, "blocked": blocked, "complete": complete}
+        for key, value in (values | {"extra_memory": extra}).items():
+            found[key].append(value)
+        os.sync()
+    written = saving.bytes_on_disk()
+    saving.close()
+    median = {key: statistics.median(values) for key, values in found.items()}
+    return {
+        "state_bytes": size,
+        "bytes_on_disk": written,
+        "loop_iterations_per_second": median["alone"],
+        "loop_speed_kept": median["kept"] if name != "save_state" else None,
+        "loop_speed_kept_rounds": found["kept"],
+        "longest_iteration_ms": 1e3 * median["stall"],
+        "longest_iteration_ms_rounds": [1e3 * s for s in found["stall"]],
+        "blocked_ms": 1e3 * median["blocked"],
+        "blocked_ms_first_save": 1e3 * first,
+        "complete_seconds": median["complete"],
+        "extra_memory_of_state": max(found["extra_memory"]),
+    }
+
+
+def writing(state_mb: float, folder: Path, rounds: int) -> dict[str, Any]:
+    """The write alone, nothing beside it: our writer's own function against torch.save, and both made durable."""
+    from accel_train.checkpoints import writer
+
+    torch.set_num_threads(1)
+    elements = int(state_mb * 1e6 / 4)
+    tensors = {f"t{i:02d}": torch.randn(elements // 16) for i in range(16)}
+    size = sum(t.numel() * 4 for t in tensors.values())
+    target = torch.empty(elements // 16 * 16)
+    source = torch.cat(list(tensors.values()))
+    buffer = memoryview(source.numpy()).cast("B")
+    header = writer.safetensors_header(
+        [{"name": n, "dtype": "F32", "shape": [t.numel()], "bytes": t.numel() * 4} for n, t in tensors.items()]
+    )
+    times: dict[str, list[float]] = {}
+
+    def measure(name: str, action: Callable[[], object]) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        os.sync()
+        began = time.perf_counter()
+        action()
+        times.setdefault(name, []).append(time.perf_counter() - began)
+
+    def durable(path: Path) -> None:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            hashlib.file_digest(file, "sha256")
+
+    def no_fsync() -> None:
+        original, os.fsync = os.fsync, lambda _: None
+        try:
+            writer.write_tensors(folder / "a.safetensors", header, buffer)
+        finally:
+            os.fsync = original
+
+    for _ in range(rounds):
+        measure("memcpy", lambda: target.copy_(source))
+        measure("ours_hashed", no_fsync)
+        measure("ours_hashed_fsynced", lambda: writer.write_tensors(folder / "a.safetensors", header, buffer))
+        measure("torch_save", lambda: torch.save(tensors, folder / "a.pt"))
+        measure("torch_save_fsynced_hashed", lambda: (torch.save(tensors, folder / "a.pt"), durable(folder / "a.pt")))
+    rates = {name: size / statistics.median(values) / 1e9 for name, values in times.items()}
+    return {
+        "bytes": size,
+        "gb_per_second": rates,
+        "hashed_over_torch_save": rates["ours_hashed"] / rates["torch_save"],
+        "durable_over_torch_save_durable": rates["ours_hashed_fsynced"] / rates["torch_save_fsynced_hashed"],
+    }
+
+
+def reload_is_identical(state_mb: float, device: str, folder: Path) -> bool:
+    """Save with ours, read every file with safetensors, compare with the live tensors."""
+    from safetensors.torch import load_file
+
+    state = State(state_mb, device)
+    saving = accel_train(state, folder)
+    saving.begin()
+    saving.close()
+    stems = {"model": "model", "ema": "ema", "exp_avg": "optimizer/exp_avg", "exp_avg_sq": "optimizer/exp_avg_sq"}
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    loaded = {
+        f"{key}.{name}": tensor
+        for key, stem in stems.items()
+        for path in checkpoint.rglob("*.safetensors")
+        if path.relative_to(checkpoint).as_posix().split(".")[0].split("-")[0] == stem
+        for name, tensor in load_file(path).items()
+    }
+    live = state.tensors()
+    return loaded.keys() == live.keys() and all(torch.equal(loaded[n], live[n].cpu()) for n in live)
+
+
+def in_own_process(job: str, arguments: argparse.Namespace, state_mb: float) -> Any:
+    """Run one job of this file in a fresh process and folder; its result."""
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
+        command = [sys.executable, __file__, "--job", job, "--state_mb", str(state_mb), "--device", arguments.device]
+        command += ["--rounds", str(arguments.rounds), "--directory", folder]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "ACCELERATE_USE_CPU": str(arguments.device == "cpu").lower(),
+        }
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if done.returncode:
+            return {"failed": done.stderr[-1500:]}
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def one_job(arguments: argparse.Namespace) -> Any:
+    folder, (state_mb,) = Path(arguments.directory), arguments.state_mb
+    if arguments.job == "writing":
+        return writing(state_mb, folder, arguments.rounds)
+    if arguments.job == "reload":
+        return reload_is_identical(state_mb, arguments.device, folder)
+    return contend(arguments.job, state_mb, arguments.device, arguments.rounds, folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", help="JSON file to write")
+    parser.add_argument("--state_mb", type=float, nargs="+", default=[402.0, 1500.0], help="sizes of the state in MB")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--directory", help="where to write; a temporary directory by default")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.job:
+        print(json.dumps(one_job(arguments)))
+        return
+    result: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/checkpoint.py", *sys.argv[1:]]),
+        "hardware": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or "CPU",
+        "cores": os.cpu_count(),
+        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+        "sizes": {},
+    }
+    for state_mb in arguments.state_mb:
+        jobs = {name: in_own_process(name, arguments, state_mb) for name in (*CONTENDERS, "writing")}
+        copied = jobs["accel_train"].get("blocked_ms")
+        if copied:
+            rate = jobs["accel_train"]["state_bytes"] / copied / 1e6
+            jobs["snapshot_gb_per_second"] = rate
+            jobs["snapshot_over_memcpy"] = rate / jobs["writing"]["gb_per_second"]["memcpy"]
+        jobs["reload_is_identical"] = in_own_process("reload", arguments, state_mb)
+        result["sizes"][str(state_mb)] = jobs
+        print(json.dumps({state_mb: jobs}, indent=2), flush=True)
+    if arguments.output:
+        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(arguments.output).write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

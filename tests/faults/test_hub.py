@@ -1,0 +1,296 @@
+"""The Hub in trouble, and processes killed while they push: training goes on, nothing is lost, nothing pushed twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from accel_train.checkpoints import commit, retention
+from accel_train.checkpoints.hub import HubConfig, HubStatus, Pusher, check_repository, download
+from accel_train.checkpoints.hub_queue import HubQueue
+from accel_train.checkpoints.state import CheckpointConfig
+from tests.hub_server import Fault, HubServer, serving
+from tests.test_hub import contents, make_checkpoint
+
+REPO = "org/model"
+CONFIG = HubConfig(repo_id=REPO, finish_minutes=0.5)
+NAME = "checkpoint_00000001"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    with serving(monkeypatch, tmp_path / "hf_home") as served:
+        check_repository(CONFIG)
+        yield served
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"schema": 1, "run_id": "abc123"}))
+    return run
+
+
+def train(run: Path, *steps: int, config: HubConfig = CONFIG) -> HubStatus:
+    """A training process that saves at ``steps`` and ends. Offering must cost it next to nothing."""
+    pusher = Pusher(run, config, is_main=True)
+    for step in steps:
+        checkpoint = make_checkpoint(run, step)
+        started = time.monotonic()
+        pusher.offer(checkpoint)
+        assert time.monotonic() - started < 2
+    return pusher.finish()
+
+
+def pending(run: Path) -> dict[str, Any]:
+    return json.loads((run / "run.json").read_text())["hub"]
+
+
+def events(run: Path, event: str) -> list[dict[str, Any]]:
+    lines = (run / "hub" / "log.jsonl").read_text().splitlines()
+    return [e for e in map(json.loads, lines) if e["event"] == event]
+
+
+def row(number: str, name: str, injected: str, outcome: str, *values: Any) -> Any:
+    return pytest.param(*values, id=name, marks=pytest.mark.fault(number, injected=injected, outcome=outcome))
+
+
+AGAIN = "tried again with backoff; one commit; training untouched"
+
+
+@pytest.mark.parametrize(
+    ("fault", "tries"),
+    [
+        row("F55", "500", "the Hub answers 500 twice", AGAIN, Fault("commit", 500, count=2), 3),
+        row("F55", "503", "503 while files are uploaded", AGAIN, Fault("lfs_put", 503), 1),
+        row("F55", "412", "412: another commit came between", AGAIN, Fault("commit", 412), 2),
+        row(
+            "F55", "dropped", "connection closed before the commit is applied", AGAIN, Fault("commit", "drop_before"), 2
+        ),
+        row("F55", "cut", "connection closed in the middle of an upload", AGAIN, Fault("lfs_put", "cut"), 1),
+        row("F55", "branch", "500 when the branch of the step is made", AGAIN, Fault("branch", 500), 1),
+    ],
+)
+def test_trouble_is_tried_again(server: HubServer, run: Path, fault: Fault, tries: int) -> None:
+    server.faults = [fault]
+    status = train(run, 1)
+    assert fault.count == 0, "the fault was never met"
+    assert (status.code, status.pushed) == (0, (NAME,))
+    assert len(server.times("commit")) == tries
+    assert len(server.titles(REPO)) == 1
+    assert pending(run) == {"repo_id": REPO, "pending": [], "failed": {}}
+    assert server.repositories[REPO].branches["step-00000001"] == server.repositories[REPO].branches["main"]
+
+
+@pytest.mark.fault("F55", injected="429 with Retry-After", outcome="no request before the time it names; then pushed")
+def test_retry_after_is_kept(server: HubServer, run: Path) -> None:
+    server.faults = [Fault("commit", 429, headers={"Retry-After": "2"})]
+    assert train(run, 1).code == 0
+    first, second = server.times("commit")
+    assert second - first >= 2  # 0.05 s would be the backoff
+
+
+@pytest.mark.fault(
+    "F55", injected="no answer in time, and the commit applied after that", outcome="tried again; one commit stands"
+)
+def test_a_silent_hub_counts_as_lost(server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_HUB_TIMEOUT_SECONDS", "0.5")
+    server.faults = [Fault("commit", "slow", seconds=2)]
+    assert train(run, 1).code == 0
+    assert len(server.times("commit")) == 2
+    assert "ReadTimeout" in events(run, "retry")[0]["reason"]
+    time.sleep(2.2)  # the first one arrives now, and finds main moved on
+    assert len(server.titles(REPO)) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        row("F55", "401", "401: the token expired", "not tried again; reason kept; hub status 1", 401, {}),
+        row("F55", "403", "403: no write right", "not tried again; reason kept; hub status 1", 403, {}),
+        row("F55", "413", "413: too large", "not tried again; reason kept; hub status 1", 413, {}),
+    ],
+)
+def test_a_refusal_is_kept_and_not_repeated(
+    server: HubServer, run: Path, caplog: pytest.LogCaptureFixture, status: int, headers: dict[str, str]
+) -> None:
+    server.faults = [Fault("commit", status, headers=headers)]
+    ended = train(run, 1)
+    assert (ended.code, ended.waiting, list(ended.failed)) == (1, (), [NAME])
+    assert str(status) in ended.failed[NAME]
+    assert len(server.times("commit")) == 1
+    assert pending(run)["failed"] == dict(ended.failed)
+    assert f"go on with: accel-train checkpoints push {run}" in caplog.text
+    assert train(run, 2).code == 1  # the next one goes, the refused one is still shown
+    assert [t.split()[1] for t in server.titles(REPO)] == ["2"]
+
+
+@pytest.mark.fault(
+    "F55",
+    injected="no DNS while training runs, until after its end",
+    outcome="pending in run.json, hub status 1 and the command in the summary; the next start pushes it",
+)
+def test_no_network_leaves_a_queue_that_the_next_start_empties(
+    server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+    ended = train(run, 1, 2, config=HubConfig(repo_id=REPO, finish_minutes=3 / 60))
+    assert (ended.code, ended.waiting) == (1, ("checkpoint_00000002",))  # the older gave way
+    assert pending(run)["pending"] == ["checkpoint_00000002"]
+    assert len(events(run, "retry")) > 1
+    assert "0 pushed, 1 waiting, 0 failed; hub status 1" in caplog.text
+    assert f"accel-train checkpoints push {run}" in caplog.text
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    ended = Pusher(run, CONFIG, is_main=True).finish()
+    assert (ended.code, ended.pushed) == (0, ("checkpoint_00000002",))
+    assert pending(run)["pending"] == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        row(
+            "F56",
+            "closed",
+            "commit applied, connection closed before the answer",
+            "found among the commits by run, step and digest: one commit",
+            Fault("commit", "drop_after"),
+        ),
+        row(
+            "F56",
+            "500",
+            "commit applied, branch request lost the same way",
+            "commit found, branch kept: one commit, one branch",
+            Fault("branch", "drop_after"),
+        ),
+    ],
+)
+def test_an_applied_commit_whose_answer_was_lost_is_not_repeated(server: HubServer, run: Path, fault: Fault) -> None:
+    server.faults = [fault]
+    assert train(run, 1).code == 0
+    assert fault.count == 0
+    assert len(events(run, "retry")) == 1
+    assert len(server.times("commit")) == 1
+    assert len(server.titles(REPO)) == 1
+    assert set(server.repositories[REPO].branches) == {"main", "step-00000001"}
+
+
+TRAINER = """
+import os, sys, time
+from pathlib import Path
+from accel_train.checkpoints import commit
+from accel_train.checkpoints.hub import HubConfig, Pusher
+
+run = Path(sys.argv[1])
+pusher = Pusher(run, HubConfig(repo_id="org/model"), is_main=True)
+pusher.offer(commit.verify(run / "checkpoints" / "checkpoint_00000001"))
+os.fork()  # like a worker that loads data: it keeps the pusher's pipe open when the trainer is gone
+while True:
+    time.sleep(0.05)
+"""
+
+
+def pusher_of(trainer: int) -> psutil.Process:
+    found = [p for p in psutil.Process(trainer).children() if "accel_train.checkpoints.hub_worker" in p.cmdline()]
+    assert len(found) == 1
+    return found[0]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not come about in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "kind", "commits"),
+    [
+        row(
+            "F57",
+            "upload",
+            "SIGKILL of the trainer during an upload",
+            "its pusher ends with it; the next start pushes; one commit",
+            "lfs_put",
+            "slow",
+            1,
+        ),
+        row(
+            "F57",
+            "applied",
+            "SIGKILL of the trainer while the answer to an applied commit is awaited",
+            "the next start finds the commit; one commit",
+            "commit",
+            "slow_after",
+            1,
+        ),
+    ],
+)
+def test_killed_while_pushing(
+    server: HubServer, run: Path, tmp_path: Path, endpoint: str, kind: str, commits: int
+) -> None:
+    checkpoint = make_checkpoint(run, 1)
+    before = contents(checkpoint.path)
+    server.faults = [Fault(endpoint, kind, seconds=2)]
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(run)])
+    try:
+        wait_for(lambda: server.times(endpoint))
+        wait_for(lambda: kind == "slow" or server.titles(REPO))
+        worker = pusher_of(trainer.pid)
+        forked = [p for p in psutil.Process(trainer.pid).children() if p != worker]
+        assert len(forked) == 1
+    finally:
+        trainer.kill()
+        trainer.wait()
+    wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, seconds=5)
+    forked[0].kill()
+    assert HubQueue(run).names() == {NAME}
+    assert contents(checkpoint.path) == before
+    ended = Pusher(run, CONFIG, is_main=True).finish()
+    assert (ended.code, ended.pushed) == (0, (NAME,))
+    assert len(server.titles(REPO)) == commits
+    assert len(server.times("commit")) == commits
+    assert commit.verify(download("org/model@1", tmp_path / "there")).step == 1
+
+
+@pytest.mark.fault(
+    "F57", injected="SIGKILL of the pusher alone", outcome="training does not notice; pushed again from the queue"
+)
+def test_the_pusher_killed_alone(server: HubServer, run: Path) -> None:
+    server.faults = [Fault("lfs_put", "slow", seconds=2)]
+    pusher = Pusher(run, CONFIG, is_main=True)
+    pusher.offer(make_checkpoint(run, 1))
+    wait_for(lambda: server.times("lfs_put"))
+    os.kill(pusher_of(os.getpid()).pid, signal.SIGKILL)
+    pusher.offer(make_checkpoint(run, 2))
+    ended = pusher.finish()
+    assert (ended.code, ended.waiting) == (0, ())
+    assert [t.split()[1] for t in server.titles(REPO)] == ["2"]  # the older gave way
+
+
+@pytest.mark.fault(
+    "F57", injected="retention asked to delete what is being uploaded", outcome="it stays until it is pushed, then goes"
+)
+def test_retention_keeps_what_is_being_pushed(server: HubServer, run: Path) -> None:
+    keep = CheckpointConfig(keep_last=1)
+    server.faults = [Fault("lfs_put", "slow", seconds=1.5)]
+    pusher = Pusher(run, CONFIG, is_main=True)
+    pusher.offer(make_checkpoint(run, 1))
+    wait_for(lambda: server.times("lfs_put"))
+    make_checkpoint(run, 2)
+    retention.prune(run / "checkpoints", keep, 2, pusher.busy(), {})
+    assert [step for step, _ in commit.committed(run / "checkpoints")] == [1, 2]
+    assert pusher.finish().pushed == (NAME,)
+    retention.prune(run / "checkpoints", keep, 2, pusher.busy(), {})
+    assert [step for step, _ in commit.committed(run / "checkpoints")] == [2]

@@ -1,0 +1,345 @@
+"""Requests to stop, processes that die or stall, errors in the user's code: one save, the right code, no orphan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from accel_train.checkpoints import commit
+from tests.faults.harness import EVERY, Zygote, acknowledged, checkpoints, children, debris, launch, losses, same_run
+
+SLOW = (*EVERY, "--step_seconds", "0.1")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0")
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
+Launched = subprocess.Popen[str]
+
+
+def ours(processes: int, folder: Path) -> tuple[str, ...]:
+    """``accel-train rehearse`` of a launch file: our launcher, on CPU processes."""
+    file = folder / "machine.yaml"
+    kind = "MULTI_GPU" if processes > 1 else "'NO'"
+    file.write_text(f"distributed_type: {kind}\nnum_machines: 1\nnum_processes: {processes}\n")
+    return (sys.executable, "-m", "accel_train.cli", "rehearse", "--config_file", str(file))
+
+
+@pytest.fixture
+def launched() -> Iterator[list[Launched]]:
+    """Launchers to be killed with all they started, whatever happens."""
+    started: list[Launched] = []
+    yield started
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def begin(started: list[Launched], out: Path, command: tuple[str, ...]) -> Launched:
+    """Launch it and wait until the checkpoint of step 5 is there."""
+    process = launch(out, *SLOW, command=command)
+    started.append(process)
+    deadline = time.monotonic() + 60
+    while acknowledged(out) != [5]:
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+def workers(process: Launched) -> list[psutil.Process]:
+    """The training processes and their writers."""
+    found = children(process.pid, "trainer.py") + children(process.pid, "checkpoints.writer")
+    return [p for p in found if "torch.distributed.run" not in p.cmdline() and "accel_train.cli" not in p.cmdline()]
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that still live after so long."""
+    return [p for p in psutil.wait_procs(processes, timeout=seconds)[1] if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def resumes(zygote: Zygote, out: Path, whole: Path, ranks: int) -> None:
+    """The next start goes on and ends as the run that nothing happened to."""
+    again = zygote.run(out, *EVERY, ranks=ranks)
+    assert set(again.wait()) == {0}, again.output()
+    assert "resuming" in again.output()
+    assert debris(out) == []
+    same_run(out, whole)
+
+
+# ------------------------------------------------------------------------------------------------- processes that die
+@pytest.mark.fault("F9", injected="SIGKILL of rank 1 in a step", outcome="rank 0 errors at once, not 0; resumes")
+def test_a_rank_dies(zygote: Zygote, out: Path, whole_of_two: Path) -> None:
+    run = zygote.start(out, *SLOW, "--collective_timeout_seconds", "30", ranks=2)
+    run.until(out / "acknowledged.txt", "5")
+    began = time.monotonic()
+    run.kill(rank=1)
+    assert run.wait(20) == [1, -9]
+    assert time.monotonic() - began < 10
+    assert "another process has ended" in run.output()
+    resumes(zygote, out, whole_of_two, 2)
+
+
+@pytest.mark.fault("F9", injected="SIGKILL of rank 1 under torchrun --max-restarts", outcome="all restart and resume")
+def test_an_elastic_restart_resumes(out: Path, whole_of_two: Path, launched: list[Launched]) -> None:
+    process = begin(launched, out, (*TORCHRUN, "--max_restarts", "1"))
+    ranks = [p for p in workers(process) if "trainer.py" in " ".join(p.cmdline())]
+    assert len(ranks) == 2
+    next(p for p in ranks if p.environ()["RANK"] == "1").kill()
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 0, output[-3000:]
+    assert "at step 5" in output
+    same_run(out, whole_of_two)
+
+
+@pytest.mark.fault(
+    "F10", injected="SIGKILL of the torchrun agent", outcome="workers save and leave within 5 s; resumes"
+)
+def test_the_agent_dies(zygote: Zygote, out: Path, whole_of_two: Path, launched: list[Launched]) -> None:
+    process = begin(launched, out, TORCHRUN)
+    left = workers(process)
+    assert len(left) == 4
+    process.kill()
+    assert gone(left, 5) == []
+    assert checkpoints(out)[-1] not in (5, 10), "they were to save where they were"
+    resumes(zygote, out, whole_of_two, 2)
+
+
+# ------------------------------------------------------------------------------------------------- requests to stop
+@pytest.mark.fault("F11", injected="SIGTERM to accel-train's launcher, 2 processes", outcome="one save, exit code 75")
+def test_sigterm_to_our_launcher(
+    zygote: Zygote, out: Path, whole_of_two: Path, launched: list[Launched], tmp_path: Path
+) -> None:
+    process = begin(launched, out, ours(2, tmp_path))
+    left = workers(process)
+    process.terminate()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75, output[-3000:]
+    assert gone(left, 1) == []
+    newest = checkpoints(out)[-1]
+    assert acknowledged(out)[-1] == newest == max(losses(out))
+    resumes(zygote, out, whole_of_two, 2)
+
+
+@pytest.mark.fault("F11", injected="SIGTERM to torchrun, 2 processes", outcome="one save; torchrun says 1, our text 75")
+def test_sigterm_to_torchrun(zygote: Zygote, out: Path, whole_of_two: Path, launched: list[Launched]) -> None:
+    process = begin(launched, out, TORCHRUN)
+    left = workers(process)
+    process.terminate()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode not in (0, 75)
+    assert output.count("preempted and saved (exit code 75)") == 1
+    assert gone(left, 1) == []
+    assert acknowledged(out)[-1] == checkpoints(out)[-1] == max(losses(out))
+    resumes(zygote, out, whole_of_two, 2)
+
+
+@pytest.mark.fault("F12", injected="SIGTERM to accelerate launch, 1 process", outcome="saved; no orphan")
+def test_sigterm_to_accelerate_launch(zygote: Zygote, out: Path, whole: Path, launched: list[Launched]) -> None:
+    process = begin(launched, out, ACCELERATE)
+    left = workers(process)
+    assert len(left) == 2
+    process.terminate()
+    assert gone(left, 5) == []
+    assert acknowledged(out)[-1] == checkpoints(out)[-1] == max(losses(out)) < 20
+    resumes(zygote, out, whole, 1)
+
+
+@pytest.mark.fault("F12", injected="SIGTERM to accel-train's launcher, 1 process", outcome="passed on; 75; no orphan")
+def test_sigterm_to_our_launcher_of_one(
+    zygote: Zygote, out: Path, whole: Path, launched: list[Launched], tmp_path: Path
+) -> None:
+    process = begin(launched, out, ours(1, tmp_path))
+    left = workers(process)
+    process.terminate()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75, output[-3000:]
+    assert gone(left, 1) == []
+    resumes(zygote, out, whole, 1)
+
+
+@pytest.mark.fault("F13", injected="SIGTERM to rank 1 alone", outcome="both save the same step once and exit 75")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_one_rank_is_told(zygote: Zygote, out: Path, whole_of_two: Path, number: int) -> None:
+    run = zygote.start(out, *SLOW, ranks=2)
+    run.until_step(7)
+    run.kill(number, rank=1)
+    assert run.wait() == [75, 75]
+    assert acknowledged(out)[:-1] == [5]
+    assert acknowledged(out)[-1] in (8, 9, 10)
+    assert checkpoints(out)[-1] == acknowledged(out)[-1] == max(losses(out))
+    resumes(zygote, out, whole_of_two, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_file(zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
+    run = zygote.start(out, *EVERY, "--step_seconds", "0.3", ranks=ranks)
+    run.until_step(3)
+    (out / "STOP").touch()
+    assert set(run.wait()) == {75}
+    assert not (out / "STOP").exists(), "the next start is to train"
+    assert checkpoints(out)[-1] == max(losses(out)) < 20
+    resumes(zygote, out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"), ranks)
+
+
+@pytest.mark.fault("F14", injected="SIGTERM during a save that is waited for", outcome="it is finished; no second one")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_during_a_save(zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
+    sync = ("--checkpoints.asynchronous", "false")
+    run = zygote.start(out, *EVERY, *sync, ranks=ranks, failpoint="before_seal=sleep:1.0")
+    run.until_step(5)
+    time.sleep(0.2)
+    run.kill(signal.SIGTERM, rank=ranks - 1)
+    assert set(run.wait()) == {75}
+    assert acknowledged(out) == checkpoints(out) == [5]
+    assert max(losses(out)) == 5
+    resumes(zygote, out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"), ranks)
+
+
+@pytest.mark.fault("F15", injected="a second SIGTERM", outcome="exit at once (143); previous checkpoint intact")
+def test_second_sigterm(zygote: Zygote, out: Path, whole: Path) -> None:
+    twice(zygote, out, whole, signal.SIGTERM, 143)
+
+
+@pytest.mark.fault("F15", injected="SIGINT twice", outcome="exit at once (130); previous checkpoint intact")
+def test_second_sigint(zygote: Zygote, out: Path, whole: Path) -> None:
+    twice(zygote, out, whole, signal.SIGINT, 130)
+
+
+def twice(zygote: Zygote, out: Path, whole: Path, number: int, code: int) -> None:
+    assert zygote.run(out, *EVERY, "--max_steps", "5").wait() == [0]
+    run = zygote.start(out, *SLOW, failpoint="before_file=sleep:30")
+    run.until_step(7)
+    run.kill(number)
+    time.sleep(0.5)
+    run.kill(number)  # so soon it is the same request: a terminal and torchrun both pass one on
+    time.sleep(2.2)
+    assert not run.poll()
+    (writer,) = children(run.pids[0], "checkpoints.writer")
+    began = time.monotonic()
+    run.kill(number)
+    assert run.wait() == [code]
+    assert time.monotonic() - began < 1
+    assert gone([writer], 2) == []
+    assert "the last committed checkpoint stands" in run.output()
+    assert checkpoints(out) == [5]
+    resumes(zygote, out, whole, 1)
+
+
+@pytest.mark.fault("F16", injected="SIGTERM while a slow writer writes", outcome="waits for it, saves, exits 75")
+def test_sigterm_during_an_asynchronous_save(zygote: Zygote, out: Path, whole: Path) -> None:
+    run = zygote.start(out, *SLOW, failpoint="before_file=sleep:1")
+    run.until_step(6)
+    run.kill(signal.SIGTERM)
+    began = time.monotonic()
+    assert run.wait() == [75]
+    assert time.monotonic() - began < 5
+    assert acknowledged(out) == checkpoints(out)
+    assert acknowledged(out)[0] == 5
+    assert acknowledged(out)[-1] == max(losses(out)) < 10
+    resumes(zygote, out, whole, 1)
+
+
+@pytest.mark.fault(
+    "F17", injected="SIGKILL 1 s after SIGTERM, amid the save", outcome="last one stays; warned at start"
+)
+def test_grace_too_short(zygote: Zygote, out: Path, whole: Path) -> None:
+    flags = (*SLOW, "--checkpoints.grace_seconds", "1")
+    first = zygote.run(out, *flags, "--max_steps", "5", failpoint="before_file=sleep:1.5")
+    assert first.wait() == [0]
+    run = zygote.start(out, *flags, failpoint="before_file=sleep:5")
+    run.until_step(7)
+    warning = "and checkpoints.grace_seconds is 1: after SIGTERM the scheduler may kill this run before it has saved"
+    assert warning in run.output()
+    run.kill(signal.SIGTERM)
+    time.sleep(1)
+    run.kill()
+    assert run.wait() == [-9]
+    assert checkpoints(out) == [5]
+    resumes(zygote, out, whole, 1)
+
+
+# ---------------------------------------------------------------------------------------------- the user's own mistakes
+@pytest.mark.fault(
+    "F18", injected="an exception in the user's step", outcome="exit 1, traceback; the begun save is kept"
+)
+def test_the_users_exception(zygote: Zygote, out: Path, whole: Path) -> None:
+    run = zygote.run(out, *EVERY, "--raise_at", "10", failpoint="before_file#2=sleep:0.5")
+    assert run.wait() == [1]
+    assert "RuntimeError: the user's own mistake" in run.output()
+    assert acknowledged(out) == checkpoints(out) == [5, 10], "the save that was under way is finished first"
+    assert debris(out) == []
+    resumes(zygote, out, whole, 1)
+
+
+@pytest.mark.fault(
+    "F19", injected="an exception on rank 1 alone", outcome="rank 0 stops at once; rank 1's text is shown"
+)
+def test_the_exception_of_one_rank(out: Path, launched: list[Launched], tmp_path: Path) -> None:
+    flags = (*EVERY, "--raise_at", "7", "--raise_rank", "1")
+    process = launch(out, *flags, command=ours(2, tmp_path))
+    launched.append(process)
+    began = time.monotonic()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert time.monotonic() - began < 40  # 10 s of it are imports; the timeout of the collectives is 60 s
+    assert "the user's own mistake" in output
+    assert "the user's own mistake" in (out / "logs" / "rank_1.log").read_text()
+    assert "the user's own mistake" not in (out / "logs" / "rank_0.log").read_text()
+    assert checkpoints(out) == [5]
+
+
+@pytest.mark.fault("F19", injected="an exception on rank 0 alone, while its writer writes", outcome="the same")
+def test_the_exception_of_the_main_process(zygote: Zygote, out: Path, whole_of_two: Path) -> None:
+    run = zygote.run(out, *EVERY, "--raise_at", "10", ranks=2, failpoint="before_rename#2=sleep:0.5")
+    assert run.wait() == [1, 1]
+    assert checkpoints(out) == [5], "nothing torn under the final name"
+    assert debris(out) == []
+    resumes(zygote, out, whole_of_two, 2)
+
+
+@pytest.mark.fault("F20", injected="rank 1 stalls", outcome="the others name the operation and the option in time")
+def test_a_rank_stalls(zygote: Zygote, out: Path, whole_of_two: Path) -> None:
+    limit = ("--collective_timeout_seconds", "3")
+    run = zygote.start(out, *EVERY, *limit, "--hang_at", "7", "--raise_rank", "1", ranks=2)
+    run.until_step(7)
+    began = time.monotonic()
+    while run.pids[0] not in run.codes:
+        assert time.monotonic() - began < 15
+        run.poll()
+        time.sleep(0.05)
+    assert run.codes[run.pids[0]] == 1
+    assert "all_reduce, called at " in run.output()
+    assert "give a larger --collective_timeout_seconds" in run.output()
+    run.kill()
+    run.wait()
+    resumes(zygote, out, whole_of_two, 2)
+
+
+def test_a_loader_worker_that_outlives_its_trainer_does_not_hold_the_run(zygote: Zygote, out: Path) -> None:
+    """Workers are forked after the lock is taken and notice the death of their parent seconds later."""
+    patch = """
+import os, time
+from accel_train.checkpoints import state
+original = state.Saver.__enter__
+def enter(self):
+    if os.fork() == 0:
+        time.sleep(5)
+        os._exit(0)
+    return original(self)
+state.Saver.__enter__ = enter
+"""
+    run = zygote.start(out, *SLOW, patch=patch)
+    run.until_step(3)
+    os.kill(run.pids[0], signal.SIGKILL)
+    assert run.wait() == [-9]
+    again = zygote.run(out, *EVERY)
+    assert again.wait() == [0], again.output()
+    assert commit.newest_verified(out / "checkpoints")[0] is not None
