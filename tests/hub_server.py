@@ -88,8 +88,8 @@ class HubServer:
         self.faults: list[Fault] = []
         self.requests: list[tuple[float, str, str]] = []
         """Time (monotonic), endpoint, authorization of every request."""
-        self.foreign_commits: list[Callable[[Repository], None]] = []
-        """Run once each, just before a commit is applied: another writer."""
+        self.before_commit: list[Callable[[Repository], object]] = []
+        """Run once each, just before a commit is applied: another writer, a file that training writes anew."""
         self.lock = threading.RLock()
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.hub = self
@@ -316,8 +316,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _commit(self, repo: Repository, body: bytes, revision: str, repo_id: str, **_: Any) -> Answer:
         lines = [json.loads(line) for line in body.splitlines()]
         header = lines[0]["value"]
-        while self.server.hub.foreign_commits:
-            self.server.hub.foreign_commits.pop()(repo)
+        while self.server.hub.before_commit:
+            self.server.hub.before_commit.pop()(repo)
         if header.get("parentCommit", repo.branches[revision]) != repo.branches[revision]:
             return 412, {"error": "A commit has happened since. Please refresh and try again."}
         files = dict(repo.commits[repo.branches[revision]].files)

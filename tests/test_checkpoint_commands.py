@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from accel_train import cli
-from accel_train.checkpoints import commands, commit, compare, fetch, snapshot, weights
+from accel_train.checkpoints import commit, compare, fetch, snapshot, weights
 from accel_train.checkpoints.hub_queue import Entry, HubQueue
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.config import UsageError, to_tree
@@ -80,7 +80,7 @@ def checkpoint(
     for stem, values in collections.items():
         save_file({name: value.contiguous() for name, value in values.items()}, temporary / f"{stem}.safetensors")
     keys = [stem.removeprefix("optimizer/") for stem in collections if "/" in stem]
-    state = {key: {name: f"optimizer/{key}.safetensors" for name in exact} for key in keys}
+    state = {key: dict.fromkeys(exact, f"optimizer/{key}.safetensors") for key in keys}
     texts = {"optimizer/index.json": {"step": step, "state": state}, "trainer_state.json": {"step": step}}
     texts |= {"config.json": to_tree(model.config), "assets/tokenizer.json": {"vocabulary": ["a"]}}
     for name, value in texts.items():
@@ -140,14 +140,18 @@ def test_ls_says_what_is_there(run: Path, capsys: pytest.CaptureFixture[str]) ->
     queue.done(entry, {"url": "https://hub/org/model/commit/1", "revision": "step-00000010"})
     queue.add(Entry(name(30), 30, "abc", "org/model"))
     assert call("ls", run) == 0
-    header, *rows, total = lines_of(capsys)
+    header, *rows, reason, total = lines_of(capsys)
     assert header.split() == ["name", "step", "age", "size", "loss", "state", "verified", "pushed"]
-    assert rows[0].split()[:2] == [name(10), "10"]
-    assert "2.0 h" in rows[0]
-    assert rows[0].endswith("yes  " + " " * (rows[0].index("https") - rows[0].rindex("yes") - 5) + "https://hub/org/model/commit/1")
-    assert "0.05" in rows[1]
-    assert "model.safetensors has changed since it was written (sha256 differs)" in rows[1]
-    assert rows[2].endswith("queued")
+    cells = [row.split() for row in rows]
+    assert [row[:2] for row in cells] == [[name(step), str(step)] for step in (10, 20, 30)]
+    assert [row[2:4] for row in cells] == [["2.0", "h"]] * 3
+    assert [row[-4] for row in cells] == ["0.1", "0.05", "0.033333"]
+    assert [row[-3:] for row in cells] == [
+        ["yes", "yes", "org/model@step-00000010"],
+        ["yes", "NO", "-"],
+        ["yes", "yes", "queued"],
+    ]
+    assert reason == f"{name(20)}: model.safetensors has changed since it was written (sha256 differs)"
     assert total.startswith("3 checkpoint(s), ")
 
 
@@ -173,10 +177,10 @@ def test_a_quick_ls_looks_at_sizes_only(run: Path, capsys: pytest.CaptureFixture
     (run / "checkpoints" / name(20) / "config.json").write_text("{}")
     (run / "checkpoints" / name(30) / "ema.safetensors").unlink()
     call("ls", run, "--quick")
-    _, ten, twenty, thirty, _ = lines_of(capsys)
-    assert "sizes only" in ten
-    assert "config.json has 2 bytes" in twenty
-    assert "ema.safetensors is missing" in thirty
+    _, *rows, twenty, thirty, _ = lines_of(capsys)
+    assert [" sizes only " in row for row in rows] == [True, False, False]
+    assert twenty.startswith(f"{name(20)}: config.json has 2 bytes")
+    assert thirty == f"{name(30)}: ema.safetensors is missing"
 
 
 def test_ls_shows_the_metric_that_the_run_goes_by(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,7 +271,9 @@ def write(directory: Path, stem: str = "model", **values: Tensor) -> Path:
     return directory
 
 
-def test_equal_tensors_are_equal_whatever_holds_them(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_tensors_are_equal_whatever_holds_them(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A run against its newest, one file against shards, ours against diffusers' names, a file by itself."""
     assert call("diff", run, run / "checkpoints" / name(30)) == 0
     count = len(values_of(model_of(0)))
@@ -301,24 +307,26 @@ def test_the_first_and_the_largest_difference_are_named(run: Path, capsys: pytes
     assert lines[4].endswith(f"apart by {apart[largest]:.3g}")
     norm = math.sqrt(sum((a[n].double() - b[n].double()).square().sum().item() for n in a))
     norm /= math.sqrt(sum(a[n].double().square().sum().item() for n in a))
-    assert lines[2] == f"model: {sum(v > 0 for v in apart.values())} of {len(a)} common tensors differ; relative difference {norm:.3g}"
+    differing = f"{sum(v > 0 for v in apart.values())} of {len(a)} common tensors differ"
+    assert lines[2] == f"model: {differing}; relative difference {norm:.3g}"
     assert lines[-1] == "different"
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1 << 22])
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 def test_the_place_of_a_difference_is_right_across_chunks(
     tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "CHUNK", chunk)
-    a = torch.randn(3, 4, 5, dtype=torch.float64)
+    a = torch.arange(60, dtype=torch.float64).reshape(3, 4, 5)
     b = a.clone()
     b[2, 1, 3] += 0.5
     b[0, 3, 4] -= 0.25
     b[1, 0, 0] += 0.125
-    left, right = write(tmp_path / "a", x=a, y=a), write(tmp_path / "b", x=b, y=a.clone())
+    left, right = write(tmp_path / "a", x=a, y=a.clone()), write(tmp_path / "b", x=b, y=a)
     found = compare.compare(weights.find_tensors(left), weights.find_tensors(right))
     assert found.differing == 1
-    assert found.largest == found.first == compare.Difference("x", 0.5, (2, 1, 3), (a[2, 1, 3].item(), b[2, 1, 3].item()))
+    assert found.largest == compare.Difference("x", 0.5, (2, 1, 3), (48.0, 48.5))
+    assert found.first == found.largest
     squares = 0.5**2 + 0.25**2 + 0.125**2
     assert found.relative == pytest.approx(math.sqrt(squares / (2 * a.square().sum().item())), rel=1e-12)
 
@@ -352,7 +360,9 @@ def test_odd_values(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str
 
 def test_names_shapes_and_types_on_one_side_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write(tmp_path / "a", same=torch.ones(2), mine=torch.ones(1), shape=torch.ones(2, 3), kind=torch.ones(2))
-    b = write(tmp_path / "b", same=torch.ones(2), yours=torch.ones(1), shape=torch.ones(3, 2), kind=torch.ones(2).half())
+    b = write(
+        tmp_path / "b", same=torch.ones(2), yours=torch.ones(1), shape=torch.ones(3, 2), kind=torch.ones(2).half()
+    )
     write(tmp_path / "b", "ema", same=torch.ones(2))
     assert call("diff", a, b) == 1
     assert lines_of(capsys)[2:] == [
@@ -361,6 +371,29 @@ def test_names_shapes_and_types_on_one_side_are_said(tmp_path: Path, capsys: pyt
         "  only in B: yours",
         "  shapes: shape (2, 3) in A, (3, 2) in B",
         "  types: kind F32 in A, F16 in B",
+        "ema: only in B",
+        "different",
+    ]
+
+
+def test_bits_count_in_every_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "CHUNK", 1)
+    a, b = write(tmp_path / "a", x=torch.tensor([-0.0, 0.0])), write(tmp_path / "b", x=torch.tensor([0.0, 0.0]))
+    assert call("diff", a, b) == 1
+
+
+def test_a_collection_on_one_side_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two kinds of weights side by side keep their names: neither is taken for the other."""
+    a, b = write(tmp_path / "a", x=torch.ones(1)), write(tmp_path / "b", x=torch.ones(1))
+    assert call("diff", a, b) == 0
+    write(tmp_path / "b", "ema", x=torch.ones(1))
+    assert call("diff", a, b) == 1
+    write(tmp_path / "b", "diffusion_pytorch_model", x=torch.zeros(1))
+    capsys.readouterr()
+    assert call("diff", a, b) == 1
+    assert lines_of(capsys)[2:] == [
+        "model: equal (1 tensors)",
+        "diffusion_pytorch_model: only in B",
         "ema: only in B",
         "different",
     ]
@@ -454,6 +487,24 @@ def test_what_is_newer_than_the_newest_that_verifies_stays(run: Path, capsys: py
         call("prune", run, "--keep_last", "1")
 
 
+def test_what_could_not_go_is_said(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rename = os.rename
+
+    def refusing(source: Any, target: Any) -> None:
+        if Path(source).name == name(10):
+            raise PermissionError(13, "Permission denied")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refusing)
+    assert call("prune", run, "--keep_last", "1") == 1
+    assert steps_in(run) == [10, 30]
+    lines = lines_of(capsys)
+    assert lines[0].split()[:2] == [name(10), "FAILED"]
+    assert "Permission denied" in lines[0]
+
+
 def test_what_waits_to_be_pushed_stays(run: Path) -> None:
     HubQueue(run).add(Entry(name(10), 10, "abc", "org/model"))
     call("prune", run, "--keep_last", "1")
@@ -543,7 +594,9 @@ def test_a_large_export_is_split_as_the_hub_does(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("source", ["model", "ema"])
-def test_an_export_rounds_the_exact_weights_once(tmp_path: Path, saved: torch.dtype, precision: str, source: str) -> None:
+def test_an_export_rounds_the_exact_weights_once(
+    tmp_path: Path, saved: torch.dtype, precision: str, source: str
+) -> None:
     """Whatever precision the checkpoint was saved in: its fp32 masters are beside its optimizer state."""
     model = model_of(5)
     place = checkpoint(tmp_path / "run", 7, model, precision=saved)
@@ -570,7 +623,11 @@ def test_an_export_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: 
         large.text_head.weight[0, 0] = 1e5
         broken.text_head.weight[0, 0] = math.nan
     places = {
-        "fp16": (checkpoint(tmp_path / "large", 7, large), r"text_head.weight has values beyond 65504", ["--precision", "fp16"]),
+        "fp16": (
+            checkpoint(tmp_path / "large", 7, large),
+            r"text_head.weight has values beyond 65504",
+            ["--precision", "fp16"],
+        ),
         "nan": (checkpoint(tmp_path / "broken", 7, broken), r"text_head.weight holds 1 value\(s\) that are NaN", []),
         "damaged": (checkpoint(tmp_path / "damaged", 7), "sha256 differs", []),
     }
@@ -580,11 +637,13 @@ def test_an_export_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: 
             call("export", place, tmp_path / "out", *flags)
     assert {p.name for p in tmp_path.iterdir()} == {"large", "broken", "damaged"}
     assert call("export", places["fp16"][0], tmp_path / "out", "--precision", "bf16") == 0
-    with pytest.raises(UsageError, match="holds assets, config.json, model.safetensors; give a directory that does not"):
+    with pytest.raises(UsageError, match=r"holds assets, config.json, model.safetensors; give a"):
         call("export", places["fp16"][0], tmp_path / "out")
 
 
-def test_an_export_of_a_run_takes_the_newest_that_verifies(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_of_a_run_takes_the_newest_that_verifies(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flip_bit(run / "checkpoints" / name(30) / "model.safetensors")
     (tmp_path / "out").mkdir()  # empty, and so free to use
     call("export", run, tmp_path / "out")
@@ -601,7 +660,7 @@ def test_without_an_average_none_is_exported(run: Path, tmp_path: Path) -> None:
     del manifest["files"]["ema.safetensors"]
     (place / "manifest.json").write_text(json.dumps(manifest))
     (place / "ema.safetensors").unlink()
-    with pytest.raises(UsageError, match="has no ema.safetensors.*export --weights model"):
+    with pytest.raises(UsageError, match=r"has no ema.safetensors.*export --weights model"):
         call("export", place, tmp_path / "out", "--weights", "ema")
 
 
@@ -664,11 +723,10 @@ def test_what_save_state_wrote_becomes_a_checkpoint(
     saved_state: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, first, second = saved_state
-    with pytest.raises(UsageError, match="holds model, model_1; say which with --stem model"):
-        call("convert", source / ".." / "state", tmp_path / "none") if False else _two(source, tmp_path)
     assert_same(converted(source, tmp_path / "first"), first)
     shown = capsys.readouterr().out
-    assert "left out: optimizer.bin: a pickle, and to read one is to run the program in it; the optimizer starts anew" in shown
+    assert "left out: optimizer.bin: a pickle" in shown
+    assert "the optimizer starts anew" in shown
     for other in ("scheduler.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl"):
         assert f"left out: {other}: a pickle" in shown
     assert "left out: model_1.safetensors: other weights; take them with --stem model_1" in shown
@@ -676,3 +734,263 @@ def test_what_save_state_wrote_becomes_a_checkpoint(
     model = Net()
     weights.load_weights(tmp_path / "first" / "checkpoint_00000000", "model", model)
     assert_same(model.state_dict(), first)
+
+
+@pytest.mark.parametrize("shard", ["10KB", "1GB"])
+def test_what_transformers_saved_becomes_a_checkpoint(tmp_path: Path, shard: str) -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    model = BertModel(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "bert", max_shard_size=shard)
+    assert (tmp_path / "bert" / "model.safetensors.index.json").exists() == (shard == "10KB")
+    assert_same(converted(tmp_path / "bert", tmp_path / "out"), {n: v.float() for n, v in model.state_dict().items()})
+    kept = json.loads((tmp_path / "out" / "checkpoint_00000000" / "config.json").read_text())
+    assert kept["hidden_size"] == 16
+    call("export", tmp_path / "out" / "checkpoint_00000000", tmp_path / "back", "--precision", "bf16")
+    back = BertModel.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
+    assert_same(back.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+@pytest.mark.parametrize("shard", ["10KB", "1GB"])
+def test_what_diffusers_saved_becomes_a_checkpoint(tmp_path: Path, variant: str | None, shard: str) -> None:
+    from diffusers import UNet2DModel
+
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (8,)}
+    model = UNet2DModel(sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, norm_num_groups=4, **blocks)
+    model = model.half() if variant else model
+    model.save_pretrained(tmp_path / "unet", variant=variant, max_shard_size=shard)
+    assert (len(list((tmp_path / "unet").glob("*.safetensors"))) > 1) == (shard == "10KB")
+    expected = {n: v.float() for n, v in model.state_dict().items()}
+    assert_same(converted(tmp_path / "unet", tmp_path / "out"), expected)
+
+
+def test_a_large_conversion_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "SHARD_BYTES", 100)
+    values = {f"t{i}": torch.randn(3, 5, dtype=torch.float64).float().double() for i in range(5)}
+    found = converted(write(tmp_path / "in", **values), tmp_path / "out")
+    assert_same(found, {n: v.float() for n, v in values.items()})
+    assert len(list((tmp_path / "out").rglob("model-*-of-00005.safetensors"))) == 5
+
+
+def test_where_there_are_several_one_must_be_named(tmp_path: Path) -> None:
+    write(tmp_path / "in", "model.fp16", x=torch.ones(2).half())
+    assert_same(converted(tmp_path / "in", tmp_path / "a"), {"x": torch.ones(2)})
+    write(tmp_path / "in", "model.bf16", x=torch.zeros(2).bfloat16())
+    with pytest.raises(UsageError, match=r"holds model.bf16, model.fp16; say which with --stem"):
+        call("convert", tmp_path / "in", tmp_path / "b")
+    with pytest.raises(UsageError, match=r"has no such weights; it has model.bf16, model.fp16"):
+        call("convert", tmp_path / "in", tmp_path / "b", "--stem", "model")
+    assert_same(converted(tmp_path / "in", tmp_path / "b", "--stem", "model.bf16"), {"x": torch.zeros(2)})
+    write(tmp_path / "in", "model", x=torch.full((2,), 3.0))  # the plain one goes before its variants
+    assert_same(converted(tmp_path / "in", tmp_path / "c"), {"x": torch.full((2,), 3.0)})
+
+
+def _distributed(directory: Path) -> Path:
+    """A real DCP checkpoint, in the folder that Accelerate gives it."""
+    import torch.distributed.checkpoint as dcp
+
+    place = directory / "pytorch_model_fsdp_0"
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=str(place), no_dist=True)
+    assert (place / ".metadata").exists()
+    return directory
+
+
+def _half_of_it(directory: Path) -> Path:
+    """As it looks on a host that has none of the data files."""
+    for file in (_distributed(directory) / "pytorch_model_fsdp_0").glob("*.distcp"):
+        file.unlink()
+    return directory
+
+
+def _deepspeed(directory: Path) -> Path:
+    directory.mkdir()
+    (directory / "zero_to_fp32.py").write_text("raise SystemExit('run')")
+    (directory / "pytorch_model").mkdir()
+    (directory / "pytorch_model" / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps({}))
+    return directory
+
+
+def _only_bin(directory: Path) -> Path:
+    directory.mkdir()
+    torch.save({"x": torch.ones(1)}, directory / "pytorch_model.bin")
+    return directory
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_distributed, "whose .metadata is a pickle.*accelerate merge-weights"),
+        (_half_of_it, "whose .metadata is a pickle"),
+        (_deepspeed, "zero_to_fp32.py .* --safe_serialization"),
+        (_only_bin, r"are a pickle \(pytorch_model.bin\).*safetensors.torch.save_file"),
+        (lambda p: _only_bin(p) / "pytorch_model.bin", "are a pickle"),
+    ],
+)
+def test_what_only_a_pickle_holds_is_refused_with_a_way_out(
+    tmp_path: Path, make: Callable[[Path], Path], says: str
+) -> None:
+    place = make(tmp_path / "in")
+    with pytest.raises(UsageError, match=says):
+        call("convert", place, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    cases = {
+        "nan": ({"x": torch.tensor([math.nan])}, "x holds 1 value"),
+        "large": ({"x": torch.tensor([1e300], dtype=torch.float64)}, "beyond 3.40282e.38"),
+        "eight": ({"x": torch.ones(1).to(torch.float8_e4m3fn)}, "x has the type F8_E4M3"),
+    }
+    for case, (values, says) in cases.items():
+        with pytest.raises(UsageError, match=says):
+            call("convert", write(tmp_path / case, **values), tmp_path / "out")
+        assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+    sound = write(tmp_path / "sound", x=torch.ones(1))
+    converted(sound, tmp_path / "out")
+    with pytest.raises(UsageError, match="is there already"):
+        call("convert", sound, tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is there already"):
+        call("convert", sound, tmp_path / "file")
+
+
+def test_ours_is_not_converted_nor_written_into_a_run(run: Path, tmp_path: Path) -> None:
+    for place in (run, run / "checkpoints" / name(10)):
+        with pytest.raises(UsageError, match="accel_train's own already"):
+            call("convert", place, tmp_path / "out")
+    sound = write(tmp_path / "sound", x=torch.ones(1))
+    for place in (run, run / "checkpoints", run / "checkpoints" / name(0)):
+        with pytest.raises(UsageError, match="lies in a run"):
+            call("convert", sound, place)
+    assert steps_in(run) == [10, 20, 30]
+
+
+def test_a_config_loses_what_would_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """I58: what other tools would run or follow is not carried along, and it is said."""
+    source = write(tmp_path / "in", x=torch.ones(1))
+    config = {"auto_map": {"AutoModel": "evil.Model"}, "trust_remote_code": True, "_name_or_path": "../../etc"}
+    config |= {"custom_pipelines": {}, "_attn_implementation_internal": "evil", "hidden_size": 4, "_class_name": "Net"}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "evil.py").write_text("raise SystemExit")
+    converted(source, tmp_path / "out")
+    kept = json.loads((tmp_path / "out" / "checkpoint_00000000" / "config.json").read_text())
+    assert kept == {"hidden_size": 4, "_class_name": "Net"}
+    assert not list((tmp_path / "out").rglob("*.py"))
+    shown = capsys.readouterr().out
+    for key in config.keys() - kept.keys():
+        assert f"left out: config.json: {key}: " in shown
+    (source / "config.json").write_text("{")
+    converted(source, tmp_path / "again")
+    assert "left out: config.json: cannot be read as JSON" in capsys.readouterr().out
+    assert not (tmp_path / "again" / "checkpoint_00000000" / "config.json").exists()
+
+
+# ----------------------------------------------------------------------------------------------- I57: nothing ever runs
+def test_no_command_runs_a_pickle(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Malicious pickles under every name that tools read, in everything that a command looks at."""
+    state = write(tmp_path / "in" / "state", x=torch.ones(1))
+    baits = [plant(run), plant(run / "checkpoints" / name(30)), plant(run / "checkpoints" / name(10)), plant(state)]
+    plant(state / "pytorch_model_fsdp_0")
+    monkeypatch.chdir(tmp_path)
+    for command in ("ls", "verify"):
+        assert call(command, run) == 0
+    call("ls", run, "--quick")
+    call("diff", run, run / "checkpoints" / name(10))
+    call("diff", state, run)
+    call("prune", run, "--keep_last", "1", "--dry-run")
+    call("prune", run, "--keep_last", "2", "--keep_state_last", "1")
+    call("export", run, tmp_path / "out")
+    call("convert", state, tmp_path / "converted")
+    (state / "model.safetensors").unlink()
+    for command in (("diff", state, run), ("convert", state, tmp_path / "more"), ("diff", state / "model.pt", run)):
+        with pytest.raises(UsageError, match="pickle"):
+            call(*command)
+    with pytest.raises(UsageError):
+        call("push", run, "--repo_id", "not a name")
+    assert not [bait for bait in baits if bait.exists()]
+    pickle.loads((state / "model.pt").read_bytes())
+    assert baits[3].exists()  # they do bite
+
+
+def test_indexes_that_lead_out_of_a_checkpoint_are_not_followed(run: Path, tmp_path: Path) -> None:
+    place = run / "checkpoints" / name(30)
+    outside = write(tmp_path, "outside", layer=torch.ones(1)) / "outside.safetensors"
+    index = place / "optimizer" / "index.json"
+    for file in ("optimizer/../../../../outside.safetensors", str(outside), "model.safetensors", "optimizer/"):
+        index.write_text(json.dumps({"step": 1, "state": {"exp_avg": {"layer": file}}}))
+        with pytest.raises(UsageError, match=r"not a file beside it|not there"):
+            call("diff", place, run / "checkpoints" / name(10))
+
+
+def test_a_manifest_that_leads_out_of_a_checkpoint_is_not_followed(run: Path, tmp_path: Path) -> None:
+    place = run / "checkpoints" / name(30)
+    outside = tmp_path / "secret"
+    outside.write_text("secret")
+    manifest = json.loads((place / "manifest.json").read_text())
+    for listed in ("assets/../../../../secret", str(outside)):
+        manifest["files"][listed] = commit.seal_file(outside)
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    call("export", place, tmp_path / "a" / "b" / "out")
+    assert not [p for p in (tmp_path / "a").rglob("*") if p.name == "secret"]
+
+
+# --------------------------------------------------------------------------------------------------------------- push
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the Hub library's own uploads
+def test_push_takes_the_options_of_the_run_and_the_flags_over_them(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.hub_server import serving
+
+    (run / "config.yaml").write_text("hub: {repo_id: org/model, private: false, finish_minutes: 0.5}\n")
+    with serving(monkeypatch, tmp_path / "hf_home") as server:
+        assert call("push", run) == 0
+        assert "org/model" in lines_of(capsys)[-1]
+        assert not server.repositories["org/model"].private
+        assert call("push", run / "checkpoints" / name(10), "--repo_id", "org/other", "--revisions", "tag") == 0
+        assert {"org/model", "org/other"} <= set(server.repositories)
+    capsys.readouterr()
+    call("ls", run)
+    rows = lines_of(capsys)
+    assert "org/model" in rows[3]
+    assert "org/other" in rows[1]
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_hub_that_will_not_have_it_is_an_exit_code(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.hub_server import Fault, serving
+
+    with serving(monkeypatch, tmp_path / "hf_home") as server:
+        server.faults = [Fault("commit", 503, count=99)]
+        assert call("push", run, "--repo_id", "org/model", "--finish_minutes", "0.001") == 1
+        assert "not pushed: 0 pushed, 1 not: checkpoint_00000030" in lines_of(capsys)[-1]
+    with pytest.raises(UsageError, match=r"finish_minutes: -1.0 is refused"):
+        call("push", run, "--repo_id", "org/model", "--finish_minutes=-1")
+
+
+# ---------------------------------------------------------------------------------------------------------------- cli
+@pytest.mark.parametrize("command", sorted(WITH_A_PLACE))
+def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        call(command, "--help")
+    assert left.value.code == 0
+    assert f"accel-train checkpoints {command}" in capsys.readouterr().out
+
+
+def test_the_process_ends_with_the_code_of_the_command(run: Path) -> None:
+    flip_bit(run / "checkpoints" / name(10) / "ema.safetensors")
+    for arguments, code in ((["verify", str(run)], 1), (["ls", str(run)], 0), (["ls", str(run / "no")], 2)):
+        done = subprocess.run(
+            [sys.executable, "-m", "accel_train.cli", "checkpoints", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from accel_train.checkpoints import commit, snapshot, writer
 from accel_train.checkpoints.background import Writer
+from accel_train.checkpoints.policy import SavePrecision
 
 
 def collections(*stems: str, spread: bool = False) -> list[snapshot.Collection]:
@@ -86,7 +87,7 @@ def test_a_hole_is_noticed() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_snapshot_is_a_copy_and_its_file_is_what_safetensors_writes(
-    tmp_path: Path, precision: snapshot.SavePrecision
+    tmp_path: Path, precision: SavePrecision
 ) -> None:
     live = {"b.weight": torch.randn(7, 3), "a": torch.randn(5), "empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5)}
     expected = {n: t.to(snapshot.DTYPES[precision][0], copy=True) for n, t in live.items()}

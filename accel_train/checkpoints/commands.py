@@ -41,7 +41,7 @@ class Row:
     reason: str | None
     """Why it does not verify."""
     pushed: str | None
-    """Where it is on the Hub, or ``queued``, or ``failed`` with the reason."""
+    """``repository@revision``, or ``queued``, or ``failed`` with the reason."""
 
 
 def ls(place: str, *, as_json: bool = False, quick: bool = False) -> int:
@@ -58,6 +58,9 @@ def ls(place: str, *, as_json: bool = False, quick: bool = False) -> int:
     metric = _metric_to_show(found, rows)
     header = ("name", "step", "age", "size", metric or "metric", "state", "verified", "pushed")
     _print_table([header, *(_cells(row, metric) for row in rows)])
+    for row in rows:
+        if row.reason:
+            print(f"{row.name}: {row.reason}")
     print(f"{len(rows)} checkpoint(s), {readable_size(sum(row.size_bytes for row in rows))}")
     return 0
 
@@ -120,7 +123,7 @@ def _pushed(found: Place) -> dict[str, str]:
     if found.run is None:
         return {}
     queue = HubQueue(found.run)
-    where = {name: str(record.get("url") or record.get("revision") or "yes") for name, record in queue.pushed().items()}
+    where = {name: f"{done.get('repo_id')}@{done.get('revision')}" for name, done in queue.pushed().items()}
     return (
         where
         | {name: f"failed: {why}" for name, why in queue.failed().items()}
@@ -153,7 +156,7 @@ def _cells(row: Row, metric: str | None) -> tuple[str, ...]:
         readable_size(row.size_bytes),
         f"{figure:.5g}" if isinstance(figure, (int, float)) else "-",
         "-" if row.state is None else "yes" if row.state else "no",
-        row.reason or ("yes" if row.verified else "sizes only"),
+        "sizes only" if row.verified is None else "yes" if row.verified else "NO",
         row.pushed or "-",
     )
 

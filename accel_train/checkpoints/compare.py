@@ -16,7 +16,7 @@ from accel_train.checkpoints import commit, places, weights
 from accel_train.checkpoints.weights import TensorInfo, TensorReader
 from accel_train.config import UsageError, expand_path
 
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Elements compared at a time, in fp64."""
 SHARD = re.compile(r"(?P<stem>.+?)(?:-\d{5}-of-\d{5})?\.safetensors")
 WEIGHTS = ("model", "diffusion_pytorch_model")

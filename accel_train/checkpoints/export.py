@@ -125,6 +125,7 @@ def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInf
         for file, names in split.filename_to_tensors.items():
             part = {name: _converted(name, reader.read(name), precision, tensors[name].file) for name in names}
             save_file(part, directory / file, metadata={"format": "pt"})
+            del part  # before the next is made
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         commit.write_json(directory / f"{stem}.safetensors.index.json", index)

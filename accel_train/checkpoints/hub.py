@@ -78,7 +78,7 @@ class Pusher:
         self._metric, self._sign = best_metric, 1.0 if best_mode == "min" else -1.0
         self._queue = HubQueue(run)
         self._worker: subprocess.Popen[bytes] | None = None
-        self._told = self._log_size()
+        self._told = self._queue.log_size()
         self._newest: Checkpoint | None = None
         self._on = is_main and config.repo_id is not None
         if is_main and (left := sorted(self._queue.names())):
@@ -137,9 +137,9 @@ class Pusher:
             if self._due(checkpoint, offers):
                 self._queue.add(new_entry(checkpoint, self._config, self._config.push))
             self._queue.save_offers(offers)
-        self._tell()
         if self._queue.names():
             self._wake()
+        self._tell()
 
     def _due(self, checkpoint: Checkpoint, offers: dict[str, Any]) -> bool:
         if self._config.push == "every":
@@ -168,7 +168,7 @@ class Pusher:
 
     def _finish(self) -> None:
         newest, queue = self._newest, self._queue
-        if self._config.push == "last" and newest is not None and newest.path.name not in queue.pushed():
+        if self._config.push == "last" and newest is not None:
             queue.add(new_entry(newest, self._config, "last"))
         minutes = self._config.finish_minutes
         if waiting := sorted(queue.names()):
@@ -205,31 +205,17 @@ class Pusher:
         logger.warning("%s; waiting: %s; %s", text, ", ".join(status.waiting) or "none", self._command())
 
     def _command(self) -> str:
-        return f"go on with: accel-train checkpoints push {self._queue.run}"
+        return f"why: {self._queue.directory}/log.jsonl; go on with: accel-train checkpoints push {self._queue.run}"
 
     def _tell(self) -> None:
         """Repeat in training's log what the pusher has written since the last time."""
-        path = self._queue.directory / "log.jsonl"
-        size = self._log_size()
-        if size <= self._told:
-            return
-        with path.open("rb") as file:
-            file.seek(self._told)
-            text = file.read(size - self._told)
-        self._told = size
-        events: list[dict[str, Any]] = [json.loads(line) for line in text.decode(errors="replace").splitlines()]
+        events, self._told = self._queue.events(self._told)
         for event, following in zip(events, [*events[1:], {}], strict=True):
             if event["event"] == following.get("event") == "retry":
                 continue  # of many tries in a row the last says enough
             level = logging.INFO if event["event"] in ("pushed", "coalesced") else logging.WARNING
             details = event.get("url") or event.get("reason")
             logger.log(level, "hub: %s %s: %s", event["event"], event.get("checkpoint", ""), details)
-
-    def _log_size(self) -> int:
-        try:
-            return (self._queue.directory / "log.jsonl").stat().st_size
-        except OSError:
-            return 0
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Whatever the Hub's side meets, training goes on."""

@@ -87,22 +87,22 @@ class HubQueue:
 
     def drop(self, entry: Entry, reason: str, event: str = "dropped") -> None:
         """Take it out unpushed, and say why in the log."""
-        self._leave(entry)
         self.log(event, checkpoint=entry.checkpoint, reason=reason)
+        self._leave(entry)
 
     def fail(self, entry: Entry, reason: str) -> None:
         """Keep it with the reason why the Hub will not have it."""
         self._write("failed", entry.checkpoint, asdict(entry) | {"reason": reason, "failed_at": _now()})
-        self._leave(entry)
         self.log("failed", checkpoint=entry.checkpoint, reason=reason)
+        self._leave(entry)
 
     def done(self, entry: Entry, where: Mapping[str, str]) -> None:
-        """Record where it is; only then does it leave the queue."""
+        """Record where it is; only then does it leave the queue, for whoever waits for that reads the record next."""
         record = asdict(entry) | dict(where) | {"pushed_at": _now()}
         self._write("pushed", entry.checkpoint, record)
-        self._leave(entry)
         (self.directory / "failed" / f"{entry.checkpoint}.json").unlink(missing_ok=True)
         self.log("pushed", checkpoint=entry.checkpoint, **where)
+        self._leave(entry)
 
     def failed(self) -> dict[str, str]:
         """Reasons of what the Hub refused, by checkpoint."""
@@ -139,6 +139,22 @@ class HubQueue:
             os.write(descriptor, line.encode())
         finally:
             os.close(descriptor)
+
+    def log_size(self) -> int:
+        """Bytes of ``log.jsonl``: where to read on later."""
+        try:
+            return (self.directory / "log.jsonl").stat().st_size
+        except OSError:
+            return 0
+
+    def events(self, start: int) -> tuple[list[dict[str, Any]], int]:
+        """Lines of ``log.jsonl`` from byte ``start`` on, and where they end. A line that is no JSON is passed over."""
+        try:
+            content = (self.directory / "log.jsonl").read_bytes()[start:]
+        except OSError:
+            return [], start
+        whole = content[: content.rfind(b"\n") + 1]
+        return [event for event in map(_parse, whole.splitlines()) if "event" in event], start + len(whole)
 
     @contextmanager
     def pushing(self, patience_seconds: float = 0.0) -> Generator[str | None, None, None]:
@@ -183,8 +199,15 @@ def _entry(record: Mapping[str, Any]) -> Entry:
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object, empty where there is none: these files are a record of what happened, nothing depends on one."""
     try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return _parse(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 

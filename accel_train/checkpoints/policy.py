@@ -9,10 +9,11 @@ from typing import Literal
 
 from accel_train.checkpoints import retention
 from accel_train.checkpoints.commit import Checkpoint
-from accel_train.checkpoints.snapshot import SavePrecision
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
 
 logger = logging.getLogger(__name__)
+
+SavePrecision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)

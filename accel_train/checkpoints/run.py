@@ -174,6 +174,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
                 for _, path in commit.committed(directory / "checkpoints"):
                     commit.remove(path)  # whole, so that a crash leaves no half ones
                 shutil.rmtree(directory / "checkpoints")
+                shutil.rmtree(directory / "hub", ignore_errors=True)  # what was pushed was another run's
             except OSError as error:
                 raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
         for name in OWN_FILES:

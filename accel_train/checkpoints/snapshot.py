@@ -9,11 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from accel_train.checkpoints.policy import SavePrecision
 
 SHARD_BYTES = 2_000_000_000
 """Largest file; above it a tensor collection is split, with an index beside it as the Hub expects."""
@@ -21,7 +23,6 @@ BUCKET_BYTES = 64 << 20
 """What may be under way between ranks at one time."""
 ALIGNMENT = 64
 
-SavePrecision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "fp32": (torch.float32, "F32"),
     "bf16": (torch.bfloat16, "BF16"),

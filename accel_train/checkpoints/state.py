@@ -99,7 +99,8 @@ class Saver:
         self._pending: _Pending | None = None
         self._number = self._written = self._committed = self._failed = 0
         self._saved_step = run.start_step if run.checkpoint is not None else -1
-        self._clock_due = self._save_by_clock = self._ending = self._stopping = False
+        self._clock_due = self._save_by_clock = self._stopping = False
+        self._lost: str | None = None
         self._last_save = time.monotonic()
         self._extents: list[Any] | None = None
         policy.warn_about_grace(run.checkpoint, config, self._main)
@@ -145,6 +146,8 @@ class Saver:
         collections = self._collections(keys)
         planned, taken = self._prepare(keys, collections)
         temporary, extras = self._begin(step, sum(planned.sizes))
+        if temporary is None:
+            return self._stopping
         taken.take()
         failpoints.hit("after_snapshot", self._rank)
         texts = self._texts(step, planned, keys)
@@ -179,13 +182,14 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Finish, unless an error leads out: then other ranks may be anywhere, and nothing collective is safe."""
-        self._ending = True
         explain(error)
         alone = self._accelerator.num_processes == 1
         try:
             if kind is None or (alone and kind is not CheckpointWriteError):
                 self.finish()
             if kind is None:
+                if self._lost is not None:  # the last save failed: the run has not done what it was to do
+                    raise CheckpointWriteError(self._lost)
                 self._agreement.close()
                 self._pusher.finish(preempted=self._stopping)
         finally:
@@ -229,8 +233,8 @@ class Saver:
         self._snapshot = (keys, planned, taken)
         return planned, taken
 
-    def _begin(self, step: int, needed_bytes: int) -> tuple[Path, list[str]]:
-        """Agree on the temporary directory, which the main process makes and gives its extra files."""
+    def _begin(self, step: int, needed_bytes: int) -> tuple[Path | None, list[str]]:
+        """Agree on the temporary directory, which the main process makes and gives its extra files; None: it failed."""
         directory = self._run.checkpoints
         begun: dict[str, Any] = {}
         if self._main:
@@ -248,7 +252,8 @@ class Saver:
                 begun = {"error": commit.describe_write_error(error, directory, needed_bytes)}
         begun = next(b for b in self._agreement.gather(begun) if b)
         if "error" in begun:
-            raise CheckpointWriteError(f"rank 0: {begun['error']}")
+            self._lose(step, f"rank 0: {begun['error']}")
+            return None, []
         return begun["temporary"], begun["extras"] if self._main else []
 
     def _texts(self, step: int, planned: snapshot.Plan, keys: Sequence[str]) -> dict[str, str]:
@@ -342,7 +347,7 @@ class Saver:
     def _acknowledge(self, answer: Mapping[str, Any]) -> None:
         pending = self._pending
         assert pending is not None
-        self._pending = None
+        self._pending = self._lost = None
         for problem in answer["problems"] if self._main else []:
             logger.warning("an old checkpoint could not be deleted: %s", problem)
         if self._main:
@@ -360,7 +365,7 @@ class Saver:
         self._writer = self._snapshot = None
 
     def _give_up(self, reason: str) -> None:
-        """A save has failed, on every rank: leave nothing of it, and stop or warn."""
+        """A save has failed, on every rank: leave nothing of it."""
         pending = self._pending
         assert pending is not None
         self._pending = None
@@ -370,9 +375,14 @@ class Saver:
             self._release()
         if self._main and not (pending.answer or {}).get("complete"):
             shutil.rmtree(pending.temporary, ignore_errors=True)
-        if self._config.on_error == "stop" or self._ending:
+        self._lose(pending.step, reason)
+
+    def _lose(self, step: int, reason: str) -> None:
+        """On every rank: stop, or warn and remember it, in case it was the last."""
+        if self._config.on_error == "stop":
             raise CheckpointWriteError(reason)
-        logger.warning("checkpoint of step %d was not saved; training goes on: %s", pending.step, reason)
+        self._lost = reason
+        logger.warning("checkpoint of step %d was not saved; training goes on: %s", step, reason)
 
 
 def _state_reader(shards: Shards, key: str) -> Callable[[str], torch.Tensor]:

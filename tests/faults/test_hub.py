@@ -178,6 +178,8 @@ def test_no_network_leaves_a_queue_that_the_next_start_empties(
 )
 def test_an_applied_commit_whose_answer_was_lost_is_not_repeated(server: HubServer, run: Path, fault: Fault) -> None:
     server.faults = [fault]
+    # Training goes on: a file that is pushed too has changed when the pusher tries again.
+    server.before_commit = [lambda _: (run / "samples.md").write_text("# Newer samples\n")]
     assert train(run, 1).code == 0
     assert fault.count == 0
     assert len(events(run, "retry")) == 1
@@ -196,8 +198,7 @@ run = Path(sys.argv[1])
 pusher = Pusher(run, HubConfig(repo_id="org/model"), is_main=True)
 pusher.offer(commit.verify(run / "checkpoints" / "checkpoint_00000001"))
 os.fork()  # like a worker that loads data: it keeps the pusher's pipe open when the trainer is gone
-while True:
-    time.sleep(0.05)
+time.sleep(60)
 """
 
 
@@ -255,6 +256,7 @@ def test_killed_while_pushing(
         trainer.wait()
     wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, seconds=5)
     forked[0].kill()
+    (run / "samples.md").write_text("# Newer samples\n")
     assert HubQueue(run).names() == {NAME}
     assert contents(checkpoint.path) == before
     ended = Pusher(run, CONFIG, is_main=True).finish()

@@ -166,6 +166,8 @@ def main(argv: Sequence[str]) -> int:
                 break
     accelerator.end_training()
     run.close()
+    if stop and accelerator.is_main_process:  # as the recipes say it
+        print(f"stopped at step {done} and saved; start again to go on (exit code 75)", flush=True)
     return signals.EXIT_PREEMPTED if stop else 0
 
 

@@ -1,0 +1,333 @@
+"""Disks that are full, read-only or broken, and writers that die: an error in time, on every rank, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_train.checkpoints import commit
+from accel_train.checkpoints.background import Writer
+from tests.faults.harness import EVERY, Zygote, acknowledged, checkpoints, children, debris, losses, same_run
+from tests.faults.harness import writer_patch as patched
+
+LARGE = ("--hidden", "2048")
+"""3.2 MiB a checkpoint."""
+CONTINUE = ("--checkpoints.on_error", "continue")
+SYNC = ("--checkpoints.asynchronous", "false")
+Disk = Callable[..., None]
+
+
+@pytest.fixture
+def disk(out: Path) -> Iterator[Disk]:
+    """A file system of its own for the checkpoints: call it with mount options, again to change them."""
+    place = out / "checkpoints"
+
+    def mount(options: str) -> None:
+        again = "remount," if place.is_mount() else ""
+        place.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", again + options, "tmpfs", str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"no file system can be mounted here ({done.stderr.strip()}); root is needed")
+
+    yield mount
+    if place.is_mount():
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Take every byte that is left."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 16, 4096, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+    return filler
+
+
+def goes_on(zygote: Zygote, out: Path, *flags: str, newest: int = 5) -> None:
+    """The next start resumes and ends as the run that nothing happened to."""
+    again = zygote.run(out, *EVERY, *flags)
+    assert again.wait() == [0], again.output()
+    assert f"at step {newest}" in again.output()
+    assert debris(out) == []
+    straight = out.with_name("straight")
+    assert zygote.run(straight, *EVERY, *flags).wait() == [0]
+    same_run(out, straight)
+
+
+# ------------------------------------------------------------------------------------------------------- full disks
+@pytest.mark.fault("F21", injected="disk full at the weights (tmpfs)", outcome="error with the numbers; old one kept")
+@pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
+def test_full_at_the_weights(zygote: Zygote, out: Path, disk: Disk, mode: tuple[str, ...]) -> None:
+    disk("size=5m")
+    run = zygote.run(out, *EVERY, *LARGE, *mode)
+    assert run.wait() == [1]
+    assert "CheckpointWriteError: rank 0: no space left for a checkpoint in" in run.output()
+    assert "need about 3 MiB, free" in run.output()
+    assert "free space or lower --checkpoints.keep_last" in run.output()
+    assert checkpoints(out) == acknowledged(out) == [5]
+    assert debris(out) == []
+    disk("size=50m")
+    goes_on(zygote, out, *LARGE)
+
+
+@pytest.mark.fault("F21", injected="the same, on_error: continue", outcome="warned; trains on; the last save stops it")
+@pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
+def test_full_and_training_goes_on(zygote: Zygote, out: Path, disk: Disk, mode: tuple[str, ...]) -> None:
+    disk("size=5m")
+    run = zygote.run(out, *EVERY, *LARGE, *CONTINUE, *mode)
+    assert run.wait() == [1], "the last save failed, so the run has not done what it was to do"
+    for step in (10, 15):
+        assert f"checkpoint of step {step} was not saved; training goes on: rank 0: no space left" in run.output()
+    assert "CheckpointWriteError: rank 0: no space left" in run.output()
+    assert max(losses(out)) == 20
+    assert checkpoints(out) == [5]
+    assert debris(out) == []
+
+
+@pytest.mark.fault("F22", injected="disk full at the manifest", outcome="the same; what was written is removed")
+def test_full_at_the_manifest(zygote: Zygote, out: Path, disk: Disk) -> None:
+    disk("size=8m")
+    assert zygote.run(out, *EVERY, *LARGE, "--max_steps", "5").wait() == [0]
+    run = zygote.start(out, *EVERY, *LARGE, failpoint="before_manifest=sleep:1.5")
+    run.until_step(10)
+    while not any((path / "trainer_state.json").exists() for path in (out / "checkpoints").glob(".tmp-*")):
+        time.sleep(0.01)
+    time.sleep(0.5)  # every file is there and the writer sleeps
+    filler = fill(out / "checkpoints")
+    assert run.wait() == [1]
+    assert "no space left for a checkpoint in" in run.output()
+    filler.unlink()
+    assert checkpoints(out) == [5]
+    assert debris(out) == []
+    disk("size=50m")
+    goes_on(zygote, out, *LARGE)
+
+
+@pytest.mark.fault("F23", injected="RLIMIT_FSIZE in the writer", outcome="the same, with the system's text")
+def test_file_size_limit(zygote: Zygote, out: Path, tmp_path: Path) -> None:
+    limit = patched(tmp_path / "patch", "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))")
+    run = zygote.run(out, *EVERY, **limit)
+    assert run.wait() == [1]
+    assert "no space left for a checkpoint in" in run.output()
+    assert "[Errno 27] File too large" in run.output()
+    assert checkpoints(out) == debris(out) == []
+    assert zygote.run(out, *EVERY).wait() == [0]
+
+
+def test_file_size_limit_on_the_snapshot(zygote: Zygote, out: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))"
+    run = zygote.run(out, *EVERY, patch=limit)
+    assert run.wait() == [1]
+    assert "which the limit of file sizes (ulimit -f), 30000 bytes" in run.output()
+    assert checkpoints(out) == debris(out) == []
+
+
+def test_a_writer_gets_the_memory_it_asks_for() -> None:
+    writer = Writer(1 << 20)
+    assert len(writer.buffer) == 1 << 20
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    writer.close()
+
+
+@pytest.mark.fault("F24", injected="disk full on rank 1 alone", outcome="both raise the same error; none hangs")
+@pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
+def test_full_on_one_rank(zygote: Zygote, out: Path, whole_of_two: Path, mode: tuple[str, ...]) -> None:
+    assert zygote.run(out, *EVERY, "--max_steps", "5", ranks=2).wait() == [0, 0]
+    began = time.monotonic()
+    run = zygote.run(out, *EVERY, *mode, ranks=2, failpoint="after_optimizer_file@1=ENOSPC")
+    assert run.wait() == [1, 1]
+    assert time.monotonic() - began < 20
+    assert run.output().count("CheckpointWriteError: rank 1: no space left for a checkpoint in") == 2
+    assert checkpoints(out) == [5]
+    assert debris(out) == []
+    assert zygote.run(out, *EVERY, ranks=2).wait() == [0, 0]
+    same_run(out, whole_of_two)
+
+
+@pytest.mark.fault("F25", injected="a write fails behind the loop", outcome="raised at the next step, not swallowed")
+@pytest.mark.parametrize(("ranks", "step"), [(1, 6), (2, 7)])
+def test_a_failed_write_is_raised_in_the_loop(zygote: Zygote, out: Path, ranks: int, step: int) -> None:
+    """One process hears of it at the next step, several tell each other at the one after."""
+    run = zygote.run(
+        out, *EVERY, "--step_seconds", "0.5", ranks=ranks, failpoint=f"before_file@{ranks - 1}=ENOSPC", timeout=30
+    )
+    assert set(run.wait()) == {1}
+    assert max(losses(out)) == step
+    assert checkpoints(out) == debris(out) == acknowledged(out) == []
+
+
+@pytest.mark.fault("F25", injected="the same, on_error: continue", outcome="warned; trains on; a later save works")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_goes_on_and_a_later_save_works(
+    zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int
+) -> None:
+    failpoint = f"before_seal@{ranks - 1}#2=EIO"
+    run = zygote.run(out, *EVERY, *CONTINUE, ranks=ranks, failpoint=failpoint)
+    assert set(run.wait()) == {0}
+    assert "checkpoint of step 10 was not saved; training goes on: rank" in run.output()
+    assert acknowledged(out) == [5, 15, 20]
+    assert checkpoints(out) == [15, 20]
+    same_run(out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"))
+
+
+@pytest.mark.fault("F25", injected="no room even to begin, on_error: continue", outcome="warned; a later save works")
+def test_a_save_that_cannot_begin_does_not_stop_training(zygote: Zygote, out: Path, whole: Path) -> None:
+    run = zygote.run(out, *EVERY, *CONTINUE, failpoint="after_mkdir#2=ENOSPC")
+    assert run.wait() == [0], run.output()
+    assert "checkpoint of step 10 was not saved; training goes on: rank 0: no space left" in run.output()
+    assert acknowledged(out) == [5, 15, 20]
+    same_run(out, whole)
+
+
+# ------------------------------------------------------------------------------------- directories that do not answer
+@pytest.mark.fault("F27", injected="file system remounted read-only", outcome="error names the path; nothing lost")
+def test_read_only(zygote: Zygote, out: Path, disk: Disk) -> None:
+    disk("size=50m")
+    run = zygote.start(out, *EVERY, "--step_seconds", "0.1")
+    run.until(out / "acknowledged.txt", "5")
+    disk("ro")
+    assert run.wait() == [1]
+    assert f"checkpoint in {out}/checkpoints could not be written: OSError: [Errno 30] Read-only" in run.output()
+    refused = zygote.run(out, *EVERY)
+    assert refused.wait() == [1]
+    assert "Read-only file system" in refused.output()
+    assert checkpoints(out) == [5]
+    disk("rw")
+    goes_on(zygote, out)
+
+
+@pytest.mark.fault("F27", injected="directory without permission (chattr +i)", outcome="the same")
+def test_no_permission(zygote: Zygote, out: Path) -> None:
+    assert zygote.run(out, *EVERY, "--max_steps", "5").wait() == [0]
+    if subprocess.run(["chattr", "+i", str(out / "checkpoints")], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this file system has no immutable directories, and root may write everywhere")
+    try:
+        run = zygote.run(out, *EVERY)
+        assert run.wait() == [1]
+        assert f"checkpoint in {out}/checkpoints could not be written: PermissionError" in run.output()
+        assert checkpoints(out) == [5]
+    finally:
+        subprocess.run(["chattr", "-i", str(out / "checkpoints")], check=True)
+    goes_on(zygote, out)
+
+
+@pytest.mark.fault("F28", injected="checkpoints deleted while running", outcome="made again at the next save; warned")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_deleted_while_running(zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
+    run = zygote.start(out, *EVERY, "--step_seconds", "0.1", ranks=ranks)
+    run.until(out / "acknowledged.txt", "5")
+    shutil.rmtree(out / "checkpoints")
+    (out / "run.json").unlink()
+    assert set(run.wait()) == {0}
+    assert "was deleted while the run went on; it is made again" in run.output()
+    assert checkpoints(out) == [15, 20]
+    same_run(out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"))
+    again = zygote.run(out, *EVERY, ranks=ranks)
+    assert "at step 20" in again.output()
+
+
+@pytest.mark.fault("F28", injected="the save's own directory deleted under it", outcome="an error; the next one works")
+def test_deleted_under_the_writer(zygote: Zygote, out: Path, whole: Path) -> None:
+    run = zygote.start(out, *EVERY, *CONTINUE, "--step_seconds", "0.1", failpoint="after_model_file=sleep:1")
+    run.until_step(6)
+    shutil.rmtree(out / "checkpoints")
+    assert run.wait() == [0]
+    assert "checkpoint of step 5 was not saved" in run.output()
+    assert acknowledged(out)[-2:] == checkpoints(out) == [15, 20]
+    same_run(out, whole)
+
+
+# ------------------------------------------------------------------------------------------------------ broken disks
+@pytest.mark.fault("F30", injected="rename fails (EXDEV)", outcome="error names the complete directory, which is kept")
+def test_rename_fails(zygote: Zygote, out: Path, tmp_path: Path) -> None:
+    code = """
+    import errno, os
+    real = os.rename
+    def rename(a, b, **options):
+        if str(b).endswith("checkpoint_00000010"):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        real(a, b, **options)
+    os.rename = rename
+    """
+    run = zygote.run(out, *EVERY, **patched(tmp_path / "patch", code))
+    assert run.wait() == [1]
+    (kept,) = debris(out)
+    assert f"{out}/checkpoints/{kept} is complete, but could not be renamed to checkpoint_00000010" in run.output()
+    assert "Invalid cross-device link" in run.output()
+    assert commit.verify(out / "checkpoints" / kept).step == 10
+    assert checkpoints(out) == [5]
+    goes_on(zygote, out)
+
+
+@pytest.mark.fault("F31", injected="fsync fails (EIO) on a file or directory", outcome="a failed save, never a success")
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "trainer_state.json", "manifest.json", "optimizer", "checkpoints"]
+)
+def test_fsync_fails(zygote: Zygote, out: Path, tmp_path: Path, name: str) -> None:
+    code = f"""
+    import errno, os
+    real, failed = os.fsync, []
+    def fsync(descriptor):
+        if os.readlink(f"/proc/self/fd/{{descriptor}}").endswith("/{name}") and not failed:
+            failed.append(1)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+    os.fsync = fsync
+    """
+    assert zygote.run(out, *EVERY, "--max_steps", "5").wait() == [0]
+    run = zygote.run(out, *EVERY, **patched(tmp_path / "patch", code))
+    assert run.wait() == [1]
+    assert "[Errno 5] Input/output error" in run.output()
+    assert acknowledged(out) == [5]
+    renamed = (
+        [10] if name == "checkpoints" else []
+    )  # the name is there and whole, though perhaps not after a power loss
+    assert checkpoints(out) == [5, *renamed]
+    assert debris(out) == []
+    goes_on(zygote, out, newest=10 if renamed else 5)
+
+
+def a_writer(run: object, out: Path) -> int:
+    """The writer of rank 0 while it writes."""
+    while not any((out / "checkpoints").glob(".tmp-*/model.safetensors")):
+        time.sleep(0.005)
+    (writer,) = children(run.pids[0], "checkpoints.writer")  # type: ignore[attr-defined]
+    return writer.pid
+
+
+@pytest.mark.fault("F31", injected="SIGKILL of the writer process alone", outcome="an error that says so; nothing lost")
+def test_the_writer_dies(zygote: Zygote, out: Path) -> None:
+    run = zygote.start(out, *EVERY, "--step_seconds", "0.05", failpoint="after_model_file#2=sleep:30")
+    os.kill(a_writer(run, out), signal.SIGKILL)
+    assert run.wait() == [1]
+    assert "CheckpointWriteError: rank 0: the writer process ended by itself (code -9)" in run.output()
+    assert checkpoints(out) == debris(out) == []
+    assert zygote.run(out, *EVERY).wait() == [0]
+
+
+@pytest.mark.fault(
+    "F31", injected="the same, on_error: continue", outcome="another writer is started; later saves work"
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_writer_takes_over(zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
+    flags = (*EVERY, *CONTINUE, "--step_seconds", "0.05")
+    run = zygote.start(out, *flags, ranks=ranks, failpoint="after_optimizer_file@0=sleep:1")
+    os.kill(a_writer(run, out), signal.SIGKILL)
+    assert set(run.wait()) == {0}, run.output()
+    assert "checkpoint of step 5 was not saved; training goes on: rank 0: the writer process ended" in run.output()
+    assert acknowledged(out)[-2:] == checkpoints(out) == [15, 20]
+    assert debris(out) == []
+    same_run(out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"))
