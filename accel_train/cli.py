@@ -24,6 +24,11 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     if arguments.command == "checkpoints":
         return _checkpoints(arguments)
+    if arguments.command == "compare":
+        from accel_train.metrics.compare import Request, compare
+
+        arguments.sources, arguments.gates = tuple(arguments.sources), tuple(arguments.gates)
+        return compare(Request(**{k: v for k, v in vars(arguments).items() if k != "command"}))
     from accel_train.runtime.launch import Launch, launch
 
     request = Launch(
@@ -91,8 +96,28 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--main_process_port", type=int, help="port of machine 0")
         command.add_argument("recipe", help="path of the recipe")
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="preset or YAML file, and flags of the recipe")
+    text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
+    _add_compare(commands.add_parser("compare", help=text, description=text))
     _add_checkpoints(commands.add_parser("checkpoints", help="list, verify, compare, delete, convert, export, push"))
     return parser
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    compare.add_argument("recipe", help="path of the recipe")
+    compare.add_argument("sources", nargs="+", metavar="PRESET_OR_YAML", help="A and B, or one with --vary")
+    compare.add_argument("--config_file", help="accelerate launch file for every run; none: one plain process")
+    compare.add_argument("--vary", metavar="KEY=V1,V2", help="values of one option, the others against the first")
+    compare.add_argument("--max_steps", type=int, help="optimizer steps of every run; as the configs say")
+    compare.add_argument("--max_epochs", type=float, help="passes over the data, instead of --max_steps")
+    compare.add_argument("--seed", type=int, help="of every run; as the configs say")
+    compare.add_argument(
+        "--rounds", type=int, default=5, help="runs of each side (5); with fewer, intervals are too narrow"
+    )
+    gate = "'speedup>=3' 'loss_delta<=0.03' 'memory_peak_gib<=50': exit code 1 where an interval excludes one"
+    compare.add_argument("--gate", dest="gates", nargs="+", action="extend", default=[], metavar="EXPR", help=gate)
+    compare.add_argument("--output", help="directory for runs, compare.json and compare.png; runs/compare-TIME")
+    compare.add_argument("--tolerance", type=float, default=1e-5, help="losses this close, relative to A, are equal")
+    compare.add_argument("--keep_checkpoints", action="store_true", help="of the runs; else deleted after each")
 
 
 def _add_checkpoints(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "save_steps": "--checkpoints.save_every",
     "checkpoints_total_limit": "--checkpoints.keep_last",
     "save_total_limit": "--checkpoints.keep_last",
-    "resume_from_checkpoint": "--resume auto|must|never (it resumes by itself)",
+    "resume_from_checkpoint": "--resume auto|must|never|PATH (it resumes by itself)",
     "report_to": "--log.trackers",
     "mixed_precision": "--precision fp32|bf16|fp16",
     "lr_scheduler": "--schedule.kind",

@@ -190,6 +190,7 @@ def main(argv: Sequence[str]) -> int:
     logs.info(logger, *data.notices, *uneven, *floor, run.decision)
     if run.start_step >= max_steps and not config.evaluate_only:
         logs.info(logger, f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on")
+        logs.info(logger, "no evaluation.json there? --evaluate_only writes it")
         return 0
 
     torch.manual_seed(config.seed)  # the same initial weights on every process

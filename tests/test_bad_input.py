@@ -75,6 +75,11 @@ def used_run(folder: Path) -> None:
     reset()
 
 
+def unfinished(here: Path) -> None:
+    """A save that somebody names."""
+    (here / ".tmp-checkpoint_00000010-host-1-abc").mkdir()
+
+
 def with_torn_checkpoint(folder: Path) -> None:
     used_run(folder)
     (folder / "run" / "checkpoints" / "checkpoint_00000010").mkdir()
@@ -259,7 +264,15 @@ RESUMING = [
     Row("I34-auto-says", "", r"fresh start in .*run", None),
     Row("I34-never-fresh", "--resume never", r"fresh start", None),
     Row("I34-never", "--resume never", r"resume: never, but .*run is already used; .*--overwrite", prepare=used_run),
-    Row("I35-path", "--resume runs/other", r"'runs/other'.*--resume.*'auto', 'must', 'never'"),
+    Row("I35-path", "--resume runs/other", r"resume: 'runs/other' is none of auto, must, never, and .* does not exist"),
+    Row("I35-resume-not-a-checkpoint", "--resume {}", r"resume: .*no manifest\.json.*it holds .*texts\.jsonl"),
+    Row(
+        "I35-resume-unfinished",
+        "--resume {}/.tmp-checkpoint_00000010-host-1-abc",
+        r"resume: .* is a save that was never finished; name a checkpoint_ directory",
+        prepare=unfinished,
+    ),
+    Row("I35-hub", "--resume hub:not/a/name", r"hub:.*not/a/name|not/a/name.*org/name"),
     Row("I35-missing", "--init_from {}/none", r"init_from: .*none does not exist; .*model\.safetensors"),
     Row(
         "I35-not-a-checkpoint",

@@ -1,6 +1,7 @@
-"""Groups, fused AdamW, learning rate and freezing against torch.optim.AdamW used by hand."""
+"""Groups, learning rate, freezing and every AdamW against torch.optim.AdamW used by hand; the table of combinations."""
 
 import math
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import torch
@@ -8,12 +9,16 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from accel_train.config import UsageError
+from accel_train.training import eight_bit, offload, optimizer_choice
+from accel_train.training.offload import HostAdamW
+from accel_train.training.optimizer_choice import PRECISIONS, STRATEGIES, TABLE, refuse_combination
 from accel_train.training.optimizers import (
     OptimizerConfig,
     build_optimizer,
     set_frozen,
     set_learning_rate,
 )
+from accel_train.training.shards import Shards
 
 CPU = torch.device("cpu")
 
@@ -225,3 +230,183 @@ def test_values_that_config_refuses(values):
     with pytest.raises(ValidationError):
         TypeAdapter(OptimizerConfig).validate_python(values)
     assert TypeAdapter(OptimizerConfig).validate_python({"lr": 1e-3, "betas": [0.9, 0.99]}).lr == 1e-3
+
+
+def test_offloaded_adamw_is_torch_adamw_to_the_bit(model, monkeypatch):
+    """On CPU tensors: the arithmetic, buckets, groups and state; the copies themselves need a GPU."""
+    monkeypatch.setattr(offload, "BUCKET_BYTES", 600)
+    torch.manual_seed(0)
+    reference = Model()
+    config = OptimizerConfig(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5, fused=True)
+    by_hand, _ = build_optimizer(reference, config, CPU, {"text": ["text"]})
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in by_hand.param_groups]
+    names = group_names(reference, by_hand)
+    ours = dict(model.named_parameters())
+    optimizer = HostAdamW(
+        [{**g, "params": [ours[n] for n in names[g["name"]]]} for g in groups], betas=(0.8, 0.9), eps=1e-6
+    )
+    assert len(list(optimizer._buckets())) == 0
+    for factor, frozen in ((1.0, ()), (0.5, ("text",)), (0.25, ())):
+        for one, its in ((model, optimizer), (reference, by_hand)):
+            set_frozen(its, frozen)
+            train(one, its, 2, factor)
+    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    assert len(list(optimizer._buckets())) > 3
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        if p.requires_grad:
+            assert optimizer.state[p].keys() == by_hand.state[q].keys()
+            assert all(torch.equal(optimizer.state[p][k], by_hand.state[q][k]) for k in by_hand.state[q])
+
+
+def test_offloaded_adamw_takes_weights_that_others_have_written(model):
+    optimizer = HostAdamW([{"params": [model.text_head.weight], "lr": 0.1}], betas=(0.9, 0.95), eps=1e-8)
+    model.text_head.weight.grad = torch.zeros(16, 8)
+    optimizer.step()
+    model.text_head.weight.data.fill_(3.0)  # restoring, or the average during an evaluation
+    optimizer.step()
+    assert torch.equal(model.text_head.weight, torch.full((16, 8), 3.0 * (1 - 0.1 * 0.01)))
+
+
+def test_every_combination_is_in_the_table():
+    assert {name: tuple(rows) for name, rows in TABLE.items()} == dict.fromkeys(TABLE, STRATEGIES)
+    listed = list(optimizer_choice.rows())
+    assert len(listed) == len(TABLE) * len(STRATEGIES) * len(PRECISIONS)
+    assert {remark for *_, precision, allowed, remark in listed if allowed and precision == "fp16"} == {"not run"}
+
+
+@pytest.mark.parametrize(("name", "strategy", "precision", "allowed", "remark"), list(optimizer_choice.rows()))
+def test_each_row(name, strategy, precision, allowed, remark, monkeypatch):
+    """Refused rows say why and name another way; allowed ones pass, on a machine that has what they need."""
+    monkeypatch.setattr(optimizer_choice, "version", lambda _: "0.50.2")
+    device = torch.device("cuda")
+    if allowed:
+        refuse_combination(name, strategy, precision, device)
+        return
+    with pytest.raises(UsageError, match=rf"^optimizer\.name: {name} does not run under {strategy} in") as raised:
+        refuse_combination(name, strategy, precision, device)
+    assert remark in str(raised.value)
+    assert "adamw" in remark
+
+
+@pytest.mark.parametrize(("installed", "said"), [(None, "it is not installed"), ("0.49.1", "0.49.1 is installed")])
+def test_a_missing_package_is_named(installed, said, monkeypatch):
+    def find(name):
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(optimizer_choice, "version", find)
+    with pytest.raises(UsageError, match=rf"{said}; run pip install 'bitsandbytes>=0\.50'"):
+        build_optimizer(Model(), OptimizerConfig(name="adamw8bit"), CPU)
+
+
+def test_devices_that_have_no_such_optimizer(model, monkeypatch):
+    monkeypatch.setattr(optimizer_choice, "version", lambda _: "0.50.2")
+    with pytest.raises(UsageError, match="adamw8bit runs on cuda, xpu and cpu, this is mps"):
+        build_optimizer(model, OptimizerConfig(name="adamw8bit"), torch.device("mps"))
+    with pytest.raises(UsageError, match="adamw_offload needs a CUDA device, this is cpu"):
+        build_optimizer(model, OptimizerConfig(name="adamw_offload"), CPU)
+    for name in ("adamw8bit", "adamw_offload"):
+        with pytest.raises(UsageError, match=rf"optimizer\.fused: False: optimizer\.name {name}"):
+            OptimizerConfig(name=name, fused=False)
+
+
+def eight_bit_state(shape, seed):
+    """State as bitsandbytes keeps it, with blocks whose largest value is negative, positive, and 0."""
+    generator = torch.Generator().manual_seed(seed)
+    size = math.prod(shape)
+    state = {"step": 3}
+    for number, low in (("1", -0.993), ("2", 0.0)):
+        fractions = torch.cat([torch.linspace(low, 0.99, 255), torch.ones(1)]).sort().values
+        codes = torch.randint(1, 255, (size,), generator=generator, dtype=torch.uint8)
+        codes[::256] = 0 if low < 0 else 255  # the largest of its block
+        scale = torch.rand(-(-size // 256), generator=generator) * 1e-3
+        scale[1] = 0.0
+        state |= {f"state{number}": codes.view(shape), f"qmap{number}": fractions, f"absmax{number}": scale}
+    return state
+
+
+@pytest.mark.parametrize("shape", [(64, 80), (5000,), (16, 3, 100)])
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_eight_bit_moments_come_back_to_the_same_bits(shape, key):
+    state, other = eight_bit_state(shape, 0), eight_bit_state(shape, 1)
+    values = eight_bit.read_moment(state, key)
+    assert (values.shape, values.dtype) == (torch.Size(shape), torch.float32)
+    eight_bit.write_moment(other, key, values)
+    number = eight_bit.MOMENTS[key]
+    alive = state[f"absmax{number}"].repeat_interleave(256)[: values.numel()].view(shape) > 0
+    assert torch.equal(other[f"absmax{number}"], state[f"absmax{number}"])
+    assert torch.equal(other[f"state{number}"][alive], state[f"state{number}"][alive])
+    assert torch.equal(eight_bit.read_moment(other, key), values)
+
+
+def has_bitsandbytes():
+    try:
+        return version("bitsandbytes") >= "0.50"
+    except PackageNotFoundError:
+        return False
+
+
+class Large(nn.Module):
+    """A matrix large enough for 8 bits, and others that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(72, 80), nn.Linear(80, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def train_large(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        x = torch.randn(8, 72, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - x[:, :4]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.skipif(not has_bitsandbytes(), reason="bitsandbytes is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_eight_bit_adamw_follows_adamw_and_its_state_survives():
+    config = {"lr": 1e-2, "weight_decay": 0.1}
+    torch.manual_seed(0)
+    model, plain = Large(), Large()
+    plain.load_state_dict(model.state_dict())
+    optimizer, line = build_optimizer(model, OptimizerConfig(name="adamw8bit", **config), CPU, {"second": ["second"]})
+    assert "8-bit" in line
+    reference, _ = build_optimizer(plain, OptimizerConfig(**config), CPU)
+    losses, expected = train_large(model, optimizer, range(10)), train_large(plain, reference, range(10))
+    assert losses == pytest.approx(expected, rel=0.02)
+    assert losses != expected
+    state = optimizer.state[model.first.weight]
+    assert state["state1"].dtype == torch.uint8  # it is what it says, not 32 bits in silence
+    shards = Shards(model, optimizer)
+    assert set(shards.state_names()) == {"exp_avg", "exp_avg_sq"}
+    moment = reference.state[plain.first.weight]["exp_avg"]
+    assert float((shards.state("first.weight", "exp_avg") - moment).norm() / moment.norm()) < 0.05
+
+    other = Large()
+    other.load_state_dict(model.state_dict())
+    again, _ = build_optimizer(other, OptimizerConfig(name="adamw8bit", **config), CPU, {"second": ["second"]})
+    target = Shards(other, again)
+    target.create_state()
+    for key, names in shards.state_names().items():
+        for name in names:
+            target.set_state(name, key, shards.state(name, key))
+    target.set_step(10)
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+    assert train_large(other, again, range(10, 20)) == train_large(model, optimizer, range(10, 20))
+
+    set_frozen(optimizer, ["second"])
+    set_learning_rate(optimizer, 1.0)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train_large(model, optimizer, range(20, 22))
+    same = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
+    assert same == {"second.weight", "second.bias"}

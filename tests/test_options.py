@@ -70,12 +70,19 @@ latent.kind
 latent.schedule
 latent.prediction
 latent.loss
+optimizer.name
 optimizer.lr
 optimizer.betas
 optimizer.eps
 optimizer.weight_decay
 optimizer.max_grad_norm
 optimizer.fused
+optimizer.muon_lr
+optimizer.muon_weight_decay
+optimizer.muon_momentum
+optimizer.muon_nesterov
+optimizer.muon_adjust_lr_fn
+optimizer.muon_precision
 schedule.kind
 schedule.warmup_steps
 schedule.decay_steps
@@ -192,7 +199,7 @@ def preset_names() -> list[str]:
 
 
 def test_the_presets_are_these() -> None:
-    assert preset_names() == ["base", "demo", "l2t_qwen"]
+    assert preset_names() == ["base", "demo", "l2t_qwen", "mmdit_baseline", "mmdit_optimized"]
 
 
 @pytest.mark.parametrize("name", preset_names())

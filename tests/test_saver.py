@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -246,3 +247,43 @@ def test_a_short_grace_period_is_said(toy: Toy, caplog: pytest.LogCaptureFixture
 def test_options_that_need_another(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         CheckpointConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [({}, "bit-exact: the same layout"), ({"micro_batch_size": 1}, "not bit-exact: .*micro_batch_size 2 -> 1")],
+)
+def test_whether_a_resume_is_bit_exact_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, int], says: str
+) -> None:
+    first = Toy(tmp_path / "run")
+    experiment = {"global_batch_size": 4, "micro_batch_size": 2}
+    first.run = replace(first.run, saved={"experiment": experiment})
+    first.train(CheckpointConfig(), 2)
+    second = Toy(tmp_path / "run")
+    saved = commit.verify(first.run.checkpoints / "checkpoint_00000002")
+    run = replace(second.run, checkpoint=saved, saved={"experiment": experiment | changed})
+    with caplog.at_level("INFO"):
+        restore.restore(run, second.accelerator, second.average.view, second.average)
+    assert re.search(f"(^|\n).*{says}", caplog.text)
+    assert ("not bit-exact" in caplog.text) == bool(changed)
+
+
+def test_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.average.view.module.register_buffer("scratch", torch.zeros(1), persistent=False)
+    with toy.saver(CheckpointConfig()):
+        pass
+    toy.average.view.module.register_buffer("running_mean", torch.zeros(1))
+    with pytest.raises(UsageError, match=r"1 tensor\(s\) that are not trained \(running_mean\)"):
+        toy.saver(CheckpointConfig())
+
+
+def test_weights_alone_can_be_evaluated(tmp_path: Path) -> None:
+    first = Toy(tmp_path / "run")
+    first.train(CheckpointConfig(save_state=False), 2)
+    saved = commit.verify(first.run.checkpoints / "checkpoint_00000002")
+    assert not (saved.path / "optimizer").exists()
+    second = Toy(tmp_path / "run", seed=1)
+    restore.restore(replace(second.run, checkpoint=saved), second.accelerator, second.average.view, second.average)
+    assert all(torch.equal(t, second.average.shards[n]) for n, t in first.average.shards.items())

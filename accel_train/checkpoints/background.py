@@ -27,8 +27,8 @@ def _allocate(memory: int, size: int) -> None:
     except OSError as error:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         raise CheckpointWriteError(
-            f"a snapshot needs {size} bytes of shared memory, which the limit of file sizes (ulimit -f), {limit} bytes, "
-            f"forbids ({error.strerror}); raise it"
+            f"a snapshot needs {size} bytes of shared memory, which the limit of file sizes (ulimit -f), {limit} "
+            f"bytes, forbids ({error.strerror}); raise it"
         ) from error
 
 

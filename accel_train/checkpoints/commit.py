@@ -125,12 +125,13 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make it and its parents, so that they survive a power loss."""
-    missing = [p for p in (path, *path.parents) if not p.exists()]
+    """Make it and its parents, and see to it that they survive a power loss, whoever made them."""
     path.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        with contextlib.suppress(PermissionError):  # a parent that we may pass through, but not read
-            fsync_directory(made.parent)
+    for parent in path.absolute().parents:
+        if parent.stat().st_dev != path.stat().st_dev:
+            break
+        with contextlib.suppress(PermissionError):  # one that we may pass through, but not read
+            fsync_directory(parent)
 
 
 def fsync_folders(path: Path) -> None:

@@ -210,7 +210,7 @@ class Pusher:
     def _tell(self) -> None:
         """Repeat in training's log what the pusher has written since the last time."""
         events, self._told = self._queue.events(self._told)
-        for event, following in zip(events, [*events[1:], {}], strict=True):
+        for event, following in zip(events, [*events[1:], {}], strict=False):
             if event["event"] == following.get("event") == "retry":
                 continue  # of many tries in a row the last says enough
             level = logging.INFO if event["event"] in ("pushed", "coalesced") else logging.WARNING

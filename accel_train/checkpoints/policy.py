@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,4 +81,14 @@ def warn_about_grace(checkpoint: Checkpoint | None, config: CheckpointConfig, ma
             "run before it has saved; raise the scheduler's grace period and this option, or save more often",
             taken,
             config.grace_seconds,
+        )
+
+
+def refuse_uncovered(names: Sequence[str]) -> None:
+    """Refuse a model with state that a checkpoint would not hold: it would be lost in silence."""
+    if names:
+        raise UsageError(
+            f"the model has {len(names)} tensor(s) that are not trained ({', '.join(names[:3])}), and a checkpoint "
+            "holds trainable parameters only; make buffers non-persistent if they can be computed, keep frozen weights "
+            "outside the trained module, or use norms without running statistics"
         )

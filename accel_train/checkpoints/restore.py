@@ -17,6 +17,7 @@ from accel_train.checkpoints import weights
 from accel_train.checkpoints.commit import Checkpoint
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.state import layout_of
+from accel_train.config import UsageError
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
 
@@ -41,30 +42,54 @@ def restore(run: Run, accelerator: Accelerator, shards: Shards, ema: Ema | None)
     """
     if (checkpoint := run.checkpoint) is None:
         return 0
-    index: dict[str, Any] = checkpoint.json("optimizer/index.json")
+    index: dict[str, Any] = {"step": checkpoint.step, "state": {}}
+    if checkpoint.manifest.get("state", True):  # without it a run cannot go on, but can be evaluated
+        index = checkpoint.json("optimizer/index.json")
     state: dict[str, dict[str, str]] = index["state"]
     exact, exact_average = state.pop("master", None), state.pop("master_ema", None)
     for name, whole in _read(checkpoint, exact or _weight_map(checkpoint, "model", shards)):
         shards.master(name).copy_(shards.cut(name, whole))
     if state:
         shards.create_state()
+        _refuse_foreign_state(checkpoint, state, shards.state_names())
         for key, weight_map in state.items():
             for name, whole in _read(checkpoint, weight_map):
-                shards.state(name, key).copy_(shards.cut(name, whole))
+                shards.set_state(name, key, shards.cut(name, whole))
         shards.set_step(int(index["step"]))
     if ema is not None:
         stem = "ema" if any(name.startswith("ema") for name in checkpoint.manifest["files"]) else "model"
         fallback = exact_average or (exact if stem == "model" else None)
         for name, whole in _read(checkpoint, fallback or _weight_map(checkpoint, stem, shards)):
             ema.shards[name].copy_(shards.cut(name, whole))
-    _restore_random_state(checkpoint.json("trainer_state.json")["random_state"], accelerator)
-    _compare_layouts(checkpoint, layout_of(accelerator))
+    if checkpoint.manifest.get("state", True):
+        _restore_random_state(checkpoint.json("trainer_state.json")["random_state"], accelerator)
+    _compare_layouts(checkpoint, layout_of(accelerator), run.saved["experiment"])
     run.end_loading()
     return checkpoint.step
 
 
-def _compare_layouts(checkpoint: Checkpoint, now: Mapping[str, Any]) -> None:
-    saved: Mapping[str, Any] = checkpoint.manifest.get("layout", {})
+def _refuse_foreign_state(
+    checkpoint: Checkpoint, saved: Mapping[str, Mapping[str, str]], ours: Mapping[str, Sequence[str]]
+) -> None:
+    """State of an optimizer of another kind has no place in this one."""
+    foreign = [f"{key} of {name}" for key, names in saved.items() for name in names if name not in ours.get(key, ())]
+    if foreign:
+        raise UsageError(
+            f"{checkpoint.path}: its optimizer state ({foreign[0]}, and {len(foreign) - 1} more) has no place in this "
+            f"optimizer, which keeps {sorted(ours)}; go back to the optimizer that wrote it, or start a new run from "
+            f"its weights with --init_from {checkpoint.path}"
+        )
+
+
+CUTS = ("micro_batch_size", "sync")
+"""Options that decide in which order the parts of a batch are summed."""
+
+
+def _compare_layouts(checkpoint: Checkpoint, layout: Mapping[str, Any], experiment: Mapping[str, Any]) -> None:
+    """Say whether the continuation can be the same bit for bit, and if not, what differs."""
+    there: Mapping[str, Any] = checkpoint.manifest.get("experiment", {})
+    saved = dict(checkpoint.manifest.get("layout", {})) | {key: there.get(key) for key in CUTS}
+    now = dict(layout) | {key: experiment.get(key) for key in CUTS}
     changed = [f"{key} {saved.get(key)} -> {now[key]}" for key in now if saved.get(key) != now[key]]
     if changed:
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
@@ -73,7 +98,7 @@ def _compare_layouts(checkpoint: Checkpoint, now: Mapping[str, Any]) -> None:
 
 
 def _weight_map(checkpoint: Checkpoint, stem: str, shards: Shards) -> Mapping[str, str]:
-    if checkpoint.file(f"{stem}.safetensors.index.json").exists():
+    if f"{stem}.safetensors.index.json" in checkpoint.manifest["files"]:
         return checkpoint.json(f"{stem}.safetensors.index.json")["weight_map"]
     return dict.fromkeys(shards.parameters, f"{stem}.safetensors")
 

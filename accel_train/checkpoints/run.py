@@ -23,6 +23,7 @@ from accel_train.checkpoints.commit import Checkpoint
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
 from accel_train.config import UsageError, expand_path, experiment_tree, flatten, write_config
 
+PATIENCE_SECONDS = 5.0
 LOADING_FILE = "loading.json"
 LOADING_ATTEMPTS = 3
 """A checkpoint under which the process died this often while loading is set aside."""
@@ -149,7 +150,7 @@ def open_run(
         opened = broadcast_object_list([opened])[0]
     if "error" in opened:
         raise (UsageError if opened["kind"] == "UsageError" else CheckpointsUnusableError)(opened["error"])
-    _check_shared(directory, accelerator)
+    _check_shared(directory, opened["checkpoint"], accelerator)
     timeout = float(getattr(config, "collective_timeout_seconds", 1800))
     return Run(directory=directory, timeout_seconds=timeout, **opened, _lock=lock)
 
@@ -227,7 +228,7 @@ def _decide(
     refuse_changes(saved, experiment, config.allow, (*FREE_TO_CHANGE, *free_to_change), directory)
     if config.resume not in POLICIES:
         _refuse_another_origin(config.resume, saved, directory)
-    checkpoint, reasons = _newest_loadable(directory)
+    checkpoint, reasons = _newest_loadable(directory, with_state=not evaluating)
     if checkpoint is None and reasons:
         raise CheckpointsUnusableError(
             f"{directory}: checkpoints exist and none can be loaded; training does not start again by itself:\n  "
@@ -279,16 +280,16 @@ def _refuse_another_origin(resume: str, saved: Mapping[str, Any], directory: Pat
     )
 
 
-def _newest_loadable(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+def _newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | None, list[str]]:
     """The newest verified checkpoint that has not been the end of several starts; those are set aside as ``.bad``."""
-    checkpoint, reasons = commit.newest_verified(directory / "checkpoints", with_state=True)
+    checkpoint, reasons = commit.newest_verified(directory / "checkpoints", with_state=with_state)
     if checkpoint is None or _loading_attempts(directory, checkpoint) < LOADING_ATTEMPTS:
         return checkpoint, reasons
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.bad")
     os.rename(checkpoint.path, aside)
     (directory / LOADING_FILE).unlink()
     reason = f"{aside}: {LOADING_ATTEMPTS} starts ended while it was being loaded; it is set aside"
-    checkpoint, more = _newest_loadable(directory)
+    checkpoint, more = _newest_loadable(directory, with_state=with_state)
     return checkpoint, [reason, *reasons, *more]
 
 
@@ -367,8 +368,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
     return saved
 
 
-def _check_shared(directory: Path, accelerator: Accelerator, patience_seconds: float = 5.0) -> None:
-    """Every host must see the same directory; network file systems may show a new file late."""
+def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: Accelerator) -> None:
+    """Every host must see the directory and what is to be loaded; network file systems may show a new file late."""
     if accelerator.num_processes == 1:
         return
     token = broadcast_object_list([uuid.uuid4().hex if accelerator.is_main_process else None])[0]
@@ -376,10 +377,13 @@ def _check_shared(directory: Path, accelerator: Accelerator, patience_seconds: f
     if accelerator.is_main_process:
         marker.touch()
     accelerator.wait_for_everyone()
-    deadline = time.monotonic() + patience_seconds
-    while not marker.exists() and time.monotonic() < deadline:
+    unseen = [marker]
+    if checkpoint is not None:
+        unseen += [checkpoint.path, *(checkpoint.file(name) for name in checkpoint.manifest["files"])]
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (unseen := [path for path in unseen if not path.exists()]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    blind = [host for host in gather_object([None if marker.exists() else socket.gethostname()]) if host]
+    blind = [host for host in gather_object([socket.gethostname() if unseen else None]) if host]
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         marker.unlink(missing_ok=True)

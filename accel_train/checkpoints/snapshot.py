@@ -32,7 +32,7 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
 
 @dataclass(frozen=True)
 class Collection:
-    """Tensors of one kind, one for each parameter: the weights, the average, or one key of the optimizer's state."""
+    """Tensors of one kind by parameter name: the weights, the average, or one key of the optimizer's state."""
 
     stem: str
     read: Callable[[str], Tensor]
@@ -40,6 +40,8 @@ class Collection:
     precision: SavePrecision = "fp32"
     spread: bool = False
     """Split by rank even where one file would hold all. Weights are not: one file loads with every library."""
+    names: Sequence[str] | None = None
+    """The parameters that have such a tensor. None: all."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_s
     load = [0] * world_size
     parts: list[tuple[int, str, int, list[str]]] = []  # collection, file, owner, names
     for index, collection in sorted(enumerate(collections), key=lambda item: item[1].spread):
-        sizes = {n: e * DTYPES[collection.precision][0].itemsize for n, e in elements.items()}
+        itemsize, names = DTYPES[collection.precision][0].itemsize, set(collection.names or elements)
+        sizes = {n: e * itemsize for n, e in elements.items() if n in names}
         groups = _by_rank(sizes, load) if collection.spread else [(None, names) for names in _in_files(sizes)]
         for number, (rank, names) in enumerate(groups, 1):
             owner = load.index(min(load)) if rank is None else rank

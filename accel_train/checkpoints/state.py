@@ -85,6 +85,7 @@ class Saver:
     ) -> None:
         self._accelerator, self._run, self._config = accelerator, run, config
         self._shards = average.view
+        policy.refuse_uncovered(self._shards.uncovered())
         self._average = average if average.config.decay > 0 else None
         self._write_extras, self._epoch, self._on_commit = write_extras, epoch, on_commit
         self._rank, self._main = accelerator.process_index, accelerator.is_main_process
@@ -95,7 +96,7 @@ class Saver:
             self._pusher.offer(run.checkpoint)  # the process may have died between its commit and its offer
         self._requests = StopRequests(run.directory, main=self._main)
         self._writer: Writer | None = None
-        self._snapshot: tuple[list[str], snapshot.Plan, snapshot.Snapshot] | None = None
+        self._snapshot: tuple[dict[str, list[str]], snapshot.Plan, snapshot.Snapshot] | None = None
         self._pending: _Pending | None = None
         self._number = self._written = self._committed = self._failed = 0
         self._saved_step = run.start_step if run.checkpoint is not None else -1
@@ -142,7 +143,7 @@ class Saver:
             return self._stopping
         began = time.monotonic()
         self._clock_due = self._save_by_clock = False
-        keys = self._shards.state_keys() if step > 0 and self._config.save_state else []
+        keys = self._shards.state_names() if step > 0 and self._config.save_state else {}
         collections = self._collections(keys)
         planned, taken = self._prepare(keys, collections)
         temporary, extras = self._begin(step, sum(planned.sizes))
@@ -150,7 +151,7 @@ class Saver:
             return self._stopping
         taken.take()
         failpoints.hit("after_snapshot", self._rank)
-        texts = self._texts(step, planned, keys)
+        texts = self._texts(step, planned)
         self._number += 1
         manifest = self._manifest(step, metrics or {})
         self._pending = pending = _Pending(self._number, step, temporary, manifest, began, sum(planned.sizes))
@@ -201,13 +202,13 @@ class Saver:
                 shutil.rmtree(self._pending.temporary, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------------------- beginning
-    def _collections(self, keys: Sequence[str]) -> list[snapshot.Collection]:
+    def _collections(self, keys: Mapping[str, Sequence[str]]) -> list[snapshot.Collection]:
         """What there is to save: the weights, the average, the optimizer's state, exact copies of what is rounded."""
         shards, average, precision = self._shards, self._average, self._config.save_precision
         kinds = [snapshot.Collection("model", shards.master, precision)]
         if average is not None:
             kinds.append(snapshot.Collection("ema", average.shards.__getitem__, precision))
-        kinds += [snapshot.Collection(f"optimizer/{k}", _state_reader(shards, k), spread=True) for k in keys]
+        kinds += [_optimizer_state(shards, key, names) for key, names in keys.items()]
         if precision != "fp32" and self._config.save_state:
             kinds.append(snapshot.Collection("optimizer/master", shards.master, spread=True))
             if average is not None:
@@ -215,7 +216,7 @@ class Saver:
         return kinds
 
     def _prepare(
-        self, keys: list[str], collections: Sequence[snapshot.Collection]
+        self, keys: dict[str, list[str]], collections: Sequence[snapshot.Collection]
     ) -> tuple[snapshot.Plan, snapshot.Snapshot]:
         """Plan and buffers, made at the first save and again when the optimizer's state has appeared."""
         if self._snapshot is not None and self._snapshot[0] == keys and self._writer is not None:
@@ -241,7 +242,7 @@ class Saver:
             temporary = directory / commit.temporary_name(step, commit.new_nonce())
             try:
                 self._run.restore_directory()
-                for folder in ("optimizer", "assets"):
+                for folder in ("assets", "optimizer")[: 2 if self._config.save_state else 1]:
                     (temporary / folder).mkdir(parents=True)
                 failpoints.hit("after_mkdir")
                 self._write_extras(temporary)
@@ -256,7 +257,7 @@ class Saver:
             return None, []
         return begun["temporary"], begun["extras"] if self._main else []
 
-    def _texts(self, step: int, planned: snapshot.Plan, keys: Sequence[str]) -> dict[str, str]:
+    def _texts(self, step: int, planned: snapshot.Plan) -> dict[str, str]:
         """The small JSON files, as text."""
         texts: dict[str, Any] = {}
         for stem in ("model", "ema"):
@@ -385,8 +386,8 @@ class Saver:
         logger.warning("checkpoint of step %d was not saved; training goes on: %s", step, reason)
 
 
-def _state_reader(shards: Shards, key: str) -> Callable[[str], torch.Tensor]:
-    return lambda name: shards.state(name, key)
+def _optimizer_state(shards: Shards, key: str, names: Sequence[str]) -> snapshot.Collection:
+    return snapshot.Collection(f"optimizer/{key}", lambda name: shards.state(name, key), spread=True, names=names)
 
 
 def _random_state() -> dict[str, Any]:

@@ -109,4 +109,6 @@ class FeedForward(nn.Module):
         self.project = nn.Linear(ratio * width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(F.gelu(self.expand(x), approximate=self.approximate))
+        flat = x.flatten(0, -2)  # once: a linear layer of more than two dimensions does it each time, and back
+        hidden = F.gelu(self.expand(flat), approximate=self.approximate)
+        return self.project(hidden).unflatten(0, x.shape[:-1])

@@ -15,7 +15,7 @@ from huggingface_hub import PyTorchModelHubMixin, load_torch_model, snapshot_dow
 from torch import Tensor, nn
 
 from accel_train.config import PositiveInt, UsageError
-from accel_train.models.attention import attention
+from accel_train.models.attention import TORCH_CHOICE
 from accel_train.models.layers import (
     NORM_EPS,
     FeedForward,
@@ -33,6 +33,7 @@ SIZES: dict[str, dict[str, int]] = {
     "base": {"width": 1024, "depth": 24, "heads": 16},
     "1b": {"width": 2048, "depth": 24, "heads": 32},
 }
+Tensors = tuple[Tensor, ...]
 MODALITIES = 2
 WEIGHT_STD = 0.02
 
@@ -145,6 +146,8 @@ class MMDiTOutput(NamedTuple):
 class Stream(nn.Module):
     """One modality's part of a block. With `context_only` it gives keys and values and is then finished."""
 
+    checkpoint_parts: ClassVar[dict[str, str]] = {"ffn": "feed_forward"}
+
     def __init__(self, config: MMDiTConfig, context_only: bool) -> None:
         super().__init__()
         width, bias = config.width, config.bias
@@ -167,13 +170,13 @@ class Stream(nn.Module):
             q = [self.q_norm(q[0])]
         return q[0] if q else None, k, v
 
-    def finish(self, x: Tensor, attended: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
-        """Adds what attention gave (B, n, D), then the feed-forward layer, each behind its gate."""
-        if self.out is None or self.ffn is None:
-            return x
-        gate, ffn_shift, ffn_scale, ffn_gate = modulation
-        x = x + gate * self.out(attended)
-        return x + ffn_gate * self.ffn(modulated_norm(x, ffn_shift, ffn_scale))
+    def receive(self, x: Tensor, attended: Tensor, gate: Tensor) -> Tensor:
+        """Adds what attention gave (B, n, D), behind its gate."""
+        return x if self.out is None else x + gate * self.out(attended)
+
+    def feed_forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+        """Adds the feed-forward layer, behind its gate."""
+        return x if self.ffn is None else x + gate * self.ffn(modulated_norm(x, shift, scale))
 
 
 class MMDiTBlock(nn.Module):
@@ -183,21 +186,31 @@ class MMDiTBlock(nn.Module):
     in SD3's last block.
     """
 
+    checkpoint_parts: ClassVar[dict[str, str]] = {"attention": "attend_jointly"}
+
     def __init__(self, config: MMDiTConfig, streams: int = MODALITIES, context_only: Sequence[int] = ()) -> None:
         super().__init__()
+        self.attend = TORCH_CHOICE
         self.streams = nn.ModuleList(Stream(config, context_only=i in context_only) for i in range(streams))
 
-    def forward(self, tokens: Sequence[Tensor], conditioning: Tensor, key_mask: Tensor | None) -> list[Tensor]:
-        """tokens: (B, n_i, D) per stream; conditioning (B, C) after SiLU; key_mask (B, N), True = key."""
+    def forward(self, tokens: Sequence[Tensor], conditioning: Tensor, mask: Any) -> list[Tensor]:
+        """tokens: (B, n_i, D) per stream; conditioning (B, C) after SiLU; mask: None or of `self.attend.mask`."""
         streams = cast("list[Stream]", list(self.streams))
         modulations = [stream.modulation(conditioning) for stream in streams]
+        tokens = self.attend_jointly(tokens, modulations, mask)
+        parts = zip(streams, tokens, modulations, strict=True)
+        return [x if s.context_only else s.feed_forward(x, *m[3:]) for s, x, m in parts]
+
+    def attend_jointly(self, tokens: Sequence[Tensor], modulations: list[Tensors], mask: Any) -> list[Tensor]:
+        """The first half of the block: every stream's tokens and what it took from all of them."""
+        streams = cast("list[Stream]", list(self.streams))
         projected = [s.project(x, m[0], m[1]) for s, x, m in zip(streams, tokens, modulations, strict=True)]
         q, k, v = (_join(parts) for parts in zip(*projected, strict=True))
-        attended = attention(q, k, v, key_mask).transpose(1, 2).flatten(2)  # (B, N, D)
+        attended = self.attend(q, k, v, mask).transpose(1, 2).flatten(2)  # (B, N, D)
         lengths = [0 if s.context_only else x.shape[1] for s, x in zip(streams, tokens, strict=True)]
         pieces = attended.split(lengths, dim=1)
         parts = zip(streams, tokens, pieces, modulations, strict=True)
-        return [stream.finish(x, piece, m[2:]) for stream, x, piece, m in parts]
+        return [x if s.context_only else s.receive(x, piece, m[2]) for s, x, piece, m in parts]
 
 
 def _join(parts: Sequence[Tensor | None]) -> Tensor:
@@ -226,13 +239,16 @@ class MMDiT(nn.Module):
         self.norms = nn.ModuleList(
             nn.Identity() if i in context_only else RMSNorm(config.width) for i in range(streams)
         )
+        self.attend = TORCH_CHOICE
         self.apply(initialise)
 
     def forward(self, tokens: Sequence[Tensor], conditioning: Tensor, key_mask: Tensor | None) -> list[Tensor]:
         """tokens: one (B, n_i, D) per stream; conditioning (B, C); key_mask (B, N), True = attended."""
         conditioning = F.silu(conditioning).to(tokens[0].dtype)
+        mask = self.attend.mask(key_mask)
+        tokens = list(tokens)  # what blocks return: of a tuple in the first one a compiler makes a second graph
         for block in self.blocks:
-            tokens = block(tokens, conditioning, key_mask)
+            tokens = block(tokens, conditioning, mask)
         return [norm(x) for norm, x in zip(self.norms, tokens, strict=True)]
 
 

@@ -24,6 +24,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from accel_train.config import UsageError
 from accel_train.runtime import rehearsal
+from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers, verify_ddp
 from accel_train.runtime.requested import (
     Requested,
     clear_environment,
@@ -49,6 +50,7 @@ def build_accelerator(
     micro_batch_size: int,
     max_grad_norm: float,
     collective_timeout_seconds: int = 1800,
+    distributed: DistributedConfig | None = None,
 ) -> Accelerator:
     """The verified ``Accelerator`` of this process. All ranks must call it, once, before anything heavy.
 
@@ -71,12 +73,17 @@ def build_accelerator(
     plugin = None
     if requested.strategy == "deepspeed":
         plugin = zero_plugin(requested, precision, max_grad_norm, micro_batch_size, world_size)
+    kind = {"fsdp": "fsdp2", "deepspeed": "zero", None: "ddp" if world_size > 1 else "single"}[requested.strategy]
+    handlers = ddp_handlers(
+        distributed or DistributedConfig(), kind, on_device=not _on_cpu(), accumulation_steps=accumulation_steps
+    )
     _silence_known_warnings()
     _connect(requested, timedelta(seconds=collective_timeout_seconds))
     accelerator = Accelerator(
         mixed_precision=ACCELERATE_PRECISION[precision],
         gradient_accumulation_steps=1,
         deepspeed_plugin=plugin,
+        kwargs_handlers=[*handlers],
     )
     _verify(accelerator, requested, world_size, precision)
     _keep_fsdp_in_fp32(accelerator)
@@ -203,8 +210,11 @@ def _connect(requested: Requested, timeout: timedelta) -> None:
     if requested.rehearsal:
         rehearsal.connect(requested.strategy, timeout)
         return
-    cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.accelerator.is_available()
-    PartialState(cpu=cpu, timeout=timeout)
+    PartialState(cpu=_on_cpu(), timeout=timeout)
+
+
+def _on_cpu() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.accelerator.is_available()
 
 
 def zero_plugin(
@@ -303,6 +313,8 @@ def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_n
     strategy = strategy_of(accelerator)
     if strategy == "ddp":
         assert isinstance(model, torch.nn.parallel.DistributedDataParallel), type(model)
+        settings = verify_ddp(model, accelerator.ddp_handler)
+        return f"ddp: {accelerator.num_processes} process(es) on {accelerator.device.type}, {settings}"
     if strategy == "fsdp2":
         return f"fsdp2: {_check_fsdp_units(accelerator, model)} sharded units, one a block"
     if strategy.startswith("zero"):

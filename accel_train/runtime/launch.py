@@ -7,6 +7,7 @@ that survive: torchrun turns a worker's 2 or 75 into 1.
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import socket
 import subprocess
@@ -22,8 +23,9 @@ from accel_train.config import EXIT_CODE_VARIABLE, UsageError, expand_path
 from accel_train.runtime.machine_config import MachineConfig, check_rendezvous, read_machine_config
 from accel_train.runtime.requested import MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What torchrun passes on as well; another signal would end it and leave the workers behind."""
+FORWARDED = {s: s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)} | {signal.SIGUSR1: signal.SIGTERM}
+"""As what a signal is passed on: torchrun knows these three; SIGUSR1 would end it and leave the workers behind."""
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,21 @@ def _check_meeting_point(machine: MachineConfig, request: Launch) -> None:
     check_rendezvous(machine)
 
 
+def _end_with_the_launcher() -> None:
+    """In the child: the launcher's death, even by SIGKILL, counts as SIGTERM, so that nobody trains unwatched."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
     """Run to the end, passing signals on; the exit code that a worker reported wins over torchrun's 1."""
     with tempfile.TemporaryDirectory(prefix="accel-train-") as folder:
         reported = Path(folder) / "exit_code"
-        child = subprocess.Popen(command, env=environment | {EXIT_CODE_VARIABLE: str(reported)})
-        previous = {s: signal.signal(s, lambda number, _: child.send_signal(number)) for s in FORWARDED}
+        child = subprocess.Popen(
+            command, env=environment | {EXIT_CODE_VARIABLE: str(reported)}, preexec_fn=_end_with_the_launcher
+        )
+        previous = {
+            s: signal.signal(s, lambda n, _: child.send_signal(FORWARDED[signal.Signals(n)])) for s in FORWARDED
+        }
         try:
             code = child.wait()
         finally:

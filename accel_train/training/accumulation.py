@@ -42,6 +42,8 @@ class StepResult:
     """``W_k``, and whatever else the micro-batches counted, over the global batch."""
     grad_norm: Tensor
     """Norm of the global gradient before clipping."""
+    overflows: int = 0
+    """fp16: attempts at this step that a lower loss scale had to repeat."""
 
     def fields(self) -> dict[str, float]:
         """``loss``, ``loss_TERM`` and ``grad_norm`` as numbers. Waits for the device: for log points."""
@@ -100,6 +102,10 @@ class GradientWindow:
     Each micro-batch is (inputs, {term: weight}); weights that belong to no term are counts, summed alike. Every rank
     must run the same number of micro-batches. Costs two small reductions a step (weights, losses)
     and one wait for the device, in ``finish``: a non-finite step must be known before the optimizer moves.
+
+    In fp16 the loop over the window ends with a wait of its own. Where the gradient has overflowed, the loss scale
+    falls and the same micro-batches come again, so a scale that is too high costs time and no step: step, schedule,
+    average and data are those of the experiment. Noise and dropout must be functions of the step.
     """
 
     def __init__(
@@ -117,19 +123,28 @@ class GradientWindow:
         self.inputs = [inputs for inputs, _ in micro_batches]
         self.coefficients = dict(coefficients)
         self.sync, _ = resolve_sync(policy, accelerator)
-        zero_stage = _zero_stage(accelerator)
-        self._coalesced = self.sync == "last" and zero_stage >= 2
-        self._steps_in_backward = zero_stage > 0 and not self._coalesced
+        self._zero_stage = _zero_stage(accelerator)
+        self._coalesced = self.sync == "last" and self._zero_stage >= 2
+        self._steps_in_backward = self._zero_stage > 0 and not self._coalesced
         names = list(micro_batches[0][1])
         local = torch.stack([sum_weights(k, [w for _, w in micro_batches]) for k in names])
         reduced: Any = accelerator.reduce(local, "sum")
         self.weights: dict[str, Tensor] = dict(zip(names, reduced.unbind(), strict=True))
         self._sums: list[Tensor] = []
         self._totals: Tensor | None = None
+        self._norm: Tensor | None = None
         self._is_last = False
+        self._overflows = 0
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield each micro-batch's inputs; the body of the loop runs without reduction until the last."""
+        yield from self._attempt()
+        while self._overflowed():
+            self._overflows += 1
+            self._sums, self._totals, self._norm = [], None, None
+            yield from self._attempt()
+
+    def _attempt(self) -> Iterator[Batch]:
         engine: Any = self.model
         with engine.coalesce_grad_reduction() if self._coalesced else nullcontext():
             for i, inputs in enumerate(self.inputs):
@@ -139,6 +154,25 @@ class GradientWindow:
         if self._coalesced:
             self._check(self._reduce_sums())
             engine.step()
+
+    def _overflowed(self) -> bool:
+        """fp16: whether a lower loss scale can mend the gradient. It has fallen by then, and the gradient is gone."""
+        if self.accelerator.mixed_precision == "fp16" and self._zero_stage > 0:
+            engine: Any = self.model
+            return bool(engine.optimizer.overflow)  # it has lowered its scale, or raised where that was at its end
+        scaler: Any = self.accelerator.scaler
+        if scaler is None:
+            return False
+        self._norm = self._measure()
+        loss_is_finite, norm_is_finite = (bool(torch.isfinite(v).all()) for v in (self._reduce_sums(), self._norm))
+        scale = float(scaler.get_scale())
+        if norm_is_finite or not loss_is_finite or scale <= 1:
+            return False  # in order, or no matter of the scale: finish says so
+        scaler.update()
+        if float(scaler.get_scale()) >= scale:  # each value is finite, their norm is not
+            scaler.update(scale * scaler.get_backoff_factor())
+        self.model.zero_grad(set_to_none=True)
+        return True
 
     def _boundary(self) -> AbstractContextManager[None]:
         hold = self._coalesced or (self.sync == "last" and not self._is_last)
@@ -166,17 +200,17 @@ class GradientWindow:
         and skips a step whose gradient is not finite.
         """
         totals = self._reduce_sums()
-        limit = max_grad_norm if max_grad_norm > 0 else math.inf
-        norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm, device=totals.device)
-        self._check(totals, norm)
+        norm = self._measure() if self._norm is None else self._norm
+        value = self._check(totals, norm)
+        if 0 < max_grad_norm < value and self._zero_stage == 0:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_grad_norm, norm)
         loss = torch.stack([totals[i] * self._factor(k) for i, k in enumerate(self.coefficients)]).sum()
         means = {
             k: totals[i] / self.weights[k].clamp(min=1e-12).float()
             for i, k in enumerate(self.coefficients)
             if self.coefficients[k] != 0
         }
-        return StepResult(loss, means, self.weights, norm)
+        return StepResult(loss, means, self.weights, norm, self._overflows)
 
     def _factor(self, term: str) -> Tensor:
         """``c_k / W_k``, 0 for a term that has no weight in this step."""
@@ -190,17 +224,31 @@ class GradientWindow:
             self._totals = reduced.float()
         return cast(Tensor, self._totals)
 
-    def _check(self, totals: Tensor, norm: Tensor | None = None) -> None:
-        """The one wait for the device: every rank reads the same reduced values, so all raise or none does."""
-        values = totals if norm is None else torch.cat([totals, norm.reshape(1).to(totals)])
-        if bool(torch.isfinite(values).all()):
-            return
-        if bool(torch.isfinite(totals).all()):
-            if _scale_can_fall(self.accelerator, self.model):
-                return  # the loss scale is too high: the scaler skips this step and lowers it
-            raise NonFiniteError(self._explain("gradient", f"norm {float(values[-1])}", range(len(self.inputs))))
+    def _measure(self) -> Tensor:
+        """Norm of the global gradient, free of the loss scale. A collective where the gradient is sharded."""
+        if self._zero_stage > 0:
+            norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf)
+            return torch.as_tensor(norm, device=self._reduce_sums().device)
+        if self.accelerator.scaler is not None:
+            for optimizer in self.accelerator._optimizers:  # pyright: ignore[reportPrivateUsage]
+                self.accelerator.scaler.unscale_(optimizer.optimizer)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateUsage]
+        norm = torch.linalg.vector_norm(torch.stack(list(norms)))
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def _check(self, totals: Tensor, norm: Tensor | None = None) -> float:
+        """The one wait for the device: every rank reads the same reduced values, so all raise or none does.
+
+        Returns the norm.
+        """
+        values: list[float] = (totals if norm is None else torch.cat([totals, norm.reshape(1).to(totals)])).tolist()
+        if all(map(math.isfinite, values)):
+            return values[-1]
+        if all(map(math.isfinite, values[: len(totals)])):
+            raise NonFiniteError(self._explain("gradient", f"norm {values[-1]}", range(len(self.inputs))))
         bad = [i for i, s in enumerate(self._sums) if not bool(torch.isfinite(s).all())]
-        value = dict(zip(self.coefficients, totals.tolist(), strict=True))
+        value = dict(zip(self.coefficients, values, strict=False))
         raise NonFiniteError(self._explain("loss", value, bad))
 
     def _explain(self, what: str, value: object, micro_batches: Sequence[int]) -> str:
@@ -233,15 +281,6 @@ def sum_weights(term: str, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
 def widest(tensor: Tensor) -> Tensor:
     """In fp64, but for Apple's devices, which have none."""
     return tensor.float() if tensor.device.type == "mps" else tensor.double()
-
-
-def _scale_can_fall(accelerator: Accelerator, model: nn.Module) -> bool:
-    """fp16: whether the loss scale, the same on every rank, is still above 1, so that an overflow may be its doing."""
-    scaler = accelerator.scaler
-    if scaler is not None:
-        return float(scaler.get_scale()) > 1
-    engine_optimizer: Any = getattr(model, "optimizer", None)
-    return accelerator.mixed_precision == "fp16" and float(getattr(engine_optimizer, "loss_scale", 1.0)) > 1
 
 
 def _zero_stage(accelerator: Accelerator) -> int:

@@ -1,31 +1,34 @@
-"""AdamW with parameter groups by module type, and the two things that move during a run: the learning rate
+"""Optimizers with parameter groups by module type, and the two things that move during a run: the learning rate
 and which parts are frozen. Both are written into `param_groups`, which Accelerate's wrapper, FSDP2 and
 DeepSpeed all keep (DeepSpeed replaces the tensors of a group, never its other keys).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
 from accel_train.config import FractionBelowOne, NonNegativeFloat, PositiveFloat, UsageError
+from accel_train.training.muon import MuonAdamW, MuonPrecision
+from accel_train.training.offload import HostAdamW
+from accel_train.training.optimizer_choice import OptimizerName, refuse_combination
+from accel_train.training.parameter_kinds import Kind, kinds
 
 _FUSED_DEVICES = ("cuda", "xpu", "mps", "cpu")
-_MATRICES = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.modules.conv._ConvNd,  # pyright: ignore[reportPrivateUsage]
-    nn.MultiheadAttention,
-    nn.RNNBase,
-    nn.RNNCellBase,
-)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW. Weight decay acts on matrices and convolutions only, never on norms, biases and embeddings."""
+    """AdamW, or Muon with AdamW. Weight decay acts on matrices and convolutions only, never on norms, biases and
+    embeddings. Options that the optimizer named does not read are refused."""
+
+    name: OptimizerName = "adamw"
+    """adamw; muon: Muon for the matrices inside the blocks (not modulation, embeddings, heads), AdamW for the rest,
+    not under ZeRO; adamw8bit: state in 8 bits (bitsandbytes, one process or DDP), 2 bytes a parameter instead of 8;
+    adamw_offload: state and update in host memory, one GPU."""
 
     lr: PositiveFloat = 1e-4
     """Peak learning rate, per optimizer step; the schedule multiplies it by a factor from 0 to 1. Never
@@ -46,7 +49,38 @@ class OptimizerConfig:
     scaled down to it. 0 = no clipping."""
 
     fused: bool | Literal["auto"] = "auto"
-    """One kernel for the whole update instead of several per tensor; auto = where the device has it."""
+    """One kernel for the whole AdamW update instead of several per tensor; auto = where the device has it."""
+
+    muon_lr: PositiveFloat | None = None
+    """muon: peak learning rate of the matrices. None = lr, which fits match_rms_adamw; with original about 0.02."""
+
+    muon_weight_decay: NonNegativeFloat | None = None
+    """muon: weight decay of the matrices. None = weight_decay."""
+
+    muon_momentum: FractionBelowOne | None = None
+    """muon: decay of the running mean of the gradient. None = 0.95."""
+
+    muon_nesterov: bool | None = None
+    """muon: look one gradient ahead of the running mean. None = True."""
+
+    muon_adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = None
+    """muon: the learning rate of an m x n matrix is multiplied by 0.2 * sqrt(max(m, n)) (match_rms_adamw: AdamW's
+    usual size of update) or by sqrt(max(1, m/n)) (original). None = match_rms_adamw."""
+
+    muon_precision: MuonPrecision | None = None
+    """muon: of the Newton-Schulz steps. None = fp32. bf16 is faster on a GPU, and outside the promise that the cut of
+    the batch does not matter: after 40 steps losses differ by about 1e-3 instead of 1e-7."""
+
+    def __post_init__(self) -> None:
+        given = {k: v for k, v in vars(self).items() if k.startswith("muon_") and v is not None}
+        if given and self.name != "muon":
+            values = ", ".join(f"optimizer.{name}: {value}" for name, value in given.items())
+            raise UsageError(f"{values}: optimizer.name {self.name} does not read it. Leave it out, or use name muon.")
+        if self.name in ("adamw8bit", "adamw_offload") and self.fused != "auto":
+            raise UsageError(
+                f"optimizer.fused: {self.fused}: optimizer.name {self.name} always uses fused kernels of its own. "
+                "Leave it out (the default is auto)."
+            )
 
 
 class HasParameterGroups(Protocol):
@@ -61,23 +95,45 @@ def build_optimizer(
     config: OptimizerConfig,
     device: torch.device,
     freezable: Mapping[str, Sequence[str]] | None = None,
-) -> tuple[torch.optim.AdamW, str]:
-    """AdamW over the trainable parameters, in the order of `named_parameters()`, and a line for the log.
+    *,
+    strategy: str = "single",
+    precision: str = "fp32",
+) -> tuple[torch.optim.Optimizer, str]:
+    """The optimizer over the trainable parameters, in the order of `named_parameters()`, and a line for the log.
 
-    Call it before `prepare`, with the device that the parameters will be on when they are updated.
+    Call it before `prepare`, with the device that the parameters will be on when they are updated, and with
+    what runs (`strategy_of(accelerator)`): what does not go together is refused (`optimizer_choice.TABLE`).
     `freezable` names parts of the model by module prefixes (`{"text": ["text_blocks", "text_head"]}`):
     each gets groups of its own, which `set_frozen` can switch later without building anything again.
 
-    Each group has `name` ("decay", "no_decay", "text/decay", ...), `part`, `base_lr` and
+    Each group has `name` ("decay", "no_decay", "muon", "text/decay", ...), `part`, `base_lr` and
     `base_weight_decay`.
     """
+    refuse_combination(config.name, strategy, precision, device)
     groups = _parameter_groups(model, config, freezable or {})
-    fused, reason = _resolve_fused(config.fused, device, groups)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
+    optimizer, reason = _build(config, device, groups)
     sizes = ", ".join(
         f"{g['name']} {len(g['params'])} tensors ({sum(p.numel() for p in g['params']):,} values)" for g in groups
     )
-    return optimizer, f"AdamW, {reason}; {sizes}"
+    return optimizer, f"{reason}; {sizes}"
+
+
+def _build(
+    config: OptimizerConfig, device: torch.device, groups: list[dict[str, Any]]
+) -> tuple[torch.optim.Optimizer, str]:
+    if config.name == "adamw8bit":
+        eight_bit: Any = import_module("bitsandbytes").optim.AdamW8bit
+        optimizer = eight_bit(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0)
+        return optimizer, "AdamW with 8-bit state (bitsandbytes), fp32 for tensors of fewer than 4096 values"
+    if config.name == "adamw_offload":
+        return HostAdamW(groups, betas=config.betas, eps=config.eps), "AdamW in host memory, fused"
+    fused, reason = _resolve_fused(config.fused, device, groups)
+    if config.name == "muon":
+        optimizer = MuonAdamW(groups, betas=config.betas, eps=config.eps, fused=fused)
+        settings = next(g for g in groups if g["muon"])
+        return optimizer, f"Muon (Newton-Schulz in {settings['precision']}) and AdamW, {reason}"
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
+    return adamw, f"AdamW, {reason}"
 
 
 def set_learning_rate(optimizer: HasParameterGroups, factor: float) -> None:
@@ -89,10 +145,10 @@ def set_learning_rate(optimizer: HasParameterGroups, factor: float) -> None:
 def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:
     """Freeze exactly the parts named (of `freezable`), release all others; once per phase, on all processes.
 
-    A frozen part has learning rate 0 and weight decay 0, so AdamW leaves its values as they are. Its
+    A frozen part has learning rate 0 and weight decay 0, so the optimizer leaves its values as they are. Its
     parameters keep `requires_grad`: switched off after wrapping, DDP raises, FSDP2 leaves the gradient
     None and ZeRO fills zeros, three different trainings. So its gradients still come, take part in the
-    gradient norm, and update the running means and the step count of AdamW: when it is released it moves
+    gradient norm, and update the running means and the step count: when it is released it moves
     at once by current gradients, and all parameters have one common step count. A released group keeps lr
     0 until the next `set_learning_rate`.
     """
@@ -116,29 +172,50 @@ def _parameter_groups(
     if not trainable:
         raise UsageError("model: has no trainable parameter, at least 1 is needed. Set requires_grad on what to train.")
     part_of = _parts(trainable, freezable)
-    decaying = _decaying(model)
+    kind_of = kinds(model, muon=config.name == "muon")
     groups: list[dict[str, Any]] = []
+    order: tuple[Kind, ...] = ("decay", "no_decay", "muon")
     for part in ("", *freezable):
-        for decays in (True, False):
-            members = [p for n, p in trainable.items() if part_of.get(n, "") == part and (id(p) in decaying) == decays]
+        for kind in order:
+            members = [p for n, p in trainable.items() if part_of.get(n, "") == part and kind_of[id(p)] == kind]
             if members:  # DeepSpeed cannot flatten an empty group
-                groups.append(_group(members, part, decays, config))
+                groups.append(_group(members, part, kind, config))
     in_groups = [id(p) for group in groups for p in group["params"]]
     assert sorted(in_groups) == sorted(id(p) for p in trainable.values()), "a parameter is in no group or in two"
+    if config.name == "muon" and not any(group["muon"] for group in groups):
+        raise UsageError(
+            f"optimizer.name: muon: {type(model).__name__} has no trainable 2-D matrix inside its blocks, at least 1 "
+            "is needed. Blocks are the classes in _no_split_modules, else the elements of each nn.ModuleList. Use "
+            "--optimizer.name adamw."
+        )
     return groups
 
 
-def _group(members: list[nn.Parameter], part: str, decays: bool, config: OptimizerConfig) -> dict[str, Any]:
-    weight_decay = config.weight_decay if decays else 0.0
-    return {
+def _group(members: list[nn.Parameter], part: str, kind: Kind, config: OptimizerConfig) -> dict[str, Any]:
+    muon = kind == "muon"
+    lr, weight_decay = config.lr, config.weight_decay if kind == "decay" else 0.0
+    if muon:
+        lr = lr if config.muon_lr is None else config.muon_lr
+        weight_decay = config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay
+    group: dict[str, Any] = {
         "params": members,
-        "name": (f"{part}/" if part else "") + ("decay" if decays else "no_decay"),
+        "name": (f"{part}/" if part else "") + kind,
         "part": part,
         "frozen": False,
-        "base_lr": config.lr,
+        "lr": lr,
+        "base_lr": lr,
         "weight_decay": weight_decay,
         "base_weight_decay": weight_decay,
+        "muon": muon,
     }
+    if muon:
+        group |= {
+            "momentum": 0.95 if config.muon_momentum is None else config.muon_momentum,
+            "nesterov": config.muon_nesterov is not False,
+            "adjust_lr_fn": config.muon_adjust_lr_fn or "match_rms_adamw",
+            "precision": config.muon_precision or "fp32",
+        }
+    return group
 
 
 def _parts(names: Collection[str], freezable: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -154,33 +231,6 @@ def _parts(names: Collection[str], freezable: Mapping[str, Sequence[str]]) -> di
                 if part_of.setdefault(name, part) != part:
                     raise ValueError(f"freezable: {name!r} is in both {part_of[name]!r} and {part!r}")
     return part_of
-
-
-def _decaying(model: nn.Module) -> set[int]:
-    """Ids of the parameters with weight decay. One that is shared with an embedding or a norm has none."""
-    yes: set[int] = set()
-    no: set[int] = set()
-    for owner, parameter in _owned_parameters(model):
-        (yes if _decays(owner, parameter) else no).add(id(parameter))
-    return yes - no
-
-
-def _owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            yield module, parameter
-
-
-def _decays(owner: nn.Module, parameter: nn.Parameter) -> bool:
-    if parameter.ndim < 2:
-        return False
-    if isinstance(owner, _MATRICES):
-        return True
-    if any("Norm" in base.__name__ or "Embedding" in base.__name__ for base in type(owner).__mro__):
-        return False
-    # A bare tensor on a module that has children is a position table, a gate or a modulation bias; on a
-    # module without any it is the module's own operator (GPT-2's Conv1D, a spectral convolution).
-    return next(owner.children(), None) is None
 
 
 def _resolve_fused(

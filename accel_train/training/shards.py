@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from accel_train.training import eight_bit
+
 
 class Shards:
     """The trainable parameters of a prepared model, cut as its strategy cuts them.
@@ -51,6 +53,11 @@ class Shards:
         """Every rank holds whole tensors: ``full`` and ``cut`` cost nothing."""
         return self._kind == "whole"
 
+    def uncovered(self) -> list[str]:
+        """Names in the module's state that are not trainable parameters: persistent buffers, frozen weights."""
+        trained = {n for n, p in self.module.named_parameters(remove_duplicate=False) if p.requires_grad}
+        return [name for name in self.module.state_dict(keep_vars=True) if name not in trained]
+
     def shape(self, name: str) -> torch.Size:
         """Shape of the whole parameter."""
         parameter: Any = self.parameters[name]
@@ -67,22 +74,46 @@ class Shards:
         return flat.data.narrow(0, start, length)
 
     def state(self, name: str, key: str) -> Tensor:
-        """This rank's part of an optimizer state tensor (``exp_avg``, ...), live, cut like the parameter."""
+        """This rank's part of an optimizer state tensor (``exp_avg``, ...), cut like the parameter.
+
+        Live, to be written with ``set_state``: 8-bit state comes as fp32 values that are a copy.
+        """
         parameter = self.parameters[name]
         if self._kind in ("whole", "dtensor"):
-            value: Any = self._optimizer.state[parameter][key]
-            return value.to_local() if isinstance(value, DTensor) else value
+            state: Any = self._optimizer.state[parameter]
+            if eight_bit.holds_moments(state):
+                return eight_bit.read_moment(state, key)
+            return state[key].to_local() if isinstance(state[key], DTensor) else state[key]
         flat, start, length = self._place(parameter)
         if length == 0:
             return flat.data.narrow(0, 0, 0)
         return self._optimizer.state[flat][key].narrow(0, start, length)
 
+    def set_state(self, name: str, key: str, shard: Tensor) -> None:
+        """Write this rank's part of an optimizer state tensor, cut like the parameter."""
+        state = self._optimizer.state.get(self.parameters[name], {})
+        if eight_bit.holds_moments(state):
+            eight_bit.write_moment(state, key, shard)
+        else:
+            self.state(name, key).copy_(shard)
+
+    def state_names(self) -> dict[str, list[str]]:
+        """Keys of the per-element optimizer state, each with the parameters that have it. Empty before the first step.
+
+        AdamW gives every parameter the same keys; a hybrid gives some parameters keys of their own.
+        """
+        if self._kind in ("zero12", "zero3"):  # one flat holder stands for all parameters of a group
+            keys = (_element_keys(holder, state) for holder, state in self._optimizer.state.items())
+            return {key: list(self.parameters) for key in next(keys, [])}
+        found: dict[str, list[str]] = {}
+        for name, parameter in self.parameters.items():
+            for key in _element_keys(parameter, self._optimizer.state.get(parameter, {})):
+                found.setdefault(key, []).append(name)
+        return found
+
     def state_keys(self) -> list[str]:
         """Names of the per-element optimizer state, empty before the first step."""
-        for holder, state in self._optimizer.state.items():
-            shape = holder.shape
-            return [k for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape]
-        return []
+        return list(self.state_names())
 
     def extent(self, name: str) -> tuple[int, int]:
         """Where this rank's shard lies in the flattened whole: its first element and their number. No communication.
@@ -170,14 +201,16 @@ class Shards:
         holders = self._holders()
         gradients = [holder.grad for holder in holders]  # ZeRO-offload keeps its buffers there
         groups = self._optimizer.param_groups
-        settings = {k: v for k, v in groups[0].items() if k != "params"}
+        if self._zero is not None:  # whose groups hold the tensors of the next step only
+            groups = [{**groups[0], "params": holders}]
+        before, still = self._optimizer.param_groups, {"lr": 0.0, "weight_decay": 0.0}
         try:
-            self._optimizer.param_groups = [settings | {"params": holders, "lr": 0.0, "weight_decay": 0.0}]
+            self._optimizer.param_groups = [{**group, **still} for group in groups]
             for holder in holders:
                 holder.grad = torch.zeros_like(holder)
             self._optimizer.step()
         finally:
-            self._optimizer.param_groups = groups
+            self._optimizer.param_groups = before
             for holder, gradient in zip(holders, gradients, strict=True):
                 holder.grad = gradient
 
@@ -240,6 +273,13 @@ def exact_masters(model: nn.Module, precision: str) -> dict[str, Tensor]:
     if precision == "fp32" or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return {}
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _element_keys(holder: Tensor, state: Mapping[str, Any]) -> list[str]:
+    """Keys of what an optimizer keeps for each element of ``holder``."""
+    if eight_bit.holds_moments(state):
+        return list(eight_bit.MOMENTS)
+    return [k for k, v in state.items() if k != "step" and isinstance(v, Tensor) and v.shape == holder.shape]
 
 
 def plain_module(model: nn.Module) -> nn.Module:

@@ -29,6 +29,9 @@ LAYOUTS = {
     "ZeRO-3": (Layout("zero3", 2), ("--micro_batch_size", "3")),
 }
 
+SLOW = {"3 processes", "micro-batches of 1, 2 processes", "3 processes, ragged", "ZeRO-1", "ZeRO-2, one reduction"}
+"""Each of these is between two others; they run with -m slow."""
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Finished:
@@ -36,7 +39,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return run_recipe(Layout("single", 1), tmp_path_factory.mktemp("reference") / "run", "--max_steps", str(STEPS))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LAYOUTS])
 def test_every_layout_follows_the_same_trajectory(name: str, reference: Finished, tmp_path: Path) -> None:
     layout, flags = LAYOUTS[name]
     run = run_recipe(layout, tmp_path / "run", "--max_steps", str(STEPS), *flags)

@@ -95,7 +95,7 @@ def assert_close(found: Finished, expected: Finished) -> None:
 
 @pytest.mark.fault("F46", injected="resume in the middle of an epoch, five strategies", outcome="the same bits")
 @pytest.mark.fault("F48", injected="0 loader workers before, 2 after", outcome="the same bits")
-@pytest.mark.parametrize("layout", [*LAYOUTS, *OFFLOADED], ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(x, marks=pytest.mark.slow) for x in OFFLOADED)], ids=str)
 def test_one_interruption_on_the_same_layout(layout: Layout, whole: Whole, at_ten: Whole, tmp_path: Path) -> None:
     number = 2 if layout in LAYOUTS[:3] else 0
     resumed = resume(at_ten(layout), layout, tmp_path, *workers(number))

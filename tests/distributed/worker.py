@@ -8,16 +8,27 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.config import run_main
-from accel_train.runtime.accelerator import build_accelerator, strategy_of
+from accel_train.checkpoints import commit, restore
+from accel_train.checkpoints.hub import HubConfig
+from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.checkpoints.run import Run
+from accel_train.checkpoints.state import Saver
+from accel_train.config import UsageError, run_main
+from accel_train.runtime.accelerator import build_accelerator, strategy_of, verify_prepared
+from accel_train.runtime.distributed_options import DistributedConfig
+from accel_train.training import muon
 from accel_train.training.accumulation import GradientWindow, NonFiniteError
 from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.optimizer_choice import TABLE, refuse_combination
+from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
 from accel_train.training.shards import Shards, exact_masters
 
 GLOBAL_BATCH, MICRO_BATCH, WIDTH = 16, 2, 24
@@ -32,15 +43,27 @@ class Block(nn.Module):
         return x + self.linear(self.norm(x))
 
 
-class Toy(nn.Module):
-    _no_split_modules = ("Block",)
+class Wide(nn.Module):
+    """A block of matrices that are not square, whose rows two processes cannot share evenly, and of 4096 values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 181), nn.Linear(181, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Toy(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self._no_split_modules = (block.__name__,)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
         self.head, self.other = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.to(self.head.weight.dtype)  # as the weights compute: bf16 under FSDP2 and ZeRO
         for block in self.blocks:
             x = block(x)
         return self.head(x), self.other(x)
@@ -55,14 +78,16 @@ def build(accelerator: Accelerator) -> tuple[Any, Any]:
     return accelerator.prepare(model, torch.optim.AdamW(groups, lr=1e-2, fused=True))
 
 
-def micro_batches(accelerator: Accelerator, step: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def micro_batches(
+    accelerator: Accelerator, step: int, size: int = MICRO_BATCH
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """This rank's share of the step's batch; the ``aux`` term's weight varies from sample to sample."""
     generator = torch.Generator().manual_seed(step)
     x, y = torch.randn(GLOBAL_BATCH, WIDTH, generator=generator), torch.randn(GLOBAL_BATCH, 1, generator=generator)
     weight = torch.rand(GLOBAL_BATCH, 1, generator=generator)
     share = torch.arange(GLOBAL_BATCH).tensor_split(accelerator.num_processes)[accelerator.process_index]
     cut: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-    for index in share.split(MICRO_BATCH):
+    for index in share.split(size):
         inputs = {"x": x[index], "y": y[index], "weight": weight[index], "sample": index}
         cut.append((inputs, {"main": torch.tensor(float(len(index))), "aux": weight[index].sum()}))
     return cut
@@ -194,14 +219,158 @@ def masters(accelerator: Accelerator, _: Any) -> dict[str, Any]:
     }
 
 
+@dataclass
+class Chosen:
+    """A model with an optimizer of the library, and how to train, save and restore it."""
+
+    accelerator: Accelerator
+    config: OptimizerConfig
+    seed: int
+    micro: int
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        model, parts = Toy(Wide), {"first": ["blocks.0"]}
+        strategy, precision = strategy_of(self.accelerator), self.accelerator.mixed_precision.replace("no", "fp32")
+        optimizer, _ = build_optimizer(
+            model, self.config, self.accelerator.device, parts, strategy=strategy, precision=precision
+        )
+        exact = exact_masters(model, precision)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.shards = Shards(self.model, self.optimizer, exact)
+        self.average = Ema(EmaConfig(0.9), self.shards)
+
+    def train(self, steps: range, saver: Saver | None = None) -> list[float]:
+        losses: list[float] = []
+        for step in steps:
+            batches = micro_batches(self.accelerator, step, self.micro)
+            window = GradientWindow(self.accelerator, self.model, batches, {"main": 1.0, "aux": 0.5}, step)
+            for inputs in window:
+                window.backward(loss_sums(self.model, inputs))
+            losses.append(float(window.finish(1.0).loss))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.average.update(step)
+            if saver is not None and (step + 1) % (STEPS // 2) == 0:
+                saver.save(step + 1)
+        return losses
+
+    def saver(self, run: Run) -> Saver:
+        def write_extras(folder: Path) -> None:
+            (folder / "config.json").write_text("{}")
+
+        return Saver(
+            self.accelerator,
+            run,
+            self.average,
+            CheckpointConfig(keep_last=0),
+            HubConfig(),
+            write_extras,
+            epoch=lambda step: 0.0,
+        )
+
+    def restored(self, path: Path) -> list[float]:
+        """Losses from another seed's weights after restoring a checkpoint of the middle."""
+        other = Chosen(self.accelerator, self.config, self.seed + 1, self.micro)
+        run = Run(path.parents[1], "toy", commit.verify(path), "", {"experiment": {}, "resolved": {}})
+        assert restore.restore(run, self.accelerator, other.shards, other.average) == STEPS // 2
+        return other.train(range(STEPS // 2, STEPS))
+
+
+STEPS = 40
+
+
+def optimizer(accelerator: Accelerator, option: Any) -> dict[str, Any]:
+    """Train with the optimizer of ``option``, save in the middle and at the end, and restore what was saved."""
+    asked = json.loads(option)
+    calls: list[torch.Size] = []
+    real = muon.orthogonalise
+    muon.orthogonalise = lambda matrix, dtype: calls.append(matrix.shape) or real(matrix, dtype)
+    chosen = Chosen(accelerator, OptimizerConfig(lr=3e-3, **asked["config"]), 0, asked["micro"])
+    folder = Path(asked["folder"])
+    run = Run(folder, "toy", None, "", {"experiment": {"global_batch_size": GLOBAL_BATCH}, "resolved": {}})
+    if accelerator.is_main_process:
+        run.checkpoints.mkdir(parents=True)
+        commit.write_json(folder / "run.json", {})
+    accelerator.wait_for_everyone()
+    with chosen.saver(run) as saver:
+        losses = chosen.train(range(STEPS), saver)
+    shares: list[Any] = [len(calls)] * accelerator.num_processes
+    if accelerator.num_processes > 1:
+        torch.distributed.all_gather_object(shares, len(calls))
+    shards = chosen.shards
+    before = {n: shards.master(n).clone() for n in shards.parameters}
+    set_frozen(chosen.optimizer, ["first"])
+    set_learning_rate(chosen.optimizer, 1.0)
+    chosen.train(range(STEPS, STEPS + 2))
+    return {
+        "losses": losses,
+        "state": {key: len(names) for key, names in shards.state_names().items()},
+        "orthogonalised": shares,
+        "sharded": not shards.replicated,
+        "unmoved": sorted({n.rsplit(".", 2)[0] for n in before if torch.equal(before[n], shards.master(n))}),
+        "again": chosen.restored(run.checkpoints / f"checkpoint_{STEPS // 2:08d}"),
+        "from_elsewhere": chosen.restored(Path(asked["resume"])) if asked.get("resume") else None,
+    }
+
+
+def rows(accelerator: Accelerator, option: Any) -> dict[str, Any]:
+    """Every optimizer that the table allows under this strategy and precision: losses of a few steps, or the refusal.
+
+    Those that this machine has no device or package for are left out.
+    """
+    strategy, precision = strategy_of(accelerator), accelerator.mixed_precision.replace("no", "fp32")
+    found: dict[str, Any] = {}
+    for name in TABLE:
+        try:
+            refuse_combination(name, strategy, precision, accelerator.device)
+        except UsageError as error:
+            found[name] = str(error)
+            continue
+        found[name] = Chosen(accelerator, OptimizerConfig(lr=1e-2, name=name), 0, MICRO_BATCH).train(range(6))
+        accelerator.free_memory()
+    return found
+
+
+def exchange(accelerator: Accelerator, option: Any) -> dict[str, Any]:
+    """DDP with the options of ``option``: losses, what the wrapper says, and bytes reduced in a late step."""
+    chosen = Chosen(accelerator, OptimizerConfig(lr=1e-2), 0, json.loads(option).get("micro", MICRO_BATCH))
+    said = verify_prepared(accelerator, chosen.model, 1.0)
+    losses = chosen.train(range(STEPS))
+    called: list[int] = []
+    real = torch.distributed.all_reduce
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        called.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = all_reduce
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        chosen.train(range(STEPS, STEPS + 1))
+    seen = [_numel(event.input_shapes) for event in profile.events() if event.name == "gloo:all_reduce"]
+    # A hook reduces from Python, partly in callbacks that the profiler does not see; DDP itself in C++.
+    sizes = [size for size in called if size > 16] or [size for size in seen if size > 16]
+    return {"losses": losses, "said": said, "reductions": len(sizes), "bytes": 4 * sum(sizes)}
+
+
 def main(argv: Any) -> None:
     task, option = argv[0], argv[1] if len(argv) > 1 else "auto"
-    tasks = {"trajectory": trajectory, "reductions": reductions, "nonfinite": nonfinite, "masters": masters}
+    tasks = {
+        "trajectory": trajectory,
+        "reductions": reductions,
+        "nonfinite": nonfinite,
+        "masters": masters,
+        "optimizer": optimizer,
+        "rows": rows,
+        "exchange": exchange,
+    }
+    options = {k: v for k, v in json.loads(option).items() if k != "micro"} if task == "exchange" else {}
     accelerator = build_accelerator(
-        precision="bf16" if task == "masters" else "fp32",
+        precision="bf16" if task == "masters" or option == "bf16" else "fp32",
         global_batch_size=GLOBAL_BATCH,
-        micro_batch_size=MICRO_BATCH,
+        micro_batch_size=json.loads(option).get("micro", MICRO_BATCH) if task == "exchange" else MICRO_BATCH,
         max_grad_norm=1.0,
+        distributed=DistributedConfig(**options),
     )
     result = tasks[task](accelerator, option)
     if accelerator.is_main_process:

@@ -137,13 +137,28 @@ def test_the_agent_dies(zygote: Zygote, out: Path, whole_of_two: Path, launched:
 
 
 # ------------------------------------------------------------------------------------------------- requests to stop
-@pytest.mark.fault("F11", injected="SIGTERM to accel-train's launcher, 2 processes", outcome="one save, exit code 75")
-def test_sigterm_to_our_launcher(
+@pytest.mark.fault("F10", injected="SIGKILL of accel-train's launcher", outcome="all save and leave; resumes")
+def test_our_launcher_dies(
     zygote: Zygote, out: Path, whole_of_two: Path, launched: list[Launched], tmp_path: Path
 ) -> None:
     process = begin(launched, out, ours(2, tmp_path))
     left = workers(process)
-    process.terminate()
+    process.kill()
+    assert gone(left, 10) == []
+    assert checkpoints(out)[-1] == max(losses(out)) < 20
+    resumes(zygote, out, whole_of_two, 2)
+
+
+@pytest.mark.fault(
+    "F11", injected="SIGTERM or SIGUSR1 to accel-train's launcher, 2 processes", outcome="one save, exit code 75"
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_our_launcher(
+    zygote: Zygote, out: Path, whole_of_two: Path, launched: list[Launched], tmp_path: Path, number: int
+) -> None:
+    process = begin(launched, out, ours(2, tmp_path))
+    left = workers(process)
+    process.send_signal(number)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 75, output[-3000:]
     assert gone(left, 1) == []

@@ -1,0 +1,257 @@
+"""What each attention kernel can do, as data, and why one cannot run here.
+
+The rows say what torch 2.13 and the makers' documentation state. Rows for CUDA are not measured on every device of
+their range: `resolve_attention` proves the chosen kernel on the device at hand before it is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """One model's attention on one device: what a kernel must be able to do, and the shapes that it will meet."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of queries, keys and values in the computation: bf16 under autocast, whatever the weights are."""
+    head_size: int
+    heads: int = 4
+    length: int = 128
+    """Tokens of a row over all streams, padding included: N."""
+    batch: int = 4
+    """Samples per process per forward."""
+    mask: bool = True
+    """Rows are padded: a mask of keys is given."""
+    backward: bool = True
+    deterministic: bool = False
+    """Two backward passes must agree bit for bit (`torch.use_deterministic_algorithms`)."""
+    compiled: bool = False
+    """The blocks are compiled with fullgraph=True."""
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        masked = "with a mask" if self.mask else "without a mask"
+        shape = (self.batch, self.heads, self.length, self.head_size)
+        return f"{self.device}, {dtype}, (B, H, N, D) = {shape}, {masked}"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of the table: a kernel on one type of device."""
+
+    name: str
+    device: str
+    """Device type; "any" for what every device has."""
+    dtypes: tuple[str, ...]
+    mask: Literal["native", "packed"]
+    """native: reads a mask of keys; packed: rows become sequences of different lengths."""
+    largest_head: int | None = None
+    head_multiple: int = 1
+    capability: tuple[int, int] | None = None
+    """Lowest compute capability."""
+    majors: tuple[int, ...] = ()
+    """The only major compute capabilities; empty: all from `capability` up."""
+    dropout: bool = True
+    """Dropout of the weights inside the kernel. No model here uses it."""
+    backward: bool = True
+    deterministic: bool = True
+    """The backward can be made deterministic."""
+    compiles: bool = True
+    """Inside a compiled block without a graph break."""
+    requires: tuple[str, ...] = ()
+    """Modules that must be importable."""
+    install: str = ""
+    """What gives them."""
+
+
+_ALL = ("float64", "float32", "bfloat16", "float16")
+_HALF = ("bfloat16", "float16")
+_VARLEN = ("torch.nn.attention.varlen",)
+
+BACKENDS: tuple[Backend, ...] = (
+    Backend("sdpa", "any", _ALL, "native"),
+    Backend("sdpa_math", "any", _ALL, "native"),
+    Backend("sdpa_flash", "cpu", _ALL, "native", dropout=False),
+    Backend(
+        "sdpa_flash",
+        "cuda",
+        _HALF,
+        "packed",
+        largest_head=256,
+        head_multiple=8,
+        capability=(8, 0),
+        requires=_VARLEN,
+        install="torch 2.10 or newer",
+    ),
+    Backend("sdpa_efficient", "cuda", ("float32", *_HALF), "native", head_multiple=8, capability=(5, 0)),
+    Backend(
+        "sdpa_cudnn",
+        "cuda",
+        _HALF,
+        "native",
+        largest_head=128,
+        head_multiple=8,
+        capability=(8, 0),
+        deterministic=False,
+    ),
+    Backend(
+        "flash",
+        "cuda",
+        _HALF,
+        "packed",
+        largest_head=256,
+        head_multiple=8,
+        capability=(8, 0),
+        requires=("flash_attn",),
+        install="'accel-train[flash]'",
+    ),
+    Backend(
+        "flash3",
+        "cuda",
+        _HALF,
+        "packed",
+        largest_head=256,
+        head_multiple=8,
+        capability=(9, 0),
+        majors=(9,),
+        dropout=False,
+        requires=("flash_attn_interface", *_VARLEN),
+        install="flash-attn 3 (flash_attn_interface, from the hopper directory of flash-attention)",
+    ),
+    Backend(
+        "flash4",
+        "cuda",
+        _HALF,
+        "packed",
+        largest_head=128,  # sequences of length 0 and 256 channels: flash-attention#2562
+        head_multiple=8,
+        capability=(9, 0),
+        majors=(9, 10),
+        dropout=False,
+        requires=("flash_attn.cute", *_VARLEN),
+        install="flash-attn-4",
+    ),
+    Backend(
+        "varlen",
+        "cuda",
+        _HALF,
+        "packed",
+        largest_head=256,
+        head_multiple=8,
+        capability=(8, 0),
+        dropout=False,
+        requires=_VARLEN,
+        install="torch 2.10 or newer",
+    ),
+    Backend("flex", "cpu", ("float32", *_HALF), "native", dropout=False, backward=False),
+    Backend(
+        "flex",
+        "cuda",
+        ("float32", *_HALF),
+        "native",
+        largest_head=256,
+        capability=(8, 0),
+        dropout=False,
+        requires=("triton",),
+        install="triton",
+    ),
+)
+
+NAMES = tuple(dict.fromkeys(row.name for row in BACKENDS))
+
+PREFERENCE: tuple[tuple[str, bool | None, tuple[str, ...]], ...] = (
+    # cuDNN is 1.7 to 2.3 times the flash kernel on Hopper and slower or equal elsewhere (transformers#48163). With a
+    # mask its gradients can be NaN (pytorch#196678) and the flash kernel can pack.
+    ("9", False, ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa")),
+    ("cuda", None, ("sdpa_flash", "sdpa_efficient", "sdpa")),
+    ("any", None, ("sdpa",)),
+)
+"""What `auto` tries in order: of the first line that fits the device (major capability, type) and the mask."""
+
+
+def _importable(module: str) -> bool:
+    try:
+        return module in sys.modules or find_spec(module) is not None
+    except (ImportError, ValueError):  # the package above it is missing or broken
+        return False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the table is compared with; built by hand in a test of another machine."""
+
+    device: str
+    capability: tuple[int, int] | None = None
+    importable: Callable[[str], bool] = _importable
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The device at hand. Asks its capability; does not wait for it."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return Machine(device.type, torch.cuda.get_device_capability(device) if on_gpu else None)
+
+
+def why_not(name: str, needs: AttentionNeeds, machine: Machine) -> str | None:
+    """Why the named kernel cannot do what is needed here, in words; None where it can. Imports nothing."""
+    rows = [row for row in BACKENDS if row.name == name]
+    row = next((row for row in rows if row.device in (machine.device, "any")), None)
+    if row is None:
+        return f"it needs a {' or '.join(row.device for row in rows)} device, this one is {machine.device}"
+    reasons = (_why_not_device(row, machine), _why_not_numbers(row, needs), _why_not_mode(row, needs))
+    return next((reason for reason in reasons if reason), None)
+
+
+def able(needs: AttentionNeeds, machine: Machine) -> tuple[str, ...]:
+    """Kernels of the table without a reason against them, in its order."""
+    return tuple(name for name in NAMES if why_not(name, needs, machine) is None)
+
+
+def preferred(needs: AttentionNeeds, machine: Machine) -> tuple[str, ...]:
+    """What `auto` tries, best first: `able` in the order of `PREFERENCE`. Never empty: sdpa runs everywhere."""
+    kinds = {machine.device, "any", *([str(machine.capability[0])] if machine.capability else [])}
+    order = next(o for kind, mask, o in PREFERENCE if kind in kinds and mask in (needs.mask, None))
+    return tuple(name for name in order if why_not(name, needs, machine) is None)
+
+
+def _why_not_device(row: Backend, machine: Machine) -> str | None:
+    lowest, found = row.capability, machine.capability
+    if lowest and (found is None or found < lowest or (row.majors and found[0] not in row.majors)):
+        wanted = " or ".join(f"{major}.x" for major in row.majors) or f"{lowest[0]}.{lowest[1]} or higher"
+        return f"it needs compute capability {wanted}, this device has {found and '.'.join(map(str, found))}"
+    missing = [module for module in row.requires if not machine.importable(module)]
+    if missing:
+        return f"{missing[0]} cannot be imported" + (f": install {row.install}" if row.install else "")
+    return None
+
+
+def _why_not_numbers(row: Backend, needs: AttentionNeeds) -> str | None:
+    dtype, head = str(needs.dtype).removeprefix("torch."), needs.head_size
+    if dtype not in row.dtypes:
+        return f"it computes in {' or '.join(row.dtypes)}, not {dtype}"
+    if row.largest_head and head > row.largest_head:
+        return f"its heads have at most {row.largest_head} channels, here {head}"
+    if head % row.head_multiple:
+        return f"channels per head must be a multiple of {row.head_multiple}, here {head}"
+    if row.name == "sdpa_cudnn" and needs.mask and needs.length % 128 == 64:
+        return f"with a mask and length {needs.length} (64 more than a multiple of 128) its gradients can be NaN " + (
+            "(pytorch#196678)"
+        )
+    return None
+
+
+def _why_not_mode(row: Backend, needs: AttentionNeeds) -> str | None:
+    if needs.backward and not row.backward:
+        return f"it has no backward on {row.device}"
+    if needs.deterministic and not row.deterministic:
+        return "its backward is not deterministic"
+    if needs.compiled and not row.compiles:
+        return "it cannot be part of a compiled block"
+    return None

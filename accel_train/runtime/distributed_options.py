@@ -1,0 +1,134 @@
+"""How DDP's gradients travel between the processes. An option that would have no effect is refused.
+
+What FSDP2 gathers and when (``fsdp_reshard_after_forward``) and ZeRO's buckets are the launch file's business. The
+search for unused parameters is off and no option: every parameter takes part in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from torch import nn
+
+from accel_train.config import PositiveInt, UsageError
+
+BUCKET_MIB = 25
+POWERSGD_RANK = 1
+POWERSGD_START = 1000
+
+_HOOKS = {
+    "none": DDPCommunicationHookType.NO,
+    "bf16": DDPCommunicationHookType.BF16,
+    "powersgd": DDPCommunicationHookType.POWER_SGD,
+}
+_ELSEWHERE = {
+    "single": "one process exchanges no gradients; leave it out, or start several with `accelerate launch`",
+    "fsdp2": "FSDP2 reads fsdp_config of the launch file (fsdp_reshard_after_forward); leave it out",
+    "zero": "ZeRO reads the DeepSpeed settings of the launch file (reduce_bucket_size, overlap_comm); leave it out",
+}
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """How DDP exchanges gradients. None of it is read under another strategy, where it is refused."""
+
+    gradient_as_bucket_view: bool | None = None
+    """DDP: gradients are views of the buckets in which they travel, 4 bytes per parameter less memory and no copy.
+    None = True."""
+
+    bucket_cap_mb: PositiveInt | None = None
+    """DDP: MiB of gradients per reduction. Smaller ones start earlier in the backward, larger ones are fewer.
+    None = 25."""
+
+    comm_hook: Literal["none", "bf16", "powersgd"] = "none"
+    """DDP, for slow links between hosts: bf16 halves the bytes and rounds gradients to 8 bits of fraction, GPUs only;
+    powersgd sends low-rank factors and keeps what they miss for the next step, in memory as large as the gradients.
+    Both change the result with the number of processes."""
+
+    powersgd_rank: PositiveInt | None = None
+    """powersgd: rank of the factors of each matrix; twice the rank is twice the bytes. None = 1."""
+
+    powersgd_start_step: PositiveInt | None = None
+    """powersgd: optimizer steps with whole gradients before the first factors, counted anew from each start, for what
+    the hook has kept is in no checkpoint. At least 2. None = 1000."""
+
+    static_graph: bool = False
+    """DDP: promise that the same parameters take part in the same way in every step. Not with accumulation."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("powersgd_rank", "powersgd_start_step") if getattr(self, name) is not None]
+        if given and self.comm_hook != "powersgd":
+            values = ", ".join(f"distributed.{name}: {getattr(self, name)}" for name in given)
+            raise UsageError(f"{values}: comm_hook {self.comm_hook} does not read it; leave it out, or use powersgd")
+        if self.powersgd_start_step is not None and self.powersgd_start_step < 2:
+            raise UsageError(
+                f"distributed.powersgd_start_step: {self.powersgd_start_step}: at least 2 is needed, because the first "
+                "factors start from a step with whole gradients; give 2 or more, 1000 is usual"
+            )
+
+
+def ddp_handlers(
+    config: DistributedConfig, strategy: str, *, on_device: bool, accumulation_steps: int
+) -> list[DistributedDataParallelKwargs]:
+    """What ``Accelerator(kwargs_handlers=...)`` takes: one handler for DDP, none elsewhere.
+
+    ``strategy`` is "single", "ddp", "fsdp2" or "zero". Raises ``UsageError`` for what would be ignored or fail.
+    """
+    if strategy != "ddp":
+        given = [field.name for field in fields(config) if getattr(config, field.name) != field.default]
+        if given:
+            values = ", ".join(f"distributed.{name}: {getattr(config, name)}" for name in given)
+            raise UsageError(f"{values}: acts on DDP, and {strategy} runs: {_ELSEWHERE[strategy]}")
+        return []
+    if config.comm_hook == "bf16" and not on_device:
+        raise UsageError(
+            "distributed.comm_hook: bf16 needs NCCL or XCCL: torch's bf16_compress_hook raises on gloo, which CPU "
+            "processes use; leave it out here"
+        )
+    if config.static_graph and accumulation_steps > 1:
+        raise UsageError(
+            f"distributed.static_graph: true with {accumulation_steps} micro-batches per step: DDP counts the hooks of "
+            "the first backward, which no_sync leaves out, and stops on an assertion (accelerate#3679); leave it out, "
+            "or raise --micro_batch_size until one micro-batch is enough"
+        )
+    state: dict[str, int] = {}
+    if config.comm_hook == "powersgd":
+        state = {
+            "matrix_approximation_rank": config.powersgd_rank or POWERSGD_RANK,
+            "start_powerSGD_iter": config.powersgd_start_step or POWERSGD_START,
+        }
+    return [
+        DistributedDataParallelKwargs(
+            bucket_cap_mb=config.bucket_cap_mb or BUCKET_MIB,
+            gradient_as_bucket_view=config.gradient_as_bucket_view is not False,
+            static_graph=config.static_graph,
+            comm_hook=_HOOKS[config.comm_hook],
+            comm_state_option=state,
+        )
+    ]
+
+
+def verify_ddp(model: nn.parallel.DistributedDataParallel, asked: DistributedDataParallelKwargs | None) -> str:
+    """Compare what DDP has with what was asked, after ``prepare``; returns words for the log. Raises ``UsageError``."""
+    if asked is None:
+        return "torch's own settings"
+    wrapped: Any = model
+    hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in wrapped._comm_hooks]
+    name = {v: k for k, v in _HOOKS.items()}[asked.comm_hook]
+    checks = (
+        ("bucket_cap_mb", asked.bucket_cap_mb, wrapped.bucket_bytes_cap / 2**20),
+        ("gradient_as_bucket_view", asked.gradient_as_bucket_view, wrapped.gradient_as_bucket_view),
+        ("static_graph", asked.static_graph, wrapped.static_graph),
+        ("comm_hook", int(name != "none"), len(hooks)),
+        ("find_unused_parameters", False, wrapped.find_unused_parameters),
+    )
+    for option, wanted, real in checks:
+        if wanted != real:
+            raise UsageError(
+                f"distributed.{option}: {wanted} was asked for, but DDP has {real}; this version of accelerate or "
+                "torch does not pass it on: leave it out, or install the versions that the project names"
+            )
+    views = "gradients as views" if asked.gradient_as_bucket_view else "gradients beside them"
+    return f"buckets of {asked.bucket_cap_mb} MiB, {views}" + (f", {hooks[0]}" if hooks else "")

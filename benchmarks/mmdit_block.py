@@ -1,0 +1,205 @@
+"""C2: our MMDiT block against diffusers' JointTransformerBlock, weights mapped across: time and operators.
+
+    python benchmarks/mmdit_block.py --output benchmarks/results/mmdit_block.json
+
+Four blocks of width 256 as in SD3, the last with keys and values only of the text, 256 + 77 tokens, 2 rows, forward and
+backward, one thread. `sd3` is SD3-medium's block, `sd3.5` has RMSNorm on queries and keys. Outputs and gradients are
+compared first. Rounds alternate between the two; time is that of the thread, so that other processes disturb less;
+a round whose matrix product before or after is more than 10 % off the median is dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_train.metrics.bootstrap import estimate
+from accel_train.metrics.environment import command_line, cpu_name, git_commit, package_versions
+from accel_train.metrics.records import write_json
+from accel_train.models.mmdit import MMDiTBlock, MMDiTConfig, Stream
+
+HEADS = 4
+
+
+class Ours(nn.Module):
+    """The blocks as this project has them."""
+
+    def __init__(self, width: int, depth: int, qk_norm: bool) -> None:
+        super().__init__()
+        config = MMDiTConfig(width, 1, HEADS, qk_norm=qk_norm, bias=True, tanh_gelu=True)
+        self.blocks = nn.ModuleList(MMDiTBlock(config, context_only=(1,) * (i == depth - 1)) for i in range(depth))
+
+    def forward(self, image: Tensor, text: Tensor, conditioning: Tensor) -> Tensor:
+        conditioning, tokens = nn.functional.silu(conditioning), [image, text]
+        for block in self.blocks:
+            tokens = block(tokens, conditioning, None)
+        return tokens[0]
+
+
+class Theirs(nn.Module):
+    """The same blocks of diffusers."""
+
+    def __init__(self, width: int, depth: int, qk_norm: bool) -> None:
+        from diffusers.models.attention import JointTransformerBlock
+
+        super().__init__()
+        norm = "rms_norm" if qk_norm else None
+        self.blocks = nn.ModuleList(
+            JointTransformerBlock(width, HEADS, width // HEADS, i == depth - 1, norm) for i in range(depth)
+        )
+
+    def forward(self, image: Tensor, text: Tensor, conditioning: Tensor) -> Tensor:
+        for block in self.blocks:
+            text, image = block(image, text, conditioning)
+        return image
+
+
+def copy_linear(target: nn.Linear, *sources: nn.Linear) -> None:
+    """The rows of several layers, one below the other, into one."""
+    target.weight.copy_(torch.cat([source.weight for source in sources]))
+    target.bias.copy_(torch.cat([source.bias for source in sources]))
+
+
+def copy_stream(stream: Stream, layers: dict[str, Any], modulation: nn.Linear, ffn: Any) -> None:
+    """One modality of diffusers' block into ours; `layers` by the names q, k, v, out, norm_q, norm_k."""
+    copy_linear(stream.modulation.linear, modulation)
+    if stream.out is None or stream.ffn is None:  # diffusers' AdaLayerNormContinuous gives scale, then shift
+        for parameter in stream.modulation.linear.parameters():
+            parameter.copy_(parameter.roll(parameter.shape[0] // 2, 0))
+        copy_linear(stream.qkv, layers["k"], layers["v"])
+    else:
+        copy_linear(stream.qkv, layers["q"], layers["k"], layers["v"])
+        copy_linear(stream.out, layers["out"])
+        copy_linear(stream.ffn.expand, ffn.net[0].proj)
+        copy_linear(stream.ffn.project, ffn.net[2])
+    for norm, source in ((stream.q_norm, layers["norm_q"]), (stream.k_norm, layers["norm_k"])):
+        if norm is not None:
+            norm.load_state_dict(source.state_dict())
+
+
+@torch.no_grad()
+def copy_weights(ours: Ours, theirs: Theirs) -> None:
+    """Every weight of diffusers' blocks into ours."""
+    for mine, other in zip(ours.blocks, theirs.blocks, strict=True):
+        block: Any = other
+        streams: Any = mine.streams
+        a = block.attn
+        layers = {"q": a.to_q, "k": a.to_k, "v": a.to_v, "out": a.to_out[0], "norm_q": a.norm_q, "norm_k": a.norm_k}
+        copy_stream(streams[0], layers, block.norm1.linear, block.ff)
+        layers = {"q": a.add_q_proj, "k": a.add_k_proj, "v": a.add_v_proj, "out": getattr(a, "to_add_out", None)}
+        layers |= {"norm_q": a.norm_added_q, "norm_k": a.norm_added_k}
+        copy_stream(streams[1], layers, block.norm1_context.linear, block.ff_context)
+
+
+class Counter(TorchDispatchMode):
+    """Operators that reach torch's dispatcher below autograd, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step_of(model: nn.Module, inputs: list[Tensor], weights: Tensor) -> Callable[[], list[Tensor]]:
+    """Forward and backward; the output and the gradients of the inputs. Gradients of weights are made and dropped."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def step() -> list[Tensor]:
+        output = model(*inputs)
+        gradients = torch.autograd.grad(output, [*inputs, *parameters], weights, allow_unused=True)
+        return [output, *(g for g in gradients[: len(inputs)] if g is not None)]
+
+    return step
+
+
+def seconds_of(step: Callable[[], object], repeats: int) -> float:
+    """Time of this thread for one step."""
+    started = time.thread_time()
+    for _ in range(repeats):
+        step()
+    return (time.thread_time() - started) / repeats
+
+
+def rounds_of(steps: dict[str, Callable[[], object]], rounds: int, repeats: int) -> list[dict[str, float]]:
+    """Seconds of each contender in each round, in turns; disturbed rounds dropped."""
+    a = torch.randn(512, 512)
+    probe = lambda: a @ a  # noqa: E731
+    for step in (*steps.values(), probe):
+        seconds_of(step, 3)
+    found: list[dict[str, float]] = []
+    for _ in range(rounds):
+        before = seconds_of(probe, 20)
+        times = {name: seconds_of(step, repeats) for name, step in steps.items()}
+        found.append(times | {"probe": max(before, seconds_of(probe, 20))})
+    usual = statistics.median(r["probe"] for r in found)
+    return [r for r in found if r["probe"] < 1.1 * usual]
+
+
+def measure(qk_norm: bool, width: int, rounds: int, repeats: int) -> dict[str, Any]:
+    """One kind of block: difference of the results, operators, time."""
+    torch.manual_seed(0)
+    theirs, ours = Theirs(width, 4, qk_norm), Ours(width, 4, qk_norm)
+    copy_weights(ours, theirs)
+    shapes = ((2, 256, width), (2, 77, width), (2, width))
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    weights = torch.randn(shapes[0])
+    steps = {"ours": step_of(ours, inputs, weights), "diffusers": step_of(theirs, inputs, weights)}
+    results, counts = {name: step() for name, step in steps.items()}, dict[str, int]()
+    pairs = zip(results["ours"], results["diffusers"], strict=True)
+    difference = max(float(((a - b).norm() / b.norm()).detach()) for a, b in pairs)
+    assert difference < 1e-5, f"the blocks do not compute the same: {difference}"
+    for name, step in steps.items():
+        with Counter() as counter:
+            step()
+        counts[name] = counter.count
+    kept = rounds_of(steps, rounds, repeats)
+    speed = estimate([r["diffusers"] / r["ours"] for r in kept])
+    return {
+        "relative_difference": difference,
+        "operators": counts,
+        "operator_ratio": counts["ours"] / counts["diffusers"],
+        "milliseconds": {name: 1e3 * statistics.median(r[name] for r in kept) for name in steps},
+        "speed_over_diffusers": speed.median,
+        "speed_interval": [speed.low, speed.high],
+        "rounds_kept": f"{len(kept)} of {rounds}",
+    }
+
+
+def main() -> None:
+    """Measure both kinds of block and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    kinds = {"sd3": False, "sd3.5": True}
+    rows = {name: measure(qk, options.width, options.rounds, options.repeats) for name, qk in kinds.items()}
+    for name, row in rows.items():
+        low, high = row["speed_interval"]
+        print(
+            f"{name:6} operators {row['operators']['ours']} of {row['operators']['diffusers']} "
+            f"= {row['operator_ratio']:.3f}  speed {row['speed_over_diffusers']:.3f} ({low:.3f} to {high:.3f}) "
+            f"x diffusers, {row['rounds_kept']} rounds, largest difference {row['relative_difference']:.1e}"
+        )
+    if options.output:
+        facts = {"processor": cpu_name(), "versions": package_versions(), "command": command_line(sys.argv)}
+        facts |= {"git_commit": git_commit(Path(__file__).parent)}
+        write_json(options.output, facts | {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

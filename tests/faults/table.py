@@ -1,0 +1,79 @@
+"""The table of faults in docs/reliability.md, made of the tests' own markers: ``python -m tests.faults.table``.
+
+``@pytest.mark.fault("F1", injected="...", outcome="...")`` on a test, or on a parameter of one, is a line of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- faults: written by python -m tests.faults.table -->", "<!-- end of faults -->"
+ELSEWHERE = {
+    "F51": "running out of memory is not recovered from yet",
+    "F52": "the same, in a backward pass that synchronises",
+    "F53": "a loss that is not finite stops the run; skipping such a step is not built yet",
+    "F54": "a loader worker that dies or hangs is not injected yet",
+}
+"""Rows without a line, and why."""
+ROWS = [f"F{number}" for number in range(1, 59)]
+
+Line = tuple[str, str, str, str]
+"""Row, what is injected, what comes of it, the test."""
+
+
+class _Collector:
+    """Takes the markers when pytest has collected, before it would run anything."""
+
+    def __init__(self) -> None:
+        self.lines: dict[Line, None] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            name = item.path.relative_to(ROOT).as_posix()
+            slow = " (slow)" if item.get_closest_marker("slow") else ""
+            for mark in item.iter_markers("fault"):
+                test = f"[{item.path.stem.removeprefix('test_')}](../{name}){slow}"
+                self.lines[(mark.args[0], mark.kwargs["injected"], mark.kwargs["outcome"], test)] = None
+
+
+def collect() -> list[Line]:
+    """Every line, by row, then in the order of the files."""
+    files = [str(p) for p in sorted((ROOT / "tests").rglob("test_*.py")) if "fault(" in p.read_text()]
+    collector = _Collector()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = pytest.main(["--collect-only", "-m", "fault", "-p", "no:cacheprovider", *files], plugins=[collector])
+    assert code == 0, said.getvalue()
+    found: dict[tuple[str, str, str], str] = {}
+    for row, injected, outcome, test in collector.lines:  # one that has a quick form is not called slow
+        found.setdefault((row, injected, outcome), test)
+        if not test.endswith("(slow)"):
+            found[row, injected, outcome] = test
+    return sorted(((*key, test) for key, test in found.items()), key=lambda line: int(line[0][1:]))
+
+
+def render(lines: list[Line]) -> str:
+    """The part of the page between its two marks."""
+    table = ["| Row | Injected | Outcome | Test |", "|---|---|---|---|"]
+    table += [f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines]
+    return "\n".join([BEGIN, "", *table, "", END])
+
+
+def renewed(page: str) -> str:
+    """The page with the table of today."""
+    assert page.count(BEGIN) == page.count(END) == 1, PAGE
+    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: render(collect()), page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    text = renewed(PAGE.read_text())
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(0 if text == PAGE.read_text() else f"{PAGE} is not current: python -m tests.faults.table")
+    PAGE.write_text(text)

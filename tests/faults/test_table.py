@@ -1,0 +1,87 @@
+"""docs/reliability.md says what is tested, and its batch script works."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.faults import table
+from tests.faults.harness import EVERY, ROOT, TRAINER, Zygote, acknowledged, checkpoints, losses, same_run
+
+PAGE = table.PAGE.read_text()
+
+
+def test_the_table_is_that_of_the_tests() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.table", "--check"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_every_row_is_in_the_table() -> None:
+    there = set(re.findall(r"^\| (F\d+) \|", PAGE, flags=re.MULTILINE))
+    assert there == set(table.ROWS) - table.ELSEWHERE.keys()
+    for row in table.ELSEWHERE:
+        assert row in PAGE.split("## What is not covered")[1]
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_kubernetes_file_is_yaml() -> None:
+    job = yaml.safe_load(block("yaml"))
+    pod = job["spec"]["template"]["spec"]
+    grace = pod["terminationGracePeriodSeconds"]
+    assert pod["restartPolicy"] == "Never"
+    assert pod["containers"][0]["command"][-1] == str(grace)
+    assert int(pod["containers"][0]["env"][0]["value"]) < grace
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told_to_stop", "to_the_end"])
+def test_the_batch_script_stops_saves_and_requeues(zygote: Zygote, out: Path, whole: Path, told: bool) -> None:
+    """With stand-ins for SLURM's commands and the recipe; the trap, the waits and the code are those of the page."""
+    bin_folder = out.with_name("bin")
+    bin_folder.mkdir()
+    for name, text in {
+        "srun": 'exec "$@"',
+        "scontrol": 'case $1 in show) echo first;; *) echo "$@" >> "$CALLS";; esac',
+        "accel-train": f'exec {sys.executable} {TRAINER} --output_dir "$RUN" {" ".join(EVERY)} --step_seconds 0.1',
+    }.items():
+        (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_folder / name).chmod(0o755)
+    script = out.with_name("job.sh")
+    script.write_text(block("bash").replace("runs/mmdit-base", str(out)))
+    variables = {"SLURM_JOB_ID": "42", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "first", "CALLS": f"{out}.calls"}
+    variables |= {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(
+        ["bash", str(script)], env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 60
+    while acknowledged(out)[:1] != [5]:
+        assert time.monotonic() < deadline
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.02)
+    if told:
+        job.send_signal(signal.SIGUSR1)
+    output = job.communicate(timeout=60)[0]
+    if told:
+        assert job.returncode == 75, output
+        assert Path(f"{out}.calls").read_text() == "requeue 42\n"
+        assert checkpoints(out)[-1] == max(losses(out)) < 20
+        assert not (out / "STOP").exists()
+        assert zygote.run(out, *EVERY).wait() == [0]
+    else:
+        assert job.returncode == 0, output
+        assert not Path(f"{out}.calls").exists()
+    same_run(out, whole)

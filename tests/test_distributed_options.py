@@ -1,0 +1,127 @@
+"""Options of DDP's exchange: what is refused where, what reaches DDP, and real processes that use them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from accel_train.config import UsageError
+from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers, verify_ddp
+from tests.distributed.launching import Layout
+from tests.distributed.test_contract import work
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"gradient_as_bucket_view": False},
+    {"gradient_as_bucket_view": True},
+    {"bucket_cap_mb": 25},
+    {"comm_hook": "powersgd"},
+    {"comm_hook": "bf16"},
+    {"static_graph": True},
+)
+
+
+def handlers(strategy: str = "ddp", *, on_device: bool = True, accumulation_steps: int = 1, **options: Any) -> Any:
+    config = DistributedConfig(**options)
+    return ddp_handlers(config, strategy, on_device=on_device, accumulation_steps=accumulation_steps)
+
+
+def test_defaults_of_ddp() -> None:
+    (found,) = handlers()
+    assert found.gradient_as_bucket_view
+    assert not found.find_unused_parameters
+    assert not found.static_graph
+    assert (found.bucket_cap_mb, found.comm_hook.value) == (25, "no")
+
+
+def test_options_reach_the_handler() -> None:
+    (found,) = handlers(gradient_as_bucket_view=False, bucket_cap_mb=3, comm_hook="bf16", static_graph=True)
+    assert (found.gradient_as_bucket_view, found.bucket_cap_mb, found.static_graph) == (False, 3, True)
+    assert found.comm_hook.value == "bf16"
+    (found,) = handlers(comm_hook="powersgd", powersgd_rank=4, powersgd_start_step=7)
+    assert found.comm_state_option == {"matrix_approximation_rank": 4, "start_powerSGD_iter": 7}
+    (found,) = handlers(comm_hook="powersgd")
+    assert found.comm_state_option == {"matrix_approximation_rank": 1, "start_powerSGD_iter": 1000}
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_without_effect_is_refused_and_not_ignored(strategy: str, options: dict[str, Any]) -> None:
+    name, value = next(iter(options.items()))
+    with pytest.raises(
+        UsageError, match=rf"distributed\.{name}: {value}: acts on DDP, and {strategy} runs.*leave it out"
+    ):
+        handlers(strategy, **options)
+    assert handlers(strategy) == []
+
+
+def test_what_fails_later_is_refused_now() -> None:
+    with pytest.raises(UsageError, match=r"comm_hook: bf16 needs NCCL.*raises on gloo"):
+        handlers(comm_hook="bf16", on_device=False)
+    with pytest.raises(UsageError, match=r"static_graph: true with 4 micro-batches.*accelerate#3679"):
+        handlers(static_graph=True, accumulation_steps=4)
+    with pytest.raises(UsageError, match=r"powersgd_rank: 2: comm_hook none does not read it"):
+        DistributedConfig(powersgd_rank=2)
+    with pytest.raises(UsageError, match=r"powersgd_start_step: 1: at least 2 is needed"):
+        DistributedConfig(comm_hook="powersgd", powersgd_start_step=1)
+    for values in ({"bucket_cap_mb": 0}, {"comm_hook": "fp16"}, {"comm_hook": "powersgd", "powersgd_rank": 0}):
+        with pytest.raises(ValidationError):
+            TypeAdapter(DistributedConfig).validate_python(values)
+
+
+@pytest.fixture
+def one_process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_what_ddp_has_is_compared_with_what_was_asked() -> None:
+    """As if a later accelerate dropped an option on the way."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), gradient_as_bucket_view=True)
+    (asked,) = handlers()
+    assert verify_ddp(model, asked) == "buckets of 25 MiB, gradients as views"
+    for option, other in (
+        ("bucket_cap_mb", handlers(bucket_cap_mb=3)),
+        ("gradient_as_bucket_view", handlers(gradient_as_bucket_view=False)),
+        ("static_graph", handlers(static_graph=True)),
+        ("comm_hook", handlers(comm_hook="powersgd")),
+    ):
+        with pytest.raises(UsageError, match=rf"distributed\.{option}: .* was asked for, but DDP has"):
+            verify_ddp(model, other[0])
+
+
+def exchange(folder: Path, name: str, **options: Any) -> dict[str, Any]:
+    (folder / name).mkdir()
+    return work(Layout("ddp", 2), folder / name, "exchange", json.dumps(options))
+
+
+def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
+    return max(abs(x - y) / abs(x) for x, y in zip(a["losses"], b["losses"], strict=True))
+
+
+@pytest.mark.distributed
+def test_two_processes(tmp_path: Path) -> None:
+    """The same losses whatever the buckets; PowerSGD only near them, with a part of the bytes."""
+    plain = exchange(tmp_path, "plain", gradient_as_bucket_view=False)
+    assert plain["said"] == "ddp: 2 process(es) on cpu, buckets of 25 MiB, gradients beside them"
+    default = exchange(tmp_path, "default")
+    assert default["said"] == "ddp: 2 process(es) on cpu, buckets of 25 MiB, gradients as views"
+    assert default["losses"] == plain["losses"]
+    assert (default["reductions"], default["bytes"]) == (plain["reductions"], plain["bytes"])
+    still = exchange(tmp_path, "still", static_graph=True, micro=8)
+    assert apart(still, plain) < 1e-5
+
+    factors = exchange(tmp_path, "factors", comm_hook="powersgd", powersgd_rank=2, powersgd_start_step=10)
+    assert factors["said"].endswith("gradients as views, powerSGD_hook")
+    assert factors["losses"][:10] == default["losses"][:10]
+    assert factors["losses"][12:] != default["losses"][12:]
+    print(f"powersgd: losses apart by {apart(default, factors):.2f}, bytes {factors['bytes'] / default['bytes']:.2f}")
+    assert apart(default, factors) < 0.5
+    assert factors["bytes"] < 0.5 * default["bytes"]

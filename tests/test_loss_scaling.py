@@ -1,0 +1,133 @@
+"""fp16's loss scale on CPU: torch's own GradScaler over fp32 weights, whose gradients overflow as those of fp16 do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from torch import Tensor, nn
+
+from accel_train.training.accumulation import GradientWindow, NonFiniteError
+from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.shards import Shards
+
+TOO_HIGH = 2.0**127
+"""The largest power of two in fp32: a loss above 1 overflows, and halving it changes no digit of a gradient."""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    yield
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+
+
+def build(scale: float | None, fused: bool = True) -> tuple[Accelerator, Any, Any]:
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    if scale is not None:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=5)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused))
+    return accelerator, model, optimizer
+
+
+def window(accelerator: Accelerator, model: nn.Module, step: int, spoil: float = 1.0) -> GradientWindow:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(10, 6, generator=generator), torch.randn(10, 2, generator=generator)
+    x[0, 0] *= spoil
+    parts = [
+        ({"x": x[i], "y": y[i], "sample": i}, {"main": torch.tensor(float(len(i)))}) for i in torch.arange(10).split(4)
+    ]
+    return GradientWindow(accelerator, model, parts, {"main": 100.0}, step)
+
+
+def sums(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"main": (model(inputs["x"]) - inputs["y"]).square().sum()}
+
+
+def train(scale: float | None, steps: int, fused: bool = True) -> tuple[list[list[float]], int, dict[str, Tensor]]:
+    """Losses and norms of each step, attempts thrown away, and weights, average and optimizer state at the end."""
+    accelerator, model, optimizer = build(scale, fused)
+    average = Ema(EmaConfig(0.5), Shards(model, optimizer))
+    figures, overflows = [], 0
+    for step in range(steps):
+        attempt = window(accelerator, model, step)
+        for inputs in attempt:
+            attempt.backward(sums(model, inputs))
+        result = attempt.finish(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update(step)
+        overflows += result.overflows
+        figures.append([float(result.loss), float(result.grad_norm)])
+    view = average.view
+    state = {f"model/{n}": view.master(n) for n in view.parameters}
+    state |= {f"{key}/{n}": view.state(n, key) for key, names in view.state_names().items() for n in names}
+    state |= {f"step/{n}": optimizer.state[p]["step"] for n, p in view.parameters.items()}
+    return figures, overflows, state | {f"ema/{n}": t for n, t in average.shards.items()}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scale_that_is_too_high_costs_attempts_and_no_step(fused: bool) -> None:
+    """Schedule, average and step follow the loop's own count, so equal counters and bits mean that none has moved."""
+    expected, none, state = train(None, 12, fused)
+    figures, overflows, scaled = train(TOO_HIGH, 12, fused)
+    assert (none, overflows > 5) == (0, True)
+    assert figures == expected
+    assert scaled.keys() == state.keys()
+    assert all(torch.equal(scaled[key], state[key]) for key in state)
+    assert all(float(value) == 12 for key, value in scaled.items() if key.startswith("step/"))
+
+
+def test_a_scale_that_fits_repeats_nothing() -> None:
+    assert train(2.0**4, 3)[1] == 0
+
+
+def test_a_norm_beyond_fp32_lowers_the_scale_although_each_value_is_finite() -> None:
+    """Unscaling finds no infinity, so the scaler alone would keep its scale for ever."""
+    accelerator, model, optimizer = build(2.0)
+    attempt = window(accelerator, model, 0)
+    hook = model[0].weight.register_hook(
+        lambda g: torch.full_like(g, 3e38 if accelerator.scaler.get_scale() > 1 else 1)
+    )
+    for inputs in attempt:
+        if inputs is attempt.inputs[0]:
+            attempt.backward(sums(model, inputs))
+    hook.remove()
+    assert attempt.finish(1.0).overflows == 1
+    assert accelerator.scaler.get_scale() == 1.0
+    optimizer.step()
+
+
+def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale() -> None:
+    accelerator, model, _ = build(2.0**10)
+    attempt = window(accelerator, model, 0, float("nan"))
+    attempts = 0
+    with pytest.raises(NonFiniteError, match=r"loss of step 0 .*\[0, 1, 2, 3\]"):
+        for inputs in attempt:
+            attempts += 1
+            attempt.backward(sums(model, inputs))
+        attempt.finish(1.0)
+    assert attempts == 3
+
+
+def test_a_gradient_that_no_scale_mends_stops_the_run() -> None:
+    accelerator, model, optimizer = build(2.0**3)
+    model[0].weight.register_hook(lambda g: g * float("inf"))
+    before = [p.detach().clone() for p in model.parameters()]
+    attempt = window(accelerator, model, 0)
+    with pytest.raises(NonFiniteError, match="gradient of step 0"):
+        for inputs in attempt:
+            attempt.backward(sums(model, inputs))
+        attempt.finish(1.0)
+        optimizer.step()
+    assert accelerator.scaler.get_scale() == 1.0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
