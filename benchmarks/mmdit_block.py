@@ -185,6 +185,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
+    if options.rounds < 5:
+        parser.error("--rounds: at least 5, because disturbed ones are dropped")
     torch.set_num_threads(1)
     kinds = {"sd3": False, "sd3.5": True}
     rows = {name: measure(qk, options.width, options.rounds, options.repeats) for name, qk in kinds.items()}

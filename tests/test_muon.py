@@ -258,6 +258,18 @@ def test_models_and_options_that_do_not_fit(model: Model) -> None:
         OptimizerConfig(name="muon", **options)
 
 
+def test_a_flattened_matrix_is_refused() -> None:
+    """What ZeRO would hand over, if nothing had refused it before."""
+    settings = {"momentum": 0.9, "nesterov": True, "adjust_lr_fn": "original", "precision": "fp32", "muon": True}
+    flat = nn.Parameter(torch.ones(12))
+    optimizer = muon.MuonAdamW(
+        [{"params": [flat], "lr": 0.1, "weight_decay": 0.0, **settings}], betas=(0.9, 0.95), eps=1e-8, fused=True
+    )
+    flat.grad = torch.ones(12)
+    with pytest.raises(ValueError, match=r"whole 2-D matrices, this has shape \(12,\)"):
+        optimizer.step()
+
+
 def test_training_works(model: Model) -> None:
     torch.manual_seed(0)
     other = Model()

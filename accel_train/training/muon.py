@@ -93,6 +93,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def _matrix(self, parameter: Tensor, group: dict[str, Any]) -> _Matrix:
         """Take the gradient into the momentum, this rank's part of it."""
         assert parameter.grad is not None
+        if parameter.ndim != 2:
+            raise ValueError(f"Muon needs whole 2-D matrices, this has shape {tuple(parameter.shape)} (ZeRO flattens)")
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

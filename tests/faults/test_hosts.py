@@ -18,7 +18,7 @@ from tests.distributed import test_two_hosts
 from tests.distributed.launching import PRESETS
 from tests.faults.harness import EVERY, acknowledged, checkpoints, children, debris, launch, same_run
 
-pytestmark = test_two_hosts.pytestmark
+pytestmark = [*test_two_hosts.pytestmark, pytest.mark.slow]
 hosts = test_two_hosts.hosts
 TIMEOUT_SECONDS = 12
 
@@ -55,16 +55,13 @@ def start_both(hosts: tuple[str, str], out: Path, *flags: str) -> list[subproces
 @pytest.mark.fault(
     "F9", injected="SIGKILL of every process of one of two hosts", outcome="the other errors at once; both resume"
 )
-@pytest.mark.parametrize(
-    "victim", [pytest.param(0, marks=pytest.mark.slow, id="first_host"), pytest.param(1, id="second_host")]
-)
+@pytest.mark.parametrize("victim", [0, 1], ids=["first_host", "second_host"])
 def test_a_host_dies(
     hosts: tuple[str, str], out: Path, whole_of_two: Path, launched: list[subprocess.Popen[str]], victim: int
 ) -> None:
     dies_and_resumes(hosts, out, whole_of_two, launched, victim)
 
 
-@pytest.mark.slow
 @pytest.mark.fault(
     "F9", injected="one of two hosts gone without a packet", outcome="the other errors at the timeout; both resume"
 )

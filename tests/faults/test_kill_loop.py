@@ -19,14 +19,14 @@ import pytest
 from accel_train.checkpoints import commit, failpoints
 from tests.faults.harness import Trainer, Zygote, acknowledged, debris, digests, first_difference, losses
 
-STEPS, KEEP = 60, 2
+STEPS, KEEP = 45, 2
 FLAGS = (
     f"--max_steps {STEPS} --checkpoints.save_every 3 --checkpoints.keep_last {KEEP} --step_seconds 0.01 --hidden 512 "
     "--collective_timeout_seconds 20"
 ).split()
 PATIENCE_SECONDS = 1.5
 """After the death of one process: what the others get to end by themselves before all are killed, as torchrun does."""
-LIFE_SECONDS = 2.0
+LIFE_SECONDS = 1.5
 """Kills come at a uniform instant of this; a run takes about as long."""
 
 
@@ -155,9 +155,9 @@ def kill(zygote: Zygote, folder: Path, kills: int, *, finish: bool) -> dict[str,
     return found
 
 
-@pytest.mark.fault("F8", injected="15 SIGKILLs, random and at places of a save", outcome="nothing lost; bit for bit")
+@pytest.mark.fault("F8", injected="12 SIGKILLs, random and at places of a save", outcome="nothing lost; bit for bit")
 def test_a_few_kills(zygote: Zygote, tmp_path: Path) -> None:
-    found = kill(zygote, tmp_path, 15, finish=True)
+    found = kill(zygote, tmp_path, 12, finish=True)
     assert found["violations"] == []
 
 

@@ -106,6 +106,7 @@ def test_a_rank_dies(zygote: Zygote, out: Path, whole_of_two: Path) -> None:
     resumes(zygote, out, whole_of_two, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F9", injected="SIGKILL of rank 1 under torchrun --max-restarts", outcome="all restart and resume")
 def test_an_elastic_restart_resumes(
     out: Path, whole_of_two: Path, launched: list[Launched], monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,9 @@ def test_the_kubernetes_file_is_yaml() -> None:
     assert int(pod["containers"][0]["env"][0]["value"]) < grace
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told_to_stop", "to_the_end"])
+@pytest.mark.parametrize(
+    "told", [pytest.param(True, id="told_to_stop"), pytest.param(False, id="to_the_end", marks=pytest.mark.slow)]
+)
 def test_the_batch_script_stops_saves_and_requeues(zygote: Zygote, out: Path, whole: Path, told: bool) -> None:
     """With stand-ins for SLURM's commands and the recipe; the trap, the waits and the code are those of the page."""
     bin_folder = out.with_name("bin")

@@ -227,10 +227,13 @@ def test_no_permission(zygote: Zygote, out: Path) -> None:
 @pytest.mark.fault("F28", injected="checkpoints deleted while running", outcome="made again at the next save; warned")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_deleted_while_running(zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
-    run = zygote.start(out, *EVERY, "--step_seconds", "0.1", ranks=ranks)
-    run.until(out / "acknowledged.txt", "5")
+    run = zygote.start(out, *EVERY, *SYNC, "--step_seconds", "0.2", ranks=ranks)
+    run.until_step(6)
+    run.kill(signal.SIGSTOP)  # between two saves
+    assert acknowledged(out) == checkpoints(out) == [5]
     shutil.rmtree(out / "checkpoints")
     (out / "run.json").unlink()
+    run.kill(signal.SIGCONT)
     assert set(run.wait()) == {0}
     assert "was deleted while the run went on; it is made again" in run.output()
     assert checkpoints(out) == [15, 20]
