@@ -64,10 +64,12 @@ class Task:
             apply_activation_checkpointing(self.model, ActivationCheckpointingConfig(mode))  # type: ignore[arg-type]
         self.tokens = [torch.randn(rows, length, width, requires_grad=True) for length in TOKENS]
         self.conditioning = torch.randn(rows, width)
+        self.weights = [torch.randn_like(x) for x in self.tokens]
 
     def forward(self) -> Tensor:
         """The loss."""
-        return sum((x.square().mean() for x in self.model(self.tokens, self.conditioning, None)), torch.zeros(()))
+        outputs = zip(self.model(self.tokens, self.conditioning, None), self.weights, strict=True)
+        return sum(((x * weight).mean() for x, weight in outputs), torch.zeros(()))
 
     def step(self) -> list[Tensor]:
         """The loss and the gradients, which are dropped when it returns."""

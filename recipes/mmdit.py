@@ -197,7 +197,10 @@ def main(argv: Sequence[str]) -> int:
     shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape)
     model: nn.Module = mmdit.MultimodalMMDiT(shape)
     restore.load_initial_weights(model, run)
-    optimizer, reason = optimizers.build_optimizer(model, config.optimizer, device, modes.freezable(config.modes))
+    strategy, parts = machine.strategy_of(accelerator), modes.freezable(config.modes)
+    optimizer, reason = optimizers.build_optimizer(
+        model, config.optimizer, device, parts, strategy=strategy, precision=config.precision
+    )
     masters = shards.exact_masters(model, config.precision)
     model, optimizer = accelerator.prepare(model, optimizer)
     weights = shards.Shards(model, optimizer, masters)
@@ -215,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
         data.assets.save(directory / "assets")
 
     first, tree = run.start_step, to_tree(config)
-    facts = {"run_id": run.run_id, "strategy": machine.strategy_of(accelerator)}
+    facts = {"run_id": run.run_id, "strategy": strategy}
     log = recorder.Recorder(
         accelerator, run.directory, config.log, max_steps=max_steps, start_step=first, config=tree, facts=facts
     )

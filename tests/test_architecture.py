@@ -79,12 +79,12 @@ SHORT_FUNCTION_SHARE = 0.6
 
 EXCEPTIONS = {
     "recipes/mmdit.py": (
-        282,
+        285,
         "24 lines of it are imports and 17 the shared groups and their names: two modalities and three modes make two "
         "of everything; moving the loss or the evaluation out would hide what a reader came for",
     ),
     "recipes/mmdit.py:main": (
-        112,
+        115,
         "every part is built in view, in the order that matters, before a loop of 38 lines; a function for half of it "
         "would take a dozen arguments or an object that carries them",
     ),

@@ -18,7 +18,7 @@ from accel_train.models.attention import (
     resolve_attention,
 )
 from accel_train.models.attention_table import NAMES, AttentionNeeds
-from accel_train.models.mmdit import MMDiT, MMDiTConfig
+from accel_train.models.mmdit import MMDiT, MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 
 CPU = torch.device("cpu")
 ON_CPU = ("sdpa", "sdpa_math", "sdpa_flash")
@@ -208,6 +208,26 @@ def test_a_model_uses_the_kernel_that_was_applied() -> None:
     assert list(model.state_dict()) == names
     for result, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(result, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_says_what_it_needs() -> None:
+    shape = MultimodalMMDiTConfig(
+        MMDiTConfig(width=48, depth=1, heads=2), 50, 6, max_text_length=8, max_latent_length=3
+    )
+    needs = shape.attention_needs(CPU, "bf16", 5)
+    seen: list[tuple[torch.Size, torch.dtype]] = []
+
+    def looking(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        seen.append((q.shape, q.dtype))
+        return by_hand(q, k, v, key_mask)
+
+    chosen, _ = resolve_attention(f"{__name__}:by_hand", needs)
+    object.__setattr__(chosen, "kernel", looking)
+    model = MultimodalMMDiT(shape)
+    apply_attention(model, chosen)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(5, 8).long(), torch.ones(5, 3, 6), torch.rand(5), torch.rand(5), torch.ones(5, 8) > 0)
+    assert seen == [(torch.Size((needs.batch, needs.heads, needs.length, needs.head_size)), needs.dtype)]
 
 
 def test_a_model_without_a_place_for_it_is_refused() -> None:

@@ -37,6 +37,10 @@ class Window:
     last: int
     points: tuple[int, ...]
 
+    def tail(self) -> tuple[int, ...]:
+        """The points in the last tenth of the steps."""
+        return tuple(p for p in self.points if p > self.last * (1 - TAIL_SHARE))
+
     def __str__(self) -> str:
         left_out = f"steps 1 to {self.first} are warm-up" if self.first else "nothing is left out: no log line between"
         return f"steps {self.first + 1} to {self.last} are measured, {left_out}"
@@ -121,7 +125,7 @@ def figures(run: Run, window: Window, equal_seconds: float) -> dict[str, float]:
 
 
 def _losses(run: Run, lines: Mapping[int, Mapping[str, Any]], window: Window, equal_seconds: float) -> dict[str, float]:
-    tail = [lines[p] for p in window.points if p > window.last * (1 - TAIL_SHARE)]
+    tail = [lines[p] for p in window.tail()]
     losses = {"loss": _column([lines[window.last]], "loss"), "loss_last_tenth": _column(tail, "loss")}
     reached = [line for line in run.lines if line.get("elapsed_seconds", math.inf) <= equal_seconds]
     since = (int(reached[-1]["step"]) if reached else 0) - TAIL_SHARE * window.last

@@ -23,6 +23,7 @@ from accel_train.metrics.compare_figures import (
     window_of,
 )
 from accel_train.metrics.compare_runs import Run, Variant
+from accel_train.metrics.curves import SMOOTH_FROM, smoothed
 from accel_train.metrics.environment import command_line, git_commit, package_versions
 from accel_train.metrics.gates import Decision, over
 from accel_train.metrics.records import write_json
@@ -157,7 +158,7 @@ def _notes(result: Result) -> list[str]:
     )
     if result.plan.key and len({run.fingerprint for runs in result.rounds for run in runs}) > 1:
         data = "data are not the same, by the varied option"
-    few = "loss_equal_time" not in result.values[0]
+    few, last, tail = "loss_equal_time" not in result.values[0], result.window.last, len(result.window.tail())
     return [
         f"{result.window}; {data}",
         worth,
@@ -165,7 +166,8 @@ def _notes(result: Result) -> list[str]:
             [f"loss_equal_time is left out: it needs {LINES_AT_EQUAL_TIME} log lines in the last tenth of each run"]
             * few
         ),
-        f"losses and evaluation are of one seed, equal within {result.plan.tolerance:g} of A; another seed moves them",
+        f"losses are at step {last} (loss_last_tenth: mean of {tail} log line(s) of each run), of one seed like the "
+        f"evaluation: another seed moves them; within {result.plan.tolerance:g} of A they are equal",
     ]
 
 
@@ -276,9 +278,15 @@ def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:
     times = [1000 * seconds for seconds in interval_seconds(run, every)]
     panels[0].step([0, *every.points[1:]], [times[0], *times], where="pre", **style)
     known = [line for line in run.lines if isinstance(line.get("loss"), (int, float)) and isfinite(line["loss"])]
-    losses, marker = [line["loss"] for line in known], "o" if len(known) <= 30 else ""
-    panels[1].plot([line["step"] for line in known], losses, marker=marker, markersize=4, **style)
-    panels[2].plot([line.get("elapsed_seconds", 0.0) for line in known], losses, marker=marker, markersize=4, **style)
+    losses = [float(line["loss"]) for line in known]
+    for axis, along in ((panels[1], "step"), (panels[2], "elapsed_seconds")):
+        places = [line.get(along, 0.0) for line in known]
+        if len(losses) < SMOOTH_FROM:
+            axis.plot(places, losses, marker="o", markersize=4, **style)
+            continue
+        axis.plot(places, smoothed(losses), **style)
+        if run.round == 1:
+            axis.plot(places, losses, color=style["color"], linewidth=0.7, alpha=0.25)
 
 
 def _ceiling(result: Result) -> float:

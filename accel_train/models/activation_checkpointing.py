@@ -24,9 +24,10 @@ class ActivationCheckpointingConfig:
     """What is computed again in the backward instead of kept in memory. Costs time, changes no result."""
 
     mode: Literal["none", "full", "every_nth", "attention", "ffn", "selective"] = "none"
-    """full: every block keeps its inputs only: about -55 % of the memory of activations for +33 % time. every_nth:
+    """full: every block keeps its inputs only: a quarter of the memory at its peak for a third more time. every_nth:
     the same for one block in `every`. attention or ffn: that half of each block only. selective: all is computed
-    again but matrix products and attention, about -20 % for +13 % (less on a GPU)."""
+    again but matrix products and attention: half of the memory for 3 to 8 % more time. Measured on a CPU by
+    benchmarks/activation_checkpointing.py; weights and optimizer are not in these shares."""
     every: PositiveInt = 2
     """With mode every_nth: blocks 0, n, 2 n, ... are checkpointed; 1 is the same as full."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from accel_train.config import PositiveInt, UsageError
 from accel_train.models.attention import TORCH_CHOICE
+from accel_train.models.attention_table import AttentionNeeds
 from accel_train.models.layers import (
     NORM_EPS,
     FeedForward,
@@ -89,6 +90,14 @@ class MultimodalMMDiTConfig:
             _require_positive(name, getattr(self, name))
         if isinstance(self.transformer, dict):  # as it comes from config.json
             object.__setattr__(self, "transformer", MMDiTConfig(**self.transformer))
+
+    def attention_needs(self, device: torch.device, precision: str, batch: int) -> AttentionNeeds:
+        """What a kernel must do for this model: texts are padded, `precision` is fp32, bf16 or fp16."""
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        length = self.max_text_length + self.max_latent_length
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        shape = self.transformer
+        return AttentionNeeds(device, dtype, shape.head_width, shape.heads, length, batch, deterministic=deterministic)
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def kill(zygote: Zygote, folder: Path, kills: int, *, finish: bool) -> dict[str,
     while loop.counts["kills"] < kills and not loop.violations:
         loop.life(number // 2, places[number // 2 % len(places)] if number % 2 else None)
         number += 1
-    for line in list(loop.lines.values()) if finish else []:
+    for line in list(loop.lines.values()) if finish and not loop.violations else []:
         run = zygote.run(line.out, *FLAGS, ranks=line.ranks)
         assert set(run.wait()) == {0}, run.output()
         loop.compare(line)

@@ -338,7 +338,16 @@ def test_the_exception_of_one_rank(out: Path, launched: list[Launched], tmp_path
 
 @pytest.mark.fault("F19", injected="an exception on rank 0 alone, while its writer writes", outcome="the same")
 def test_the_exception_of_the_main_process(zygote: Zygote, out: Path, whole_of_two: Path) -> None:
-    run = zygote.run(out, *EVERY, "--raise_at", "10", ranks=2, failpoint="before_rename#2=sleep:0.5")
+    slowly = """
+import shutil, time
+original = shutil.rmtree
+def rmtree(path, **options):
+    next(path.glob("*.safetensors")).unlink()
+    time.sleep(1.5)
+    original(path, **options)
+shutil.rmtree = rmtree
+"""
+    run = zygote.run(out, *EVERY, "--raise_at", "13", ranks=2, patch=slowly, failpoint="before_rename#2=sleep:1")
     assert run.wait() == [1, 1]
     assert checkpoints(out) == [5], "nothing torn under the final name"
     assert debris(out) == []
