@@ -128,11 +128,13 @@ def measure(width: int, depth: int, rounds: int) -> dict[str, Any]:
 def describe(cold: dict[str, Any]) -> str:
     """One line of a result."""
     low, high = cold["step_interval"]
-    graphs = f", {cold['compile_graphs']} graph, {cold['compile_recompilations']} recompilations"
+    graphs = ""
+    if "compile_graphs" in cold:
+        graphs = f", {cold['compile_graphs']} graph, {cold['compile_recompilations']} recompilations"
     return (
         f"cold {cold['cpu_seconds']:.1f} s of processor time ({cold['wall_seconds']:.1f} s), "
-        f"step {cold['step_speedup']:.3f} ({low:.3f} to {high:.3f}) x eager, gradients within {cold['gradient_difference']:.0e}"
-        + (graphs if "compile_graphs" in cold else "")
+        f"step {cold['step_speedup']:.3f} ({low:.3f} to {high:.3f}) x eager, gradients within "
+        f"{cold['gradient_difference']:.0e}{graphs}"
     )
 
 
