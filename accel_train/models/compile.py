@@ -69,6 +69,8 @@ class CompiledBlocks:
 
     def record(self, seconds: float, reasons: list[str | None]) -> None:
         """Count graphs compiled in one call, each with the guard behind it, None for a first compilation."""
+        if not self.graphs:
+            logger.info(f"compile: one graph for {self.blocks} blocks, compiled in {seconds:.1f} s")
         self.seconds += seconds
         self.graphs += len(reasons)
         again = [reason for reason in reasons if reason]

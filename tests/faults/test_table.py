@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import re
 import signal
 import subprocess
@@ -58,7 +59,7 @@ def test_the_batch_script_stops_saves_and_requeues(zygote: Zygote, out: Path, wh
     for name, text in {
         "srun": 'exec "$@"',
         "scontrol": 'case $1 in show) echo first;; *) echo "$@" >> "$CALLS";; esac',
-        "accel-train": f'exec {sys.executable} {TRAINER} --output_dir "$RUN" {" ".join(EVERY)} --step_seconds 0.1',
+        "accel-train": f'exec {shlex.quote(sys.executable)} {shlex.quote(str(TRAINER))} --output_dir "$RUN" {" ".join(EVERY)} --step_seconds 0.1',
     }.items():
         (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (bin_folder / name).chmod(0o755)
