@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import shlex
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -55,11 +55,12 @@ def test_the_kubernetes_file_is_yaml() -> None:
 def test_the_batch_script_stops_saves_and_requeues(zygote: Zygote, out: Path, whole: Path, told: bool) -> None:
     """With stand-ins for SLURM's commands and the recipe; the trap, the waits and the code are those of the page."""
     bin_folder = out.with_name("bin")
+    trainer = f"{shlex.quote(sys.executable)} {shlex.quote(str(TRAINER))}"
     bin_folder.mkdir()
     for name, text in {
         "srun": 'exec "$@"',
         "scontrol": 'case $1 in show) echo first;; *) echo "$@" >> "$CALLS";; esac',
-        "accel-train": f'exec {shlex.quote(sys.executable)} {shlex.quote(str(TRAINER))} --output_dir "$RUN" {" ".join(EVERY)} --step_seconds 0.1',
+        "accel-train": f'exec {trainer} --output_dir "$RUN" {" ".join(EVERY)} --step_seconds 0.1',
     }.items():
         (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (bin_folder / name).chmod(0o755)
