@@ -86,9 +86,7 @@ def test_a_hole_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_snapshot_is_a_copy_and_its_file_is_what_safetensors_writes(
-    tmp_path: Path, precision: SavePrecision
-) -> None:
+def test_a_snapshot_is_a_copy_and_its_file_is_what_safetensors_writes(tmp_path: Path, precision: SavePrecision) -> None:
     live = {"b.weight": torch.randn(7, 3), "a": torch.randn(5), "empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5)}
     expected = {n: t.to(snapshot.DTYPES[precision][0], copy=True) for n, t in live.items()}
     kinds = [snapshot.Collection("model", live.__getitem__, precision)]

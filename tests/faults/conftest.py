@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import EVERY, Zygote
+from tests.faults.harness import Zygote
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def zygote() -> Iterator[Zygote]:
 def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process that nothing happened to."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    assert zygote.run(out, *EVERY).wait() == [0]
+    zygote.stopped(out, 20)
     return out
 
 
@@ -29,7 +29,7 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole_of_two(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of two processes that nothing happened to."""
     out = tmp_path_factory.mktemp("whole_of_two") / "run"
-    assert zygote.run(out, *EVERY, ranks=2).wait() == [0, 0]
+    zygote.stopped(out, 20, 2)
     return out
 
 

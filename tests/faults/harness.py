@@ -6,10 +6,12 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
@@ -92,6 +94,8 @@ class Zygote:
             cwd=ROOT,
             env=kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
         )
+        self._stopped: dict[tuple[int, int], Path] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="accel-train-faults-")
 
     def ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
@@ -120,7 +124,17 @@ class Zygote:
         trainer.wait(timeout)
         return trainer
 
+    def stopped(self, out: Path, step: int, ranks: int = 1) -> None:
+        """Put a run that has ended at ``step`` (flags ``EVERY``) into ``out``: run once, then copied."""
+        first = self._stopped.get((step, ranks))
+        if first is None:
+            first = self._stopped[step, ranks] = Path(self._folder.name) / f"{step}-{ranks}"
+            ended = self.run(first, *EVERY, "--max_steps", str(step), ranks=ranks)
+            assert set(ended.wait()) == {0}, ended.output()
+        shutil.copytree(first, out)
+
     def close(self) -> None:
+        self._folder.cleanup()
         assert self._process.stdin is not None
         with self._process:  # closes its pipes
             self._process.stdin.close()

@@ -29,7 +29,7 @@ from tests.faults.harness import EVERY, ROOT, Zygote, checkpoints, damage, debri
 @pytest.fixture
 def half(zygote: Zygote, out: Path) -> Path:
     """A run of one process stopped at step 10: checkpoints of 5 and 10."""
-    assert zygote.run(out, *EVERY, "--max_steps", "10").wait() == [0]
+    zygote.stopped(out, 10)
     return out
 
 
@@ -280,7 +280,7 @@ def test_names_that_are_seen_late(zygote: Zygote, out: Path, whole_of_two: Path,
 def test_another_number_of_processes(
     zygote: Zygote, out: Path, whole: Path, whole_of_two: Path, first: int, second: int
 ) -> None:
-    assert set(zygote.run(out, *EVERY, "--max_steps", "10", ranks=first).wait()) == {0}
+    zygote.stopped(out, 10, first)
     run = zygote.run(out, *EVERY, ranks=second)
     assert set(run.wait()) == {0}, run.output()
     assert "not bit-exact: the order of floating-point reductions differs" in run.output()

@@ -153,7 +153,7 @@ def test_our_launcher_dies(
 @pytest.mark.fault(
     "F11", injected="SIGTERM or SIGUSR1 to accel-train's launcher, 2 processes", outcome="one save, exit code 75"
 )
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_to_our_launcher(
     zygote: Zygote, out: Path, whole_of_two: Path, launched: list[Launched], tmp_path: Path, number: int
 ) -> None:
@@ -254,7 +254,7 @@ def test_second_sigint(zygote: Zygote, out: Path, whole: Path) -> None:
 
 
 def twice(zygote: Zygote, out: Path, whole: Path, number: int, code: int) -> None:
-    assert zygote.run(out, *EVERY, "--max_steps", "5").wait() == [0]
+    zygote.stopped(out, 5)
     run = zygote.start(out, *SLOW, failpoint="before_file=sleep:30")
     run.until_step(7)
     run.kill(number)

@@ -63,7 +63,10 @@ def goes_on(zygote: Zygote, out: Path, *flags: str, newest: int = 5) -> None:
     assert f"at step {newest}" in again.output()
     assert debris(out) == []
     straight = out.with_name("straight")
-    assert zygote.run(straight, *EVERY, *flags).wait() == [0]
+    if flags:
+        assert zygote.run(straight, *EVERY, *flags).wait() == [0]
+    else:
+        zygote.stopped(straight, 20)
     same_run(out, straight)
 
 
@@ -145,7 +148,7 @@ def test_a_writer_gets_the_memory_it_asks_for() -> None:
 @pytest.mark.fault("F24", injected="disk full on rank 1 alone", outcome="both raise the same error; none hangs")
 @pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
 def test_full_on_one_rank(zygote: Zygote, out: Path, whole_of_two: Path, mode: tuple[str, ...]) -> None:
-    assert zygote.run(out, *EVERY, "--max_steps", "5", ranks=2).wait() == [0, 0]
+    zygote.stopped(out, 5, 2)
     began = time.monotonic()
     run = zygote.run(out, *EVERY, *mode, ranks=2, failpoint="after_optimizer_file@1=ENOSPC")
     assert run.wait() == [1, 1]
@@ -162,7 +165,7 @@ def test_full_on_one_rank(zygote: Zygote, out: Path, whole_of_two: Path, mode: t
 def test_a_failed_write_is_raised_in_the_loop(zygote: Zygote, out: Path, ranks: int, step: int) -> None:
     """One process hears of it at the next step, several tell each other at the one after."""
     run = zygote.run(
-        out, *EVERY, "--step_seconds", "0.5", ranks=ranks, failpoint=f"before_file@{ranks - 1}=ENOSPC", timeout=30
+        out, *EVERY, "--step_seconds", "0.3", ranks=ranks, failpoint=f"before_file@{ranks - 1}=ENOSPC", timeout=30
     )
     assert set(run.wait()) == {1}
     assert max(losses(out)) == step
@@ -211,7 +214,7 @@ def test_read_only(zygote: Zygote, out: Path, disk: Disk) -> None:
 
 @pytest.mark.fault("F27", injected="directory without permission (chattr +i)", outcome="the same")
 def test_no_permission(zygote: Zygote, out: Path) -> None:
-    assert zygote.run(out, *EVERY, "--max_steps", "5").wait() == [0]
+    zygote.stopped(out, 5)
     if subprocess.run(["chattr", "+i", str(out / "checkpoints")], capture_output=True, check=False).returncode != 0:
         pytest.skip("this file system has no immutable directories, and root may write everywhere")
     try:
@@ -227,7 +230,7 @@ def test_no_permission(zygote: Zygote, out: Path) -> None:
 @pytest.mark.fault("F28", injected="checkpoints deleted while running", outcome="made again at the next save; warned")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_deleted_while_running(zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
-    run = zygote.start(out, *EVERY, *SYNC, "--step_seconds", "0.2", ranks=ranks)
+    run = zygote.start(out, *EVERY, *SYNC, "--step_seconds", "0.1", ranks=ranks)
     run.until_step(6)
     run.kill(signal.SIGSTOP)  # between two saves
     assert acknowledged(out) == checkpoints(out) == [5]
@@ -290,7 +293,7 @@ def test_fsync_fails(zygote: Zygote, out: Path, tmp_path: Path, name: str) -> No
         real(descriptor)
     os.fsync = fsync
     """
-    assert zygote.run(out, *EVERY, "--max_steps", "5").wait() == [0]
+    zygote.stopped(out, 5)
     run = zygote.run(out, *EVERY, **patched(tmp_path / "patch", code))
     assert run.wait() == [1]
     assert "[Errno 5] Input/output error" in run.output()
