@@ -66,7 +66,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "lr_scheduler_type": "--schedule.kind",
     "lr_warmup_steps": "--schedule.warmup_steps",
     "warmup_steps": "--schedule.warmup_steps",
-    "gradient_checkpointing": "nothing: activation checkpointing is not an option of this recipe",
+    "gradient_checkpointing": "--activation_checkpointing.mode full",
     "dataloader_num_workers": "--loader.num_workers",
     "max_grad_norm": "--optimizer.max_grad_norm",
     "weight_decay": "--optimizer.weight_decay",

@@ -10,7 +10,6 @@ its text (t2l), and both from nothing. The curve is the same on any number of pr
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -21,16 +20,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train import rng
-from accel_train.checkpoints import hub_options, policy, restore, state
-from accel_train.checkpoints import run as runs
-from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, load_config, run_main, to_tree
+from accel_train import experiment, rng
+from accel_train.checkpoints import restore, state
+from accel_train.config import expand_path, load_config, run_main, to_tree
 from accel_train.data import heldout, loader, prepare, sampler
 from accel_train.diffusion import latents, masked_text, modes, text_latent, timesteps
-from accel_train.metrics import logs, recorder, records, report, samples, throughput, trackers
-from accel_train.models import flops, mmdit
+from accel_train.metrics import logs, recorder, records, report, samples, throughput
+from accel_train.models import flops, mmdit, speed
 from accel_train.runtime import accelerator as machine
-from accel_train.runtime import signals
 from accel_train.training import accumulation, ema, optimizers, schedules, shards
 
 logger = logging.getLogger("recipes.mmdit")
@@ -38,58 +35,17 @@ logger = logging.getLogger("recipes.mmdit")
 
 # ---------------------------------------------------------------------------------------------------------- config
 @dataclass(frozen=True)
-class Config:
+class Config(experiment.ExperimentConfig):
     """Multimodal diffusion transformer: text and latents, learned in both directions."""
 
     output_dir: str = "runs/mmdit-demo"
     """Directory of the run: checkpoints, metrics, pictures. Shared by all hosts."""
-    seed: Seed = 0
-    """Everything random is a function of it: weights, order, noise."""
-    global_batch_size: PositiveInt = 64
-    """Samples per optimizer step over all processes: part of the experiment."""
-    micro_batch_size: PositiveInt = 64
-    """Samples per process per forward: part of the machine. Accumulation is derived from the two."""
-    max_steps: PositiveInt | None = None
-    """Optimizer steps in all. Give this or max_epochs."""
-    max_epochs: PositiveFloat | None = None
-    """Passes over the training split, instead of max_steps."""
-    precision: machine.Precision = "fp32"
-    """Of the computation; weights, optimizer and average stay fp32."""
-    sync: accumulation.SyncPolicy = "auto"
-    """When gradients are reduced: on the last micro-batch, on every one, or as the strategy does best."""
-    resume: str = "auto"
-    """auto resumes what is in output_dir, else starts; must requires it; never refuses a used directory; the path of
-    a checkpoint or hub:org/name@step starts a new directory from there."""
-    allow: tuple[str, ...] = ()
-    """Options that may differ from the saved experiment when resuming, on purpose."""
-    overwrite: bool = False
-    """Delete what is in output_dir and start anew."""
-    init_from: str | None = None
-    """Checkpoint directory (or any with model.safetensors) to take the weights from, and nothing else."""
-    evaluate_only: bool = False
-    """Evaluate and sample from the newest checkpoint in output_dir; train nothing."""
-    collective_timeout_seconds: PositiveInt = 1800
-    """How long a process waits for the others before the run stops with an error."""
     model: mmdit.ModelConfig = field(default_factory=mmdit.ModelConfig)
     data: prepare.DataConfig = field(default_factory=prepare.DataConfig)
     modes: modes.ModeConfig = field(default_factory=modes.ModeConfig)
     text: masked_text.TextDiffusionConfig = field(default_factory=masked_text.TextDiffusionConfig)
     latent: latents.LatentDiffusionConfig = field(default_factory=latents.LatentDiffusionConfig)
-    optimizer: optimizers.OptimizerConfig = field(default_factory=optimizers.OptimizerConfig)
-    schedule: schedules.ScheduleConfig = field(default_factory=schedules.ScheduleConfig)
-    ema: ema.EmaConfig = field(default_factory=ema.EmaConfig)
-    loader: loader.LoaderConfig = field(default_factory=loader.LoaderConfig)
-    checkpoints: policy.CheckpointConfig = field(default_factory=policy.CheckpointConfig)
-    hub: hub_options.HubConfig = field(default_factory=hub_options.HubConfig)
-    log: recorder.LogConfig = field(default_factory=recorder.LogConfig)
     evaluation: text_latent.EvaluationConfig = field(default_factory=text_latent.EvaluationConfig)
-
-    def __post_init__(self) -> None:
-        if (self.max_steps is None) == (self.max_epochs is None):
-            raise UsageError(
-                f"max_steps: {self.max_steps}, max_epochs: {self.max_epochs}: exactly one of the two is required; "
-                "set the other to None"
-            )
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
@@ -167,36 +123,23 @@ def evaluate(
 def main(argv: Sequence[str]) -> int:
     """Every process runs it. Raises ``UsageError`` (exit code 2) before anything is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
-    trackers.resolve_trackers(config.log.trackers)
-    accelerator = machine.build_accelerator(
-        precision=config.precision,
-        global_batch_size=config.global_batch_size,
-        micro_batch_size=config.micro_batch_size,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        collective_timeout_seconds=config.collective_timeout_seconds,
-    )
+    accelerator = experiment.start(config)
     rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    logs.setup_logging(expand_path(config.output_dir), rank, world_size)
-    loader.resolve_loader(config.loader, device)
     barrier = accelerator.wait_for_everyone
     data = prepare.prepare_data(config.data, rank=rank, world_size=world_size, barrier=barrier, device=str(device))
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
-    max_steps = config.max_steps or math.ceil((config.max_epochs or 0) * len(data.train) / config.global_batch_size)
-    decay_steps = schedules.resolve_decay_steps(config.schedule, max_steps)
-    run = runs.open_run(config, accelerator, data.fingerprint, {"schedule.decay_steps": decay_steps})
-    decay_steps = run.resolved("schedule.decay_steps")  # that of the first start: a raised max_steps holds the floor
-    uneven = sampler.notices(config.global_batch_size, world_size, config.micro_batch_size)
-    floor = schedules.notices(config.schedule, decay_steps, max_steps)
-    logs.info(logger, *data.notices, *uneven, *floor, run.decision)
-    if run.start_step >= max_steps and not config.evaluate_only:
-        logs.info(logger, f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on")
-        logs.info(logger, "no evaluation.json there? --evaluate_only writes it")
+    opened = experiment.open_experiment(config, accelerator, len(data.train), data.fingerprint, data.notices)
+    if opened.finished:
         return 0
+    run, first, max_steps, decay_steps = opened.run, opened.start_step, opened.max_steps, opened.decay_steps
 
     torch.manual_seed(config.seed)  # the same initial weights on every process
     shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape)
     model: nn.Module = mmdit.MultimodalMMDiT(shape)
     restore.load_initial_weights(model, run)
+    needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
+    asked = config.attention, config.activation_checkpointing, config.compile
+    applied = speed.apply_speed_options(model, needs, *asked, opened.accumulation_steps)
     strategy, parts = machine.strategy_of(accelerator), modes.freezable(config.modes)
     optimizer, reason = optimizers.build_optimizer(
         model, config.optimizer, device, parts, strategy=strategy, precision=config.precision
@@ -207,9 +150,9 @@ def main(argv: Sequence[str]) -> int:
     average = ema.Ema(config.ema, weights)
     restore.restore(run, accelerator, weights, average)
     wrapped = machine.verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
-    logs.info(logger, wrapped, reason, accumulation.resolve_sync(config.sync, accelerator)[1])
+    logs.info(logger, wrapped, *applied.notices, reason, accumulation.resolve_sync(config.sync, accelerator)[1])
     if config.evaluate_only:
-        evaluate(config, accelerator, model, average, data, run.start_step)
+        evaluate(config, accelerator, model, average, data, first)
         return 0
 
     def write_extras(directory: Path) -> None:
@@ -217,8 +160,7 @@ def main(argv: Sequence[str]) -> int:
         records.write_json(directory / "config.json", to_tree(shape))
         data.assets.save(directory / "assets")
 
-    first, tree = run.start_step, to_tree(config)
-    facts = {"run_id": run.run_id, "strategy": strategy}
+    tree, facts = to_tree(config), applied.facts | {"run_id": run.run_id, "strategy": strategy}
     log = recorder.Recorder(
         accelerator, run.directory, config.log, max_steps=max_steps, start_step=first, config=tree, facts=facts
     )
@@ -260,9 +202,8 @@ def main(argv: Sequence[str]) -> int:
             log.advance(done)
             if log.due(done):
                 lr, epoch = optimizer.param_groups[0]["lr"], order.epoch(done)
-                log.train(
-                    done, result.fields() | rates.read() | {"lr": lr, "epoch": epoch, "global_batch_size": batch_size}
-                )
+                place = {"lr": lr, "epoch": epoch, "global_batch_size": batch_size}
+                log.train(done, result.fields() | rates.read() | applied.compiled.fields() | place)
             stop, figures = saver.boundary(done), dict[str, float]()  # asked to stop: all processes, at one step
             if config.evaluation.due(done, max_steps) and not stop:
                 with rates.pause():
@@ -273,12 +214,7 @@ def main(argv: Sequence[str]) -> int:
                     stop = saver.save(done, figures)
             if stop:
                 break
-    accelerator.end_training()
-    if stop:
-        logs.info(logger, f"stopped at step {done} of {max_steps} and saved; start again to go on (exit code 75)")
-        return signals.EXIT_PREEMPTED
-    logs.info(logger, f"finished: {run.directory} holds the checkpoint, evaluation.json, curves.png and samples.md")
-    return 0
+    return experiment.finish(accelerator, opened, done, stop)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ ROWS = (
     {"models", "diffusion"},
     {"training", "data", "runtime"},
     {"checkpoints", "metrics"},
+    {"experiment"},
     {"cli", "recipes"},
 )
 """Rooms from the ground up. A room imports from rows below its own, never from a neighbour."""
@@ -31,7 +32,7 @@ NEIGHBOURS_ALLOWED = {
 }
 """Imports along a row, each with its reason; a dotted target allows that module only."""
 
-ACCELERATE_ROOMS = {"runtime", "training", "checkpoints", "metrics", "recipes"}
+ACCELERATE_ROOMS = {"runtime", "training", "checkpoints", "metrics", "experiment", "recipes"}
 ONLY_IN_CONFIG = {"pydantic", "tyro"}
 INSIDE_FUNCTIONS = {
     "bitsandbytes",
@@ -78,13 +79,8 @@ SHORT_FUNCTION_LINES = 20
 SHORT_FUNCTION_SHARE = 0.6
 
 EXCEPTIONS = {
-    "recipes/mmdit.py": (
-        285,
-        "24 lines of it are imports and 17 the shared groups and their names: two modalities and three modes make two "
-        "of everything; moving the loss or the evaluation out would hide what a reader came for",
-    ),
     "recipes/mmdit.py:main": (
-        115,
+        105,
         "every part is built in view, in the order that matters, before a loop of 38 lines; a function for half of it "
         "would take a dozen arguments or an object that carries them",
     ),
@@ -272,7 +268,7 @@ def test_a_recipe_has_few_options_of_its_own() -> None:
     for path in RECIPES:
         config = next(n for n in parse(path).body if isinstance(n, ast.ClassDef) and n.name == "Config")
         own = [n for n in config.body if isinstance(n, ast.AnnAssign) and not _is_group(n)]
-        assert 5 < len(own) <= OWN_OPTIONS, f"{path.name}: {len(own)} options beside the groups"
+        assert len(own) <= OWN_OPTIONS, f"{path.name}: {len(own)} options beside the groups"
 
 
 def _is_group(node: ast.AnnAssign) -> bool:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from accel_train import cli
+from accel_train import cli, experiment
 from accel_train.checkpoints import run as runs
 from accel_train.config import UsageError
 from accel_train.metrics import logs
@@ -443,7 +443,7 @@ def here(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipe.mmdit, "MultimodalMMDiT", build)
     open_run = runs.open_run
-    monkeypatch.setattr(recipe.runs, "open_run", lambda *a, **k: OPENED.append(open_run(*a, **k)) or OPENED[-1])
+    monkeypatch.setattr(experiment, "open_run", lambda *a, **k: OPENED.append(open_run(*a, **k)) or OPENED[-1])
     yield tmp_path
     os.environ.clear()
     os.environ.update(original)

@@ -27,6 +27,7 @@ micro_batch_size
 max_steps
 max_epochs
 precision
+attention
 sync
 resume
 allow
@@ -34,42 +35,18 @@ overwrite
 init_from
 evaluate_only
 collective_timeout_seconds
-model.size
-model.width
-model.depth
-model.heads
-model.conditioning_width
-model.ffn_ratio
-model.qk_norm
-model.bias
-data.path
-data.split
-data.text_column
-data.heldout_path
-data.heldout_fraction
-data.min_words
-data.max_bad_rows
-data.tokenizer
-data.vocab_size
-data.max_length
-data.encoder
-data.latent_dim
-data.pooling
-data.normalise
-data.encoder_max_length
-data.encoder_batch_size
-data.latents
-data.cache_dir
-modes.mode
-modes.weights
-modes.phases
-modes.conditioning_dropout
-modes.latent_weight
-text.weighting
-latent.kind
-latent.schedule
-latent.prediction
-latent.loss
+activation_checkpointing.mode
+activation_checkpointing.every
+compile.mode
+compile.optimize
+compile.dynamic
+compile.recompile_budget
+distributed.gradient_as_bucket_view
+distributed.bucket_cap_mb
+distributed.comm_hook
+distributed.powersgd_rank
+distributed.powersgd_start_step
+distributed.static_graph
 optimizer.name
 optimizer.lr
 optimizer.betas
@@ -125,6 +102,42 @@ log.trackers
 log.project
 log.run_name
 log.progress_bar
+model.size
+model.width
+model.depth
+model.heads
+model.conditioning_width
+model.ffn_ratio
+model.qk_norm
+model.bias
+data.path
+data.split
+data.text_column
+data.heldout_path
+data.heldout_fraction
+data.min_words
+data.max_bad_rows
+data.tokenizer
+data.vocab_size
+data.max_length
+data.encoder
+data.latent_dim
+data.pooling
+data.normalise
+data.encoder_max_length
+data.encoder_batch_size
+data.latents
+data.cache_dir
+modes.mode
+modes.weights
+modes.phases
+modes.conditioning_dropout
+modes.latent_weight
+text.weighting
+latent.kind
+latent.schedule
+latent.prediction
+latent.loss
 evaluation.every
 evaluation.samples
 evaluation.batch_size
@@ -151,7 +164,11 @@ def groups(cls: type) -> list[type]:
 
 
 def documented(cls: type) -> set[str]:
-    """Fields with a string under them: what tyro shows as help."""
+    """Fields with a string under them: what tyro shows as help. Those of a class that it extends as well."""
+    return {name for part in cls.__mro__[:-1] for name in documented_in(part)}
+
+
+def documented_in(cls: type) -> set[str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     pairs = zip(body.body, body.body[1:], strict=False)
