@@ -18,9 +18,9 @@ def main() -> None:
 def _main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.command == "doctor":
-        from accel_train.runtime.doctor import report
+        from accel_train.runtime.doctor import attention_report, report
 
-        print(report())
+        print(attention_report() if arguments.attention else report())
         return 0
     if arguments.command == "checkpoints":
         return _checkpoints(arguments)
@@ -81,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("doctor", help="versions, devices, kernels, and what this machine can run")
+    doctor = commands.add_parser("doctor", help="versions, devices, kernels, and what this machine can run")
+    doctor.add_argument("--attention", action="store_true", help="try every kernel of attention: time, error, what ran")
     texts = {
         "launch": "start a recipe from an accelerate launch file, read strictly; forwards signals, keeps exit codes",
         "rehearse": "run the launch file's strategy for real on CPU processes, before paying for the cluster",

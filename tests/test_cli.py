@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from packaging.version import Version
 
 from accel_train import __version__, cli
 from accel_train.config import UsageError
+from accel_train.models import attention_table
 from accel_train.runtime import doctor
 
 ROOT = Path(__file__).parents[1]
@@ -114,6 +116,16 @@ def test_doctor_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     if not torch.cuda.is_available():
         assert "fsdp2: in rehearsal only (no GPU here)" in shown
         assert "precision: fp32, bf16\n" in shown
+
+
+def test_doctor_tries_every_kernel_of_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("doctor", "--attention") == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    assert list(rows) == list(attention_table.NAMES)
+    assert re.search(r" ms  error \d.+ forward, .+ backward", rows["sdpa_math"])
+    if not torch.cuda.is_available():
+        assert "no: it needs a cuda device, this one is cpu" in rows["flash"]
 
 
 def test_doctor_warns_of_old_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,8 @@ class ActivationCheckpointingConfig:
     """full: every block keeps its inputs only: a quarter of the memory at its peak for a third more time. every_nth:
     the same for one block in `every`. attention or ffn: that half of each block only. selective: all is computed
     again but matrix products and attention: half of the memory for 3 to 8 % more time. Measured on a CPU by
-    benchmarks/activation_checkpointing.py; weights and optimizer are not in these shares."""
+    benchmarks/activation_checkpointing.py; weights and optimizer are not in these shares. In compiled blocks what
+    attention gave is kept in every mode."""
     every: PositiveInt = 2
     """With mode every_nth: blocks 0, n, 2 n, ... are checkpointed; 1 is the same as full."""
 
@@ -102,21 +103,33 @@ def _parts(module: nn.Module) -> dict[str, str]:
 
 
 def _checkpointed(method: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """A method that computes itself again. One per class, not per block: a compiler then sees the same code."""
-    context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
-    extra = context if mode == "selective" else {}
+    """A method that computes itself again. One per class, not per block: a compiler then sees the same code.
+
+    Compiled, attention is kept in every mode. torch tags its kernels as random, for their dropout, and a random
+    operator that is computed again is compiled without its layout (torch 2.13: the CPU kernel then reads other memory,
+    in silence; the constraint of pytorch#122083 sits in a lowering that is passed by).
+    """
+    selective = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_expensive)}
+    compiled = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_attention)}
+    eager = selective if mode == "selective" else {}
+    compiled = selective if mode == "selective" else compiled
 
     @functools.wraps(method)
     def again(self: nn.Module, *arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return method(self, *arguments, **named)
+        extra = compiled if torch.compiler.is_compiling() else eager
         return checkpoint(method, self, *arguments, use_reentrant=False, **extra, **named)
 
     return again
 
 
-def _policy(_context: Any, operator: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:
+def _keep_expensive(_context: Any, operator: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if _is_expensive(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_attention(_context: Any, operator: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_attention(operator) else CheckpointPolicy.MUST_RECOMPUTE
 
 
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm"}
@@ -124,6 +137,15 @@ _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::lin
 
 @functools.cache
 def _is_expensive(operator: Any) -> bool:
-    """Matrix products, and every operator of attention: torch's, flash-attn's, flex."""
-    name = operator.name() if callable(getattr(operator, "name", None)) else str(operator)
-    return name.split(".")[0] in _PRODUCTS or "attention" in name or "attn" in name
+    """Matrix products, and every operator of attention."""
+    return _name(operator).split(".")[0] in _PRODUCTS or _is_attention(operator)
+
+
+@functools.cache
+def _is_attention(operator: Any) -> bool:
+    """torch's, flash-attn's, flex."""
+    return "attention" in _name(operator) or "attn" in _name(operator)
+
+
+def _name(operator: Any) -> str:
+    return operator.name() if callable(getattr(operator, "name", None)) else str(operator)

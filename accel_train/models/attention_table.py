@@ -78,7 +78,7 @@ _VARLEN = ("torch.nn.attention.varlen",)
 
 BACKENDS: tuple[Backend, ...] = (
     Backend("sdpa", "any", _ALL, "native"),
-    Backend("sdpa_math", "any", _ALL, "native"),
+    Backend("sdpa_math", "any", _ALL, "native", compiles=False),  # inductor's patterns replace it by a fused kernel
     Backend("sdpa_flash", "cpu", _ALL, "native", dropout=False),
     Backend(
         "sdpa_flash",

@@ -37,6 +37,23 @@ def report() -> str:
     return "\n".join(line for title, lines in sections for line in (f"{title}:", *(f"  {text}" for text in lines)))
 
 
+def attention_report() -> str:
+    """The text of ``accel-train doctor --attention``: every kernel on one shape, with a mask, forward and backward.
+
+    Runs each: about half a second a row and precision, and what a kernel takes to be built. Joins no processes.
+    """
+    from accel_train.models.attention_proof import attention_rows
+    from accel_train.models.attention_table import AttentionNeeds
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines: list[str] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        needs = AttentionNeeds(device, dtype, head_size=64, heads=8, length=256, batch=2)
+        lines += [f"{needs}: time of forward and backward, error against fp64, what ran"]
+        lines += [f"  {row}" for row in attention_rows(needs)]
+    return "\n".join(lines)
+
+
 def _versions() -> list[str]:
     lines: list[str] = []
     for name in PACKAGES:

@@ -1,0 +1,107 @@
+"""No speed option changes what is trained: attention, compilation, activation checkpointing and strategy, in pairs.
+
+Every value of an option meets every value of each other one in some run; each run is compared with plain math
+attention, uncompiled, nothing checkpointed, in one process (issue 4, must hold 7).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launching import Finished, Layout, run_recipe
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 8
+SHORT = (
+    f"--max_steps {STEPS} --schedule.warmup_steps 2 --model.width 64 --model.depth 3 --model.heads 2 "
+    "--micro_batch_size 4 --checkpoints.save_state false"
+).split()
+CHECKPOINTING = ("none", "full", "every_nth", "attention", "ffn", "selective")
+STRATEGIES = ("single", "ddp", "fsdp2", "zero2", "zero3")
+ATTENTION = ("sdpa", "sdpa_math", "sdpa_flash")
+REFUSED = {("on", "zero3"), ("sdpa_math", "on")}
+"""ZeRO-3 fetches weights in hooks inside the blocks, which cannot be compiled as one graph; the compiler puts another
+kernel in the place of math attention."""
+
+
+def runs() -> list[tuple[str, str, str, str]]:
+    """(attention, compile, activation checkpointing, strategy): every checkpointing with every strategy, and to each
+    the other two that bring most pairs not seen before."""
+    rows: list[tuple[str, str, str, str]] = []
+    seen: set[tuple[str, str]] = set()
+    order = random.Random(0)  # of those that bring equally many
+    for rest in itertools.product(CHECKPOINTING, STRATEGIES):
+        heads = [h for h in itertools.product(ATTENTION, ("off", "on")) if not REFUSED & pairs((*h, *rest))]
+        order.shuffle(heads)
+        rows.append(max(((*head, *rest) for head in heads), key=lambda row: len(pairs(row) - seen)))
+        seen |= pairs(rows[-1])
+    return rows
+
+
+def pairs(row: tuple[str, ...]) -> set[tuple[str, str]]:
+    return set(itertools.combinations(row, 2))
+
+
+QUICK = {("on", "selective", "ddp"), ("on", "ffn", "fsdp2"), ("off", "full", "zero3")}
+
+
+def parameters() -> list[object]:
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(*row, marks=marks[row[1:] in QUICK], id="-".join(row)) for row in runs()]
+
+
+def test_every_pair_of_values_is_in_some_run() -> None:
+    values = (ATTENTION, ("off", "on"), CHECKPOINTING, STRATEGIES)
+    assert {row[1:] for row in runs()} >= QUICK
+    for a, b in itertools.combinations(range(4), 2):
+        wanted = set(itertools.product(values[a], values[b])) - REFUSED
+        assert wanted == {(row[a], row[b]) for row in runs()}, (a, b)
+
+
+def train(folder: Path, strategy: str, *flags: str, ok: bool = True) -> Finished:
+    layout = Layout(strategy, 1 if strategy == "single" else 2)
+    return run_recipe(layout, folder / "run", *SHORT, *flags, ok=ok)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return train(tmp_path_factory.mktemp("reference"), "single", "--attention", "sdpa_math")
+
+
+@pytest.mark.parametrize(("attention", "compiled", "kept", "strategy"), parameters())
+def test_losses_are_those_of_the_plain_run(
+    attention: str, compiled: str, kept: str, strategy: str, reference: Finished, tmp_path: Path
+) -> None:
+    flags = ["--attention", attention, "--compile.mode", compiled, "--activation_checkpointing.mode", kept]
+    run = train(tmp_path, strategy, *flags)
+    assert f"attention {attention} " in run.output
+    assert f"activation checkpointing: {kept}" in run.output
+    assert f"compile: {'off' if compiled == 'off' else '3 blocks'}" in run.output
+    expected, found = reference.losses(), run.losses()
+    assert len(found) == STEPS
+    worst = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
+    assert worst < 1e-5, f"{worst:.1e}"
+    if compiled == "on":
+        last = run.train_lines()[STEPS]
+        assert last["compile_graphs"] >= 1
+        assert last["compile_recompilations"] == 0
+
+
+def test_what_cannot_be_compiled_stops_with_the_cause(tmp_path: Path) -> None:
+    run = train(tmp_path, "zero3", "--compile.mode", "on", ok=False)
+    assert run.code != 0
+    assert "compile.mode on: torch.compile failed: ZeRO-3 fetches weights in hooks" in run.output
+    assert "Set compile.mode to auto" in run.output
+
+
+@pytest.mark.slow
+def test_auto_goes_on_uncompiled_and_says_so(reference: Finished, tmp_path: Path) -> None:
+    run = train(tmp_path, "zero3", "--compile.mode", "auto")
+    assert "the blocks run uncompiled from here on" in run.output
+    assert "ZeRO-3" in run.train_lines()[STEPS]["compile_failure"]
+    assert max(abs(a - b) / abs(a) for a, b in zip(reference.losses(), run.losses(), strict=True)) < 1e-5
