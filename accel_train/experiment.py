@@ -19,6 +19,7 @@ from accel_train.metrics.logs import info, setup_logging
 from accel_train.metrics.recorder import LogConfig
 from accel_train.metrics.trackers import resolve_trackers
 from accel_train.models.activation_checkpointing import ActivationCheckpointingConfig
+from accel_train.models.attention import check_name
 from accel_train.models.compile import CompileConfig
 from accel_train.runtime.accelerator import Precision, build_accelerator
 from accel_train.runtime.distributed_options import DistributedConfig
@@ -114,10 +115,11 @@ class Opened:
 def start(config: ExperimentConfig) -> Accelerator:
     """The verified ``Accelerator``, with logging set up. All processes call it, before anything heavy.
 
-    Raises ``UsageError`` for a machine that is not what was asked for, a tracker that is not installed, and loader
-    options that the device cannot obey.
+    Raises ``UsageError`` for a machine that is not what was asked for, a tracker that is not installed, a kernel that
+    nobody knows, and loader options that the device cannot obey.
     """
     resolve_trackers(config.log.trackers)
+    check_name(config.attention)
     accelerator = build_accelerator(
         precision=config.precision,
         global_batch_size=config.global_batch_size,

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,7 @@ def main(argv: Sequence[str]) -> int:
         data.train, order, cut, start_step=first, max_steps=max_steps, device=device, config=config.loader
     )
     rates = throughput.Throughput(device, world_size=world_size, precision=config.precision)
-    batch_size = config.global_batch_size
-    step_flops = 3 * batch_size * flops.flops_per_sample(shape, config.data.max_length, shape.max_latent_length)
+    per_sample = partial(flops.flops_per_sample, shape, latent_length=shape.max_latent_length)
     stop, done = False, first
     with log, closing(steps), saver:
         for batches in steps:
@@ -192,17 +192,18 @@ def main(argv: Sequence[str]) -> int:
             optimizer.zero_grad()
             average.update(step)
 
+            sizes = [inputs["tokens"].shape for inputs in batches.micro_batches]  # (B, S), alike on every process
             rates.update(
-                samples=batch_size,
+                samples=config.global_batch_size,
                 tokens=result.weights["tokens"],
-                padded_tokens=batch_size * config.data.max_length,
+                padded_tokens=world_size * sum(b * s for b, s in sizes),
                 data_wait_seconds=batches.data_wait_seconds,
-                flops=step_flops,
+                flops=3 * world_size * sum(b * per_sample(s) for b, s in sizes),
             )
             log.advance(done)
             if log.due(done):
                 lr, epoch = optimizer.param_groups[0]["lr"], order.epoch(done)
-                place = {"lr": lr, "epoch": epoch, "global_batch_size": batch_size}
+                place = {"lr": lr, "epoch": epoch, "global_batch_size": config.global_batch_size}
                 log.train(done, result.fields() | rates.read() | applied.compiled.fields() | place)
             stop, figures = saver.boundary(done), dict[str, float]()  # asked to stop: all processes, at one step
             if config.evaluation.due(done, max_steps) and not stop:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import default_collate
 
 from accel_train.config import UsageError
 from accel_train.data import tfidf
@@ -60,6 +61,39 @@ def test_an_example_is_padded_masked_and_normalised(tmp_path: Path) -> None:
     every = torch.stack([dataset[i]["latent"] for i in range(400)])
     torch.testing.assert_close(every.flatten(0, 1).mean(0), torch.zeros(8), atol=1e-5, rtol=0)
     assert float(every.pow(2).mean()) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_batch_is_the_samples_stacked_bit_for_bit(tmp_path: Path, dtype: type) -> None:
+    tokenizer = train_tokenizer(TEXTS, 400)
+    latents = table(tmp_path, LATENTS.astype(dtype))
+    assets = DataAssets(tokenizer, None, 12, *statistics(latents), 2)
+    dataset = TextLatentDataset(TEXTS, tokenizer.tokenise(TEXTS, 12), latents, assets, "f")
+    for indices in ([5], [3, 99, 1, 3], [399, 7, 150, 201, 0], list(range(0, 400, 3)), list(range(90, 130))):
+        found, expected = dataset.batch(indices), default_collate([dataset[i] for i in indices])
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype
+            assert torch.equal(found[name], value), name
+
+
+def test_a_trimmed_batch_keeps_every_token(tmp_path: Path) -> None:
+    texts = [" ".join(text.split()[: 1 + i % 6]) for i, text in enumerate(TEXTS)]
+    tokenizer, latents = train_tokenizer(texts, 400), table(tmp_path)
+    assets = DataAssets(tokenizer, None, 12, *statistics(latents), 2)
+    dataset = TextLatentDataset(texts, tokenizer.tokenise(texts, 12), latents, assets, "f")
+    lengths = [dataset.length(i) for i in range(400)]
+    assert lengths == [int(dataset[i]["text_mask"].sum()) for i in range(400)]
+    assert len(set(lengths)) > 5
+    short = [i for i in range(400) if lengths[i] <= 7]
+    whole = dataset.batch(short)
+    trimmed = dataset.trim(whole, 7)
+    assert trimmed["tokens"].shape == (len(short), 7)
+    assert all(value.is_contiguous() for value in trimmed.values())
+    assert not whole["text_mask"][:, 7:].any()
+    for name, value in trimmed.items():
+        assert torch.equal(value, whole[name][:, :7] if name != "latent" else whole[name])
+    assert dataset.trim(whole, 99)["tokens"].shape == whole["tokens"].shape
 
 
 def test_special_tokens_are_attended_but_not_maskable(tmp_path: Path) -> None:

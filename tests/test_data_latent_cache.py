@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from accel_train.config import UsageError
 from accel_train.data import latent_cache
-from accel_train.data.latent_cache import LatentTable, cached_latents, latent_key
+from accel_train.data.latent_cache import BatchMemory, LatentTable, cached_latents, latent_key
 
 TEXTS = [f"{'long ' * (i % 5)}text {i}" for i in range(50)]
 ROWS = 8
@@ -64,6 +64,50 @@ def test_computed_once_in_the_order_of_the_texts(tmp_path: Path) -> None:
     assert torch.equal(rows(cached_latents(TEXTS, second, tmp_path)), first.all(TEXTS))
     assert second.asked == []
     assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    "picked", [[3], [0, 7, 3], [49, 0, 49, 20], list(range(49, -1, -1)), [8, 9, 10, 11, 12, 13, 14, 15] * 3 + [16]]
+)
+def test_rows_come_in_any_order_into_a_buffer_that_is_used_again(tmp_path: Path, picked: list[int]) -> None:
+    table, expected = cached_latents(TEXTS, Encoder(), tmp_path), Encoder().all(TEXTS)
+    buffer = torch.full((len(picked), 1, 3), torch.nan)
+    for _ in range(2):
+        found = table.rows(torch.tensor(picked), buffer)
+        assert found.data_ptr() == buffer.data_ptr()
+        assert torch.equal(buffer, expected[picked])
+        buffer.fill_(torch.nan)
+    assert torch.equal(table.rows(torch.tensor(picked)), expected[picked])
+
+
+def test_what_a_batch_is_changed_to_stays_out_of_the_cache(tmp_path: Path) -> None:
+    table, expected = cached_latents(TEXTS, Encoder(), tmp_path), Encoder().all(TEXTS)
+    for picked in (torch.arange(8), torch.arange(50), torch.tensor([0, 20])):
+        table.rows(picked).mul_(7)
+    assert torch.equal(rows(table), expected)
+
+
+def test_memory_is_used_again_only_when_nothing_refers_to_it() -> None:
+    memory = BatchMemory()
+    first, other = memory.empty(4, 3), memory.empty(4, 3)
+    assert first.data_ptr() != other.data_ptr()
+    place, row, array = first.data_ptr(), first[2], other.numpy()
+    del other, first
+    assert memory.empty(4, 3).data_ptr() not in (place, array.ctypes.data)  # a row and an array are still held
+    del row
+    again = memory.empty(4, 3)
+    assert again.data_ptr() == place
+    assert memory.empty(2, 6).data_ptr() != place  # another shape
+    assert torch.equal(pickle.loads(pickle.dumps(memory)).empty(2).fill_(1), torch.ones(2))
+
+
+def test_blocks_are_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = cached_latents(TEXTS, Encoder(), tmp_path)
+    assert [len(block) for _, block in table.blocks()] == [50]
+    monkeypatch.setattr(latent_cache, "BLOCK_BYTES", 20 * 3 * 4)
+    assert [len(block) for _, block in table.blocks()] == [20, 20, 10]
+    monkeypatch.setattr(latent_cache, "BLOCK_BYTES", 1)
+    assert torch.equal(torch.cat([block for _, block in table.blocks()]), Encoder().all(TEXTS))
 
 
 def test_other_texts_or_another_encoder_never_meet_stale_latents(tmp_path: Path) -> None:

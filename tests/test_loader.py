@@ -1,5 +1,7 @@
 """Steps on the device: the same samples and the same noise for every cut, worker count and start."""
 
+import logging
+import multiprocessing
 import random
 import time
 from collections import Counter
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from accel_train.config import UsageError
-from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps, resolve_loader
+from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps, resolve_loader, usable_cores
 from accel_train.data.sampler import Cut, StepSampler
 
 CPU = torch.device("cpu")
@@ -175,8 +177,9 @@ def test_auto_settings():
     assert "CPU" in cpu.reason
 
 
-def test_auto_workers_share_the_cores(monkeypatch):
+def test_auto_workers_share_the_cores(monkeypatch, tmp_path):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(24)), raising=False)
+    monkeypatch.setattr("accel_train.data.loader.CPU_QUOTA", tmp_path / "none")
     cuda = torch.device("cuda")
     assert resolve_loader(LoaderConfig(), cuda).num_workers == 8
     assert resolve_loader(LoaderConfig(), cuda).pin_memory
@@ -186,6 +189,66 @@ def test_auto_workers_share_the_cores(monkeypatch):
     assert "24 cores for 4" in settings.reason
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "24")
     assert resolve_loader(LoaderConfig(), cuda).num_workers == 0
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max 100000", 24), ("600000 100000", 6), ("650000 100000", 6), ("50000 100000", 1), ("9900000 100000", 24)],
+)
+def test_a_container_has_the_cores_of_its_quota(monkeypatch, tmp_path, quota, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(24)), raising=False)
+    monkeypatch.setattr("accel_train.data.loader.CPU_QUOTA", tmp_path / "cpu.max")
+    assert usable_cores() == 24  # there is no such file
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert usable_cores() == cores
+    workers = resolve_loader(LoaderConfig(), torch.device("cuda")).num_workers
+    assert workers == min(8, cores - 1)
+
+
+def test_workers_live_through_epochs():
+    steps = iterate_steps(
+        Noisy(10),
+        StepSampler(10, 8, seed=0),
+        Cut(0, 1, 4),
+        start_step=0,
+        max_steps=8,
+        device=CPU,
+        config=LoaderConfig(num_workers=2),
+    )
+    pids = [sorted(p.pid for p in multiprocessing.active_children()) for step in steps if step.step < 5]
+    assert len(pids) == 5  # four epochs
+    assert len(pids[0]) == 2
+    assert all(each == pids[0] for each in pids)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "words"),
+    [
+        (CPU, {}, ["0 workers (auto: training on the CPU keeps the cores busy), pin_memory=False"]),
+        (
+            CPU,
+            {"num_workers": 3, "prefetch_factor": 5},
+            ["3 workers (num_workers as asked), each 5 micro-batches ahead"],
+        ),
+        (
+            torch.device("cuda"),
+            {},
+            ["cores for 1 training processes", "pin_memory=True", "copied to the device during"],
+        ),
+    ],
+)
+def test_the_choice_is_printed(caplog, device, options, words):
+    with caplog.at_level(logging.INFO, "accel_train.data.loader"):
+        iterate_steps(
+            Noisy(40),
+            StepSampler(40, 8, seed=0),
+            Cut(0, 1, 8),
+            start_step=0,
+            max_steps=1,
+            device=device,
+            config=LoaderConfig(**options),
+        )
+    assert all(word in caplog.text for word in words), caplog.text
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import textwrap
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,6 +11,7 @@ import pytest
 from accel_train.config import load_config, option_names, read_tree, to_tree, write_config
 from accel_train.runtime.machine_config import read_machine_config
 from recipes.mmdit import Config
+from tests import options_page
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "recipes" / "presets"
@@ -73,6 +71,8 @@ loader.num_workers
 loader.prefetch_factor
 loader.pin_memory
 loader.timeout_seconds
+loader.bucket_by_length
+loader.bucket_shapes
 checkpoints.save_every
 checkpoints.save_every_minutes
 checkpoints.save_every_epochs
@@ -164,24 +164,8 @@ def groups(cls: type) -> list[type]:
 
 
 def documented(cls: type) -> set[str]:
-    """Fields with a string under them: what tyro shows as help. Those of a class that it extends as well."""
-    return {name for part in cls.__mro__[:-1] for name in documented_in(part)}
-
-
-def documented_in(cls: type) -> set[str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    pairs = zip(body.body, body.body[1:], strict=False)
-    return {
-        node.target.id
-        for node, after in pairs
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and isinstance(after, ast.Expr)
-        and isinstance(after.value, ast.Constant)
-        and isinstance(after.value.value, str)
-        and len(after.value.value) > 15
-    }
+    """Fields with a string under them: what tyro shows as help."""
+    return {name for name, text in options_page.texts(cls).items() if len(text) > 15}
 
 
 @pytest.mark.parametrize("cls", groups(Config), ids=lambda cls: cls.__name__)
@@ -209,6 +193,10 @@ def test_help_lists_every_option_with_its_text(capsys: pytest.CaptureFixture[str
         assert f"--{name}" in shown or f"--{group}{dot}no_{leaf}" in shown, name
     for preset in PRESETS.glob("*.yaml"):
         assert preset.stem in shown
+
+
+def test_the_page_of_options_is_that_of_the_dataclasses() -> None:
+    assert options_page.PAGE.read_text() == options_page.page(), "run: python -m tests.options_page"
 
 
 def preset_names() -> list[str]:

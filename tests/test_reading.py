@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps
-from accel_train.data.reading import LoadingError
+from accel_train.data.reading import LoadingError, MapDataset
 from accel_train.data.sampler import Cut, StepSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -48,7 +48,22 @@ class Faulty:
         return {"value": torch.tensor(index)}
 
 
-def steps_of(dataset: Faulty, **options) -> Generator[StepBatches, None, None]:
+class Whole(Faulty):
+    """Reads a micro-batch at once; its own single samples are what it falls back to when that fails."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return super().__getitem__(index)
+
+    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+        if BAD in indices and self.fault == "batch":
+            raise ValueError("cannot stack")
+        if self.fault != "batch":
+            for index in indices:
+                super().__getitem__(index)
+        return {"value": torch.tensor(indices), "at_once": torch.ones(len(indices))}
+
+
+def steps_of(dataset: MapDataset, **options) -> Generator[StepBatches, None, None]:
     config = LoaderConfig(**options)
     return iterate_steps(
         dataset, SAMPLER, Cut(0, 1, 4), start_step=0, max_steps=5, device=torch.device("cpu"), config=config
@@ -163,3 +178,59 @@ def test_the_signal_handler_of_the_process_stays():
 def test_fields_that_no_batch_can_have(fault, words):
     with pytest.raises(LoadingError, match=f"collating of step 0, micro-batch 0.*{words}"):
         next(steps_of(Faulty(fault), num_workers=0))
+
+
+# ---------------------------------------------------------------------------------------- a whole micro-batch at once
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_reads_whole_batches_is_asked_for_them(workers):
+    for step in steps_of(Whole("none"), num_workers=workers):
+        for batch in step.micro_batches:
+            assert torch.equal(batch["value"], batch["sample"])
+            assert batch["at_once"].all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_where_reading_at_once_fails_the_sample_is_named(workers):
+    state = torch.get_rng_state()
+    with pytest.raises(LoadingError) as error:
+        list(steps_of(Whole("raise"), num_workers=workers))
+    text = str(error.value)
+    assert text.startswith(f"sample {BAD} of step 3, micro-batch 1 (samples ")
+    assert f"OSError: cannot read file {BAD}.png" in text
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_where_no_sample_is_to_blame_the_batch_is(workers):
+    with pytest.raises(LoadingError, match=r"^reading of step 3, micro-batch 1 \(samples .*ValueError: cannot stack"):
+        list(steps_of(Whole("batch"), num_workers=workers))
+
+
+def test_a_worker_that_hangs_in_a_whole_batch():
+    with pytest.raises(
+        LoadingError, match=r"^timeout_seconds=1: step 3, micro-batch 1 .*a micro-batch of step 3 at once"
+    ):
+        list(steps_of(Whole("hang"), num_workers=2, timeout_seconds=1.0))
+
+
+class Augmented(Whole):
+    """Samples of its own over an inherited `batch`, which knows nothing of them."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"value": torch.tensor(-index)}
+
+
+def test_an_inherited_batch_does_not_hide_the_samples_of_a_class():
+    [first, _] = next(steps_of(Augmented("none"), num_workers=0)).micro_batches
+    assert torch.equal(first["value"], -first["sample"])
+
+
+def test_a_collate_of_ones_own_gets_samples():
+    def doubled(samples):
+        return {"twice": 2 * torch.stack([sample["value"] for sample in samples])}
+
+    steps = iterate_steps(
+        Whole("none"), SAMPLER, Cut(0, 1, 4), start_step=0, max_steps=1, device=torch.device("cpu"), collate=doubled
+    )
+    [first, _] = next(steps).micro_batches
+    assert torch.equal(first["twice"], 2 * first["sample"])

@@ -3,9 +3,11 @@
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_train import rng
 from accel_train.config import UsageError
 from accel_train.data.sampler import Draw, StepSampler, accumulation_steps, even_settings, notices
 
@@ -38,6 +40,13 @@ def test_order_depends_on_seed_and_epoch_and_not_on_the_batch():
 def test_the_order_of_a_seed_is_fixed():
     # changing these numbers changes the data order of every run that is resumed
     assert [d.sample for d in StepSampler(10, 5, seed=0).draws(1)] == [3, 1, 5, 9, 8]
+
+
+def test_the_order_is_one_permutation_however_it_is_computed():
+    sampler = StepSampler(10_000, 3_000, seed=2)
+    order = torch.tensor([d.sample for step in range(7) for d in sampler.draws(step)])
+    epochs = [rng.permute(torch.arange(10_000), 10_000, rng.key(2, "order", epoch)) for epoch in range(3)]
+    assert torch.equal(order, torch.cat(epochs)[: len(order)])
 
 
 def test_any_step_without_the_ones_before_and_far_away():

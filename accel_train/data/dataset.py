@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from accel_train.config import UsageError
 from accel_train.data.corpus import texts_hash
 from accel_train.data.encoders import LatentEncoder, load_encoder
-from accel_train.data.latent_cache import LatentTable
+from accel_train.data.latent_cache import BatchMemory, LatentTable
 from accel_train.data.tokenizer import TextTokenizer, Tokens
 
 ASSETS_FORMAT = 1
@@ -107,8 +107,19 @@ def padded(tokens: Tokens, index: int, positions: Tensor, pad_id: int) -> tuple[
     return row, positions < len(ids)
 
 
+def padded_rows(tokens: Tokens, index: Tensor, positions: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
+    """`padded` for the samples `index` (B,), all at once: (B, S) int64 and (B, S) bool."""
+    starts = tokens.offsets[index].unsqueeze(-1)
+    mask = positions < tokens.offsets[index + 1].unsqueeze(-1) - starts
+    places = torch.where(mask, starts + positions, 0)
+    return torch.where(mask, tokens.ids[places].long(), pad_id), mask
+
+
 class TextLatentDataset:
     """Map-style. `texts[i]` is the whole text of sample i, before it was cut to `max_length`."""
+
+    PADDED = ("tokens", "text_mask", "maskable")
+    """Fields whose second dimension is the text's length."""
 
     def __init__(
         self, texts: Sequence[str], tokens: Tokens, table: LatentTable, assets: DataAssets, fingerprint: str
@@ -119,6 +130,8 @@ class TextLatentDataset:
         self._positions, self._pad_id = torch.arange(assets.max_length), assets.tokenizer.pad_id
         self._maskable = assets.tokenizer.maskable()
         self._mean, self._std = assets.latent_mean, assets.latent_std
+        self._lengths = tokens.offsets.diff().numpy()
+        self._memory = BatchMemory()
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -132,6 +145,23 @@ class TextLatentDataset:
             "maskable": mask & self._maskable[row],
             "latent": (self.table.row(index) - self._mean) / self._std,
         }
+
+    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+        """These samples stacked: tokens, text_mask, maskable (B, S) and latent (B, L, Dz). Latents are read in one
+        copy, into memory that is used again when the batch is gone, and normalised there."""
+        index = torch.tensor(indices)
+        rows, mask = padded_rows(self._tokens, index, self._positions, self._pad_id)
+        latent = self.table.rows(index, self._memory.empty(len(indices), *self.table.shape))
+        latent.sub_(self._mean).div_(self._std)
+        return {"tokens": rows, "text_mask": mask, "maskable": mask & self._maskable[rows], "latent": latent}
+
+    def length(self, index: int) -> int:
+        """Tokens of the text, padding not counted."""
+        return int(self._lengths[index])
+
+    def trim(self, batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
+        """The batch with at most `length` tokens a text; the caller knows that none is longer."""
+        return {k: v[:, :length].contiguous() if k in self.PADDED else v for k, v in batch.items()}
 
 
 def statistics(table: LatentTable) -> tuple[Tensor, float]:

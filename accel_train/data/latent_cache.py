@@ -4,8 +4,10 @@ A cache folder is named by the hash of texts, encoder and format: other texts or
 """
 
 import hashlib
+import math
 import os
 import socket
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,9 @@ from accel_train.data.progress import Progress
 
 FORMAT = "latents-1"
 ROWS_PER_SHARD = 4096
+BLOCK_BYTES = 2**26
+ROWS_WORTH_A_SELECTION = 8
+"""Of one shard, on average: where a batch has fewer, it is read row by row."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +60,55 @@ class LatentTable:
     def row(self, index: int) -> Tensor:
         return self._shard(int(self.shard_of[index]))[int(self.row_of[index])].float()
 
-    def rows(self, indices: Tensor) -> Tensor:
-        """(n,) int64 -> (n, L, Dz) float32"""
-        out = torch.empty(len(indices), *self.shape)
-        shards = self.shard_of[indices]
-        for number in shards.unique().tolist():
+    def rows(self, indices: Tensor, out: Tensor | None = None) -> Tensor:
+        """(n,) int64 -> (n, L, Dz) float32, in `out` where one is given: one copy, straight from the mapped file."""
+        out = torch.empty(len(indices), *self.shape) if out is None else out
+        shards, rows = self.shard_of[indices], self.row_of[indices]
+        numbers = shards.tolist()
+        opened = {number: self._shard(number) for number in numbers}
+        if len(opened) == 1:
+            return _select(opened[numbers[0]], rows, out)
+        if len(opened) > len(numbers) // ROWS_WORTH_A_SELECTION:
+            places = zip(numbers, rows.tolist(), strict=True)
+            return torch.stack([opened[number][row] for number, row in places], out=out)
+        for number, shard in opened.items():
             here = shards == number
-            out[here] = self._shard(number)[self.row_of[indices[here]]].float()
+            out[here] = shard[rows[here]].float()
         return out
 
-    def blocks(self, size: int = 8192) -> Iterator[tuple[int, Tensor]]:
-        """(first index, (n, L, Dz)) in order."""
+    def blocks(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """(first index, (n, L, Dz)) in order; None: as many rows as fit into 64 MiB."""
+        size = size or max(1, BLOCK_BYTES // (4 * math.prod(self.shape)))
         for start in range(0, len(self), size):
             yield start, self.rows(torch.arange(start, min(start + size, len(self))))
+
+
+class BatchMemory:
+    """float32 tensors in memory that is used again as soon as nothing refers to them, on any thread.
+
+    Fresh memory costs several times the copy into it, for the system clears each page on first use, and malloc hands
+    large blocks back when they are freed. Holds as much as was ever in use at one time.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, ...], list[NDArray[np.float32]]] = {}
+
+    def __reduce__(self) -> tuple[type["BatchMemory"], tuple[()]]:
+        return BatchMemory, ()
+
+    def empty(self, *shape: int) -> Tensor:
+        """Not initialised. A batch of another shape has memory of its own."""
+        free = self._free.setdefault(shape, [])
+        memory = free.pop() if free else np.empty(shape, np.float32)
+        lent = memory.view()  # lives as long as the tensor's storage, so as long as any view of it
+        weakref.finalize(lent, free.append, memory).atexit = False
+        return torch.from_numpy(lent)
+
+
+def _select(shard: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    if shard.dtype == out.dtype:
+        return torch.index_select(shard, 0, rows, out=out)
+    return out.copy_(shard.index_select(0, rows))
 
 
 def latent_key(texts: Sequence[str], identity: str) -> str:

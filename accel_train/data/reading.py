@@ -4,6 +4,7 @@ Samples are seeded one by one, and every failure says which samples were being r
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -11,22 +12,26 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from accel_train import rng
-from accel_train.data.sampler import Cut, Draw, StepSampler
+from accel_train.data.bucketing import Buckets, Measured
+from accel_train.data.sampler import Cut, Draw, Sampler
 
 Batch = dict[str, Tensor]
 Collate = Callable[[list[Mapping[str, Tensor]]], Mapping[str, Tensor]]
+Row = np.ndarray[Any, np.dtype[np.int64]]
 
 ADDED_FIELDS = ("sample", "occurrence", "position", "weight")
 POLL_SECONDS = 2.0
+NOTHING, WHOLE = -1, -2
+"""In place of the sample that a worker is reading: none, or all of a micro-batch at once."""
 
 
 class LoadingError(RuntimeError):
@@ -51,12 +56,23 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Tensor]: ...
 
 
+@runtime_checkable
+class WholeReader(Protocol):
+    """A dataset that reads many samples at once, for less than one by one: a memory-mapped table."""
+
+    def batch(self, indices: list[int], /) -> Mapping[str, Tensor]:
+        """What torch's `default_collate` makes of these samples, in this order. It must not draw at random."""
+        ...
+
+
 class Request(NamedTuple):
     """One micro-batch to read."""
 
     step: int
     micro_batch: int
     draws: list[Draw]
+    length: int | None = None
+    """What the batch is trimmed to; None: as the dataset pads it."""
 
     def __str__(self) -> str:
         samples = [draw.sample for draw in self.draws]
@@ -67,58 +83,97 @@ class Request(NamedTuple):
 class Plan(NamedTuple):
     """The DataLoader's batch sampler: all requests of this process, computed as they are needed."""
 
-    sampler: StepSampler
+    sampler: Sampler
     cut: Cut
     start_step: int
     max_steps: int
+    buckets: Buckets | None = None
 
     def requests(self) -> Iterator[Request]:
         for step in range(self.start_step, self.max_steps):
-            for index, draws in enumerate(self.sampler.micro_batches(step, *self.cut)):
-                yield Request(step, index, draws)
+            for index, (draws, length) in enumerate(self._micro_batches(step)):
+                yield Request(step, index, draws, length)
+
+    def _micro_batches(self, step: int) -> Sequence[tuple[list[Draw], int | None]]:
+        if self.buckets is not None:
+            return self.buckets.micro_batches(self.sampler.draws(step), self.cut)
+        return [(draws, None) for draws in self.sampler.micro_batches(step, *self.cut)]
 
 
 class Reader:
-    """Reads and collates one request, in a worker or in the training process."""
+    """Reads and collates one request, in a worker or in the training process.
+
+    One sample after another, each with global generators seeded by its occurrence; or all at once, unseeded, where
+    the dataset is a `WholeReader` and collated by torch's `default_collate`.
+    """
 
     def __init__(self, dataset: MapDataset, seed: int, collate: Collate, num_workers: int) -> None:
         self._dataset, self._seed, self._collate = dataset, seed, collate
-        # One row for each worker: its process id, the step and the sample it is reading (-1: none). Shared, so
-        # that it can still be read when the worker is gone.
-        self.progress = torch.full((num_workers, 3), -1, dtype=torch.int64, device="cpu").share_memory_()
+        self._whole = dataset.batch if collate is default_collate and _reads_whole(dataset) else None
+        # One row for each worker: its process id, the step and the sample it is reading. Shared, so that it can
+        # still be read when the worker is gone.
+        self.progress = torch.full((num_workers, 3), NOTHING, dtype=torch.int64, device="cpu").share_memory_()
 
     def __getitems__(self, request: Request) -> Batch:
         """The DataLoader's name for reading a whole batch at once."""
         worker = get_worker_info()
         if worker is None:
-            with _random_states_kept():
+            with contextlib.nullcontext() if self._whole else _random_states_kept():
                 return self._read(request, np.empty(3, np.int64), "the training process")
         row = self.progress[worker.id].numpy()
         row[0] = os.getpid()
         try:
             return self._read(request, row, f"worker {worker.id} (pid {row[0]})")
         finally:
-            row[2] = -1
+            row[2] = NOTHING
 
-    def _read(self, request: Request, row: np.ndarray[Any, np.dtype[np.int64]], reader: str) -> Batch:
-        occurrences = torch.tensor([draw.occurrence for draw in request.draws], device="cpu")
-        keys = rng.sample_keys(self._seed, "augmentation", 0, occurrences).tolist()
+    def _read(self, request: Request, row: Row, reader: str) -> Batch:
         row[1] = request.step
-        samples: list[Mapping[str, Tensor]] = []
         try:
-            for draw, key in zip(request.draws, keys, strict=True):
-                row[2] = draw.sample
-                _seed_generators(key)
-                samples.append(self._dataset[draw.sample])
-            row[2] = -1
-            return _with_added_fields(self._collate(samples), request.draws)
+            collated = self._each(request, row) if self._whole is None else self._all(request, row, self._whole)
+            if request.length is not None:
+                collated = cast(Measured, self._dataset).trim(collated, request.length)
+            return _with_added_fields(collated, request.draws)
         except Exception as error:
-            what = "collating" if row[2] == -1 else f"sample {row[2]}"
+            what = {NOTHING: "collating", WHOLE: "reading"}.get(int(row[2]), f"sample {row[2]}")
             text = f"{what} of {request}, in {reader}: {type(error).__name__}: {error}"
             if get_worker_info() is None:
                 raise LoadingError(text) from error
             # A worker's exception arrives as text only, so the traceback goes into it.
             raise LoadingError(f"{text}\n{traceback.format_exc()}") from None
+
+    def _each(self, request: Request, row: Row) -> Mapping[str, Tensor]:
+        occurrences = torch.tensor([draw.occurrence for draw in request.draws], device="cpu")
+        keys = rng.sample_keys(self._seed, "augmentation", 0, occurrences).tolist()
+        samples: list[Mapping[str, Tensor]] = []
+        for draw, key in zip(request.draws, keys, strict=True):
+            row[2] = draw.sample
+            _seed_generators(key)
+            samples.append(self._dataset[draw.sample])
+        row[2] = NOTHING
+        return self._collate(samples)
+
+    def _all(self, request: Request, row: Row, read: Callable[[list[int]], Mapping[str, Tensor]]) -> Batch:
+        row[2] = WHOLE
+        try:
+            batch = dict(read([draw.sample for draw in request.draws]))
+        except Exception:
+            with _random_states_kept():
+                self._each(request, row)  # names the sample, where one is to blame
+            row[2] = WHOLE
+            raise
+        row[2] = NOTHING
+        return batch
+
+
+def _reads_whole(dataset: MapDataset) -> TypeGuard[WholeReader]:
+    """A class that inherits `batch` and has samples of its own must not lose them."""
+    if not isinstance(dataset, WholeReader):
+        return False
+    order = type(dataset).__mro__
+    names = ("__getitem__", "batch")
+    item, whole = (next((i for i, c in enumerate(order) if name in vars(c)), len(order)) for name in names)
+    return whole <= item
 
 
 class Workers:
@@ -126,13 +181,14 @@ class Workers:
 
     def __init__(self, reader: Reader, plan: Plan, settings: LoaderSettings) -> None:
         self._settings, self._progress = settings, reader.progress
-        self._expected = enumerate(plan.requests())
+        requests, expected = itertools.tee(plan.requests())
+        self._expected = enumerate(expected)
         workers = settings.num_workers > 0
         # A timeout of the DataLoader is our chance to look; the patience asked for is counted in `_wait`.
         poll = min(POLL_SECONDS, settings.timeout_seconds)
         loader = DataLoader(
             cast(Any, reader),
-            batch_sampler=cast(Any, plan.requests()),
+            batch_sampler=cast(Any, requests),
             num_workers=settings.num_workers,
             collate_fn=_as_it_is,
             pin_memory=settings.pin_memory,
@@ -198,7 +254,8 @@ class Workers:
 
     def _describe(self, worker: int) -> str:
         pid, step, sample = self._progress[worker].tolist()
-        doing = f"reading sample {sample} of step {step}" if sample >= 0 else "between two micro-batches"
+        what = {NOTHING: "between two micro-batches", WHOLE: f"reading a micro-batch of step {step} at once"}
+        doing = what.get(sample, f"reading sample {sample} of step {step}")
         return f"worker {worker} (pid {pid}), {doing}"
 
     def close(self) -> None:

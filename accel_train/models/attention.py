@@ -23,6 +23,8 @@ REPLACED = {
 }
 """Names of other projects, refused with the name used here."""
 _CANNOT_RUN = (RuntimeError, ImportError, NotImplementedError)
+_WRONG_FUNCTION = (TypeError, ValueError)
+"""What a function of somebody's own raises where it takes other arguments or shapes; a `UsageError` is one of these."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -46,12 +48,15 @@ def resolve_attention(name: str, needs: AttentionNeeds) -> tuple[Attention, str]
         return _chosen(preferred(needs, machine_of(needs.device)), needs, "auto: first of the table for")
     if name == "tune":
         return _chosen(*_by_time(needs))
-    _refuse_unknown(name)
-    reason = None if ":" in name else why_not(name, needs, machine_of(needs.device))
+    check_name(name)
+    own = ":" in name
+    reason = None if own else why_not(name, needs, machine_of(needs.device))
     if reason is None:
         try:
             return _proven(name, needs, "as asked, for")
-        except (*_CANNOT_RUN, UsageError) as error:
+        except (*_CANNOT_RUN, *_WRONG_FUNCTION) as error:
+            if isinstance(error, _WRONG_FUNCTION) and not isinstance(error, UsageError) and not own:
+                raise
             reason = " ".join(str(error).split())[:500]
     raise UsageError(
         f"attention {name}: cannot be used: {reason}. Needed: {needs}. "
@@ -71,7 +76,11 @@ def apply_attention(model: nn.Module, attention: Attention) -> None:
         setattr(module, "attend", attention)  # noqa: B010  a module's own __setattr__ is typed for tensors
 
 
-def _refuse_unknown(name: str) -> None:
+def check_name(name: str) -> None:
+    """Refuse what can be no kernel's name, before anything is built. Whether it can run is asked of the device later.
+
+    Raises `UsageError` with the nearest name.
+    """
     if name in REPLACED:
         raise UsageError(f"attention {name}: is a name of other projects. Use {REPLACED[name]}.")
     known = ("auto", "tune", *NAMES)

@@ -1,0 +1,276 @@
+"""C7: samples of 0.6 MB read in shuffled batches of 16 from a warm cache, on one core, against how others keep them.
+
+    python -m benchmarks.data_loading [--rounds 12] [--output results.json]
+
+A sample is a latent of 131 kB and text features of 473 kB, two tensors of 2 bytes a value, as diffusion training caches
+them. Every way gives the same tensors, which is checked. Samples per second are those of thread time with one thread.
+The recipe's own rows read one fp32 latent of the same size, normalise it, and tokenise nothing. Needs 1 GB of disk.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from accel_train.data.dataset import DataAssets, TextLatentDataset, statistics
+from accel_train.data.latent_cache import LatentTable, open_shard, write_shard
+from accel_train.data.latent_files import open_latents
+from accel_train.data.loader import LoaderConfig, iterate_steps
+from accel_train.data.sampler import Cut, StepSampler
+from accel_train.data.tokenizer import train_tokenizer
+from benchmarks.method import Row, in_turns, parser_of, row, write_results
+
+BATCH = 16
+OURS, PER_FILE = "ours", "torch.load per file"
+BATCHED, SINGLE = "the recipe's loader", "the recipe's loader, sample by sample"
+Sample = Mapping[str, Tensor]
+Read = Callable[[list[int]], Sample]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is read."""
+
+    samples: int = 160
+    latent: tuple[int, int] = (16, 4096)
+    text: tuple[int, int] = (154, 1536)
+    recipe: tuple[int, int] = (154, 980)
+    """fp32"""
+
+
+TINY = Sizes(48, (2, 8), (3, 8), (3, 4))
+
+
+def stacked(samples: list[Sample]) -> Sample:
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def each(one: Callable[[int], Sample]) -> Read:
+    """Batches of a way that reads sample by sample."""
+    return lambda batch: stacked([one(index) for index in batch])
+
+
+# ------------------------------------------------------------------------------------------------------- the peers
+def load_per_file(folder: Path, samples: list[Sample]) -> Read:
+    for i, sample in enumerate(samples):
+        torch.save(dict(sample), folder / f"{i}.pt")
+    return each(lambda i: torch.load(folder / f"{i}.pt", weights_only=True))
+
+
+def npz_per_file(folder: Path, samples: list[Sample]) -> Read:
+    for i, sample in enumerate(samples):
+        np.savez(folder / f"{i}.npz", latent=sample["latent"].numpy(), text=sample["text"].numpy())
+
+    def one(index: int) -> Sample:
+        with np.load(folder / f"{index}.npz") as content:
+            return {name: torch.from_numpy(content[name]) for name in content.files}
+
+    return each(one)
+
+
+def tar_of_files(folder: Path, samples: list[Sample]) -> Read:
+    with tarfile.open(folder / "shard.tar", "w") as shard:
+        for i, sample in enumerate(samples):
+            stream = io.BytesIO()
+            torch.save(dict(sample), stream)
+            entry = tarfile.TarInfo(f"{i}.pt")
+            entry.size = stream.tell()
+            stream.seek(0)
+            shard.addfile(entry, stream)
+    with tarfile.open(folder / "shard.tar") as shard:  # the index is read once
+        places = {int(Path(m.name).stem): (m.offset_data, m.size) for m in shard.getmembers()}
+
+    def one(index: int) -> Sample:
+        start, size = places[index]
+        with (folder / "shard.tar").open("rb") as stream:
+            stream.seek(start)
+            return torch.load(io.BytesIO(stream.read(size)), weights_only=True)
+
+    return each(one)
+
+
+def safetensors_per_file(folder: Path, samples: list[Sample]) -> Read:
+    for i, sample in enumerate(samples):
+        save_file(dict(sample), folder / f"{i}.safetensors")
+    return each(lambda i: load_file(folder / f"{i}.safetensors"))
+
+
+def safetensors_slices(folder: Path, samples: list[Sample]) -> Read:
+    save_file(dict(stacked(samples)), folder / "slices.safetensors")
+    shard: Any = safe_open(folder / "slices.safetensors", framework="pt")
+    slices = {name: shard.get_slice(name) for name in samples[0]}
+    return each(lambda i: {name: rows[i] for name, rows in slices.items()})
+
+
+def arrow_mapped(folder: Path, samples: list[Sample]) -> Read:
+    """The memory-mapped file of `datasets`, its values taken as they lie there."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = {name: [sample[name].numpy().tobytes() for sample in samples] for name in samples[0]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(folder / "arrow"))
+    table: Any = datasets.load_from_disk(str(folder / "arrow")).data
+    shapes = {name: value.shape for name, value in samples[0].items()}
+    columns = {name: table.column(name) for name in shapes}
+
+    def one(index: int) -> Sample:
+        views = {name: np.frombuffer(column[index].as_buffer(), np.float16) for name, column in columns.items()}
+        return {name: torch.from_numpy(view).view(shapes[name]) for name, view in views.items()}
+
+    return each(one)
+
+
+PEERS: dict[str, tuple[Callable[[Path, list[Sample]], Read], str]] = {
+    PER_FILE: (load_per_file, "torch"),
+    "npz per file": (npz_per_file, "numpy"),
+    "tar of .pt files": (tar_of_files, "torch"),
+    "safetensors per file": (safetensors_per_file, "safetensors"),
+    "safetensors shard, get_slice": (safetensors_slices, "safetensors"),
+    "arrow, memory-mapped": (arrow_mapped, "datasets"),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ ours
+def mapped_tables(folder: Path, samples: list[Sample]) -> Read:
+    """One safetensors file for each tensor, memory-mapped, and one buffer for each that every batch is read into."""
+    tables: dict[str, LatentTable] = {}
+    buffers: dict[str, Tensor] = {}
+    rows = torch.arange(len(samples))
+    for name, values in stacked(samples).items():
+        save_file({"latents": values}, folder / f"{name}.safetensors")
+        tables[name] = LatentTable((folder / f"{name}.safetensors",), torch.zeros_like(rows), rows, open_latents)
+        buffers[name] = values[:BATCH].clone()
+
+    def read(batch: list[int]) -> Sample:
+        index = torch.tensor(batch)
+        return {name: table.rows(index, buffers[name]) for name, table in tables.items()}
+
+    return read
+
+
+def recipe_dataset(folder: Path, samples: int, shape: tuple[int, int]) -> TextLatentDataset:
+    file, rows = folder / "shard_00000.safetensors", torch.arange(samples)
+    write_shard(file, np.random.default_rng(0).standard_normal((samples, *shape), np.float32))
+    table = LatentTable((file,), torch.zeros_like(rows), rows, open_shard)
+    texts = [f"sample {i} of {samples}" for i in range(samples)]
+    tokenizer = train_tokenizer(texts, 300)
+    assets = DataAssets(tokenizer, None, 32, *statistics(table), shape[0])
+    return TextLatentDataset(texts, tokenizer.tokenise(texts, 32), table, assets, "benchmark")
+
+
+class OneByOne:
+    """A dataset without its way to read many samples at once."""
+
+    def __init__(self, dataset: TextLatentDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._dataset[index]
+
+
+def loader_steps(dataset: TextLatentDataset | OneByOne) -> Iterator[Sample]:
+    steps = iterate_steps(
+        dataset,
+        StepSampler(len(dataset), BATCH, seed=0),
+        Cut(0, 1, BATCH),
+        start_step=0,
+        max_steps=1_000_000,
+        device=torch.device("cpu"),
+        config=LoaderConfig(num_workers=0),
+    )
+    return (step.micro_batches[0] for step in steps)
+
+
+# ------------------------------------------------------------------------------------------------------- measuring
+def readers(folder: Path, sizes: Sizes) -> dict[str, Read]:
+    """Every way to read a batch, its files written; all give the same."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"latent": sizes.latent, "text": sizes.text}
+    samples: list[Sample] = [
+        {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()}
+        for _ in range(sizes.samples)
+    ]
+    ways = {OURS: mapped_tables(folder, samples)}
+    ways |= {name: write(folder, samples) for name, (write, package) in PEERS.items() if find_spec(package)}
+    batch = torch.randperm(sizes.samples)[:BATCH].tolist()
+    for name, read in ways.items():
+        found, expected = read(batch), stacked([samples[i] for i in batch])
+        assert all(torch.equal(found[field], value) for field, value in expected.items()), name
+    return ways
+
+
+def epochs(read: Read, samples: int) -> Callable[[], None]:
+    """One pass over all samples, in another order each time."""
+    generator = torch.Generator().manual_seed(2)
+    orders = [[b.tolist() for b in torch.randperm(samples, generator=generator).split(BATCH)] for _ in range(4)]
+    turns = cycle(orders)
+
+    def run() -> None:
+        for batch in next(turns):
+            read(batch)
+
+    return run
+
+
+def steps_of(steps: Iterator[Sample], count: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(count):
+            next(steps)
+
+    return run
+
+
+def measure(folder: Path, sizes: Sizes, rounds: int) -> tuple[list[Row], dict[str, Any]]:
+    """All ways in turns; rows and details."""
+    ways = {name: epochs(read, sizes.samples) for name, read in readers(folder, sizes).items()}
+    dataset = recipe_dataset(folder, sizes.samples, sizes.recipe)
+    batches = sizes.samples // BATCH
+    ways[BATCHED] = steps_of(loader_steps(dataset), batches)
+    ways[SINGLE] = steps_of(loader_steps(OneByOne(dataset)), batches)
+    found = in_turns(ways, rounds)
+    rates = {name: [sizes.samples / seconds for seconds in each] for name, each in found.seconds.items()}
+    rows = [
+        row("C7", "mapped rows into a reused batch buffer, on one core", rates[OURS], "samples/s", ">= 20000"),
+        row("C7", "mapped rows over torch.load per file", found.ratios(PER_FILE, OURS), target=">= 10"),
+    ]
+    peers = [name for name in rates if name in PEERS and name != PER_FILE]
+    rows += [row("C7", f"mapped rows over {name}", found.ratios(name, OURS)) for name in peers]
+    rows.append(row("C7", f"{BATCHED}, batches read whole, on one core", rates[BATCHED], "samples/s"))
+    rows.append(row("C7", f"{BATCHED}, batches read whole over sample by sample", found.ratios(SINGLE, BATCHED)))
+    details = {"samples": sizes.samples, "batch": BATCH, **found.summary()}
+    return rows, details
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = parser_of(__doc__, rounds=12)
+    parser.add_argument("--folder", type=Path, help="disk to write on; a temporary directory by default")
+    options = parser.parse_args()
+    if options.tiny:
+        options.rounds = 2
+    torch.set_num_threads(1)
+    absent = {name: f"not installed; pip install {p}" for name, (_, p) in PEERS.items() if not find_spec(p)}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows, details = measure(Path(folder), TINY if options.tiny else Sizes(), options.rounds)
+    return 0 if write_results(options.output, "C7: reading cached samples", rows, details, absent) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""What every script of the suite shares: rounds in turns, a row with its interval and verdict, facts of the machine.
+
+A result file holds the rows that `docs/performance.md` is made of, the environment that they hold for, and details. A
+row is one figure against one target. All ways of a comparison run in one process, in turns; a figure is the median over
+rounds with a bootstrap interval, and a target is missed only where the interval excludes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_train.metrics.bootstrap import estimate
+from accel_train.metrics.environment import command_line, cpu_name, git_commit, package_versions
+from accel_train.metrics.gates import decide, read_gate
+from accel_train.metrics.records import write_json
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+SCHEMA = 1
+PEERS = ("diffusers", "lightning-fabric", "torchao", "bitsandbytes", "pyarrow", "flash-attn")
+REACHED = {"passed": "reached", "not decided": "not decided", "FAILED": "not reached"}
+DISTURBED = 1.1
+"""A round is dropped where the matrix product before or after it takes more than this times its median."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of the page."""
+
+    id: str
+    """Row of the suite: C1 to C9, G0 to G8, or `scaling`."""
+    name: str
+    """What is measured, in words; against what."""
+    unit: str
+    """`x` for a ratio; else the unit of the value."""
+    value: float
+    """Median over the rounds, or the one exact value."""
+    interval: tuple[float, float] | None
+    """None for a count, or a single value."""
+    rounds: int
+    target: str | None
+    """Such as `>= 4.5`; None where the figure is only reported."""
+    verdict: str
+    """passed, not decided, FAILED, or reported."""
+    goal: str | None = None
+    """What is hoped for beyond the target."""
+    goal_verdict: str | None = None
+    """reached, not decided, or not reached."""
+
+
+def row(
+    id: str,
+    name: str,
+    values: float | Sequence[float],
+    unit: str = "x",
+    target: str | None = None,
+    goal: str | None = None,
+) -> Row:
+    """A row of the values of its rounds. One value, such as a count, has no interval and decides alone."""
+    values = [float(values)] if isinstance(values, (int, float)) else [float(v) for v in values]
+    found = estimate(values)
+    verdict: str = "reported" if target is None else decide(read_gate(f"value {target}"), values).verdict
+    interval = None if found.low is None or found.high is None else (found.low, found.high)
+    reached = None if goal is None else REACHED[decide(read_gate(f"value {goal}"), values).verdict]
+    return Row(id, name, unit, found.median, interval, found.count, target, verdict, goal, reached)
+
+
+def cells(found: Row) -> tuple[str, str, str, str]:
+    """Value, interval, what it is held against and what came out, as text."""
+    unit = "" if found.unit == "count" else f" {found.unit}"
+    between = "" if found.interval is None else f"{found.interval[0]:.4g} to {found.interval[1]:.4g}"
+    against = [f"{found.target}{unit}"] if found.target else []
+    against += [f"goal {found.goal}{unit}"] if found.goal else []
+    verdict = found.verdict if found.target or not found.goal else ""
+    out = [verdict] if verdict else []
+    out += [f"goal {found.goal_verdict}"] if found.goal else []
+    return f"{found.value:.4g}{unit}", between, ", ".join(against), ", ".join(out)
+
+
+def line(found: Row) -> str:
+    """A row on the console."""
+    value, between, against, verdict = cells(found)
+    parts = [value, *([f"({between})"] if between else []), *([f"against {against}"] if against else [])]
+    return f"{found.id:8} {found.name}: {' '.join(parts)}: {verdict}"
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Seconds of each way in each round that was not disturbed."""
+
+    seconds: dict[str, list[float]]
+    of: int
+    """Rounds that were run."""
+
+    def ratios(self, over: str, under: str) -> list[float]:
+        """Of two ways, in each round."""
+        return [a / b for a, b in zip(self.seconds[over], self.seconds[under], strict=True)]
+
+    def differences(self, of: str, less: str) -> list[float]:
+        """Of two ways, in each round, in seconds."""
+        return [a - b for a, b in zip(self.seconds[of], self.seconds[less], strict=True)]
+
+    def median(self, way: str) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds[way])
+
+    def summary(self) -> dict[str, Any]:
+        """Smallest and median seconds of each way, for the details of a result."""
+        ways = {way: {"least": min(s), "median": statistics.median(s)} for way, s in self.seconds.items()}
+        kept = len(next(iter(self.seconds.values())))
+        return {"seconds": ways, "rounds_kept": kept, "rounds": self.of}
+
+
+def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.thread_time, repeats: int = 1) -> float:
+    """Time of one call, by this thread's own clock unless told otherwise: other processes hardly move it."""
+    started = clock()
+    for _ in range(repeats):
+        work()
+    return (clock() - started) / repeats
+
+
+def in_turns(
+    ways: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    repeats: int = 1,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.thread_time,
+) -> Rounds:
+    """Every way once a round, `repeats` calls each. Rounds that were disturbed are dropped, half of them at most."""
+    a = torch.randn(256, 256)
+    probe: Callable[[], object] = lambda: a @ a  # noqa: E731
+    seconds_of(probe, repeats=200)
+    found: list[dict[str, float]] = []
+    probes: list[float] = []
+    for number in range(warm_up + rounds):
+        before = seconds_of(probe, repeats=100)
+        times = {name: seconds_of(work, clock, repeats) for name, work in ways.items()}
+        if number >= warm_up:
+            found.append(times)
+            probes.append(max(before, seconds_of(probe, repeats=100)))
+    usual = statistics.median(probes)
+    kept = [times for times, p in zip(found, probes, strict=True) if p <= DISTURBED * usual]
+    kept = kept if 2 * len(kept) >= rounds else found
+    return Rounds({name: [times[name] for times in kept] for name in ways}, rounds)
+
+
+def installed(name: str) -> str | None:
+    """Version of a package, None where it is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def facts() -> dict[str, Any]:
+    """Hardware, versions, commit and command, without which no figure means anything."""
+    versions = package_versions() | {n: v for n in PEERS if (v := installed(n)) is not None}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "hardware": device or f"{cpu_name()}, {os.cpu_count()} cores",
+        "torch_threads": torch.get_num_threads(),
+        "versions": dict(sorted(versions.items())),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "commit": git_commit(ROOT),
+        "command": f"python -m {module_name()} {command_line(sys.argv[1:])}".rstrip(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def module_name() -> str:
+    """Of the script that runs, as `python -m` takes it."""
+    spec: Any = getattr(sys.modules["__main__"], "__spec__", None)
+    return str(spec.name) if spec is not None else Path(sys.argv[0]).stem
+
+
+def write_results(
+    path: Path | None,
+    title: str,
+    rows: Sequence[Row],
+    details: Mapping[str, Any],
+    absent: Mapping[str, str] | None = None,
+) -> bool:
+    """Print the rows and write the file. `absent` names peers that did not run, with the reason.
+
+    Returns whether no target was missed.
+    """
+    for found in rows:
+        print(line(found), flush=True)
+    for peer, reason in (absent or {}).items():
+        print(f"absent: {peer}: {reason}")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"schema": SCHEMA, "title": title, "environment": facts(), "absent": dict(absent or {})}
+        write_json(path, content | {"rows": [asdict(r) for r in rows], "details": dict(details)})
+    return all(r.verdict != "FAILED" for r in rows)
+
+
+def parser_of(doc: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The options that every script has."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--tiny", action="store_true", help="sizes at which figures mean nothing: does the script work")
+    return parser
