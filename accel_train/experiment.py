@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
 
 from accel_train.checkpoints.hub_options import HubConfig
 from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.checkpoints.run import Run, open_run
-from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path
+from accel_train.checkpoints.state import Saver
+from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, to_tree
 from accel_train.data import sampler
-from accel_train.data.loader import LoaderConfig, resolve_loader
+from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps, resolve_loader
+from accel_train.data.reading import MapDataset
+from accel_train.data.sampler import Sampler
 from accel_train.metrics.logs import info, setup_logging
-from accel_train.metrics.recorder import LogConfig
+from accel_train.metrics.recorder import LogConfig, Recorder
+from accel_train.metrics.throughput import Throughput
 from accel_train.metrics.trackers import resolve_trackers
 from accel_train.models.activation_checkpointing import ActivationCheckpointingConfig
 from accel_train.models.attention import check_name
-from accel_train.models.compile import CompileConfig
-from accel_train.runtime.accelerator import Precision, build_accelerator
+from accel_train.models.attention_table import AttentionNeeds
+from accel_train.models.compile import CompileConfig, CompiledBlocks
+from accel_train.models.speed import apply_speed_options
+from accel_train.runtime.accelerator import Precision, build_accelerator, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.runtime.signals import EXIT_PREEMPTED
-from accel_train.training.accumulation import SyncPolicy
-from accel_train.training.ema import EmaConfig
-from accel_train.training.optimizers import OptimizerConfig
-from accel_train.training.schedules import ScheduleConfig, notices, resolve_decay_steps
+from accel_train.training.accumulation import SyncPolicy, resolve_sync
+from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.optimizers import OptimizerConfig, build_optimizer
+from accel_train.training.schedules import ScheduleConfig, learning_rate_factor, notices, resolve_decay_steps
+from accel_train.training.shards import Shards, exact_masters
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +110,7 @@ class Opened:
     """An experiment with its directory and its length, as far as it got before. One per process."""
 
     run: Run
+    schedule: ScheduleConfig
     max_steps: int
     """From the options, or from max_epochs and the size of the data."""
     decay_steps: int
@@ -110,6 +124,10 @@ class Opened:
     def start_step(self) -> int:
         """Optimizer steps already done."""
         return self.run.start_step
+
+    def learning_rate_factor(self, step: int) -> float:
+        """Of the learning rate in optimizer step ``step``."""
+        return learning_rate_factor(self.schedule, step, self.decay_steps)
 
 
 def start(config: ExperimentConfig) -> Accelerator:
@@ -153,7 +171,117 @@ def open_experiment(
         info(logger, f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on")
         info(logger, "no evaluation.json there? --evaluate_only writes it")
     pieces = sampler.accumulation_steps(batch, world_size, config.micro_batch_size)
-    return Opened(run, max_steps, decay_steps, pieces, finished)
+    return Opened(run, config.schedule, max_steps, decay_steps, pieces, finished)
+
+
+class Prepared(NamedTuple):
+    """A model as the strategy trains it, with what belongs to it."""
+
+    model: nn.Module
+    optimizer: AcceleratedOptimizer
+    average: Ema
+    notes: Notes
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What is recorded beside losses and rates."""
+
+    facts: dict[str, Any]
+    """Once, of the run."""
+    compiled: CompiledBlocks
+    optimizer: AcceleratedOptimizer
+    global_batch_size: int
+
+    def fields(self, epoch: float) -> dict[str, Any]:
+        """At log points: learning rate, epoch, batch, and what compilation has cost. Waits for nothing."""
+        place = {"lr": self.optimizer.param_groups[0]["lr"], "epoch": epoch}
+        return self.compiled.fields() | place | {"global_batch_size": self.global_batch_size}
+
+
+def prepare(
+    config: ExperimentConfig,
+    accelerator: Accelerator,
+    opened: Opened,
+    model: nn.Module,
+    needs: AttentionNeeds,
+    freezable: Mapping[str, Sequence[str]],
+) -> Prepared:
+    """Initial weights, attention, activation checkpointing, compilation, optimizer, ``accelerator.prepare``, restore.
+
+    All processes call it, with the same weights in ``model``; collective. ``freezable`` names parts by the prefixes of
+    their modules. Neither the schedule nor the loader is prepared: both are functions of the step. Raises
+    ``UsageError`` for what cannot be done, and where ``prepare`` did not do what the strategy says.
+    """
+    load_initial_weights(model, opened.run)
+    asked = config.attention, config.activation_checkpointing, config.compile
+    applied = apply_speed_options(model, needs, *asked, opened.accumulation_steps)
+    strategy = strategy_of(accelerator)
+    optimizer, reason = build_optimizer(
+        model, config.optimizer, accelerator.device, freezable, strategy=strategy, precision=config.precision
+    )
+    masters = exact_masters(model, config.precision)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    weights = Shards(model, optimizer, masters)
+    average = Ema(config.ema, weights)
+    restore(opened.run, accelerator, weights, average)
+    wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
+    info(logger, wrapped, *applied.notices, reason, resolve_sync(config.sync, accelerator)[1])
+    facts = applied.facts | {"run_id": opened.run.run_id, "strategy": strategy}
+    return Prepared(model, optimizer, average, Notes(facts, applied.compiled, optimizer, config.global_batch_size))
+
+
+class Training(NamedTuple):
+    """What a loop is fed from and reports to."""
+
+    steps: Iterator[StepBatches]
+    log: Recorder
+    saver: Saver
+    rates: Throughput
+
+
+@contextmanager
+def open_training(
+    config: ExperimentConfig,
+    accelerator: Accelerator,
+    opened: Opened,
+    prepared: Prepared,
+    dataset: MapDataset,
+    order: Sampler,
+    write_extras: Callable[[Path], None],
+) -> Generator[Training]:
+    """Batches from the step the run stands at, its records, its checkpoints and its rates. All processes call it.
+
+    Leaving it finishes the last save and ends readers and trackers, whatever the reason. ``write_extras(directory)``
+    puts beside the weights of a checkpoint what their use needs; the main process calls it.
+    """
+    run, first, device, world_size = opened.run, opened.start_step, accelerator.device, accelerator.num_processes
+    log = Recorder(
+        accelerator,
+        run.directory,
+        config.log,
+        max_steps=opened.max_steps,
+        start_step=first,
+        config=to_tree(config),
+        facts=prepared.notes.facts,
+    )
+    saver = Saver(
+        accelerator,
+        run,
+        prepared.average,
+        config.checkpoints,
+        config.hub,
+        write_extras,
+        epoch=order.epoch,
+        on_commit=log.saved,
+    )
+    cut = sampler.Cut(accelerator.process_index, world_size, config.micro_batch_size)
+    steps = iterate_steps(
+        dataset, order, cut, start_step=first, max_steps=opened.max_steps, device=device, config=config.loader
+    )
+    rates = Throughput(device, world_size=world_size, precision=config.precision)
+    with log, closing(steps), saver:
+        yield Training(steps, log, saver, rates)
 
 
 def finish(accelerator: Accelerator, opened: Opened, step: int, stopped: bool) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,14 +21,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, rng
-from accel_train.checkpoints import restore, state
 from accel_train.config import expand_path, load_config, run_main, to_tree
-from accel_train.data import heldout, loader, prepare, sampler
+from accel_train.data import heldout, prepare, sampler
 from accel_train.diffusion import latents, masked_text, modes, text_latent, timesteps
-from accel_train.metrics import logs, recorder, records, report, samples, throughput
-from accel_train.models import flops, mmdit, speed
-from accel_train.runtime import accelerator as machine
-from accel_train.training import accumulation, ema, optimizers, schedules, shards
+from accel_train.metrics import logs, records, report, samples
+from accel_train.models import flops, mmdit
+from accel_train.training import accumulation, ema, optimizers
 
 logger = logging.getLogger("recipes.mmdit")
 
@@ -40,7 +37,6 @@ class Config(experiment.ExperimentConfig):
     """Multimodal diffusion transformer: text and latents, learned in both directions."""
 
     output_dir: str = "runs/mmdit-demo"
-    """Directory of the run: checkpoints, metrics, pictures. Shared by all hosts."""
     model: mmdit.ModelConfig = field(default_factory=mmdit.ModelConfig)
     data: prepare.DataConfig = field(default_factory=prepare.DataConfig)
     modes: modes.ModeConfig = field(default_factory=modes.ModeConfig)
@@ -132,28 +128,15 @@ def main(argv: Sequence[str]) -> int:
     opened = experiment.open_experiment(config, accelerator, len(data.train), data.fingerprint, data.notices)
     if opened.finished:
         return 0
-    run, first, max_steps, decay_steps = opened.run, opened.start_step, opened.max_steps, opened.decay_steps
 
     torch.manual_seed(config.seed)  # the same initial weights on every process
     shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape)
     model: nn.Module = mmdit.MultimodalMMDiT(shape)
-    restore.load_initial_weights(model, run)
     needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
-    asked = config.attention, config.activation_checkpointing, config.compile
-    applied = speed.apply_speed_options(model, needs, *asked, opened.accumulation_steps)
-    strategy, parts = machine.strategy_of(accelerator), modes.freezable(config.modes)
-    optimizer, reason = optimizers.build_optimizer(
-        model, config.optimizer, device, parts, strategy=strategy, precision=config.precision
-    )
-    masters = shards.exact_masters(model, config.precision)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    weights = shards.Shards(model, optimizer, masters)
-    average = ema.Ema(config.ema, weights)
-    restore.restore(run, accelerator, weights, average)
-    wrapped = machine.verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
-    logs.info(logger, wrapped, *applied.notices, reason, accumulation.resolve_sync(config.sync, accelerator)[1])
+    prepared = experiment.prepare(config, accelerator, opened, model, needs, modes.freezable(config.modes))
+    model, optimizer, average, notes = prepared
     if config.evaluate_only:
-        evaluate(config, accelerator, model, average, data, first)
+        evaluate(config, accelerator, model, average, data, opened.start_step)
         return 0
 
     def write_extras(directory: Path) -> None:
@@ -161,26 +144,15 @@ def main(argv: Sequence[str]) -> int:
         records.write_json(directory / "config.json", to_tree(shape))
         data.assets.save(directory / "assets")
 
-    tree, facts = to_tree(config), applied.facts | {"run_id": run.run_id, "strategy": strategy}
-    log = recorder.Recorder(
-        accelerator, run.directory, config.log, max_steps=max_steps, start_step=first, config=tree, facts=facts
-    )
-    saver = state.Saver(
-        accelerator, run, average, config.checkpoints, config.hub, write_extras, epoch=order.epoch, on_commit=log.saved
-    )
-    cut = sampler.Cut(rank, world_size, config.micro_batch_size)
-    steps = loader.iterate_steps(
-        data.train, order, cut, start_step=first, max_steps=max_steps, device=device, config=config.loader
-    )
-    rates = throughput.Throughput(device, world_size=world_size, precision=config.precision)
     per_sample = partial(flops.flops_per_sample, shape, latent_length=shape.max_latent_length)
-    stop, done = False, first
-    with log, closing(steps), saver:
+    stop, done = False, opened.start_step
+    opening = config, accelerator, opened, prepared, data.train, order, write_extras
+    with experiment.open_training(*opening) as (steps, log, saver, rates):
         for batches in steps:
             step, done = batches.step, batches.step + 1
             mode = modes.mode_of_step(config.modes, config.seed, step)
             optimizers.set_frozen(optimizer, modes.frozen_parts(config.modes, step))
-            optimizers.set_learning_rate(optimizer, schedules.learning_rate_factor(config.schedule, step, decay_steps))
+            optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(step))
 
             corrupted = [corrupt(config, batch, step, data.tokenizer.mask_id) for batch in batches.micro_batches]
             coefficients = modes.coefficients(config.modes, mode)
@@ -202,15 +174,13 @@ def main(argv: Sequence[str]) -> int:
             )
             log.advance(done)
             if log.due(done):
-                lr, epoch = optimizer.param_groups[0]["lr"], order.epoch(done)
-                place = {"lr": lr, "epoch": epoch, "global_batch_size": config.global_batch_size}
-                log.train(done, result.fields() | rates.read() | applied.compiled.fields() | place)
+                log.train(done, result.fields() | rates.read() | notes.fields(order.epoch(done)))
             stop, figures = saver.boundary(done), dict[str, float]()  # asked to stop: all processes, at one step
-            if config.evaluation.due(done, max_steps) and not stop:
+            if config.evaluation.due(done, opened.max_steps) and not stop:
                 with rates.pause():
                     figures = evaluate(config, accelerator, model, average, data, done)
                     log.evaluation(done, figures)
-            if stop or saver.due(done, max_steps):
+            if stop or saver.due(done, opened.max_steps):
                 with rates.pause():
                     stop = saver.save(done, figures)
             if stop:

@@ -9,7 +9,9 @@ from typing import Any, get_type_hints
 import pytest
 
 from accel_train.config import load_config, option_names, read_tree, to_tree, write_config
+from accel_train.experiment import ExperimentConfig
 from accel_train.runtime.machine_config import read_machine_config
+from recipes import mmdit, pde
 from recipes.mmdit import Config
 from tests import options_page
 
@@ -152,8 +154,76 @@ evaluation.latent.guidance
 """Adding, renaming or removing an option is a decision that people's files and scripts feel: change it here too."""
 
 
+PDE = """
+model.operator
+model.width
+model.latent_width
+model.depth
+model.depths
+model.heads
+model.attention
+model.group_width
+model.ffn_ratio
+model.qk_norm
+model.patch_1d
+model.patch_2d
+model.max_tokens
+model.stem_width
+model.octaves
+model.decoder_width
+model.decoder_layers
+data.path
+data.tasks
+data.train_samples
+data.heldout_samples
+data.resolution_1d
+data.resolution_2d
+data.time_stride
+data.snapshots
+data.dt
+data.speed
+data.viscosity
+data.seed
+data.workers
+data.cache_dir
+task_weights
+objective.autoencode_steps
+objective.freeze_autoencoder
+objective.latent_weight
+objective.inverse_weight
+objective.inverse_every
+objective.spectral_weight
+objective.boundary_weight
+objective.conservation_weight
+objective.queries
+objective.query_sampling
+objective.drop_path
+objective.flip
+evaluation.every
+evaluation.samples
+evaluation.batch_size
+evaluation.trajectories
+evaluation.conditioning.candidates
+evaluation.conditioning.beam
+evaluation.conditioning.horizon
+evaluation.patience
+"""
+
+
 def test_the_options_of_mmdit_are_these() -> None:
     assert option_names(Config) == MMDIT.split()
+
+
+def test_the_options_of_pde_are_these_beside_the_shared_ones() -> None:
+    assert [name for name in option_names(pde.Config) if name not in option_names(ExperimentConfig)] == PDE.split()
+
+
+RECIPES: dict[str, tuple[type, str]] = {"mmdit": (mmdit.Config, "demo"), "pde": (pde.Config, pde.DEFAULT_PRESET)}
+
+
+def of_preset(name: str) -> type:
+    """The recipe that a preset belongs to: by its first word, else mmdit."""
+    return RECIPES.get(name.split("_")[0], RECIPES["mmdit"])[0]
 
 
 def groups(cls: type) -> list[type]:
@@ -168,14 +238,14 @@ def documented(cls: type) -> set[str]:
     return {name for name, text in options_page.texts(cls).items() if len(text) > 15}
 
 
-@pytest.mark.parametrize("cls", groups(Config), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", dict.fromkeys([*groups(Config), *groups(pde.Config)]), ids=lambda cls: cls.__name__)
 def test_every_option_says_what_it_does(cls: type) -> None:
     hints = get_type_hints(cls)
     options = {f.name for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(hints[f.name])}
     assert options <= documented(cls), sorted(options - documented(cls))
 
 
-@pytest.mark.parametrize("cls", groups(Config), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", dict.fromkeys([*groups(Config), *groups(pde.Config)]), ids=lambda cls: cls.__name__)
 def test_groups_are_frozen_and_complete_without_a_file(cls: type) -> None:
     assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     for field in dataclasses.fields(cls):
@@ -183,12 +253,14 @@ def test_groups_are_frozen_and_complete_without_a_file(cls: type) -> None:
         assert any(value is not dataclasses.MISSING for value in given), f"{cls.__name__}.{field.name}"
 
 
-def test_help_lists_every_option_with_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_help_lists_every_option_with_its_text(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config, default = RECIPES[recipe]
     with pytest.raises(SystemExit) as left:
-        load_config(Config, ["--help"], presets=PRESETS)
+        load_config(config, ["--help"], presets=PRESETS, default_preset=default)
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    for name in option_names(Config):
+    for name in option_names(config):
         group, dot, leaf = name.rpartition(".")
         assert f"--{name}" in shown or f"--{group}{dot}no_{leaf}" in shown, name
     for preset in PRESETS.glob("*.yaml"):
@@ -204,16 +276,25 @@ def preset_names() -> list[str]:
 
 
 def test_the_presets_are_these() -> None:
-    assert preset_names() == ["base", "demo", "l2t_qwen", "mmdit_baseline", "mmdit_optimized"]
+    assert preset_names() == [
+        "base",
+        "demo",
+        "l2t_qwen",
+        "mmdit_baseline",
+        "mmdit_optimized",
+        "pde_baseline",
+        "pde_demo",
+        "pde_optimized",
+    ]
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_valid_and_says_when_to_take_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        load_config(Config, [name, "--print_config"], presets=PRESETS)
+        load_config(of_preset(name), [name, "--print_config"], presets=PRESETS)
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    assert len(shown.splitlines()) == len(option_names(Config))
+    assert len(shown.splitlines()) == len(option_names(of_preset(name)))
     assert f"# {name}" in shown
     first, *_ = (PRESETS / f"{name}.yaml").read_text().splitlines()
     assert first.startswith("# ")
@@ -249,10 +330,10 @@ def test_the_presets_are_what_their_names_promise() -> None:
     ],
 )
 def test_a_saved_config_is_valid_and_the_same_experiment(name: str, flags: list[str], tmp_path: Path) -> None:
-    config = load_config(Config, [name, *flags], presets=PRESETS).config
+    config = load_config(of_preset(name), [name, *flags], presets=PRESETS).config
     saved = tmp_path / "config.yaml"
     write_config(config, saved)
-    again = load_config(Config, [str(saved)], presets=PRESETS)
+    again = load_config(of_preset(name), [str(saved)], presets=PRESETS)
     assert again.config == config
     assert types(to_tree(again.config)) == types(to_tree(config))
 

@@ -19,13 +19,15 @@ from accel_train.runtime.requested import Requested, refuse_accumulation, refuse
 def check(request: Launch) -> str:
     """What ``accel-train check`` prints. Raises ``UsageError`` for what a start would refuse before connecting.
 
-    The recipe is a file with a ``Config`` and a directory ``presets`` beside it.
+    The recipe is a file with a ``Config`` and a directory ``presets`` beside it; ``DEFAULT_PRESET`` names the one that is
+    taken where none is given, else it is demo.
     """
     path = expand_path(request.config_file)
     machine = read_machine_config(path, num_processes=request.num_processes)
     recipe = _import(expand_path(request.recipe))
     presets = expand_path(request.recipe).parent / "presets"
-    loaded = load_config(recipe.Config, request.arguments, presets=presets)
+    default = getattr(recipe, "DEFAULT_PRESET", "demo")
+    loaded = load_config(recipe.Config, request.arguments, presets=presets, default_preset=default)
     config: Any = loaded.config
     processes = machine.num_processes or 1
     accumulation = _accumulation(config, processes)

@@ -31,7 +31,16 @@ SAME_REQUEST_SECONDS = 2.0
 """A terminal and torchrun both pass on one Ctrl-C; what follows that soon is the same request."""
 PR_SET_PDEATHSIG = 1
 STUCK = ("Timed out waiting", "timed out after", "Wait timeout")
-GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "Connection timed out",
+    "No route to host",
+    "Network is unreachable",
+    "Host is down",
+)
 """How gloo and NCCL say it."""
 LAUNCHERS = ("accelerate", "torchrun", "torch.distributed", "accel-train", "accel_train", "deepspeed")
 """In the parent's command line: it is a launcher, not a shell that may end while training goes on."""
@@ -144,5 +153,6 @@ def explain(error: BaseException | None) -> None:
         )
     elif any(words in text for words in GONE):
         error.add_note(
-            f"{where} failed because another process has ended; its logs/rank_N.log has the error to look for."
+            f"{where} failed because another process has ended or its host is gone; its logs/rank_N.log has the error "
+            "to look for."
         )

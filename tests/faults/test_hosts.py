@@ -96,8 +96,9 @@ def dies_and_resumes(
             os.kill(int(pid), signal.SIGKILL)
     output = launched[1 - victim].communicate(timeout=3 * TIMEOUT_SECONDS)[0]
     assert launched[1 - victim].returncode == 1, output[-3000:]
-    assert time.monotonic() - began < TIMEOUT_SECONDS + 10
-    assert ("waited in vain for another process" if silent else "another process has ended") in output
+    assert time.monotonic() - began < TIMEOUT_SECONDS + 20
+    said = ["another process has ended or its host is gone"]  # so the kernel may say of a cut cable, too
+    assert any(text in output for text in (said if not silent else [*said, "waited in vain for another process"]))
     assert all(step <= 10 for step in checkpoints(out))
 
     if silent:

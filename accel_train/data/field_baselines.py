@@ -1,0 +1,88 @@
+"""What a model of fields must beat, measured on the same held-out rows: no change, the mean, the best linear map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+RIDGES = (1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+"""Relative to the mean square of the inputs."""
+MAX_TRAINING_ROWS = 8192
+MAX_FEATURES = 4096
+ROWS_PER_BLOCK = 512
+
+
+class Rows(Protocol):
+    """Normalised input (B, C, H, W), target (B, C', H, W) and parameters (B, P) of some rows, as `FieldRows` has."""
+
+    def __len__(self) -> int: ...
+    def batch(self, indices: list[int], /) -> dict[str, Tensor]: ...
+
+
+def nrmse(prediction: Tensor, target: Tensor) -> Tensor:
+    """(B, ...) in physical units -> (B,): sqrt(mean((prediction - target)^2) / mean(target^2)) of each sample."""
+    error, size = (prediction - target).flatten(1), target.flatten(1)
+    return ((error**2).mean(1) / (size**2).mean(1)).sqrt()
+
+
+def baselines(
+    train: Rows, heldout: Rows, denormalise: Callable[[Tensor], Tensor], *, same_fields: bool
+) -> dict[str, float]:
+    """Held-out nRMSE in physical units, averaged over rows, of what needs no model; on one process, in float64.
+
+    persistence: the input unchanged, where `same_fields` says that the target is the input's own fields later on.
+    training_mean: the mean target of the training rows, point by point. linear_fit: ridge regression of the flattened
+    target on the flattened input, the parameters and 1, its strength chosen on the last eighth of the training rows;
+    left out above 4096 inputs, where it would cost minutes. At most 8192 training rows are read, evenly chosen.
+    `denormalise` is that of the target.
+    """
+    wanted = torch.linspace(0, len(train) - 1, min(len(train), MAX_TRAINING_ROWS)).round().long()
+    features, targets = _matrices(
+        train, wanted[torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0))]
+    )
+    given, sought = _matrices(heldout, torch.arange(len(heldout)))
+    shape = heldout.batch([0])["target"].shape[1:]
+
+    def score(prediction: Tensor) -> float:
+        physical = (denormalise(values.reshape(-1, *shape)) for values in (prediction, sought))
+        return float(nrmse(*physical).mean())
+
+    scores = {"training_mean": score(targets.mean(0).expand_as(sought))}
+    if same_fields:
+        scores["persistence"] = score(given[:, : sought.shape[1]])
+    if features.shape[1] <= MAX_FEATURES:
+        scores["linear_fit"] = score(given @ ridge_fit(features, targets))
+    return scores
+
+
+def ridge_fit(features: Tensor, targets: Tensor) -> Tensor:
+    """(N, F) and (N, D) -> weights (F, D), by the normal equations: some N F^2 + 8 F^3 operations."""
+    kept = len(features) - len(features) // 8
+    gram, cross = features[:kept].T @ features[:kept], features[:kept].T @ targets[:kept]
+
+    def unseen_error(ridge: float) -> float:
+        weights = _solve(gram, cross, ridge)
+        return float((features[kept:] @ weights - targets[kept:]).square().mean())
+
+    best = min(RIDGES, key=unseen_error)
+    return _solve(features.T @ features, features.T @ targets, best)
+
+
+def _solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
+    damping = ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    return torch.linalg.solve(gram + damping, cross)
+
+
+def _matrices(rows: Rows, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs, parameters and 1 as (N, F), and targets as (N, D), in float64."""
+    features: list[Tensor] = []
+    targets: list[Tensor] = []
+    for part in wanted.split(ROWS_PER_BLOCK):
+        batch = rows.batch(part.tolist())
+        one = torch.ones(len(part), 1)
+        features.append(torch.cat([batch["input"].flatten(1), batch["parameters"], one], dim=1).double())
+        targets.append(batch["target"].flatten(1).double())
+    return torch.cat(features), torch.cat(targets)

@@ -1,0 +1,177 @@
+"""The objective of a latent operator: its stages, the terms of its loss in each step, the points it is asked at.
+
+Stage 1 teaches encoder and decoder to be each other's inverse, stage 2 the operator between them. Which terms a step
+has is a function of the step, and a term left out has coefficient 0, so that every process and strategy does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from accel_train.config import Fraction, FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, UsageError
+from accel_train.diffusion import fields
+from accel_train.diffusion.rollout import ConditioningConfig
+
+Stage = Literal["autoencode", "operator"]
+TERMS = ("prediction", "latent", "reconstruction", "reencoding", "spectral", "boundary", "conservation")
+AUTOENCODER = ("encoders", "decoder")
+"""Modules that the operator stage can freeze."""
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is learned, term by term, and in which order. All errors are of normalised fields."""
+
+    autoencode_steps: NonNegativeInt = 0
+    """Steps of the first stage, in which encoder and decoder alone learn to be inverse to each other. The rest is the
+    second stage, in which the operator learns; a run goes from one to the other by itself, and so does a resume."""
+    freeze_autoencoder: bool = False
+    """Second stage: encoder and decoder keep what the first stage taught them. False: the prediction trains all."""
+    latent_weight: NonNegativeFloat = 0.0
+    """Second stage: of the squared distance from the predicted latent to that of the target, which is held still."""
+    inverse_weight: NonNegativeFloat = 0.05
+    """Of decoding what was encoded, and of encoding again what was decoded. In the first stage the first of the two
+    counts 1 and the second this."""
+    inverse_every: PositiveInt = 1
+    """Second stage: steps between two with the inverse terms, which cost a decoding and an encoding more."""
+    spectral_weight: NonNegativeFloat = 0.0
+    """Of the error of the prediction's Fourier amplitudes, relative to the target's energy. Needs the whole grid."""
+    boundary_weight: NonNegativeFloat = 0.0
+    """Tasks with a fixed boundary: of the predicted value there."""
+    conservation_weight: NonNegativeFloat = 0.0
+    """Tasks that conserve: of the change of each field's integral. Needs the whole grid."""
+    queries: PositiveInt | None = None
+    """Points at which a sample is decoded in training, drawn anew in each step. None, and on a grid that has no more than
+    these: every point."""
+    query_sampling: Literal["uniform", "stratified"] = "stratified"
+    """uniform: points drawn one by one. stratified: the grid's points cut into `queries` equal runs, one of each."""
+    drop_path: FractionBelowOne = 0.0
+    """Probability that a sample skips the last block of the operator, growing linearly from 0 at the first."""
+    flip: Fraction = 0.0
+    """Tasks without time: share of samples mirrored along each axis. For equations that have this symmetry."""
+
+    def __post_init__(self) -> None:
+        whole = {"spectral_weight": self.spectral_weight, "conservation_weight": self.conservation_weight}
+        for name, weight in whole.items():
+            if weight and self.queries is not None:
+                raise UsageError(
+                    f"objective.{name} {weight:g}: is of the whole grid, and objective.queries {self.queries} decodes "
+                    "a part of it. Leave queries at None, or this weight at 0."
+                )
+        if self.freeze_autoencoder and not self.autoencode_steps:
+            raise UsageError(
+                "objective.freeze_autoencoder true with autoencode_steps 0: encoder and decoder would stay at their "
+                "random initial values. Give the first stage some steps, or do not freeze them."
+            )
+        if self.queries is None and self.query_sampling != "stratified":
+            raise UsageError(
+                f"objective.query_sampling {self.query_sampling}: has no effect without objective.queries. Give their "
+                "number, or leave query_sampling out."
+            )
+
+
+def stage_of_step(config: ObjectiveConfig, step: int) -> Stage:
+    """The stage that optimizer step ``step`` belongs to."""
+    return "autoencode" if step < config.autoencode_steps else "operator"
+
+
+def coefficients(config: ObjectiveConfig, step: int, conserved: bool, boundary: str) -> dict[str, float]:
+    """Coefficient of every term of ``TERMS`` in this step, 0 for what it or its task does not have."""
+    if stage_of_step(config, step) == "autoencode":
+        return dict.fromkeys(TERMS, 0.0) | {"reconstruction": 1.0, "reencoding": config.inverse_weight}
+    inverse = config.inverse_weight if step % config.inverse_every == 0 and not config.freeze_autoencoder else 0.0
+    return {
+        "prediction": 1.0,
+        "latent": config.latent_weight,
+        "reconstruction": inverse,
+        "reencoding": inverse,
+        "spectral": config.spectral_weight,
+        "boundary": config.boundary_weight * (boundary == "dirichlet"),
+        "conservation": config.conservation_weight * conserved,
+    }
+
+
+def freezable(config: ObjectiveConfig) -> dict[str, list[str]]:
+    """Module prefixes that some stage freezes, for the optimizer's groups; mostly empty."""
+    return {"autoencoder": list(AUTOENCODER)} if config.freeze_autoencoder else {}
+
+
+def frozen_parts(config: ObjectiveConfig, step: int) -> list[str]:
+    """Parts frozen in this step."""
+    frozen = config.freeze_autoencoder and stage_of_step(config, step) == "operator"
+    return ["autoencoder"] if frozen else []
+
+
+def used(coefficients: Mapping[str, float]) -> set[str]:
+    """Terms that count in this step."""
+    return {term for term, coefficient in coefficients.items() if coefficient}
+
+
+BOUNDARY_POINTS = 64
+"""Points at which the boundary term looks, drawn anew for each sample and step."""
+
+
+def with_queries(
+    config: ObjectiveConfig,
+    batch: Mapping[str, Tensor],
+    coordinates: Tensor,
+    draws: Callable[..., Tensor],
+    terms: Collection[str],
+) -> dict[str, Tensor]:
+    """The batch, and where it is decoded: ``given`` and ``sought`` (B, C, Q), and ``queries`` where not the whole grid.
+
+    ``coordinates`` (H * W, d) are those of the grid's points; ``draws(stream, *shape)`` gives uniform draws
+    (B, *shape) keyed by sample. With the boundary term in ``terms``, ``BOUNDARY_POINTS`` more queries follow the Q.
+    """
+    made = dict(batch) | {"given": batch["input"].flatten(2), "sought": batch["target"].flatten(2)}
+    if config.queries is not None and config.queries < len(coordinates):
+        stratified = config.query_sampling == "stratified"
+        places = fields.sample_points(draws("queries", config.queries), len(coordinates), stratified)  # (B, Q)
+        made["queries"] = coordinates[places]
+        made["given"], made["sought"] = (fields.at_points(batch[name], places) for name in ("input", "target"))
+    if "boundary" in terms:
+        edge = fields.boundary_points(draws("boundary", BOUNDARY_POINTS), coordinates.shape[1])
+        inner = made.get("queries", coordinates.expand(len(edge), -1, -1))
+        made["queries"] = torch.cat((inner, edge), dim=1)
+    return made
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation on held-out fields, with the averaged weights."""
+
+    every: NonNegativeInt = 0
+    """Optimizer steps between evaluations; there is always one at the end, and 0 makes only that."""
+    samples: PositiveInt = 256
+    """Held-out rows of each task, over all processes."""
+    batch_size: PositiveInt = 64
+    """Samples per process per forward."""
+    trajectories: PositiveInt = 32
+    """Held-out trajectories of each task with time that are rolled out, over all processes."""
+    conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
+    patience: PositiveInt | None = None
+    """Evaluations without a better mean error of all tasks after which the run ends. None: it runs to its end."""
+
+    def __post_init__(self) -> None:
+        if self.patience is not None and self.every == 0:
+            raise UsageError(
+                f"evaluation.patience {self.patience}: counts evaluations, and evaluation.every 0 makes one only, at "
+                "the end. Set evaluation.every to a number of steps."
+            )
+
+    def due(self, step: int, max_steps: int) -> bool:
+        """Whether to evaluate after ``step`` steps."""
+        return step == max_steps or (self.every > 0 and step % self.every == 0)
+
+
+def mirrored(values: Tensor, draws: Tensor, share: float) -> Tensor:
+    """(B, C, H, W) and uniform draws (B, 2) -> samples mirrored along each axis whose draw is below ``share``."""
+    for axis in (2, 3):
+        chosen = (draws[:, axis - 2] < share)[:, None, None, None]
+        values = torch.where(chosen, values.flip(axis), values)
+    return values

@@ -1,0 +1,164 @@
+"""How good predicted fields are: figures over all processes, and panels to look at."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from accel_train.data.field_baselines import baselines
+from accel_train.data.field_rows import FieldData, FieldRows, FieldTask
+from accel_train.diffusion import fields, rollout
+from accel_train.metrics.pictures import Panel
+
+logger = logging.getLogger(__name__)
+
+SHIFTS = (1, -1, 2, 3)
+"""Points by which a periodic field is moved for another estimate of the same step."""
+NOISES = (0.003, 0.01, 0.03, 0.1, 0.3)
+"""Of the field's size, where it cannot be moved."""
+
+
+def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """(6,) float64: sums over a batch's samples, by their weights, of what ``row_figures`` divides.
+
+    ``prediction`` (B, C', H, W) and the batch are normalised, errors are of physical units.
+    """
+    found, true = task.target.denormalise(prediction.float()), task.target.denormalise(batch["target"])
+    given = task.input.denormalise(batch["input"])
+    gap = fields.conservation_gap(found, given) if task.conserved else torch.zeros_like(batch["weight"])
+    each = (
+        torch.ones_like(batch["weight"]),
+        fields.relative_l2(found, true),
+        fields.squared_error(found, true),
+        fields.mean_square(true),
+        fields.spectral_error(found, true),
+        gap,
+    )
+    return (torch.stack(each).double() * batch["weight"].double()).sum(1)
+
+
+def row_figures(task: FieldTask, sums: Sequence[float]) -> dict[str, float]:
+    """From the sums over all processes: ``TASK_nrmse`` is the mean of each sample's root mean squared error over its
+    root mean square, as PDEBench has it; ``TASK_nrmse_pooled`` the same of all samples as one field."""
+    count, relative, squared, square, spectral, gap = sums
+    figures = {
+        f"{task.name}_nrmse": relative / count,
+        f"{task.name}_nrmse_pooled": fields.nrmse(squared, square),
+        f"{task.name}_spectral_error": spectral / count,
+    }
+    return figures | ({f"{task.name}_conservation_gap": gap / count} if task.conserved else {})
+
+
+class Rollouts:
+    """Held-out trajectories of one task, this process's share of them, rolled out by a model."""
+
+    def __init__(self, task: FieldTask, rows: FieldRows, count: int, rank: int, world_size: int, device: torch.device):
+        """The first ``count`` trajectories, dealt to the processes in equal shares; repetitions weigh nothing."""
+        count = min(count, rows.samples)
+        wanted = torch.arange(-(-count // world_size)) * world_size + rank
+        self.task, self.sample = task, wanted.clamp(max=count - 1)
+        self.weight = (wanted < count).double().to(device)
+        read = [rows.trajectory(int(index)) for index in self.sample]
+        self.truth = torch.stack([trajectory.fields for trajectory in read]).to(device)  # (B, T, C, H, W)
+        self.parameters = torch.stack([trajectory.parameters for trajectory in read]).to(device)
+
+    def plain(self, step: rollout.Step) -> Tensor:
+        """(B, T - 1, C, H, W): one step after another."""
+        return rollout.rollout(step, self.truth[:, 0], self.truth.shape[1] - 1)
+
+    def conditioned(self, step: rollout.Step, config: rollout.ConditioningConfig, seed: int) -> Tensor:
+        """The same with the choice of what conserves best, seeing no truth. For tasks that conserve."""
+        periodic = self.task.boundary == "periodic"
+        moved = [rollout.shifted(step, (0, by)) for by in SHIFTS] if periodic else []
+        noisy = [rollout.perturbed(step, scale, seed, self.sample.to(self.truth.device)) for scale in NOISES]
+        proposals = [rollout.plain(step), *moved, *noisy]
+
+        def score(first: Tensor, ahead: Tensor) -> Tensor:
+            given = self.task.input.denormalise(first)
+            seen = self.task.target.denormalise(ahead).unbind(1)
+            return torch.stack([fields.conservation_gap(one, given) for one in seen]).mean(0)
+
+        return rollout.conditioned_rollout(proposals, step, score, self.truth[:, 0], self.truth.shape[1] - 1, config)
+
+    def sums(self, found: Tensor) -> Tensor:
+        """(3, T - 1) float64: over the samples, of the weights, the relative error and the conservation gap at each
+        time."""
+        truth, made = self.task.target.denormalise(self.truth), self.task.target.denormalise(found)
+        times = range(made.shape[1])
+        error = torch.stack([fields.relative_l2(made[:, t], truth[:, t + 1]) for t in times])
+        gap = torch.stack([fields.conservation_gap(made[:, t], truth[:, 0]) for t in times])
+        each = torch.stack([torch.ones_like(error), error, gap]).double()  # (3, T - 1, B)
+        return (each * self.weight).sum(-1)
+
+    def panels(self, found: Tensor) -> list[Panel]:
+        """The first trajectory: of 1-D fields space against time, of 2-D fields the last time. Truth, prediction,
+        error."""
+        truth = self.task.target.denormalise(self.truth[0])[1:, 0].cpu()
+        made = self.task.target.denormalise(found[0])[:, 0].cpu()
+        if self.task.grid[0] == 1:
+            truth, made = truth[:, 0], made[:, 0]
+        else:
+            truth, made = truth[-1], made[-1]
+        return [Panel("rollout: truth", truth, "u"), Panel("prediction", made, "u"), Panel("error", made - truth, "e")]
+
+
+def rollout_figures(task: FieldTask, plain: Tensor, conditioned: Tensor | None) -> dict[str, float]:
+    """From sums over all processes (3, T - 1): errors over all times and at the last, and what the choice gained."""
+    name, (weight, error, gap) = task.name, plain
+    mean = error / weight
+    figures = {f"{name}_rollout_nrmse": float(mean.mean()), f"{name}_rollout_nrmse_last": float(mean[-1])}
+    figures |= {f"{name}_rollout_conservation_gap": float((gap / weight).mean())} if task.conserved else {}
+    if conditioned is None:
+        return figures
+    better = conditioned[1] / conditioned[0]
+    return figures | {
+        f"{name}_conditioned_nrmse": float(better.mean()),
+        f"{name}_conditioned_gain": float(1 - better.mean() / mean.mean()),
+        f"{name}_conditioned_conservation_gap": float((conditioned[2] / conditioned[0]).mean()),
+    }
+
+
+def row_panels(task: FieldTask, batch: Mapping[str, Tensor], prediction: Tensor) -> list[Panel]:
+    """The first sample of a 2-D task: input, truth, prediction, error."""
+    given = task.input.denormalise(batch["input"][0])[0].cpu()
+    true = task.target.denormalise(batch["target"][0])[0].cpu()
+    found = task.target.denormalise(prediction[0].float())[0].cpu()
+    pairs = [Panel("truth", true, "u"), Panel("prediction", found, "u"), Panel("error", found - true, "e")]
+    return [Panel("input", given, "a"), *pairs]
+
+
+def baseline_figures(data: FieldData) -> dict[str, float]:
+    """``TASK_persistence_nrmse``, ``TASK_training_mean_nrmse`` and ``TASK_linear_fit_nrmse``: what needs no model.
+
+    One process; some seconds.
+    """
+    found: dict[str, float] = {}
+    for task in data.tasks:
+        scores = baselines(
+            data.training[task.name], data.heldout[task.name], task.target.denormalise, same_fields=task.has_time
+        )
+        found |= {f"{task.name}_{name}_nrmse": score for name, score in scores.items()}
+    return found
+
+
+def table(data: FieldData, figures: Mapping[str, float]) -> list[str]:
+    """The model beside what needs none, a line for each task."""
+    lines: list[str] = []
+    for task in data.tasks:
+        others = {
+            key.removeprefix(f"{task.name}_").removesuffix("_nrmse").replace("_", " "): value
+            for key, value in figures.items()
+            if key.startswith(f"{task.name}_") and key.endswith(("persistence_nrmse", "mean_nrmse", "fit_nrmse"))
+        }
+        beside = ", ".join(f"{name} {value:.4f}" for name, value in others.items())
+        lines.append(f"{task.name}: nRMSE {figures[f'{task.name}_nrmse']:.4f}" + (f"; {beside}" if beside else ""))
+    return lines
+
+
+def mean_nrmse(data: FieldData, figures: Mapping[str, float]) -> float:
+    """The geometric mean over the tasks: what early stopping and ``keep_best`` look at."""
+    return math.exp(sum(math.log(max(figures[f"{task.name}_nrmse"], 1e-12)) for task in data.tasks) / len(data.tasks))

@@ -1,0 +1,28 @@
+"""Weights from a directory or the Hub into a model: what `from_pretrained` of every model here does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import load_torch_model, snapshot_download
+from torch import nn
+
+DOWNLOAD_OPTIONS = ("revision", "cache_dir", "force_download", "local_files_only", "token")
+"""What the hub mixin hands to `_from_pretrained` beside the model's own arguments."""
+WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
+
+
+def load_pretrained(
+    model: nn.Module, model_id: str, map_location: str = "cpu", strict: bool = True, **of_the_hub: Any
+) -> None:
+    """One file or several with an index, which the hub mixin's own loader cannot read.
+
+    Strict, unlike the mixin's default: weights missing in the files would stay random without a word. `of_the_hub`:
+    the arguments of `snapshot_download`; nothing is downloaded where `model_id` is a directory.
+    """
+    directory = model_id
+    if not Path(model_id).is_dir():
+        directory = snapshot_download(model_id, allow_patterns=WEIGHT_FILES, **of_the_hub)
+    whole = Path(directory) / "model.safetensors"  # named, because ema.safetensors may stand beside it
+    load_torch_model(model, whole if whole.is_file() else directory, strict=strict, map_location=map_location)

@@ -1,0 +1,249 @@
+"""Train a neural operator for partial differential equations on latent tokens.
+
+    accelerate launch recipes/pde.py                                              # advection and Darcy flow, generated
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/pde.py --data.path pdebench/ --data.tasks ...
+
+A field is encoded to tokens, a transformer advances the tokens by one step in time (or solves the equation), a decoder
+gives the new field at any points. Each step of the optimizer belongs to one task.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train import experiment, rng
+from accel_train.config import PositiveInt, expand_path, load_config, run_main, to_tree
+from accel_train.data import field_rows, heldout, pde, task_sampler
+from accel_train.diffusion import fields, operator_learning, rollout
+from accel_train.metrics import (
+    early_stopping,
+    field_scores,
+    logs,
+    pictures,
+    records,
+    report,
+)
+from accel_train.models import field_tokens, pde_transformer, token_blocks
+from accel_train.training import accumulation, ema, optimizers
+
+logger = logging.getLogger("recipes.pde")
+DEFAULT_PRESET = "pde_demo"
+
+
+# ---------------------------------------------------------------------------------------------------------- config
+@dataclass(frozen=True)
+class Config(experiment.ExperimentConfig):
+    """Neural PDE operator on latent tokens: several equations, one transformer."""
+
+    output_dir: str = "runs/pde-demo"
+    model: pde_transformer.PdeModelConfig = field(default_factory=pde_transformer.PdeModelConfig)
+    data: pde.PdeDataConfig = field(default_factory=pde.PdeDataConfig)
+    task_weights: tuple[PositiveInt, ...] | None = None
+    """Steps of each task of data.tasks in a block of steps. None: one of each."""
+    objective: operator_learning.ObjectiveConfig = field(default_factory=operator_learning.ObjectiveConfig)
+    evaluation: operator_learning.EvaluationConfig = field(default_factory=operator_learning.EvaluationConfig)
+
+
+# ------------------------------------------------------------------------------------------------------------ loss
+def prepare(
+    config: Config, batch: accumulation.Batch, step: int, task: field_rows.FieldTask, terms: set[str]
+) -> tuple[accumulation.Batch, dict[str, Tensor]]:
+    """Inputs of the model and the weight of each loss term. Draws are keyed by sample, never by process."""
+    options, batch = config.objective, dict(batch)
+
+    def draws(stream: str, *shape: int) -> Tensor:
+        return rng.uniform(rng.sample_keys(config.seed, stream, step, batch["occurrence"]), shape)
+
+    if options.flip and not task.has_time:
+        for name in ("input", "target"):
+            batch[name] = operator_learning.mirrored(batch[name], draws("flip", 2), options.flip)
+    grid = field_tokens.coordinates([n for n in task.grid if n > 1], batch["input"].device)
+    inputs = operator_learning.with_queries(options, batch, grid, draws, terms)
+    if options.drop_path:
+        inputs["keep"] = token_blocks.drop_path(draws("drop_path", sum(config.model.stages)), options.drop_path)
+    return inputs, dict.fromkeys(operator_learning.TERMS, batch["weight"].sum())
+
+
+def loss_sums(
+    model: nn.Module, inputs: accumulation.Batch, number: int, task: field_rows.FieldTask, terms: set[str]
+) -> dict[str, Tensor]:
+    """Sum of each loss term over a micro-batch, in fp32; divided by the global weights elsewhere."""
+    parts = pde_transformer.Parts(
+        reconstruction="reconstruction" in terms, reencoding="reencoding" in terms, prediction="prediction" in terms,
+        operator="prediction" in terms,
+    )  # fmt: skip
+    target = inputs["target"] if terms & {"latent", "reconstruction", "reencoding"} else None
+    numbers = inputs["parameters"][:, : len(task.parameters)]
+    queries, keep = inputs.get("queries"), inputs.get("keep")
+    out = model(inputs["input"], target, numbers, inputs["dt"], number, queries, parts, keep)
+    losses: dict[str, Tensor] = {}  # of each sample
+    count = inputs["sought"].shape[-1]
+    if out.prediction is not None:
+        prediction, edge = out.prediction[..., :count], out.prediction[..., count:]
+        losses["prediction"] = fields.squared_error(prediction, inputs["sought"])
+        if "spectral" in terms:
+            losses["spectral"] = fields.spectral_loss(prediction.unflatten(-1, task.grid), inputs["target"])
+        if "conservation" in terms:
+            physical = task.target.denormalise(prediction, 1), task.input.denormalise(inputs["given"], 1)
+            losses["conservation"] = fields.conservation_gap(*physical)
+        if "boundary" in terms:
+            losses["boundary"] = fields.squared_error(edge, task.target.normalise(torch.zeros_like(edge), 1))
+    if "latent" in terms:
+        losses["latent"] = fields.squared_error(out.predicted_latent, out.target_latent.detach())
+    if "reconstruction" in terms:
+        both = (out.input_reconstruction, inputs["given"]), (out.target_reconstruction, inputs["sought"])
+        errors = [fields.squared_error(made[..., :count], true) for made, true in both]
+        losses["reconstruction"] = torch.stack(errors).sum(0)
+    if "reencoding" in terms:
+        losses["reencoding"] = fields.squared_error(out.reencoded, out.target_latent.detach())
+    nothing = torch.zeros_like(inputs["weight"])
+    return {term: (losses.get(term, nothing) * inputs["weight"]).sum() for term in operator_learning.TERMS}
+
+
+# ------------------------------------------------------------------------------------------------------ evaluation
+def task_shape(task: field_rows.FieldTask) -> pde_transformer.TaskShape:
+    """What the model must know of a task of the data."""
+    return pde_transformer.TaskShape(
+        task.name, task.input_channels, task.target_channels, task.grid, len(task.parameters),
+        periodic=task.boundary == "periodic", same_fields=task.has_time,
+    )  # fmt: skip
+
+
+def advance(model: nn.Module, number: int, task: field_rows.FieldTask, parameters: Tensor) -> rollout.Step:
+    """One step of the model on normalised fields."""
+    parts = pde_transformer.Parts(reconstruction=False, reencoding=False)
+    numbers = parameters[:, : len(task.parameters)]
+
+    def step(state: Tensor) -> Tensor:
+        dt = torch.full((len(state),), task.dt, device=state.device)
+        return model(state, None, numbers, dt, number, None, parts).prediction.unflatten(-1, task.grid).float()
+
+    return step
+
+
+@torch.no_grad()
+def evaluate(
+    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: field_rows.FieldData, step: int
+) -> dict[str, float]:
+    """Held-out figures of every task, pictures and the report, with the averaged weights. All ranks."""
+    options, figures, rows = config.evaluation, dict[str, float](), list[tuple[str, list[pictures.Panel]]]()
+    place = accelerator.process_index, accelerator.num_processes, accelerator.device
+
+    def total(sums: Tensor) -> Any:
+        return accelerator.reduce(sums, "sum")
+
+    with average.applied():
+        for number, task in enumerate(data.tasks):
+            rowset, sums, panels = data.heldout[task.name], list[Tensor](), list[pictures.Panel]()
+            for batch, _ in heldout.heldout_batches(rowset, options.samples, options.batch_size, *place):
+                found = advance(model, number, task, batch["parameters"])(batch["input"])
+                sums.append(field_scores.row_sums(task, found, batch))
+                panels = panels or field_scores.row_panels(task, batch, found)
+            figures |= field_scores.row_figures(task, total(torch.stack(sums).sum(0)).tolist())
+            if task.has_time:
+                paths = field_scores.Rollouts(task, rowset, options.trajectories, *place)
+                step_ahead = advance(model, number, task, paths.parameters)
+                plain, chosen = paths.plain(step_ahead), None
+                if task.conserved:
+                    chosen = total(paths.sums(paths.conditioned(step_ahead, options.conditioning, config.seed)))
+                figures |= field_scores.rollout_figures(task, total(paths.sums(plain)), chosen)
+                panels = paths.panels(plain)
+            rows.append((task.name, panels))
+    figures["mean_nrmse"] = field_scores.mean_nrmse(data, figures)
+    if accelerator.is_main_process:
+        figures |= field_scores.baseline_figures(data)
+        pictures.write_fields(expand_path(config.output_dir) / "fields.png", rows)
+    logs.info(logger, *field_scores.table(data, figures))
+    report.write_report(accelerator, expand_path(config.output_dir), step, figures)
+    return figures
+
+
+# ------------------------------------------------------------------------------------------------------------ main
+def main(argv: Sequence[str]) -> int:
+    """Every process runs it. Raises ``UsageError`` (exit code 2) before anything is built."""
+    config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
+    accelerator = experiment.start(config)
+    rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    data = pde.prepare_pde(config.data, rank=rank, world_size=world_size, barrier=accelerator.wait_for_everyone)
+    sizes, tasks = data.train.sizes, data.tasks
+    order = task_sampler.TaskSampler(sizes, config.global_batch_size, config.seed, config.task_weights)
+    opened = experiment.open_experiment(config, accelerator, sum(sizes), data.fingerprint, data.notices)
+    if opened.finished:
+        return 0
+
+    torch.manual_seed(config.seed)  # the same initial weights on every process
+    shape = pde_transformer.PdeTransformerConfig(tuple(map(task_shape, tasks)), config.model)
+    model: nn.Module = pde_transformer.PdeTransformer(shape)
+    needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
+    freezable = operator_learning.freezable(config.objective)
+    prepared = experiment.prepare(config, accelerator, opened, model, needs, freezable)
+    model, optimizer, average, notes = prepared
+    if config.evaluate_only:
+        evaluate(config, accelerator, model, average, data, opened.start_step)
+        return 0
+
+    def write_extras(directory: Path) -> None:
+        """What prediction from the checkpoint needs beside the weights."""
+        records.write_json(directory / "config.json", to_tree(shape))
+        data.assets.save(directory / "assets")
+
+    early = early_stopping.EarlyStopping(
+        config.evaluation.patience, "mean_nrmse", opened.run.directory, opened.start_step
+    )
+    stop, done = False, opened.start_step
+    opening = config, accelerator, opened, prepared, data.train, order, write_extras
+    with experiment.open_training(*opening) as (steps, log, saver, rates):
+        for batches in steps:
+            step, done = batches.step, batches.step + 1
+            number = order.task_of_step(step)
+            task = tasks[number]
+            coefficients = operator_learning.coefficients(config.objective, step, task.conserved, task.boundary)
+            terms = operator_learning.used(coefficients)
+            optimizers.set_frozen(optimizer, operator_learning.frozen_parts(config.objective, step))
+            optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(step))
+
+            inputs_of_step = [prepare(config, batch, step, task, terms) for batch in batches.micro_batches]
+            window = accumulation.GradientWindow(accelerator, model, inputs_of_step, coefficients, step, config.sync)
+            for inputs in window:  # gradients stay local until the last micro-batch
+                window.backward(loss_sums(model, inputs, number, task, terms))
+            result = window.finish(config.optimizer.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update(step)
+
+            points = math.prod(shape.grid(shape.tasks[number]).cells)
+            rates.update(
+                samples=config.global_batch_size,
+                tokens=result.weights["prediction"] * points,
+                padded_tokens=config.global_batch_size * points,
+                data_wait_seconds=batches.data_wait_seconds,
+                flops=3 * config.global_batch_size * pde_transformer.flops_per_sample(shape, number),
+            )
+            log.advance(done)
+            if log.due(done):
+                log.train(done, result.fields() | rates.read() | notes.fields(order.epoch(done)) | {"task": task.name})
+            stop, figures = saver.boundary(done), dict[str, float]()  # asked to stop: all processes, at one step
+            if config.evaluation.due(done, opened.max_steps) and not stop:
+                with rates.pause():
+                    figures = evaluate(config, accelerator, model, average, data, done)
+                    log.evaluation(done, figures)
+            ended = early.ended(figures)
+            if stop or ended or saver.due(done, opened.max_steps):
+                with rates.pause():
+                    stop = saver.save(done, figures)
+            if stop or ended:
+                break
+    return experiment.finish(accelerator, opened, done, stop)
+
+
+if __name__ == "__main__":
+    run_main(main)
