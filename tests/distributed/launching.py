@@ -36,6 +36,15 @@ SMALL = (
     "--evaluation.timesteps 1 --evaluation.shown 1 --evaluation.text.steps 1 --evaluation.latent.steps 1"
 ).split()
 """The demo with a smaller batch, every step logged, and next to no evaluation."""
+SMALL_PDE = (
+    "--global_batch_size 16 --micro_batch_size 16 --log.log_every 1 --log.progress_bar off --data.train_samples 64 "
+    "--data.heldout_samples 16 --model.width 32 --model.depth 2 --model.heads 2 --model.decoder_width 32 "
+    "--objective.autoencode_steps 6 --objective.inverse_every 2 --objective.boundary_weight 0.1 --objective.queries 64 "
+    "--objective.drop_path 0.2 --objective.flip 0.5 --schedule.warmup_steps 5 --evaluation.samples 8 "
+    "--evaluation.trajectories 2 --evaluation.conditioning.candidates 2 --evaluation.conditioning.beam 1"
+).split()
+"""Both stages, both tasks, and everything that draws, in a few steps of a small model."""
+DEMOS = {"mmdit": ("demo", SMALL), "pde": ("pde_demo", SMALL_PDE)}
 
 
 @dataclass(frozen=True)
@@ -44,9 +53,10 @@ class Layout:
 
     strategy: str
     processes: int
+    recipe: str = "mmdit"
 
     def __str__(self) -> str:
-        return f"{self.strategy}x{self.processes}"
+        return f"{self.strategy}x{self.processes}" + ("" if self.recipe == "mmdit" else f"-{self.recipe}")
 
 
 @dataclass(frozen=True)
@@ -84,8 +94,9 @@ def environment(**extra: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **extra}
 
 
-def command(layout: Layout, arguments: list[str], folder: Path, recipe: Path = RECIPE) -> list[str]:
+def command(layout: Layout, arguments: list[str], folder: Path, recipe: Path | None = None) -> list[str]:
     """How a person would start it: plain Python for one process, a rehearsal of a launch file for several."""
+    recipe = recipe or RECIPE.with_stem(layout.recipe)
     if layout.strategy == "single":
         return [sys.executable, str(recipe), *arguments]
     file = folder / f"{layout}.yaml"
@@ -103,7 +114,8 @@ def run_recipe(
     extra: dict[str, str] | None = None,
 ) -> Finished:
     """Run the demo to its end; asserts success unless told otherwise."""
-    flags = ["demo", *SMALL, "--output_dir", str(directory), *arguments]
+    preset, small = DEMOS[layout.recipe]
+    flags = [preset, *small, "--output_dir", str(directory), *arguments]
     directory.parent.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         command(layout, flags, directory.parent),

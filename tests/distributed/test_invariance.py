@@ -1,10 +1,12 @@
-"""The trajectory belongs to the experiment: 40 steps of the demo on every layout, compared number by number.
+"""The trajectory belongs to the experiment: steps of every recipe's demo on every layout, compared number by number.
 
-The demo trains with mode `mixed` and conditioning dropout, so both are in every comparison.
+That of mmdit trains with mode `mixed` and conditioning dropout, that of pde in two stages on two tasks with drop-path,
+flips and drawn points, so these are in every comparison.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from tests.distributed.launching import Finished, Layout, relative_difference, run_recipe
 
 pytestmark = pytest.mark.distributed
-STEPS = 40
+STEPS = {"mmdit": 40, "pde": 16}
 
 LAYOUTS = {
     "2 processes": (Layout("ddp", 2), ()),
@@ -33,29 +35,53 @@ SLOW = {"3 processes", "micro-batches of 1, 2 processes", "3 processes, ragged",
 """Each of these is between two others; they run with -m slow."""
 
 
+QUICK_PDE = {"3 processes, ragged", "FSDP2", "ZeRO-2, one reduction", "ZeRO-3"}
+
+
+def cases() -> list[object]:
+    quick = {"mmdit": set(LAYOUTS) - SLOW, "pde": QUICK_PDE}
+    return [
+        pytest.param(recipe, name, marks=() if name in quick[recipe] else pytest.mark.slow, id=f"{recipe}-{name}")
+        for recipe in STEPS
+        for name in LAYOUTS
+    ]
+
+
+def train(layout: Layout, folder: Path, *flags: str) -> Finished:
+    return run_recipe(layout, folder / "run", "--max_steps", str(STEPS[layout.recipe]), *flags)
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """One process with the whole batch."""
-    return run_recipe(Layout("single", 1), tmp_path_factory.mktemp("reference") / "run", "--max_steps", str(STEPS))
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    """One process with the whole batch, of every recipe."""
+    return {recipe: train(Layout("single", 1, recipe), tmp_path_factory.mktemp(recipe)) for recipe in STEPS}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LAYOUTS])
-def test_every_layout_follows_the_same_trajectory(name: str, reference: Finished, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def reference(references: dict[str, Finished]) -> Finished:
+    return references["mmdit"]
+
+
+@pytest.mark.parametrize(("recipe", "name"), cases())
+def test_every_layout_follows_the_same_trajectory(
+    recipe: str, name: str, references: dict[str, Finished], tmp_path: Path
+) -> None:
     layout, flags = LAYOUTS[name]
-    run = run_recipe(layout, tmp_path / "run", "--max_steps", str(STEPS), *flags)
+    reference, steps = references[recipe], STEPS[recipe]
+    run = train(dataclasses.replace(layout, recipe=recipe), tmp_path, *flags)
     expected, found = reference.losses(), run.losses()
-    assert len(found) == STEPS
+    assert len(found) == steps
     worst = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
     assert worst < 1e-5, f"{name}: {worst:.1e}"
     for stem in ("model", "ema"):
-        assert relative_difference(reference.tensors(STEPS, stem), run.tensors(STEPS, stem)) < 1e-4, stem
+        assert relative_difference(reference.tensors(steps, stem), run.tensors(steps, stem)) < 1e-4, stem
 
 
 def test_the_same_layout_twice_is_bit_identical(reference: Finished, tmp_path: Path) -> None:
-    again = run_recipe(Layout("single", 1), tmp_path / "run", "--max_steps", str(STEPS))
+    again, steps = train(Layout("single", 1), tmp_path), STEPS["mmdit"]
     assert [x.hex() for x in again.losses()] == [x.hex() for x in reference.losses()]
     for stem in ("model", "ema", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
-        ours, theirs = again.tensors(STEPS, stem), reference.tensors(STEPS, stem)
+        ours, theirs = again.tensors(steps, stem), reference.tensors(steps, stem)
         assert all(torch.equal(ours[k], theirs[k]) for k in theirs), stem
 
 

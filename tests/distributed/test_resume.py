@@ -15,6 +15,7 @@ from tests.distributed.launching import Finished, Layout, run_recipe
 pytestmark = pytest.mark.distributed
 LAYOUTS = [Layout("single", 1), Layout("ddp", 2), Layout("fsdp2", 2), Layout("zero2", 2), Layout("zero3", 2)]
 OFFLOADED = [Layout("zero2_offload", 2), Layout("zero3_offload", 2)]
+PDE = [Layout("single", 1, "pde"), Layout("fsdp2", 2, "pde"), Layout("zero3", 2, "pde")]
 FLAGS = (
     "--max_steps",
     "20",
@@ -95,7 +96,9 @@ def assert_close(found: Finished, expected: Finished) -> None:
 
 @pytest.mark.fault("F46", injected="resume in the middle of an epoch, five strategies", outcome="the same bits")
 @pytest.mark.fault("F48", injected="0 loader workers before, 2 after", outcome="the same bits")
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(x, marks=pytest.mark.slow) for x in OFFLOADED)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, PDE[0], *(pytest.param(x, marks=pytest.mark.slow) for x in [*OFFLOADED, *PDE[1:]])], ids=str
+)
 def test_one_interruption_on_the_same_layout(layout: Layout, whole: Whole, at_ten: Whole, tmp_path: Path) -> None:
     number = 2 if layout in LAYOUTS[:3] else 0
     resumed = resume(at_ten(layout), layout, tmp_path, *workers(number))
