@@ -48,6 +48,7 @@ FREE_TO_CHANGE = (
     "evaluation",
     "data.cache_dir",
     "data.encoder_batch_size",
+    "data.workers",
 )
 """Options (or groups) that do not change the trajectory, or only prolong it. All others are the experiment."""
 
@@ -55,7 +56,6 @@ POLICIES = ("auto", "must", "never")
 """What ``resume`` may be beside the place of a checkpoint."""
 
 OWN_FILES = (LOADING_FILE, "run.json", "config.yaml", "metrics.jsonl", "evaluation.json", "curves.png", "samples.md")
-
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from accel_train.diffusion.rollout import ConditioningConfig
 
 Stage = Literal["autoencode", "operator"]
 TERMS = ("prediction", "latent", "reconstruction", "reencoding", "spectral", "boundary", "conservation")
-AUTOENCODER = ("encoders", "decoder")
+AUTOENCODER = ("encoders", "target_encoders", "decoder")
 """Modules that the operator stage can freeze."""
 
 
@@ -46,8 +46,8 @@ class ObjectiveConfig:
     conservation_weight: NonNegativeFloat = 0.0
     """Tasks that conserve: of the change of each field's integral. Needs the whole grid."""
     queries: PositiveInt | None = None
-    """Points at which a sample is decoded in training, drawn anew in each step. None, and on a grid that has no more than
-    these: every point."""
+    """Points at which a sample is decoded in training, drawn anew in each step. None, and on a grid of no more points:
+    all of them."""
     query_sampling: Literal["uniform", "stratified"] = "stratified"
     """uniform: points drawn one by one. stratified: the grid's points cut into `queries` equal runs, one of each."""
     drop_path: FractionBelowOne = 0.0

@@ -40,7 +40,7 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel]]]) -> Non
         limits = {p.group: _limits([q for q in panels if q.group == p.group]) for p in panels}
         for axis, panel in zip(axes, panels, strict=False):
             low, high = limits[panel.group]
-            image = axis.imshow(panel.values, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+            image = axis.imshow(panel.values.numpy(), vmin=low, vmax=high, aspect="auto", interpolation="nearest")
             axis.set_title(panel.title, fontsize=9)
             axis.tick_params(labelsize=7)
             figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)

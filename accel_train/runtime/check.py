@@ -19,8 +19,8 @@ from accel_train.runtime.requested import Requested, refuse_accumulation, refuse
 def check(request: Launch) -> str:
     """What ``accel-train check`` prints. Raises ``UsageError`` for what a start would refuse before connecting.
 
-    The recipe is a file with a ``Config`` and a directory ``presets`` beside it; ``DEFAULT_PRESET`` names the one that is
-    taken where none is given, else it is demo.
+    The recipe is a file with a ``Config`` and a directory ``presets`` beside it; its ``DEFAULT_PRESET``, else demo, is
+    taken where none is given.
     """
     path = expand_path(request.config_file)
     machine = read_machine_config(path, num_processes=request.num_processes)

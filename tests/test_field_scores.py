@@ -1,0 +1,124 @@
+"""Figures of fields against numbers made by hand, on any number of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from accel_train.data.field_rows import FieldData
+from accel_train.data.pde import PdeDataConfig, prepare_pde
+from accel_train.diffusion.rollout import ConditioningConfig
+from accel_train.metrics import field_scores
+from accel_train.metrics.early_stopping import EarlyStopping
+from accel_train.metrics.pictures import Panel, write_fields
+from accel_train.metrics.records import LineWriter
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> FieldData:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    options = PdeDataConfig(
+        train_samples=32, heldout_samples=8, resolution_1d=32, resolution_2d=8, snapshots=9, workers=0, cache_dir=cache
+    )
+    return prepare_pde(options)
+
+
+def test_row_figures_are_those_of_the_physical_fields(data: FieldData) -> None:
+    task, rows = data.tasks[0], data.heldout["advection"]
+    batch = rows.batch([0, 1, 2, 3]) | {"weight": torch.tensor([1.0, 1.0, 1.0, 0.0])}
+    prediction = batch["target"] + 0.1 * torch.randn(batch["target"].shape, generator=torch.Generator().manual_seed(0))
+    found = field_scores.row_figures(task, field_scores.row_sums(task, prediction, batch).tolist())
+
+    true, made = (x.double().numpy() * task.target.std[0] + task.target.mean[0] for x in (batch["target"], prediction))
+    given = batch["input"].double().numpy() * task.input.std[0] + task.input.mean[0]
+    each = [np.sqrt(((made[i] - true[i]) ** 2).mean() / (true[i] ** 2).mean()) for i in range(3)]
+    assert found["advection_nrmse"] == pytest.approx(np.mean(each), rel=1e-5)
+    pooled = np.sqrt(((made[:3] - true[:3]) ** 2).sum() / (true[:3] ** 2).sum())
+    assert found["advection_nrmse_pooled"] == pytest.approx(pooled, rel=1e-5)
+    gaps = [abs(made[i].mean() - given[i].mean()) / np.abs(given[i]).mean() for i in range(3)]
+    assert found["advection_conservation_gap"] == pytest.approx(np.mean(gaps), rel=1e-4)
+    assert "darcy_conservation_gap" not in field_scores.row_figures(data.tasks[1], [1.0] * 6)
+
+
+def exact(state: Tensor) -> Tensor:
+    """Not advection: a step that keeps the integral and is easy to follow."""
+    return state.roll(1, -1)
+
+
+def sums_of(data: FieldData, world_size: int, conditioned: bool) -> Tensor:
+    total = torch.zeros(3, 4, dtype=torch.float64)
+    for rank in range(world_size):
+        paths = field_scores.Rollouts(
+            data.tasks[0], data.heldout["advection"], 5, rank, world_size, torch.device("cpu")
+        )
+        config = ConditioningConfig(candidates=3, beam=2, horizon=2)
+        made = paths.conditioned(exact, config, seed=0) if conditioned else paths.plain(exact)
+        assert made.shape == paths.truth[:, 1:].shape
+        total += paths.sums(made)
+    return total
+
+
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_rollouts_are_the_same_on_any_number_of_processes(data: FieldData, conditioned: bool) -> None:
+    one = sums_of(data, 1, conditioned)
+    assert one[0].tolist() == [5.0] * 4
+    for world_size in (2, 3):
+        torch.testing.assert_close(sums_of(data, world_size, conditioned), one, rtol=1e-6, atol=1e-9)
+
+
+def test_rollout_figures(data: FieldData) -> None:
+    plain = torch.tensor([[2.0, 2.0], [0.2, 0.6], [0.02, 0.02]], dtype=torch.float64)
+    better = torch.tensor([[2.0, 2.0], [0.1, 0.3], [0.0, 0.0]], dtype=torch.float64)
+    found = field_scores.rollout_figures(data.tasks[0], plain, better)
+    assert found["advection_rollout_nrmse"] == pytest.approx(0.2)
+    assert found["advection_rollout_nrmse_last"] == pytest.approx(0.3)
+    assert found["advection_rollout_conservation_gap"] == pytest.approx(0.01)
+    assert found["advection_conditioned_gain"] == pytest.approx(0.5)
+    assert "advection_conditioned_gain" not in field_scores.rollout_figures(data.tasks[0], plain, None)
+
+
+def test_what_needs_no_model_stands_beside_the_model(data: FieldData) -> None:
+    others = field_scores.baseline_figures(data)
+    assert {"advection_persistence_nrmse", "darcy_linear_fit_nrmse", "darcy_training_mean_nrmse"} <= set(others)
+    assert "darcy_persistence_nrmse" not in others
+    figures = others | {"advection_nrmse": 0.04, "darcy_nrmse": 0.01}
+    lines = field_scores.table(data, figures)
+    assert lines[0].startswith("advection: nRMSE 0.0400; ")
+    assert f"persistence {others['advection_persistence_nrmse']:.4f}" in lines[0]
+    assert field_scores.mean_nrmse(data, figures) == pytest.approx(0.02)
+
+
+def test_pictures_are_written_whole(tmp_path: Path, data: FieldData) -> None:
+    task, rows = data.tasks[1], data.heldout["darcy"]
+    batch = rows.batch([0])
+    paths = field_scores.Rollouts(data.tasks[0], data.heldout["advection"], 1, 0, 1, torch.device("cpu"))
+    panels = [("a", paths.panels(paths.plain(exact))), ("d", field_scores.row_panels(task, batch, batch["target"]))]
+    write_fields(tmp_path / "fields.png", panels)
+    assert (tmp_path / "fields.png").read_bytes()[:4] == b"\x89PNG"
+    assert [path.name for path in tmp_path.iterdir()] == ["fields.png"]
+
+
+def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_fields(tmp_path / "no" / "fields.png", [("a", [Panel("t", torch.rand(2, 3), "u")])])
+    assert "could not be written" in caplog.text
+
+
+def test_a_run_ends_when_it_stops_getting_better(tmp_path: Path) -> None:
+    early = EarlyStopping(2, "error", tmp_path, 0)
+    assert [early.ended({"error": value}) for value in (0.5, 0.4, 0.45)] == [False, False, False]
+    assert not early.ended({})
+    assert early.ended({"error": 0.41})
+    assert not EarlyStopping(None, "error", tmp_path, 0).ended({"error": 1.0})
+
+
+def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path) -> None:
+    writer = LineWriter(tmp_path / "metrics.jsonl")
+    for step, value in ((10, 0.5), (20, 0.4), (30, 0.45), (40, 0.1)):
+        writer.write({"event": "evaluation", "step": step, "error": value})
+    early = EarlyStopping(2, "error", tmp_path, 30)  # what lies beyond step 30 is done again
+    assert not early.exhausted
+    assert early.ended({"error": 0.42})
