@@ -73,18 +73,20 @@ def prepare(
     return inputs, dict.fromkeys(operator_learning.TERMS, batch["weight"].sum())
 
 
+def parts_of(terms: set[str]) -> pde_transformer.Parts:
+    """What the model must compute for these terms."""
+    operator = "prediction" in terms
+    return pde_transformer.Parts("reconstruction" in terms, "reencoding" in terms, operator, operator)
+
+
 def loss_sums(
     model: nn.Module, inputs: accumulation.Batch, number: int, task: field_rows.FieldTask, terms: set[str]
 ) -> dict[str, Tensor]:
     """Sum of each loss term over a micro-batch, in fp32; divided by the global weights elsewhere."""
-    parts = pde_transformer.Parts(
-        reconstruction="reconstruction" in terms, reencoding="reencoding" in terms, prediction="prediction" in terms,
-        operator="prediction" in terms,
-    )  # fmt: skip
     target = inputs["target"] if terms & {"latent", "reconstruction", "reencoding"} else None
     numbers = inputs["parameters"][:, : len(task.parameters)]
     queries, keep = inputs.get("queries"), inputs.get("keep")
-    out = model(inputs["input"], target, numbers, inputs["dt"], number, queries, parts, keep)
+    out = model(inputs["input"], target, numbers, inputs["dt"], number, queries, parts_of(terms), keep)
     losses: dict[str, Tensor] = {}  # of each sample
     count = inputs["sought"].shape[-1]
     if out.prediction is not None:
@@ -221,12 +223,14 @@ def main(argv: Sequence[str]) -> int:
             average.update(step)
 
             points = math.prod(shape.grid(shape.tasks[number]).cells)
+            asked = operator_learning.queries_of(config.objective, math.prod(task.grid))
+            work = pde_transformer.flops_per_sample(shape, number, asked, parts_of(terms))
             rates.update(
                 samples=config.global_batch_size,
                 tokens=result.weights["prediction"] * points,
                 padded_tokens=config.global_batch_size * points,
                 data_wait_seconds=batches.data_wait_seconds,
-                flops=3 * config.global_batch_size * pde_transformer.flops_per_sample(shape, number),
+                flops=3 * config.global_batch_size * work,
             )
             log.advance(done)
             if log.due(done):

@@ -112,6 +112,11 @@ def used(coefficients: Mapping[str, float]) -> set[str]:
     return {term for term, coefficient in coefficients.items() if coefficient}
 
 
+def queries_of(config: ObjectiveConfig, points: int) -> int | None:
+    """Points at which a sample on a grid of ``points`` is decoded; None: at all of them."""
+    return config.queries if config.queries is not None and config.queries < points else None
+
+
 BOUNDARY_POINTS = 64
 """Points at which the boundary term looks, drawn anew for each sample and step."""
 
@@ -129,9 +134,9 @@ def with_queries(
     (B, *shape) keyed by sample. With the boundary term in ``terms``, ``BOUNDARY_POINTS`` more queries follow the Q.
     """
     made = dict(batch) | {"given": batch["input"].flatten(2), "sought": batch["target"].flatten(2)}
-    if config.queries is not None and config.queries < len(coordinates):
+    if (count := queries_of(config, len(coordinates))) is not None:
         stratified = config.query_sampling == "stratified"
-        places = fields.sample_points(draws("queries", config.queries), len(coordinates), stratified)  # (B, Q)
+        places = fields.sample_points(draws("queries", count), len(coordinates), stratified)  # (B, Q)
         made["queries"] = coordinates[places]
         made["given"], made["sought"] = (fields.at_points(batch[name], places) for name in ("input", "target"))
     if "boundary" in terms:

@@ -396,7 +396,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
     def _unused(self, task: int, output: PdeOutput) -> Iterator[Tensor]:
         """What every module makes of zeros that has made nothing of this output."""
         device = output.latent.device
-        token = torch.zeros(1, 1, self.config.model.latent, device=device)
+        token = output.latent.new_zeros(1, 1, self.config.model.latent)
         for other, (shape, grid) in enumerate(zip(self.config.tasks, self.grids, strict=True)):
             point = torch.zeros(1, 1, grid.dimensions, device=device)
             sides = [p * m for p, m in zip(grid.patch, grid.merged, strict=True)]
