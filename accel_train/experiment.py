@@ -33,6 +33,7 @@ from accel_train.models.attention import check_name
 from accel_train.models.attention_table import AttentionNeeds
 from accel_train.models.compile import CompileConfig, CompiledBlocks
 from accel_train.models.speed import apply_speed_options
+from accel_train.runtime import garbage, lookups
 from accel_train.runtime.accelerator import Precision, build_accelerator, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.runtime.signals import EXIT_PREEMPTED
@@ -41,6 +42,7 @@ from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
 from accel_train.training.schedules import ScheduleConfig, learning_rate_factor, notices, resolve_decay_steps
 from accel_train.training.shards import Shards, exact_masters
+from accel_train.training.step_guard import StepGuard, resolve_step_guard
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +138,7 @@ def start(config: ExperimentConfig) -> Accelerator:
     Raises ``UsageError`` for a machine that is not what was asked for, a tracker that is not installed, a kernel that
     nobody knows, and loader options that the device cannot obey.
     """
+    lookups.remember_lookups()
     resolve_trackers(config.log.trackers)
     check_name(config.attention)
     accelerator = build_accelerator(
@@ -180,6 +183,8 @@ class Prepared(NamedTuple):
     model: nn.Module
     optimizer: AcceleratedOptimizer
     average: Ema
+    guard: StepGuard | None
+    """For the ``GradientWindow``."""
     notes: Notes
 
 
@@ -226,9 +231,11 @@ def prepare(
     average = Ema(config.ema, weights)
     restore(opened.run, accelerator, weights, average)
     wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
-    info(logger, wrapped, *applied.notices, reason, resolve_sync(config.sync, accelerator)[1])
+    guard, waits = resolve_step_guard(accelerator, optimizer)
+    info(logger, wrapped, *applied.notices, reason, resolve_sync(config.sync, accelerator)[1], waits)
     facts = applied.facts | {"run_id": opened.run.run_id, "strategy": strategy}
-    return Prepared(model, optimizer, average, Notes(facts, applied.compiled, optimizer, config.global_batch_size))
+    notes = Notes(facts, applied.compiled, optimizer, config.global_batch_size)
+    return Prepared(model, optimizer, average, guard, notes)
 
 
 class Training(NamedTuple):
@@ -280,7 +287,7 @@ def open_training(
         dataset, order, cut, start_step=first, max_steps=opened.max_steps, device=device, config=config.loader
     )
     rates = Throughput(device, world_size=world_size, precision=config.precision)
-    with log, closing(steps), saver:
+    with garbage.frozen(), log, closing(steps), saver:
         yield Training(steps, log, saver, rates)
 
 

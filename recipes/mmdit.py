@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     model: nn.Module = mmdit.MultimodalMMDiT(shape)
     needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
     prepared = experiment.prepare(config, accelerator, opened, model, needs, modes.freezable(config.modes))
-    model, optimizer, average, notes = prepared
+    model, optimizer, average, guard, notes = prepared
     if config.evaluate_only:
         evaluate(config, accelerator, model, average, data, opened.start_step)
         return 0
@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
 
             corrupted = [corrupt(config, batch, step, data.tokenizer.mask_id) for batch in batches.micro_batches]
             coefficients = modes.coefficients(config.modes, mode)
-            window = accumulation.GradientWindow(accelerator, model, corrupted, coefficients, step, config.sync)
+            window = accumulation.GradientWindow(accelerator, model, corrupted, coefficients, step, config.sync, guard)
             for inputs in window:  # gradients stay local until the last micro-batch
                 window.backward(loss_sums(config, model, inputs, data.tokenizer.mask_id))
             result = window.finish(config.optimizer.max_grad_norm)
@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
                     log.evaluation(done, figures)
             if stop or saver.due(done, opened.max_steps):
                 with rates.pause():
-                    stop = saver.save(done, figures)
+                    stop = saver.save(done, result.checked(figures))
             if stop:
                 break
     return experiment.finish(accelerator, opened, done, stop)

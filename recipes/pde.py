@@ -188,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
     needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
     freezable = operator_learning.freezable(config.objective)
     prepared = experiment.prepare(config, accelerator, opened, model, needs, freezable)
-    model, optimizer, average, notes = prepared
+    model, optimizer, average, guard, notes = prepared
     if config.evaluate_only:
         evaluate(config, accelerator, model, average, data, opened.start_step)
         return 0
@@ -213,8 +213,10 @@ def main(argv: Sequence[str]) -> int:
             optimizers.set_frozen(optimizer, operator_learning.frozen_parts(config.objective, step))
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(step))
 
-            inputs_of_step = [prepare(config, batch, step, task, terms) for batch in batches.micro_batches]
-            window = accumulation.GradientWindow(accelerator, model, inputs_of_step, coefficients, step, config.sync)
+            micro_batches = [prepare(config, batch, step, task, terms) for batch in batches.micro_batches]
+            window = accumulation.GradientWindow(
+                accelerator, model, micro_batches, coefficients, step, config.sync, guard
+            )
             for inputs in window:  # gradients stay local until the last micro-batch
                 window.backward(loss_sums(model, inputs, number, task, terms))
             result = window.finish(config.optimizer.max_grad_norm)
@@ -243,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
             ended = early.ended(figures)
             if stop or ended or saver.due(done, opened.max_steps):
                 with rates.pause():
-                    stop = saver.save(done, figures)
+                    stop = saver.save(done, result.checked(figures))
             if stop or ended:
                 break
     return experiment.finish(accelerator, opened, done, stop)

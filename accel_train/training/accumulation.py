@@ -12,12 +12,18 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+
+from accel_train.training.step_guard import Evidence, NonFiniteError, StepGuard
+
+__all__ = ["Batch", "GradientWindow", "NonFiniteError", "StepResult", "SyncPolicy", "no_sync", "resolve_sync", "widest"]
 
 SyncPolicy = Literal["auto", "last", "every"]
 Batch = dict[str, Tensor]
@@ -26,29 +32,55 @@ Batch = dict[str, Tensor]
 DDP_TYPES = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient of some rank is not finite. Raised on every rank, before the optimizer has stepped."""
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What one optimizer step reports. Tensors stay on the device: reading them waits for it."""
 
-    loss: Tensor
-    """Loss of the global batch, ``sum_k c_k * S_k / W_k``."""
-    terms: dict[str, Tensor]
-    """``S_k / W_k`` of each term that has a weight in this step and a coefficient."""
+    coefficients: Mapping[str, float]
+    """``c_k``."""
+    sums: Tensor
+    """``S_k`` of the global batch, (K,)."""
     weights: dict[str, Tensor]
     """``W_k``, and whatever else the micro-batches counted, over the global batch."""
     grad_norm: Tensor
     """Norm of the global gradient before clipping."""
     overflows: int = 0
     """fp16: attempts at this step that a lower loss scale had to repeat."""
+    guard: StepGuard | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """Loss of the global batch, ``sum_k c_k * S_k / W_k``. Computed when asked for."""
+        parts = [self.sums[i] * _factor(c, self.weights[k]) for i, (k, c) in enumerate(self.coefficients.items())]
+        return torch.stack(parts).sum()
+
+    @property
+    def terms(self) -> dict[str, Tensor]:
+        """``S_k / W_k`` of each term that has a weight in this step and a coefficient. Computed when asked for."""
+        return {
+            k: self.sums[i] / self.weights[k].clamp(min=1e-12).float()
+            for i, (k, c) in enumerate(self.coefficients.items())
+            if c != 0
+        }
 
     def fields(self) -> dict[str, float]:
-        """``loss``, ``loss_TERM`` and ``grad_norm`` as numbers. Waits for the device: for log points."""
+        """``loss``, ``loss_TERM`` and ``grad_norm`` as numbers. Waits for the device: for log points.
+
+        Raises ``NonFiniteError`` where the guard has stopped the optimizer; all ranks call it.
+        """
+        if self.guard is not None:
+            self.guard.check()
         named = {"loss": self.loss} | {f"loss_{k}": v for k, v in self.terms.items()} | {"grad_norm": self.grad_norm}
         return dict(zip(named, torch.stack([v.float() for v in named.values()]).tolist(), strict=True))
+
+    def checked(self, figures: dict[str, float]) -> dict[str, float]:
+        """``figures``, once it is known that no step so far was not finite: what goes into a checkpoint.
+
+        Waits for the device with a guard. Raises ``NonFiniteError``; all ranks call it.
+        """
+        if self.guard is not None:
+            self.guard.check()
+        return figures
 
 
 def resolve_sync(policy: SyncPolicy, accelerator: Accelerator) -> tuple[Literal["last", "every"], str]:
@@ -58,14 +90,18 @@ def resolve_sync(policy: SyncPolicy, accelerator: Accelerator) -> tuple[Literal[
     local gradients (``last``: one reduction, more memory).
     """
     stage = _zero_stage(accelerator)
+    when = _when(policy, stage)
     if policy != "auto":
-        return (
-            policy,
-            f"asked for: gradients are reduced on {'every' if policy == 'every' else 'the last'} micro-batch",
-        )
-    if stage >= 2:
-        return "every", f"ZeRO-{stage} keeps only a shard of the gradient, so every micro-batch is reduced"
-    return "last", "one reduction per optimizer step, on the last micro-batch"
+        return when, f"asked for: gradients are reduced on {'every' if policy == 'every' else 'the last'} micro-batch"
+    if when == "every":
+        return when, f"ZeRO-{stage} keeps only a shard of the gradient, so every micro-batch is reduced"
+    return when, "one reduction per optimizer step, on the last micro-batch"
+
+
+def _when(policy: SyncPolicy, zero_stage: int) -> Literal["last", "every"]:
+    if policy != "auto":
+        return policy
+    return "every" if zero_stage >= 2 else "last"
 
 
 @contextmanager
@@ -75,11 +111,7 @@ def no_sync(accelerator: Accelerator, model: nn.Module, *, enabled: bool = True)
     Takes one module that ``accelerator.prepare`` returned. A list would silently reduce every time
     (diffusers#10553), an unprepared module has nothing to hold back: both raise ``TypeError``.
     """
-    if not _is_prepared(accelerator, model):
-        raise TypeError(
-            f"no_sync needs the one module that accelerator.prepare returned, not {type(model).__name__}; with several "
-            "models, wrap them in one nn.Module before prepare"
-        )
+    _require_prepared(accelerator, model)
     accelerator.sync_gradients = not enabled  # what accelerator.backward tells DeepSpeed about the boundary
     try:
         with accelerator.no_sync(model) if enabled else nullcontext():
@@ -100,12 +132,15 @@ class GradientWindow:
         optimizer.step()
 
     Each micro-batch is (inputs, {term: weight}); weights that belong to no term are counts, summed alike. Every rank
-    must run the same number of micro-batches. Costs two small reductions a step (weights, losses)
-    and one wait for the device, in ``finish``: a non-finite step must be known before the optimizer moves.
+    must run the same number of micro-batches. Costs two small reductions a step (weights, losses). A step that is not
+    finite must not move the optimizer: with ``guard`` the device sees to it (``resolve_step_guard``), without one
+    ``finish`` waits for the device in every step.
 
     In fp16 the loop over the window ends with a wait of its own. Where the gradient has overflowed, the loss scale
     falls and the same micro-batches come again, so a scale that is too high costs time and no step: step, schedule,
     average and data are those of the experiment. Noise and dropout must be functions of the step.
+
+    The parameters of ``model`` are listed at its first window.
     """
 
     def __init__(
@@ -116,21 +151,22 @@ class GradientWindow:
         coefficients: Mapping[str, float],
         step: int,
         policy: SyncPolicy = "auto",
+        guard: StepGuard | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
+        self._parameters = _parameters(accelerator, model)
         self.step = step
+        self.guard = guard
         self.inputs = [inputs for inputs, _ in micro_batches]
         self.coefficients = dict(coefficients)
-        self.sync, _ = resolve_sync(policy, accelerator)
         self._zero_stage = _zero_stage(accelerator)
+        self.sync = _when(policy, self._zero_stage)
         self._coalesced = self.sync == "last" and self._zero_stage >= 2
         self._steps_in_backward = self._zero_stage > 0 and not self._coalesced
-        names = list(micro_batches[0][1])
-        local = torch.stack([sum_weights(k, [w for _, w in micro_batches]) for k in names])
-        reduced: Any = accelerator.reduce(local, "sum")
-        self.weights: dict[str, Tensor] = dict(zip(names, reduced.unbind(), strict=True))
-        self._sums: list[Tensor] = []
+        self.weights = _global_weights(accelerator, [weights for _, weights in micro_batches])
+        self._factors = [_factor(c * accelerator.num_processes, self.weights[k]) for k, c in self.coefficients.items()]
+        self._sums: list[list[Tensor]] = []
         self._totals: Tensor | None = None
         self._norm: Tensor | None = None
         self._is_last = False
@@ -152,12 +188,12 @@ class GradientWindow:
                 with self._boundary():
                     yield inputs
         if self._coalesced:
-            self._check(self._reduce_sums())
+            self._evidence(None).read()
             engine.step()
 
     def _overflowed(self) -> bool:
         """fp16: whether a lower loss scale can mend the gradient. It has fallen by then, and the gradient is gone."""
-        if self.accelerator.mixed_precision == "fp16" and self._zero_stage > 0:
+        if self._zero_stage > 0 and self.accelerator.mixed_precision == "fp16":
             engine: Any = self.model
             return bool(engine.optimizer.overflow)  # it has lowered its scale, or raised where that was at its end
         scaler: Any = self.accelerator.scaler
@@ -178,51 +214,52 @@ class GradientWindow:
         hold = self._coalesced or (self.sync == "last" and not self._is_last)
         if self._steps_in_backward and not hold and not self._is_last:
             return _reduce_without_step(self.accelerator)
-        return no_sync(self.accelerator, self.model, enabled=hold)
+        return no_sync(self.accelerator, self.model) if hold else nullcontext()
 
     def backward(self, sums: Mapping[str, Tensor]) -> None:
         """Backward of this micro-batch's share of the loss. ``sums`` must hold every term, in every step.
 
-        The factor ``num_processes`` undoes the averaging of DDP, FSDP2 and ZeRO.
+        The number of processes is in the factors: it undoes the averaging of DDP, FSDP2 and ZeRO.
         """
-        if set(sums) != set(self.coefficients):
+        if sums.keys() != self.coefficients.keys():
             raise ValueError(f"loss terms {sorted(sums)} do not match the coefficients {sorted(self.coefficients)}")
-        self._sums.append(torch.stack([sums[k].detach().float() for k in self.coefficients]))
+        terms = [sums[k].float() for k in self.coefficients]
+        self._sums.append([term.detach() for term in terms])
         if self._is_last and self._steps_in_backward:
-            self._check(self._reduce_sums())
-        loss = torch.stack([sums[k].float() * self._factor(k) for k in self.coefficients]).sum()
-        self.accelerator.backward(loss * self.accelerator.num_processes)
+            self._evidence(None).read()
+        parts = [term * factor for term, factor in zip(terms, self._factors, strict=True)]
+        self.accelerator.backward(parts[0] if len(parts) == 1 else torch.stack(parts).sum())
 
     def finish(self, max_grad_norm: float) -> StepResult:
-        """Agree that the step is finite, clip the global gradient to ``max_grad_norm`` (0: only measure it).
+        """Clip the global gradient to ``max_grad_norm`` (0: only measure it), and agree that the step is finite.
 
-        Raises ``NonFiniteError`` on every rank. Under ZeRO the engine has clipped already, by the same number,
-        and skips a step whose gradient is not finite.
+        Without a guard it raises ``NonFiniteError`` on every rank; with one, ``guard.check`` does, later. Under ZeRO
+        the engine has clipped already, by the same number, and skips a step whose gradient is not finite.
         """
-        totals = self._reduce_sums()
         norm = self._measure() if self._norm is None else self._norm
-        value = self._check(totals, norm)
-        if 0 < max_grad_norm < value and self._zero_stage == 0:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_grad_norm, norm)
-        loss = torch.stack([totals[i] * self._factor(k) for i, k in enumerate(self.coefficients)]).sum()
-        means = {
-            k: totals[i] / self.weights[k].clamp(min=1e-12).float()
-            for i, k in enumerate(self.coefficients)
-            if self.coefficients[k] != 0
-        }
-        return StepResult(loss, means, self.weights, norm, self._overflows)
+        evidence = self._evidence(norm)
+        if self.guard is not None:
+            self.guard.watch(evidence, norm, max_grad_norm)
+        else:
+            value = evidence.read()
+            if 0 < max_grad_norm < value and self._zero_stage == 0:
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
+        return StepResult(self.coefficients, evidence.totals, self.weights, norm, self._overflows, self.guard)
 
-    def _factor(self, term: str) -> Tensor:
-        """``c_k / W_k``, 0 for a term that has no weight in this step."""
-        weight = self.weights[term]
-        return torch.where(weight > 0, self.coefficients[term] / weight, 0.0).float()
+    def _evidence(self, norm: Tensor | None) -> Evidence:
+        samples = [inputs.get("sample") for inputs in self.inputs]
+        return Evidence(self.step, tuple(self.coefficients), self._reduce_sums(), norm, self._sums, samples)
 
     def _reduce_sums(self) -> Tensor:
         """Sums of the terms over all ranks and micro-batches, reduced once a step."""
         if self._totals is None:
-            reduced: Any = self.accelerator.reduce(widest(torch.stack(self._sums)).sum(0), "sum")
-            self._totals = reduced.float()
-        return cast(Tensor, self._totals)
+            local = torch.stack([term for terms in self._sums for term in terms])
+            if len(self._sums) > 1:
+                local = widest(local).unflatten(0, (len(self._sums), -1)).sum(0)
+            if self.accelerator.num_processes > 1:
+                local = cast(Tensor, self.accelerator.reduce(widest(local), "sum"))
+            self._totals = local.float()
+        return self._totals
 
     def _measure(self) -> Tensor:
         """Norm of the global gradient, free of the loss scale. A collective where the gradient is sharded."""
@@ -232,50 +269,59 @@ class GradientWindow:
         if self.accelerator.scaler is not None:
             for optimizer in self.accelerator._optimizers:  # pyright: ignore[reportPrivateUsage]
                 self.accelerator.scaler.unscale_(optimizer.optimizer)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
         norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateUsage]
         norm = torch.linalg.vector_norm(torch.stack(list(norms)))
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
-    def _check(self, totals: Tensor, norm: Tensor | None = None) -> float:
-        """The one wait for the device: every rank reads the same reduced values, so all raise or none does.
 
-        Returns the norm.
-        """
-        values: list[float] = (totals if norm is None else torch.cat([totals, norm.reshape(1).to(totals)])).tolist()
-        if all(map(math.isfinite, values)):
-            return values[-1]
-        if all(map(math.isfinite, values[: len(totals)])):
-            raise NonFiniteError(self._explain("gradient", f"norm {values[-1]}", range(len(self.inputs))))
-        bad = [i for i, s in enumerate(self._sums) if not bool(torch.isfinite(s).all())]
-        value = dict(zip(self.coefficients, values, strict=False))
-        raise NonFiniteError(self._explain("loss", value, bad))
-
-    def _explain(self, what: str, value: object, micro_batches: Sequence[int]) -> str:
-        samples = [self.inputs[i]["sample"].tolist() for i in micro_batches if "sample" in self.inputs[i]]
-        local = sorted({s for ids in samples for s in ids})
-        everywhere = [local]
-        if self.accelerator.num_processes > 1:
-            everywhere = [[] for _ in range(self.accelerator.num_processes)]
-            torch.distributed.all_gather_object(everywhere, local)
-        found = "; ".join(f"rank {r}: {ids}" for r, ids in enumerate(everywhere) if ids)
-        return (
-            f"{what} of step {self.step} is not finite ({value}); the optimizer has not stepped and the last "
-            f"checkpoint is untouched. Samples of the micro-batches concerned: {found or 'unknown'}. Look at those "
-            "samples, lower the learning rate, or try --precision fp32"
-        )
-
-
-def _is_prepared(accelerator: Accelerator, model: object) -> bool:
+def _require_prepared(accelerator: Accelerator, model: object) -> None:
     known: list[nn.Module] = accelerator._models  # pyright: ignore[reportPrivateUsage]
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or accelerator.distributed_type not in DDP_TYPES
-    return any(inner is m or model is m for m in known) and wrapped
+    if not (wrapped and any(inner is m or model is m for m in known)):
+        raise TypeError(
+            f"no_sync needs the one module that accelerator.prepare returned, not {type(model).__name__}; with several "
+            "models, wrap them in one nn.Module before prepare"
+        )
 
 
-def sum_weights(term: str, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """This rank's weight of one term over its micro-batches, in fp64 where the device has it (exact for any count)."""
-    return torch.stack([widest(w[term]) for w in weights]).sum()
+def _global_weights(accelerator: Accelerator, micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Over all micro-batches and ranks: as they are where there is one, else summed in fp64 where the device has it,
+    which is exact for any count."""
+    local = dict(micro_batches[0])
+    if len(micro_batches) > 1:
+        local = {k: torch.stack([widest(weights[k]) for weights in micro_batches]).sum() for k in local}
+    if accelerator.num_processes == 1:
+        return local
+    reduced: Any = accelerator.reduce(torch.stack([widest(w) for w in local.values()]), "sum")
+    return dict(zip(local, reduced.unbind(), strict=True))
+
+
+def _factor(coefficient: float, weight: Tensor) -> Tensor:
+    """Their quotient in fp32, 0 for a term that has no weight in this step."""
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    return (_constant(coefficient, weight.device, dtype) / weight).nan_to_num_(0.0, 0.0, 0.0).float()
+
+
+@lru_cache(maxsize=64)
+def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A number on the device, without the wait of copying it there. Not an inference tensor, whoever asks first."""
+    with torch.inference_mode(False):
+        return torch.full((), value, device=device, dtype=dtype)
+
+
+_PARAMETERS: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
+"""Walking through the modules of a large model takes a millisecond, in every step."""
+
+
+def _parameters(accelerator: Accelerator, model: nn.Module) -> list[nn.Parameter]:
+    """Of a prepared module; raises ``TypeError`` for another."""
+    found = _PARAMETERS.get(model)
+    if found is None:
+        _require_prepared(accelerator, model)
+        found = _PARAMETERS[model] = list(model.parameters())
+    return found
 
 
 def widest(tensor: Tensor) -> Tensor:
