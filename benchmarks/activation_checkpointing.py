@@ -1,6 +1,6 @@
 """C5: what each mode of activation checkpointing costs in time and saves in memory.
 
-    python benchmarks/activation_checkpointing.py --output benchmarks/results/activation_checkpointing.json
+    python -m benchmarks.activation_checkpointing --output benchmarks/results/activation_checkpointing.json
 
 MMDiT of 8 blocks of width 256, 256 + 77 tokens, 8 rows, one step of forward and backward on one thread. Losses and
 gradients are compared bit for bit first. Time is that of the thread, rounds alternate between the modes. Memory three
@@ -13,16 +13,11 @@ per block, as in Hugging Face models.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,18 +29,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from accel_train.metrics.bootstrap import estimate
-from accel_train.metrics.environment import command_line, cpu_name, git_commit, package_versions
-from accel_train.metrics.records import write_json
 from accel_train.models.activation_checkpointing import (
     ActivationCheckpointingConfig,
     apply_activation_checkpointing,
     blocks_of,
 )
 from accel_train.models.mmdit import MMDiT, MMDiTConfig
+from benchmarks.method import ROOT, Rounds, Row, in_turns, parser_of, row, write_results
 
 MODES = ("none", "selective", "attention", "ffn", "every_nth", "full", "hf_full")
 TOKENS = (256, 77)
+TARGETS = {"full": ("<= 1.36", "<= 0.5"), "selective": ("<= 1.14", "<= 0.8")}
+"""Of time and of peak, against no checkpointing."""
 
 
 class Task:
@@ -123,79 +118,63 @@ def rss_growth(task: Task) -> int:
     return int(status["VmHWM"].split()[0]) * 1024 - before
 
 
-def seconds_of(step: Callable[[], object]) -> float:
-    """Time of this thread."""
-    started = time.thread_time()
-    step()
-    return time.thread_time() - started
-
-
 def in_own_process(mode: str, shape: list[str], repeats: int) -> int:
     """The smallest growth of some fresh processes."""
-    command = [sys.executable, __file__, "--rss_of", mode, *shape]
+    command = [sys.executable, "-m", "benchmarks.activation_checkpointing", "--rss_of", mode, *shape]
     given = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # tensors go back to the system when they are freed
-    return min(int(subprocess.run(command, check=True, capture_output=True, env=given).stdout) for _ in range(repeats))
+    runs = [subprocess.run(command, check=True, capture_output=True, env=given, cwd=ROOT) for _ in range(repeats)]
+    return min(int(run.stdout) for run in runs)
 
 
-def measure(width: int, depth: int, rows: int, rounds: int, repeats: int) -> dict[str, Any]:
+def measure(width: int, depth: int, rows: int, rounds: int, repeats: int) -> tuple[list[Row], dict[str, Any]]:
     """Every mode: equality, time, memory."""
     tasks = {mode: Task(mode, width, depth, rows) for mode in MODES}
     expected = tasks["none"].step()
+    different: list[str] = []
     for mode, task in tasks.items():
-        found = task.step()
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), f"{mode}: other numbers"
-        del found
-    times = [{mode: seconds_of(task.step) for mode, task in tasks.items()} for _ in range(rounds)]
+        if not all(torch.equal(a, b) for a, b in zip(task.step(), expected, strict=True)):
+            different.append(mode)
+    times = in_turns({mode: task.step for mode, task in tasks.items()}, rounds, warm_up=1)
     shape = [*("--width", str(width)), *("--depth", str(depth)), *("--rows", str(rows))]
-    memory = {mode: exact_bytes(task) for mode, task in tasks.items()}
-    rss = {mode: in_own_process(mode, shape, repeats) for mode in MODES}
-    result: dict[str, Any] = {}
-    for mode in MODES:
-        ratio = estimate([t[mode] / t["none"] for t in times])
-        result[mode] = {
-            "seconds": statistics.median(t[mode] for t in times),
-            "time_ratio": ratio.median,
-            "time_interval": [ratio.low, ratio.high],
-            "kept_mib": memory[mode]["kept"] / 2**20,
-            "peak_mib": memory[mode]["peak"] / 2**20,
-            "rss_mib": rss[mode] / 2**20,
-        }
-        for name in ("kept", "peak", "rss"):
-            result[mode][f"{name}_ratio"] = result[mode][f"{name}_mib"] / result["none"][f"{name}_mib"]
-    return result
+    bytes_of: dict[str, dict[str, int]] = {mode: exact_bytes(task) for mode, task in tasks.items()}
+    for mode in MODES if repeats else ():
+        bytes_of[mode]["rss"] = in_own_process(mode, shape, repeats)
+    details = {"bytes": bytes_of, "different": different, **times.summary()}
+    return rows_of(times, bytes_of, different), details
 
 
-def main() -> None:
+def rows_of(times: Rounds, bytes_of: dict[str, dict[str, int]], different: list[str]) -> list[Row]:
+    """Time and memory of each mode against none."""
+    found = [row("C5", "modes whose loss or gradients differ in a bit", len(different), "count", "<= 0")]
+    none = bytes_of["none"]
+    for mode in MODES[1:]:
+        of_time, of_peak = TARGETS.get(mode, (None, None))
+        found.append(row("C5", f"{mode}: time", times.ratios(mode, "none"), target=of_time))
+        found.append(row("C5", f"{mode}: peak memory", bytes_of[mode]["peak"] / none["peak"], target=of_peak))
+        for kind, text in (("kept", "memory kept for the backward"), ("rss", "growth of the process")):
+            if kind in none:
+                found.append(row("C5", f"{mode}: {text}", bytes_of[mode][kind] / none[kind]))
+    return found
+
+
+def main() -> int:
     """Measure and print a line for each mode."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = parser_of(__doc__, rounds=7)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1, help="processes per mode that measure its growth; 0: none")
     parser.add_argument("--rss_of", choices=MODES, help="print the growth of this mode in bytes and stop")
     options = parser.parse_args()
-    if options.rounds < 2:
-        parser.error("--rounds: at least 2, for an interval")
+    if options.tiny:
+        options.width, options.depth, options.rows, options.rounds, options.repeats = 32, 2, 1, 2, 0
     torch.set_num_threads(1)
     if options.rss_of:
         print(rss_growth(Task(options.rss_of, options.width, options.depth, options.rows)))
-        return
-    rows = measure(options.width, options.depth, options.rows, options.rounds, options.repeats)
-    for mode, row in rows.items():
-        low, high = row["time_interval"]
-        print(
-            f"{mode:10} time {row['time_ratio']:.3f} ({low:.3f} to {high:.3f})   kept {row['kept_mib']:7.1f} MiB "
-            f"{row['kept_ratio'] - 1:+.0%}   peak {row['peak_mib']:7.1f} MiB {row['peak_ratio'] - 1:+.0%}   "
-            f"rss {row['rss_mib']:7.1f} MiB {row['rss_ratio'] - 1:+.0%}"
-        )
-    if options.output:
-        facts = {"processor": cpu_name(), "versions": package_versions(), "command": command_line(sys.argv)}
-        write_json(options.output, facts | {"git_commit": git_commit(Path(__file__).parent), "rows": rows})
-    else:
-        print(json.dumps({mode: round(row["seconds"], 4) for mode, row in rows.items()}))
+        return 0
+    rows, details = measure(options.width, options.depth, options.rows, options.rounds, options.repeats)
+    return 0 if write_results(options.output, "C5: activation checkpointing", rows, details) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

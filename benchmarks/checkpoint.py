@@ -1,7 +1,8 @@
-"""What saving costs a loop: ours against a thread with torch.save, Accelerator.save_state and DCP's async_save.
+"""C4: what saving costs a loop: ours against a thread with torch.save, Accelerator.save_state, DCP's async_save.
 
-    python benchmarks/checkpoint.py --output benchmarks/results/checkpoint_cpu.json
-    python benchmarks/checkpoint.py --device cuda --state_mb 24300 --rounds 3 --output RESULT.json
+    python -m benchmarks.checkpoint --output benchmarks/results/checkpoint_cpu.json
+    python -m benchmarks.checkpoint --state_mb 1500 --output benchmarks/results/checkpoint_cpu_1500.json
+    python -m benchmarks.checkpoint --device cuda --state_mb 24300 --rounds 3 --output RESULT.json
 
 Each contender runs in a process of its own, with the same state and the same Python-bound loop (small tensor
 operations, one thread). A round measures the loop alone, then from the call of save until the checkpoint is complete:
@@ -15,7 +16,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,6 +29,8 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+
+from benchmarks.method import ROOT, Row, parser_of, row, write_results
 
 CONTENDERS = ("accel_train", "thread_torch_save", "dcp_async_save", "save_state")
 WIDTH = 1024
@@ -333,13 +335,23 @@ def reload_is_identical(state_mb: float, device: str, folder: Path) -> bool:
 def in_own_process(job: str, arguments: argparse.Namespace, state_mb: float) -> Any:
     """Run one job of this file in a fresh process and folder; its result."""
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
-        command = [sys.executable, __file__, "--job", job, "--state_mb", str(state_mb), "--device", arguments.device]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.checkpoint",
+            "--job",
+            job,
+            "--state_mb",
+            str(state_mb),
+            "--device",
+            arguments.device,
+        ]
         command += ["--rounds", str(arguments.rounds), "--directory", folder]
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "ACCELERATE_USE_CPU": str(arguments.device == "cpu").lower(),
         }
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
         if done.returncode:
             return {"failed": done.stderr[-1500:]}
         return json.loads(done.stdout.splitlines()[-1])
@@ -354,40 +366,69 @@ def one_job(arguments: argparse.Namespace) -> Any:
     return contend(arguments.job, state_mb, arguments.device, arguments.rounds, folder)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", help="JSON file to write")
-    parser.add_argument("--state_mb", type=float, nargs="+", default=[402.0, 1500.0], help="sizes of the state in MB")
-    parser.add_argument("--rounds", type=int, default=6)
+def jobs_of(arguments: argparse.Namespace, state_mb: float) -> dict[str, Any]:
+    """Every job at one size, each in a process of its own."""
+    jobs = {name: in_own_process(name, arguments, state_mb) for name in (*CONTENDERS, "writing")}
+    copied = jobs["accel_train"].get("blocked_ms")
+    if copied:
+        rate = jobs["accel_train"]["state_bytes"] / copied / 1e6
+        jobs["snapshot_gb_per_second"] = rate
+        jobs["snapshot_over_copy_of_the_same_tensors"] = jobs["accel_train"]["copy_of_the_same_tensors_ms"] / copied
+        jobs["snapshot_over_one_large_memcpy"] = rate / jobs["writing"]["gb_per_second"]["memcpy"]
+    jobs["reload_is_identical"] = in_own_process("reload", arguments, state_mb)
+    return jobs
+
+
+TEXTS = {
+    "accel_train": "ours",
+    "thread_torch_save": "a thread with torch.save",
+    "dcp_async_save": "DCP async_save",
+    "save_state": "Accelerator.save_state",
+}
+
+
+def rows_of(id: str, size: str, jobs: dict[str, Any]) -> list[Row]:
+    """Rows of one size of state."""
+    rows: list[Row] = []
+    for name, text in TEXTS.items():
+        job, mine = jobs[name], name == "accel_train"
+        if "failed" in job:
+            raise RuntimeError(f"{name} has failed: {job['failed']}")
+        if name != "save_state":  # it returns when all is written
+            kept, longest = job["loop_speed_kept_rounds"], job["longest_iteration_ms_rounds"]
+            rows.append(row(id, f"{size}, {text}: speed the loop keeps", kept, target=">= 0.95" if mine else None))
+            rows.append(row(id, f"{size}, {text}: longest iteration", longest, "ms", "<= 10" if mine else None))
+        rows.append(row(id, f"{size}, {text}: the call blocks for", job["blocked_ms"], "ms"))
+    if id == "C4":
+        copied, written = jobs["snapshot_over_copy_of_the_same_tensors"], jobs["writing"]["over_torch_save"]
+        rows.append(row(id, f"{size}: speed of the snapshot over a copy of its tensors", copied, target=">= 0.9"))
+        rows.append(row(id, f"{size}: speed of writing over torch.save", written, target=">= 1.3"))
+    rows.append(row(id, f"{size}: reloaded bit for bit", float(jobs["reload_is_identical"]), "count", ">= 1"))
+    return rows
+
+
+def main() -> int:
+    """Measure each size."""
+    parser = parser_of(__doc__, rounds=5)
+    parser.add_argument("--state_mb", type=float, nargs="+", default=[402.0], help="sizes of the state in MB")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--directory", help="where to write; a temporary directory by default")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.job:
         print(json.dumps(one_job(arguments)))
-        return
-    result: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/checkpoint.py", *sys.argv[1:]]),
-        "hardware": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or "CPU",
-        "cores": os.cpu_count(),
-        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
-        "sizes": {},
-    }
+        return 0
+    if arguments.tiny:
+        arguments.state_mb, arguments.rounds = [20.0], 2
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    sizes: dict[str, Any] = {}
     for state_mb in arguments.state_mb:
-        jobs = {name: in_own_process(name, arguments, state_mb) for name in (*CONTENDERS, "writing")}
-        copied = jobs["accel_train"].get("blocked_ms")
-        if copied:
-            rate = jobs["accel_train"]["state_bytes"] / copied / 1e6
-            jobs["snapshot_gb_per_second"] = rate
-            jobs["snapshot_over_copy_of_the_same_tensors"] = jobs["accel_train"]["copy_of_the_same_tensors_ms"] / copied
-            jobs["snapshot_over_one_large_memcpy"] = rate / jobs["writing"]["gb_per_second"]["memcpy"]
-        jobs["reload_is_identical"] = in_own_process("reload", arguments, state_mb)
-        result["sizes"][str(state_mb)] = jobs
-        print(json.dumps({state_mb: jobs}, indent=2), flush=True)
-    if arguments.output:
-        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.output).write_text(json.dumps(result, indent=2) + "\n")
+        sizes[str(state_mb)] = jobs = jobs_of(arguments, state_mb)
+        rows += rows_of("C4" if arguments.device == "cpu" else "G3", f"{state_mb:g} MB", jobs)
+    output, title = arguments.output, "C4: saving while the loop runs"
+    return 0 if write_results(output, title, rows, {"sizes": sizes}) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,39 +1,35 @@
 """C6: compiling block by block against compiling the whole model: time to compile, and what a step gains.
 
-    python benchmarks/compile.py --output benchmarks/results/compile.json
+    python -m benchmarks.compile --output benchmarks/results/compile.json
 
 An MMDiT of 6 blocks, forward and backward on one thread in fp32. Each way compiles in a process of its own with an
-empty cache (cold) and again in a second one (warm); one compilation thread. `cpu_seconds` is the processor time of the
-first step with that of the compilers it starts: less disturbed by other processes than `wall_seconds`. The step: eager
-and compiled in turns in one process, time of the thread, median of the ratios with its interval.
+empty cache (cold), block by block again in a second one (warm); one compilation thread. Compile times are the processor
+time of the first step with that of the compilers it starts: less disturbed by other processes than the clock. The step:
+eager and compiled in turns in one process. The whole model is compiled at the first size only.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_train.metrics.bootstrap import estimate
-from accel_train.metrics.environment import command_line, cpu_name, git_commit, package_versions
-from accel_train.metrics.records import write_json
 from accel_train.models.compile import CompileConfig, CompiledBlocks, apply_compile
 from accel_train.models.mmdit import MMDiT, MMDiTConfig
+from benchmarks.method import ROOT, Row, in_turns, parser_of, row, write_results
 
 WAYS = ("regional", "full")
-SIZES = {"15M": 256, "2M": 96}
+SIZES = {"15M": (256, ">= 1.03"), "2M": (96, ">= 1.15")}
+"""Width, and the target of the step's speed."""
 
 
 def build(width: int, depth: int) -> tuple[MMDiT, Callable[[nn.Module], list[Tensor]]]:
@@ -81,19 +77,12 @@ def compile_once(way: str, width: int, depth: int, rounds: int) -> dict[str, Any
         ),
     }
     if rounds:
-        ratio = estimate([seconds_of(lambda: step(eager)) / seconds_of(lambda: step(model)) for _ in range(rounds)])
-        result |= {"step_speedup": ratio.median, "step_interval": [ratio.low, ratio.high]}
+        ways = {"eager": lambda: step(eager), "compiled": lambda: step(model)}
+        result["step_speedups"] = in_turns(ways, rounds, repeats=3).ratios("eager", "compiled")
+    result["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
     if watch is not None:
         result |= watch.fields()
     return result
-
-
-def seconds_of(step: Callable[[], object]) -> float:
-    """Time of this thread for three steps."""
-    started = time.thread_time()
-    for _ in range(3):
-        step()
-    return time.thread_time() - started
 
 
 def in_own_process(way: str, width: int, depth: int, rounds: int, cache: str) -> dict[str, Any]:
@@ -105,72 +94,65 @@ def in_own_process(way: str, width: int, depth: int, rounds: int, cache: str) ->
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, __file__, "--way", way, *numbers], capture_output=True, text=True, env=given, check=False
-    )
+        [sys.executable, "-m", "benchmarks.compile", "--way", way, *numbers],
+        capture_output=True, text=True, env=given, check=False, cwd=ROOT,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(width: int, depth: int, rounds: int) -> dict[str, Any]:
-    """Both ways, cold and warm."""
-    result: dict[str, Any] = {}
-    for way in WAYS:
-        with tempfile.TemporaryDirectory() as cache:
-            cold = in_own_process(way, width, depth, rounds, cache)
-            warm = in_own_process(way, width, depth, 0, cache)
-        result[way] = {"cold": cold, "warm": warm}
-        print(f"  {way:8} {describe(cold)}; warm {warm['cpu_seconds']:.1f} s", flush=True)
-    for clock in ("cpu_seconds", "wall_seconds"):
-        result[f"cold_regional_over_full_{clock}"] = result["regional"]["cold"][clock] / result["full"]["cold"][clock]
-    return result
+def cold(way: str, width: int, depth: int, rounds: int, warm: bool = False) -> list[dict[str, Any]]:
+    """With an empty cache; and again with what it left there."""
+    with tempfile.TemporaryDirectory() as cache:
+        found = [in_own_process(way, width, depth, rounds, cache)]
+        return found + ([in_own_process(way, width, depth, 0, cache)] if warm else [])
 
 
-def describe(cold: dict[str, Any]) -> str:
-    """One line of a result."""
-    low, high = cold["step_interval"]
-    graphs = ""
-    if "compile_graphs" in cold:
-        graphs = f", {cold['compile_graphs']} graph, {cold['compile_recompilations']} recompilations"
-    return (
-        f"cold {cold['cpu_seconds']:.1f} s of processor time ({cold['wall_seconds']:.1f} s), "
-        f"step {cold['step_speedup']:.3f} ({low:.3f} to {high:.3f}) x eager, gradients within "
-        f"{cold['gradient_difference']:.0e}{graphs}"
-    )
+def measure(sizes: list[str], depth: int, rounds: int) -> tuple[list[Row], dict[str, Any]]:
+    """Every size block by block; the whole model at the first; twice the depth at the last."""
+    rows: list[Row] = []
+    details: dict[str, Any] = {}
+    for name in sizes:
+        width, faster = SIZES[name]
+        first, again = details[name] = cold("regional", width, depth, rounds, warm=True)
+        rows += [
+            row("C6", f"{name}: speed of a step over eager", first["step_speedups"], target=faster),
+            row("C6", f"{name}: cold compile, block by block", first["cpu_seconds"], "s"),
+            row("C6", f"{name}: warm compile, block by block", again["cpu_seconds"], "s"),
+            row("C6", f"{name}: graphs for {depth} blocks", first["compile_graphs"], "count", "<= 1"),
+            row("C6", f"{name}: graph breaks", first["graph_breaks"], "count", "<= 0"),
+            row("C6", f"{name}: recompilations", first["compile_recompilations"], "count", "<= 0"),
+            row("C6", f"{name}: relative difference of gradients", first["gradient_difference"], target="<= 1e-5"),
+        ]
+    width, _ = SIZES[sizes[0]]
+    (whole,) = details["full"] = cold("full", width, depth, rounds)
+    share = details[sizes[0]][0]["cpu_seconds"] / whole["cpu_seconds"]
+    rows.append(row("C6", f"{sizes[0]}: cold compile, block by block over the whole model", share, target="<= 0.7"))
+    rows.append(row("C6", f"{sizes[0]}: speed of a step over eager, whole model", whole["step_speedups"]))
+    width, _ = SIZES[sizes[-1]]
+    (deep,) = details["twice the depth"] = cold("regional", width, 2 * depth, 0)
+    flat = deep["cpu_seconds"] / details[sizes[-1]][0]["cpu_seconds"]
+    rows.append(row("C6", f"{sizes[-1]}: cold compile, block by block, twice the depth over once", flat))
+    return rows, details
 
 
-def main() -> None:
+def main() -> int:
     """Measure every size, and whether regional compilation is flat in depth."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = parser_of(__doc__, rounds=9)
     parser.add_argument("--depth", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--way", choices=WAYS, help="compile once in this process and print JSON")
     parser.add_argument("--width", type=int, help="with --way")
     options = parser.parse_args()
+    if options.tiny:
+        options.depth, options.sizes, options.rounds = 1, ["2M"], 2
     torch.set_num_threads(1)
     if options.way:
         print(json.dumps(compile_once(options.way, options.width, options.depth, options.rounds)))
-        return
-    rows: dict[str, Any] = {}
-    for name in options.sizes:
-        print(name)
-        rows[name] = measure(SIZES[name], options.depth, options.rounds)
-        ratios = [rows[name][f"cold_regional_over_full_{clock}"] for clock in ("cpu_seconds", "wall_seconds")]
-        print(f"  cold, regional over full: {ratios[0]:.2f} of processor time, {ratios[1]:.2f} of wall time")
-    width = SIZES[options.sizes[-1]]
-    depths = (2, options.depth, 2 * options.depth)
-    flat: list[float] = []
-    for depth in depths:
-        with tempfile.TemporaryDirectory() as cache:
-            flat.append(in_own_process("regional", width, depth, 0, cache)["cpu_seconds"])
-    print(f"regional, {' / '.join(map(str, depths))} blocks: {' / '.join(f'{s:.1f}' for s in flat)} s")
-    rows["regional_cold_cpu_seconds_by_depth"] = dict(zip(map(str, depths), flat, strict=True))
-    rows["flatness"] = statistics.fmean(flat[1:]) / flat[0]
-    if options.output:
-        facts = {"processor": cpu_name(), "versions": package_versions(), "command": command_line(sys.argv)}
-        write_json(options.output, facts | {"git_commit": git_commit(Path(__file__).parent), "rows": rows})
+        return 0
+    rows, details = measure(options.sizes, options.depth, options.rounds)
+    return 0 if write_results(options.output, "C6: compiling", rows, details) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -139,7 +139,8 @@ def in_turns(
     warm_up: int = 2,
     clock: Callable[[], float] = time.thread_time,
 ) -> Rounds:
-    """Every way once a round, `repeats` calls each. Rounds that were disturbed are dropped, half of them at most."""
+    """Every way once a round, `repeats` calls each. Rounds that were disturbed are dropped, at most half of them:
+    what is above the median."""
     a = torch.randn(256, 256)
     probe: Callable[[], object] = lambda: a @ a  # noqa: E731
     seconds_of(probe, repeats=200)
@@ -153,7 +154,6 @@ def in_turns(
             probes.append(max(before, seconds_of(probe, repeats=100)))
     usual = statistics.median(probes)
     kept = [times for times, p in zip(found, probes, strict=True) if p <= DISTURBED * usual]
-    kept = kept if 2 * len(kept) >= rounds else found
     return Rounds({name: [times[name] for times in kept] for name in ways}, rounds)
 
 

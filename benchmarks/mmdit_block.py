@@ -1,31 +1,25 @@
 """C2: our MMDiT block against diffusers' JointTransformerBlock, weights mapped across: time and operators.
 
-    python benchmarks/mmdit_block.py --output benchmarks/results/mmdit_block.json
+    python -m benchmarks.mmdit_block --output benchmarks/results/mmdit_block.json
 
 Four blocks of width 256 as in SD3, the last with keys and values only of the text, 256 + 77 tokens, 2 rows, forward and
-backward, one thread. `sd3` is SD3-medium's block, `sd3.5` has RMSNorm on queries and keys. Outputs and gradients are
-compared first. Rounds alternate between the two; time is that of the thread, so that other processes disturb less;
-a round whose matrix product before or after is more than 10 % off the median is dropped.
+backward, one thread. SD3 is SD3-medium's block, SD3.5 has RMSNorm on queries and keys. Outputs and gradients of the
+inputs are compared first.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_train.metrics.bootstrap import estimate
-from accel_train.metrics.environment import command_line, cpu_name, git_commit, package_versions
-from accel_train.metrics.records import write_json
 from accel_train.models.mmdit import MMDiTBlock, MMDiTConfig, Stream
+from benchmarks.method import Row, in_turns, parser_of, row, write_results
 
 HEADS = 4
 
@@ -124,30 +118,7 @@ def step_of(model: nn.Module, inputs: list[Tensor], weights: Tensor) -> Callable
     return step
 
 
-def seconds_of(step: Callable[[], object], repeats: int) -> float:
-    """Time of this thread for one step."""
-    started = time.thread_time()
-    for _ in range(repeats):
-        step()
-    return (time.thread_time() - started) / repeats
-
-
-def rounds_of(steps: dict[str, Callable[[], object]], rounds: int, repeats: int) -> list[dict[str, float]]:
-    """Seconds of each contender in each round, in turns; disturbed rounds dropped."""
-    a = torch.randn(512, 512)
-    probe = lambda: a @ a  # noqa: E731
-    for step in (*steps.values(), probe):
-        seconds_of(step, 3)
-    found: list[dict[str, float]] = []
-    for _ in range(rounds):
-        before = seconds_of(probe, 20)
-        times = {name: seconds_of(step, repeats) for name, step in steps.items()}
-        found.append(times | {"probe": max(before, seconds_of(probe, 20))})
-    usual = statistics.median(r["probe"] for r in found)
-    return [r for r in found if r["probe"] < 1.1 * usual]
-
-
-def measure(qk_norm: bool, width: int, rounds: int, repeats: int) -> dict[str, Any]:
+def measure(kind: str, qk_norm: bool, width: int, rounds: int, repeats: int) -> tuple[list[Row], dict[str, Any]]:
     """One kind of block: difference of the results, operators, time."""
     torch.manual_seed(0)
     theirs, ours = Theirs(width, 4, qk_norm), Ours(width, 4, qk_norm)
@@ -159,49 +130,39 @@ def measure(qk_norm: bool, width: int, rounds: int, repeats: int) -> dict[str, A
     results, counts = {name: step() for name, step in steps.items()}, dict[str, int]()
     pairs = zip(results["ours"], results["diffusers"], strict=True)
     difference = max(float(((a - b).norm() / b.norm()).detach()) for a, b in pairs)
-    assert difference < 1e-5, f"the blocks do not compute the same: {difference}"
     for name, step in steps.items():
         with Counter() as counter:
             step()
         counts[name] = counter.count
-    kept = rounds_of(steps, rounds, repeats)
-    speed = estimate([r["diffusers"] / r["ours"] for r in kept])
-    return {
-        "relative_difference": difference,
-        "operators": counts,
-        "operator_ratio": counts["ours"] / counts["diffusers"],
-        "milliseconds": {name: 1e3 * statistics.median(r[name] for r in kept) for name in steps},
-        "speed_over_diffusers": speed.median,
-        "speed_interval": [speed.low, speed.high],
-        "rounds_kept": f"{len(kept)} of {rounds}",
-    }
+    found = in_turns(steps, rounds, repeats=repeats)
+    fewer = "<= 0.70" if kind == "SD3" else None
+    rows = [
+        row("C2", f"{kind} block: relative difference to diffusers' with its weights", difference, target="<= 1e-5"),
+        row("C2", f"{kind} block: operators over diffusers'", counts["ours"] / counts["diffusers"], target=fewer),
+        row("C2", f"{kind} block: speed over diffusers'", found.ratios("diffusers", "ours"), "x", ">= 1", ">= 1.05"),
+    ]
+    return rows, {"operators": counts, **found.summary()}
 
 
-def main() -> None:
-    """Measure both kinds of block and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--rounds", type=int, default=15)
+def main() -> int:
+    """Measure both kinds of block."""
+    parser = parser_of(__doc__, rounds=15)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
-    if options.rounds < 5:
-        parser.error("--rounds: at least 5, because disturbed ones are dropped")
+    if options.tiny:
+        options.rounds, options.repeats, options.width = 2, 1, 32
     torch.set_num_threads(1)
-    kinds = {"sd3": False, "sd3.5": True}
-    rows = {name: measure(qk, options.width, options.rounds, options.repeats) for name, qk in kinds.items()}
-    for name, row in rows.items():
-        low, high = row["speed_interval"]
-        print(
-            f"{name:6} operators {row['operators']['ours']} of {row['operators']['diffusers']} "
-            f"= {row['operator_ratio']:.3f}  speed {row['speed_over_diffusers']:.3f} ({low:.3f} to {high:.3f}) "
-            f"x diffusers, {row['rounds_kept']} rounds, largest difference {row['relative_difference']:.1e}"
-        )
-    if options.output:
-        facts = {"processor": cpu_name(), "versions": package_versions(), "command": command_line(sys.argv)}
-        facts |= {"git_commit": git_commit(Path(__file__).parent)}
-        write_json(options.output, facts | {"rows": rows})
+    rows: list[Row] = []
+    details: dict[str, Any] = {}
+    absent: dict[str, str] = {}
+    if find_spec("diffusers") is None:
+        absent["diffusers"] = "not installed; pip install diffusers"
+    for name, qk_norm in () if absent else (("SD3", False), ("SD3.5", True)):
+        found, details[name] = measure(name, qk_norm, options.width, options.rounds, options.repeats)
+        rows += found
+    return 0 if write_results(options.output, "C2: the MMDiT block", rows, details, absent) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

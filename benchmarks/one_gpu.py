@@ -1,7 +1,7 @@
 """Everything about the demo that needs one GPU, in one run, written as JSON.
 
-    python benchmarks/one_gpu.py --output benchmarks/results/one_gpu.json
-    python benchmarks/one_gpu.py --dry_run            # the same on CPU: rehearsals, three steps each
+    python -m benchmarks.one_gpu --output benchmarks/results/one_gpu.json
+    python -m benchmarks.one_gpu --dry_run            # the same on CPU: rehearsals, three steps each
 
 For every launch file that one GPU can run: 50 steps of the demo in bf16, the time of a step, memory, MFU, which
 AdamW ran and how long the loop waited for data; then fp32 losses of every launch file against one process. DeepSpeed
@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from typing import Any
 import torch
 
 from accel_train.metrics.records import read_metrics, write_json
+from benchmarks.method import ROOT, SCHEMA, Row, facts, row
 
-ROOT = Path(__file__).parents[1]
 LAUNCH_FILES = ("single_gpu", "ddp", "fsdp2", "fsdp2_offload", "zero2_offload", "zero3_offload")
 SMALL = "--log.log_every 1 --evaluation.samples 64 --evaluation.timesteps 2 --evaluation.shown 1".split()
 
@@ -92,9 +91,11 @@ def main() -> None:
         runs[f"{name} fp32"]["loss_difference_to_one_process"] = compare(
             runs[f"{name} fp32"], runs.get("single_gpu fp32", {})
         )
-    report = {"hardware": hardware(), "command": " ".join(sys.argv), "steps": steps, "runs": runs}
+    rows = [asdict(found) for found in rows_of(runs)]
+    absent = {name: r["skipped"] for name, r in runs.items() if "skipped" in r}
+    report = {"schema": SCHEMA, "title": "Launch files on one GPU", "environment": facts(), "absent": absent}
     if options.output:
-        write_json(options.output, report)
+        write_json(options.output, report | {"rows": rows, "steps": steps, "runs": runs})
     print_table(runs)
     raise SystemExit(any("failed" in r or not finite(r) for r in runs.values()))
 
@@ -104,23 +105,19 @@ def finite(result: dict[str, Any]) -> bool:
     return all(math.isfinite(loss) for loss in result.get("losses", []))
 
 
-def hardware() -> dict[str, Any]:
-    """Device and versions, without which no figure means anything."""
-    names = ("torch", "accelerate", "deepspeed", "transformers")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {
-        "device": device,
-        "versions": {name: installed(name) for name in names},
-        "python": platform.python_version(),
-    }
-
-
-def installed(name: str) -> str | None:
-    """Version of a package, None where it is not there."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def rows_of(runs: dict[str, Any]) -> list[Row]:
+    """Step time, memory and distance to one process of each run, for the page."""
+    found: list[Row] = []
+    for name, result in runs.items():
+        if "step_seconds" not in result:
+            continue
+        found.append(row("presets", f"{name}: step", 1e3 * result["step_seconds"], "ms"))
+        if "memory_peak_gib" in result:
+            found.append(row("presets", f"{name}: memory", result["memory_peak_gib"], "GiB"))
+        if result.get("loss_difference_to_one_process") is not None:
+            apart = result["loss_difference_to_one_process"]
+            found.append(row("presets", f"{name}: largest relative difference of a loss to one process", apart))
+    return found
 
 
 def print_table(runs: dict[str, Any]) -> None:

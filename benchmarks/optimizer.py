@@ -1,24 +1,19 @@
-"""Row C3: fused AdamW against torch's for-loop, and what a whole step costs: norm, clip, step, moving average.
+"""C3: fused AdamW against torch's for-loop, and what a whole step costs: norm, clip, step, moving average.
 
-    python benchmarks/optimizer.py [--threads 1] [--rounds 12] [--json results.json]
+    python -m benchmarks.optimizer --output benchmarks/results/optimizer.json
 
-Thread time with one thread (other programs hardly move it), rounds interleaved, medians of the ratio in each round
-with a bootstrap 95 % interval. A gate fails only if its interval lies outside the target.
+One thread, ways in turns. A whole step is that of the library: norm, clip within the fused kernel, step, average.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
+from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,10 +21,12 @@ from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.offload import HostAdamW
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
 from accel_train.training.shards import Shards
+from accel_train.training.step_guard import Evidence, StepGuard
+from benchmarks.method import Row, in_turns, parser_of, row, write_results
 
 CPU = torch.device("cpu")
 WORKLOADS = {"74M values in 80 tensors": ([962, 962], 80), "1.25M values in 600 tensors": ([2083], 600)}
-FUSED_TARGET, WHOLE_TARGET = 4.5, 1.6
+TINY = {"2K values in 2 tensors": ([32, 32], 2)}
 
 
 class Tensors(nn.Module):
@@ -44,27 +41,6 @@ class Tensors(nn.Module):
             block.bias = None
 
 
-def thread_seconds(work: Callable[[], object], probe: Callable[[], float]) -> float:
-    start = probe()
-    work()
-    return probe() - start
-
-
-def interleave(ways: dict[str, Callable[[], object]], rounds: int, probe: Callable[[], float]) -> dict[str, np.ndarray]:
-    """Seconds of each way in each round, after two rounds of warm-up."""
-    times = [[thread_seconds(work, probe) for work in ways.values()] for _ in range(rounds + 2)][2:]
-    return dict(zip(ways, np.array(times).T, strict=True))
-
-
-def ratio(over: np.ndarray, under: np.ndarray) -> dict[str, Any]:
-    """Median of the ratio in each round, its bootstrap interval, and the ratio of the fastest rounds."""
-    each = over / under
-    picks = np.random.default_rng(0).integers(0, len(each), (2000, len(each)))
-    low, high = np.percentile(np.median(each[picks], axis=1), [2.5, 97.5])
-    fastest = float(over.min() / under.min())
-    return {"median": float(np.median(each)), "interval": [float(low), float(high)], "fastest": fastest}
-
-
 def ways_of(shape: list[int], count: int) -> dict[str, Callable[[], object]]:
     """The fused step, the for-loop, and the parts of a whole step as the library does them."""
     torch.manual_seed(0)
@@ -77,8 +53,12 @@ def ways_of(shape: list[int], count: int) -> dict[str, Callable[[], object]]:
     average = Ema(EmaConfig(0.999), Shards(model, fused))
     gradients = [p.grad for p in model.parameters()]
 
-    def norm() -> torch.Tensor:  # GradientWindow.finish
-        return torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(gradients))))
+    guarded, held = Tensors(shape, count), [torch.ones(1)]
+    clipping, _ = build_optimizer(guarded, OptimizerConfig(fused=True), CPU)
+    guard, smoothed = StepGuard(clipping, CPU), Ema(EmaConfig(0.999), Shards(guarded, clipping))
+
+    def norm(of: list[torch.Tensor | None] = gradients) -> torch.Tensor:  # GradientWindow.finish
+        return torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(of))))
 
     def clip(value: torch.Tensor) -> None:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), float(value) * (1 - 1e-6), value)
@@ -93,38 +73,52 @@ def ways_of(shape: list[int], count: int) -> dict[str, Callable[[], object]]:
         fused.step()
         average.update(1000)
 
+    def in_kernel() -> None:
+        value = norm([p.grad for p in guarded.parameters()])
+        guard.watch(Evidence(0, ("loss",), held[0], None, (), ()), value, float(value) * (1 - 1e-6))
+        clipping.step()
+        smoothed.update(1000)
+
     return {
         "fused": fused.step,
         "loop": loop.step,
         "foreach": foreach.step,
-        "norm": norm,
-        "clip": lambda: clip(torch.tensor(1.0)),
         "average": lambda: average.update(1000),
         "norm, step, average": within,
         "norm, clip, step, average": clipped,
+        "norm, step that clips, average": in_kernel,
     }
 
 
-def measure(name: str, rounds: int, probe: Callable[[], float]) -> dict[str, Any]:
-    shape, count = WORKLOADS[name]
-    times = interleave(ways_of(shape, count), rounds, probe)
-    values = int(np.prod(shape)) * count
-    fused = times["fused"]
-    return {
-        "workload": name,
-        "milliseconds": {way: float(np.median(t)) * 1e3 for way, t in times.items()},
-        "fused_gb_per_second": 28 * values / float(np.median(fused)) / 1e9,
-        "loop_over_fused": ratio(times["loop"], fused),
-        "foreach_over_fused": ratio(times["foreach"], fused),
-        "within_limit_over_fused": ratio(times["norm, step, average"], fused),
-        "clipped_over_fused": ratio(times["norm, clip, step, average"], fused),
+def measure(name: str, shape: list[int], count: int, rounds: int) -> tuple[list[Row], dict[str, Any]]:
+    """One workload."""
+    found = in_turns(ways_of(shape, count), rounds, clock=clock())
+    values = prod(shape) * count
+    rows = [
+        row("C3", f"{name}: fused AdamW, 28 bytes a value", 28 * values / found.median("fused") / 1e9, "GB/s"),
+        row("C3", f"{name}: speed of fused AdamW over the for-loop", found.ratios("loop", "fused"), target=">= 4.5"),
+        row("C3", f"{name}: speed of fused AdamW over foreach", found.ratios("foreach", "fused")),
+    ]
+    texts = {
+        "norm, step, average": "norm, step, average over the step alone",
+        "norm, step that clips, average": "norm, clip in the step, average over the step alone",
+        "norm, clip, step, average": "the same with a clip of its own",
     }
+    for way, text in texts.items():
+        target = None if way == "norm, clip, step, average" else "<= 1.6"
+        rows.append(row("C3", f"{name}: {text}", found.ratios(way, "fused"), target=target))
+    return rows, found.summary()
 
 
-def others(rounds: int, probe: Callable[[], float]) -> dict[str, Any]:
-    """The other optimizers on 4 matrices of 512 x 512, as multiples of fused AdamW. 5 rounds at most: Muon is long."""
+def clock() -> Callable[[], float]:
+    """The thread's own with one thread, which other programs hardly move; else that on the wall."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def others(rounds: int) -> list[Row]:
+    """The other optimizers on 4 matrices of 512 x 512, over fused AdamW. 5 rounds at most: Muon is long."""
     ways: dict[str, Callable[[], object]] = {}
-    configs = {
+    configs: dict[str, dict[str, Any]] = {
         "adamw": {},
         "muon in fp32": {"name": "muon"},
         "muon in bf16": {"name": "muon", "muon_precision": "bf16"},
@@ -138,61 +132,28 @@ def others(rounds: int, probe: Callable[[], float]) -> dict[str, Any]:
     for p in groups[0]["params"]:
         p.grad = torch.randn(512, 512) * 1e-3
     ways["adamw_offload (on CPU tensors: its copies alone)"] = HostAdamW(groups, betas=(0.9, 0.95), eps=1e-8).step
-    times = interleave(ways, min(rounds, 5), probe)
-    return {way: ratio(t, times["adamw"]) for way, t in times.items() if way != "adamw"}
+    found = in_turns(ways, min(rounds, 5), clock=clock())
+    return [
+        row("C3", f"4 matrices of 512 x 512: {n} over AdamW", found.ratios(n, "adamw")) for n in ways if n != "adamw"
+    ]
 
 
-def gates(rows: list[dict[str, Any]]) -> list[str]:
-    """Targets that the intervals exclude."""
-    missed: list[str] = []
-    for row in rows:
-        if row["loop_over_fused"]["interval"][1] < FUSED_TARGET:
-            missed.append(f"{row['workload']}: fused is less than {FUSED_TARGET} x the for-loop")
-        for name, label in (("within_limit_over_fused", "within the limit"), ("clipped_over_fused", "clipped")):
-            if row[name]["interval"][0] > WHOLE_TARGET:
-                missed.append(f"{row['workload']}: a whole step, {label}, is more than {WHOLE_TARGET} x the fused step")
-    return missed
-
-
-def show(value: dict[str, Any]) -> str:
-    low, high = value["interval"]
-    return f"{value['median']:.2f} ({low:.2f} to {high:.2f}), fastest rounds {value['fastest']:.2f}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Measure every workload."""
+    parser = parser_of(__doc__, rounds=10)
     parser.add_argument("--threads", type=int, default=1, help="more than one is measured by the clock on the wall")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    probe = time.thread_time if options.threads == 1 else time.perf_counter
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {options.threads} thread(s)")
-    rows = [measure(name, options.rounds, probe) for name in WORKLOADS]
-    for row in rows:
-        print(f"{row['workload']}: fused {row['milliseconds']['fused']:.2f} ms, {row['fused_gb_per_second']:.0f} GB/s")
-        for key in ("loop_over_fused", "foreach_over_fused", "within_limit_over_fused", "clipped_over_fused"):
-            print(f"  {key.replace('_', ' ')}: {show(row[key])}")
-        print("  " + ", ".join(f"{way} {ms:.2f} ms" for way, ms in row["milliseconds"].items()))
-    multiples = others(options.rounds, probe)
-    print("4 matrices of 512 x 512, as multiples of fused AdamW:")
-    for way, value in multiples.items():
-        print(f"  {way}: {show(value)}")
-    missed = gates(rows)
-    print("\n".join(f"MISSED {line}" for line in missed) or "every target is met or within its interval")
-    if options.json:
-        result = {
-            "command": " ".join(sys.argv),
-            "machine": platform.platform(),
-            "torch": torch.__version__,
-            "threads": options.threads,
-            "rounds": options.rounds,
-            "rows": rows,
-            "others": multiples,
-            "missed": missed,
-        }
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    if options.tiny:
+        options.rounds = 2
+    rows: list[Row] = []
+    details: dict[str, Any] = {}
+    for name, (shape, count) in (TINY if options.tiny else WORKLOADS).items():
+        found, details[name] = measure(name, shape, count, options.rounds)
+        rows += found
+    rows += others(options.rounds)
+    return 0 if write_results(options.output, "C3: optimizers", rows, details) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,22 +1,21 @@
 """Keyed draws against torch's own and against one torch.Generator per sample: the median time of each.
 
-    python benchmarks/rng.py [--device cuda] [--threads 1] [--json results.json]
+    python -m benchmarks.rng [--device cuda] [--threads 2] --output benchmarks/results/rng.json
 
 `per_sample_generator` is the usual way to the same independence of the batch; `torch` depends on its cut.
 """
 
-import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel_train import rng
+from benchmarks.method import parser_of, row, write_results
 
 SHAPES = [(64, (32,)), (64, (1, 64)), (64, (1024,)), (16, (4, 64, 64)), (8, (16, 128, 128))]
 
@@ -57,28 +56,22 @@ def measure(batch: int, shape: tuple[int, ...], name: str, device: torch.device,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Measure every shape."""
+    parser = parser_of(__doc__, rounds=50)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {options.threads} threads"
-    print(f"{name}, torch {torch.__version__}, median of {options.repeats}")
-    rows = [measure(b, shape, draw, device, options.repeats) for draw in ("uniform", "normal") for b, shape in SHAPES]
-    for row in rows:
-        print(
-            f"{row['draw']:8} {row['shape']!s:22} keyed {row['keyed_seconds'] * 1e6:9.1f} us   "
-            f"{row['keyed_over_torch']:5.2f} x torch   "
-            f"{row['keyed_over_per_sample_generator']:5.2f} x per-sample generators"
-        )
-    if options.json:
-        result = {"device": name, "torch": torch.__version__, "repeats": options.repeats, "rows": rows}
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    device, repeats = torch.device(options.device), 2 if options.tiny else options.rounds
+    found = [measure(b, shape, draw, device, repeats) for draw in ("uniform", "normal") for b, shape in SHAPES]
+    rows = []
+    for f in found:
+        shape = " x ".join(map(str, f["shape"]))
+        for peer, text in (("torch", "torch"), ("per_sample_generator", "a generator per sample")):
+            rows.append(row("rng", f"{f['draw']} {shape}: time over that of {text}", f[f"keyed_over_{peer}"]))
+    return 0 if write_results(options.output, "Keyed draws", rows, {"draws": found}) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,19 +12,17 @@ import torch
 
 from tests.distributed.launching import ROOT, environment
 
-SCRIPT = ROOT / "benchmarks" / "one_gpu.py"
-
 
 def run(tmp_path: Path, *arguments: str) -> dict[str, dict[str, object]]:
     output = tmp_path / "result.json"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--output", str(output), *arguments],
+        [sys.executable, "-m", "benchmarks.one_gpu", "--output", str(output), *arguments],
         env=environment(),
         capture_output=True,
         text=True,
         timeout=580,
         check=False,
-        cwd=tmp_path,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(output.read_text())["runs"]

@@ -1,0 +1,145 @@
+"""C8: gradients reduced once a step against on every micro-batch: two processes, DDP, gloo, accumulation 4.
+
+    python -m benchmarks.accumulation --output benchmarks/results/accumulation.json
+
+MMDiT of 7 blocks of width 192 (9 M parameters), 64 + 32 tokens, 2 rows. The two policies of `GradientWindow` in turns
+in the same processes, one thread each. How often each gradient is reduced is counted by a communication hook of DDP on
+models of their own, so that the timed ones have none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from accel_train.models.mmdit import MMDiT, MMDiTConfig
+from accel_train.training.accumulation import GradientWindow, SyncPolicy
+from benchmarks.method import ROOT, Row, in_turns, parser_of, row, write_results
+
+PROCESSES, MICRO_BATCHES = 2, 4
+POLICIES: tuple[SyncPolicy, ...] = ("auto", "every")
+
+
+class Task(nn.Module):
+    """A model whose forward gives the sum of a loss."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = MMDiT(MMDiTConfig(width, depth, heads=4))
+        self.tokens = [torch.randn(2, length, width) for length in (64, 32)]
+        self.conditioning = torch.randn(2, width)
+
+    def forward(self) -> Tensor:
+        return sum((x.square().sum() for x in self.model(self.tokens, self.conditioning, None)), torch.zeros(()))
+
+
+def step_of(accelerator: Accelerator, model: Any, policy: SyncPolicy) -> Callable[[], object]:
+    """The gradient of one optimizer step."""
+    count = torch.tensor(2.0)
+
+    def step() -> object:
+        window = GradientWindow(accelerator, model, [({}, {"main": count})] * MICRO_BATCHES, {"main": 1.0}, 0, policy)
+        for _ in window:
+            window.backward({"main": model()})
+        result = window.finish(0.0)
+        model.zero_grad()
+        return result
+
+    return step
+
+
+def reductions(accelerator: Accelerator, width: int, depth: int, policy: SyncPolicy) -> dict[str, Any]:
+    """Of one step: how often each gradient was reduced, in how many collectives and bytes."""
+    model: Any = accelerator.prepare(Task(width, depth))
+    seen: Counter[int] = Counter()
+    sizes: list[int] = []
+
+    def reduce(group: Any, bucket: Any) -> Any:
+        seen.update(id(p) for p in bucket.parameters())
+        sizes.append(bucket.buffer().numel() * bucket.buffer().element_size())
+        return allreduce_hook(group, bucket)
+
+    model.register_comm_hook(None, lambda group, bucket: reduce(group, bucket))  # DDP refuses other annotations
+    step = step_of(accelerator, model, policy)
+    step()  # DDP arranges its buckets anew after the first
+    seen.clear()
+    sizes.clear()
+    step()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    each = sorted({seen[id(p)] for p in trained})
+    return {"of_each_gradient": each, "collectives": len(sizes), "bytes": sum(sizes)}
+
+
+def work(width: int, depth: int, rounds: int) -> dict[str, Any]:
+    """What one process measures; the same on each."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == PROCESSES
+    counted = {policy: reductions(accelerator, width, depth, policy) for policy in POLICIES}
+    ways = {p: step_of(accelerator, accelerator.prepare(Task(width, depth)), p) for p in POLICIES}
+    wall = in_turns(ways, rounds, clock=time.perf_counter)
+    used = in_turns(ways, rounds, clock=time.process_time)
+    accelerator.wait_for_everyone()
+    return {
+        "counted": counted,
+        "wall": wall.ratios("every", "auto"),
+        "processor": used.ratios("every", "auto"),
+        "seconds": wall.summary(),
+        "rank": accelerator.process_index,
+    }
+
+
+def rows_of(found: dict[str, Any]) -> list[Row]:
+    """Counts are exact; times are those of the first process."""
+    once, each = found["counted"]["auto"], found["counted"]["every"]
+    most, least = max(once["of_each_gradient"]), min(once["of_each_gradient"])
+    return [
+        row("C8", "reductions of each gradient per step, most", most, "count", "<= 1"),
+        row("C8", "reductions of each gradient per step, least", least, "count", ">= 1"),
+        row("C8", "the same with a reduction on every micro-batch", max(each["of_each_gradient"]), "count"),
+        row("C8", "bytes reduced with a reduction on every micro-batch over once", each["bytes"] / once["bytes"]),
+        row("C8", "speed of one reduction per step over one per micro-batch", found["wall"], target=">= 1.4"),
+        row("C8", "the same in processor time", found["processor"]),
+    ]
+
+
+def main() -> int:
+    """Start the processes and print what the first one found."""
+    parser = parser_of(__doc__, rounds=12)
+    parser.add_argument("--worker", action="store_true", help="be one of the processes")
+    options = parser.parse_args()
+    width, depth = (32, 2) if options.tiny else (192, 7)
+    if options.worker:
+        found = work(width, depth, 2 if options.tiny else options.rounds)
+        if found["rank"] == 0:
+            print(f"RESULT {json.dumps(found)}", flush=True)
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads race with the end of the interpreter
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={PROCESSES}"]
+    command += ["-m", "benchmarks.accumulation", "--worker", "--rounds", str(options.rounds)]
+    given = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*command, *(["--tiny"] if options.tiny else [])],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=given,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise RuntimeError(done.stderr[-3000:])
+    found = json.loads(lines[-1].removeprefix("RESULT "))
+    return 0 if write_results(options.output, "C8: gradient accumulation", rows_of(found), found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""C9: what share of this machine's own matrix product rate a training step of the MMDiT reaches.
+
+    python -m benchmarks.gemm --output benchmarks/results/gemm.json
+
+MMDiT of 6 blocks of width 256 (15 M parameters), 256 + 77 tokens, forward and backward, fp32 and bf16 under autocast.
+The rate of the machine is that of the faster of two square products in the same dtype, timed in the same rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from accel_train.models.mmdit import MMDiT, MMDiTConfig
+from benchmarks.method import Row, in_turns, parser_of, row, write_results
+
+DTYPES = {"fp32": (torch.float32, ">= 0.8"), "bf16": (torch.bfloat16, ">= 0.5")}
+SIZES = (768, 1536)
+
+
+def step_of(width: int, depth: int, rows: int, precision: str) -> Callable[[], Tensor]:
+    """Forward and backward; gradients are made and dropped."""
+    torch.manual_seed(0)
+    model = MMDiT(MMDiTConfig(width, depth, heads=4))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=width**-0.5)
+    tokens = [torch.randn(rows, length, width) for length in (256, 77)]
+    conditioning, parameters = torch.randn(rows, width), list(model.parameters())
+
+    def step() -> Tensor:
+        with autocast(precision):
+            loss = sum((x.float().square().mean() for x in model(tokens, conditioning, None)), torch.zeros(()))
+        torch.autograd.grad(loss, parameters)
+        return loss
+
+    return step
+
+
+def autocast(precision: str) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def flops_of(step: Callable[[], object]) -> int:
+    """As torch counts the operators of one call."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def product(size: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return lambda: a @ b
+
+
+def measure(width: int, depth: int, rows: int, rounds: int, sizes: tuple[int, ...]) -> tuple[list[Row], dict[str, Any]]:
+    """Both precisions."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    found: list[Row] = []
+    details: dict[str, Any] = {}
+    for name, (dtype, target) in DTYPES.items():
+        step = step_of(width, depth, rows, name)
+        work = flops_of(step)
+        ways: dict[str, Callable[[], object]] = {"step": step} | {str(n): product(n, dtype) for n in sizes}
+        times = in_turns(ways, rounds, repeats=2, clock=clock)
+        rate = {n: 2 * n**3 / times.median(str(n)) for n in sizes}
+        best = max(rate, key=lambda n: rate[n])
+        shares = [
+            (work / a) / (2 * best**3 / b) for a, b in zip(times.seconds["step"], times.seconds[str(best)], strict=True)
+        ]
+        reached = [work / s / 1e9 for s in times.seconds["step"]]
+        found.append(row("C9", f"{name}: share of the machine's own matrix product rate", shares, target=target))
+        found.append(row("C9", f"{name}: training step", reached, "GFLOP/s"))
+        found.append(row("C9", f"{name}: matrix product", rate[best] / 1e9, "GFLOP/s"))
+        details[name] = {"flops": work, "product": best, **times.summary()}
+        details[name]["spread"] = statistics.pstdev(shares)
+    return found, details
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = parser_of(__doc__, rounds=9)
+    parser.add_argument("--threads", type=int, default=1, help="more than one is measured by the clock on the wall")
+    parser.add_argument("--rows", type=int, default=4)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    width, depth, sizes = (64, 1, (64, 128)) if options.tiny else (256, 6, SIZES)
+    rows, details = measure(width, depth, options.rows, 2 if options.tiny else options.rounds, sizes)
+    return 0 if write_results(options.output, "C9: share of the matrix product rate", rows, details) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

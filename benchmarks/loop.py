@@ -1,0 +1,345 @@
+"""C1: what each way to train costs the host per optimizer step, over a raw torch loop.
+
+    python -m benchmarks.loop --output benchmarks/results/loop.json
+
+Two small linear layers, 4 rows of 8, fp32, fused AdamW, the norm clipped to 1: nearly all of a step is the host's work.
+Ours is the loop of the recipe between the loss and the next batch: gradient window, optimizer, zero_grad, throughput,
+recorder and the saver's boundary, at steps that neither log nor save. Accelerate's is its own idiom: prepare,
+accumulate, backward, clip, step. All ways run in turns in one process on one thread; time is that of the thread.
+
+Reads are calls that take a number from a tensor to the host, for which a GPU would have to be waited for; they are
+counted on one step of our loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate import optimizer as accelerate_optimizer
+from torch import Tensor, nn
+
+from accel_train.checkpoints import commit
+from accel_train.checkpoints.hub import HubConfig
+from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.checkpoints.run import Run
+from accel_train.checkpoints.state import Saver
+from accel_train.metrics.recorder import LogConfig, Recorder
+from accel_train.metrics.throughput import Throughput
+from accel_train.runtime import garbage
+from accel_train.runtime.lookups import remember_lookups
+from accel_train.training.accumulation import GradientWindow, StepResult
+from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.shards import Shards
+from accel_train.training.step_guard import resolve_step_guard
+from benchmarks.method import Row, in_turns, parser_of, row, write_results
+from benchmarks.reads import HostReads
+
+ROWS, WIDTH = 4, 8
+NEVER = 1 << 40
+TRAINER_SKIPS = 5
+MAX_NORM = 1.0
+
+
+def start() -> tuple[nn.Module, Tensor, Tensor]:
+    """Model and data, the same for every way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    return model, torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+Step = Callable[[], Tensor | StepResult]
+"""One optimizer step; what the loss can be read from."""
+
+
+def raw() -> Step:
+    """What a person would write without any library."""
+    model, x, y = start()
+    optimizer = adamw(model)
+
+    def step() -> Tensor:
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def accelerates(accelerator: Accelerator) -> Step:
+    """The idiom of Accelerate's documentation."""
+    plain, x, y = start()
+    model, optimizer = accelerator.prepare(plain, adamw(plain))
+
+    def step() -> Tensor:
+        with accelerator.accumulate(model):
+            loss = (model(x) - y).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+@contextmanager
+def ours(accelerator: Accelerator, folder: Path) -> Iterator[Step]:
+    """The loop of the recipes, between two log points."""
+    plain, x, y = start()
+    model, optimizer = accelerator.prepare(plain, adamw(plain))
+    run = Run(folder, "benchmark", None, "", {"experiment": {"global_batch_size": ROWS}, "resolved": {}})
+    run.checkpoints.mkdir(parents=True)
+    commit.write_json(folder / "run.json", {})
+    log = Recorder(accelerator, folder, LogConfig(log_every=NEVER, progress_bar="off"), max_steps=NEVER, start_step=2)
+    average = Ema(EmaConfig(0.0), Shards(model, optimizer))
+    saver = Saver(
+        accelerator, run, average, CheckpointConfig(), HubConfig(), lambda _: None, epoch=float, on_commit=log.saved
+    )
+    rates = Throughput(accelerator.device)
+    weights = {"main": torch.tensor(float(ROWS * WIDTH)), "tokens": torch.tensor(float(ROWS))}
+    inputs = {"x": x, "y": y, "sample": torch.arange(ROWS)}
+    coefficients = {"main": 1.0}
+    guard, _ = resolve_step_guard(accelerator, optimizer, on_cpu=True)
+    done = 2
+
+    def step() -> StepResult:
+        nonlocal done
+        window = GradientWindow(accelerator, model, [(inputs, weights)], coefficients, done, "auto", guard)
+        for batch in window:
+            window.backward({"main": (model(batch["x"]) - batch["y"]).square().sum()})
+        result = window.finish(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        done += 1
+        rates.update(samples=ROWS, tokens=result.weights["tokens"], padded_tokens=ROWS, data_wait_seconds=0.0, flops=1)
+        log.advance(done)
+        if log.due(done) or saver.boundary(done) or saver.due(done, NEVER):
+            raise AssertionError("a step of this benchmark neither logs nor saves")
+        return result
+
+    with log:
+        try:
+            yield step
+        finally:
+            saver.__exit__(RuntimeError, None, None)  # nothing is to be saved
+
+
+def fabrics() -> Step:
+    """Lightning Fabric's idiom."""
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    plain, x, y = start()
+    model, optimizer = fabric.setup(plain, adamw(plain))
+
+    def step() -> Tensor:
+        loss = (model(x) - y).square().mean()
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+class Trained(nn.Module):
+    """The model as the Trainer wants it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.model(x) - labels).square().mean()}
+
+
+def trainers(steps: int, folder: Path) -> Callable[[], float]:
+    """Seconds of thread time per step in one run of HF's Trainer, the first steps and its set-up left out."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    plain, x, y = start()
+    model, batch = Trained(plain), {"x": x, "labels": y}
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        began = ended = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == TRAINER_SKIPS:
+                self.began = time.thread_time()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.ended = time.thread_time()
+
+    class Loop(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return [batch] * (steps + TRAINER_SKIPS)
+
+    given: Any = TrainingArguments(
+        output_dir=str(folder), max_steps=steps + TRAINER_SKIPS, max_grad_norm=MAX_NORM, use_cpu=True,
+        logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True, per_device_train_batch_size=ROWS,
+    )  # fmt: skip
+
+    def run() -> float:
+        clock = Clock()
+        trainer = Loop(model, given, optimizers=(adamw(model), None), callbacks=[clock])
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints what it logs
+            trainer.train()
+        return (clock.ended - clock.began) / steps
+
+    return run
+
+
+def same_losses(ways: dict[str, Step], steps: int = 20) -> None:
+    """Every way is the same training."""
+    results = {name: [step() for _ in range(steps)] for name, step in ways.items()}
+    losses = {n: [r.loss if isinstance(r, StepResult) else r for r in found] for n, found in results.items()}
+    for name, found in losses.items():
+        assert torch.allclose(torch.stack(found), torch.stack(losses["raw"]), rtol=1e-5), f"{name}: other losses"
+
+
+def measure(rounds: int, steps: int, folder: Path) -> tuple[list[Row], dict[str, Any], dict[str, str]]:
+    """All ways in turns; rows, details, absent peers."""
+    absent: dict[str, str] = {}
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    trainer = trainers(steps, folder / "trainer")  # first: its arguments reset Accelerate's state
+    accelerator = Accelerator(cpu=True)
+    with ExitStack() as stack:
+        mine = stack.enter_context(ours(accelerator, folder / "run"))
+        ways: dict[str, Step] = {"raw": raw(), "ours": mine, "accelerate": accelerates(accelerator)}
+        if find_spec("lightning_fabric") is None:
+            absent["lightning-fabric"] = "not installed; pip install lightning-fabric"
+        else:
+            ways["fabric"] = fabrics()
+        same_losses(ways)
+        reads = count_reads(mine)
+        trained: list[float] = []
+        timed: dict[str, Callable[[], object]] = {n: repeated(s, steps) for n, s in ways.items()}
+        timed |= {"ours": remembering(timed["ours"]), "looking": timed["ours"]}
+        found = in_turns(timed | {"trainer": lambda: trained.append(trainer())}, rounds)
+        pauses = collections(mine, 10 * steps)
+    over = {n: [1e6 * d / steps for d in found.differences(n, "raw")] for n in timed if n != "raw"}
+    plain = found.median("raw") / steps
+    over["trainer"] = [1e6 * (seconds - plain) for seconds in trained[-rounds:]]
+    least = {n: 1e6 * (min(found.seconds[n]) - min(found.seconds["raw"])) / steps for n in timed}
+    details = {"steps_per_round": steps, "reads_of_a_step": reads, "least_over_raw_us": least, "collections": pauses}
+    return rows_of(over, reads, pauses), details | found.summary(), absent
+
+
+def repeated(step: Step, steps: int) -> Callable[[], object]:
+    """What one round runs."""
+
+    def run() -> None:
+        for _ in range(steps):
+            step()
+
+    return run
+
+
+def remembering(run: Callable[[], object]) -> Callable[[], object]:
+    """With Accelerate's lookups remembered, as the recipes have it; put back, for its own idiom in the same process."""
+    looks = accelerate_optimizer.is_lomo_available
+    remember_lookups()
+    remembers = accelerate_optimizer.is_lomo_available
+    accelerate_optimizer.is_lomo_available = looks
+
+    def remembered() -> None:
+        accelerate_optimizer.is_lomo_available = remembers
+        run()
+        accelerate_optimizer.is_lomo_available = looks
+
+    return remembered
+
+
+def count_reads(step: Step) -> dict[str, int]:
+    """Of one step, by kind."""
+    with HostReads() as reads:
+        step()
+    return dict(reads.counts)
+
+
+def collections(step: Step, steps: int) -> dict[str, float]:
+    """Milliseconds of garbage collection: the longest that Python starts by itself in so many steps; a full one, which
+    it starts at a step of its choice once enough has been allocated; the longest at log points with all else frozen."""
+    taken: list[float] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        taken.append(-time.thread_time() if phase == "start" else taken.pop() + time.thread_time())
+
+    def longest(work: Callable[[], object]) -> float:
+        taken.clear()
+        gc.callbacks.append(note)
+        work()
+        gc.callbacks.remove(note)
+        return 1e3 * max(taken, default=0.0)
+
+    def at_log_points() -> None:
+        for number in range(1, steps + 1):
+            step()
+            if number % 50 == 0:
+                garbage.collect()
+
+    found = {"automatic": longest(repeated(step, steps)), "full": longest(gc.collect)}
+    with garbage.frozen():
+        found["frozen"] = longest(at_log_points)
+    return found
+
+
+def rows_of(over: dict[str, list[float]], reads: dict[str, int], pauses: dict[str, float]) -> list[Row]:
+    """Microseconds over the raw loop, and what is held against them."""
+    names = {
+        "looking": "our loop, Accelerate's two lookups per step left as they are,",
+        "accelerate": "Accelerate's idiom",
+        "fabric": "Lightning Fabric",
+        "trainer": "HF Trainer",
+    }
+    unit = "us per step"
+    found = [row("C1", "our loop over the raw loop", over["ours"], unit, goal="<= 60")]
+    found += [row("C1", f"{names[n]} over the raw loop", over[n], unit) for n in names if n in over]
+    for name, which in (("ours", "our loop"), ("looking", "our loop, lookups as they are")):
+        saved = [b - a for a, b in zip(over[name], over["accelerate"], strict=True)]
+        found.append(row("C1", f"Accelerate's idiom less {which}", saved, unit, "> 0"))
+    found.append(row("C1", "reads of the device in a step that does not log", sum(reads.values()), "count", "<= 0"))
+    texts = {
+        "automatic": "the longest that Python started in these steps",
+        "full": "a full one, which Python starts at a step of its choice",
+        "frozen": "the longest at log points, all else frozen",
+    }
+    return found + [row("C1", f"garbage collection: {texts[n]}", pauses[n], "ms") for n in texts]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = parser_of(__doc__, rounds=20)
+    parser.add_argument("--steps", type=int, default=200, help="of each way in each round")
+    options = parser.parse_args()
+    if options.tiny:
+        options.rounds, options.steps = 2, 5
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        rows, details, absent = measure(options.rounds, options.steps, Path(folder))
+    met = write_results(options.output, "C1: host cost of a step", rows, details, absent)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

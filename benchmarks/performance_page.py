@@ -1,0 +1,210 @@
+"""docs/performance.md, made of benchmarks/results/*.json and of nothing else.
+
+python -m benchmarks.performance_page            # write it
+python -m benchmarks.performance_page --check    # exit code 1 where it is not what the results say
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.method import RESULTS, ROOT, SCHEMA, Row, cells
+
+PAGE = ROOT / "docs" / "performance.md"
+NOT_YET = "not yet measured"
+
+CPU_ROWS = {
+    "C1": "What the loop costs the host per step",
+    "C2": "The MMDiT block against diffusers'",
+    "C3": "Optimizers",
+    "C4": "Saving while the loop runs",
+    "C5": "Activation checkpointing",
+    "C6": "Compiling",
+    "C7": "Reading training data",
+    "C8": "One reduction per optimizer step",
+    "C9": "Share of the machine's matrix product rate",
+}
+GPU_ROWS = {
+    "G0": "Ceilings of the device: matrix products, copies, attention backends",
+    "G1": "MMDiT of SD3-medium's shape and a launch-bound small one, against the usual script and a strong one",
+    "G2": "The trainer against a raw loop around the same model; waits per step",
+    "G3": "Saving 24.3 GB while the loop runs",
+    "G4": "Activation checkpointing: memory against time",
+    "G5": "AdamW, clip and moving average over 2.03 B parameters",
+    "G6": "Compile times",
+    "G7": "Data wait",
+    "G8": "Optimizer state in host memory: what it saves and what it costs",
+}
+GPU_TARGETS = {
+    "G1": "MFU >= 0.45, goal 0.48 at head size 64 and 0.50 at 128; >= 1.08 x the strong loop, >= 1.3 x the usual "
+    "script; launch-bound >= 3 x the usual script; float8 >= 1.12 x bf16",
+    "G2": "<= 1.003 at the large step, <= 1.02 at a 5 ms step; no wait in a step that does not log",
+    "G3": "blocked <= 30 ms, hidden <= 150 ms, >= 50 x less stall than Accelerator.save_state",
+    "G4": "-50 % activation memory at <= +12 %; full <= +28 %",
+    "G5": "<= 23 ms",
+    "G6": "cold <= 25 s, >= 4 x faster than the whole model, step within 2 %, warm <= 5 s",
+    "G7": "<= 0.3 % of a step",
+    "G8": "<= +20 % at accumulation 1, <= +5 % at 8; saves >= 16.2 GB; a memory feature, never a speed-up",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One file."""
+
+    name: str
+    title: str
+    environment: dict[str, Any]
+    absent: dict[str, str]
+    rows: list[Row]
+    details: dict[str, Any]
+
+
+def read(folder: Path) -> list[Result]:
+    """Every result of the suite in a folder, by name. Raises ``ValueError`` for a file that is not one."""
+    known = {f.name for f in fields(Row)}
+    found: list[Result] = []
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        if content.get("schema") != SCHEMA:
+            raise ValueError(f"{path.name} has schema {content.get('schema')}, this page reads {SCHEMA}: run it again")
+        rows = [Row(**{k: v for k, v in r.items() if k in known}) for r in content["rows"]]
+        environment, absent = content["environment"], content.get("absent", {})
+        found.append(Result(path.stem, content["title"], environment, absent, rows, content.get("details", {})))
+    return found
+
+
+def page(folder: Path) -> str:
+    """The whole text."""
+    results = read(folder)
+    parts = [HEAD, *summary(results)]
+    for id, title in CPU_ROWS.items():
+        parts += ["", f"## {id}: {title}", "", *table_of(id, results)]
+    parts += ["", "## One GPU", "", GPU_WORDS, ""]
+    for id, title in GPU_ROWS.items():
+        parts += [f"### {id}: {title}", "", *gpu_table(id, results), ""]
+    parts += ["### Launch files", "", *table_of("presets", results), ""]
+    parts += ["## Scaling", "", *scaling(results), "", "## Random numbers", "", *table_of("rng", results)]
+    parts += ["", "## Where these figures come from", "", *origins(results)]
+    return "\n".join(parts) + "\n"
+
+
+HEAD = """<!-- Generated from benchmarks/results/*.json by python -m benchmarks.performance_page. Do not edit. -->
+# Performance
+
+Every figure is a ratio, or stands beside its peer, from one run on one machine. All ways of a comparison take turns in
+one process; times are processor time of one thread where nothing else is said; the figure is the median over the
+rounds, with a bootstrap 95 % interval. A target is missed (**FAILED**) only where the whole interval misses it, and not
+decided where the interval includes it. Counts are exact. What has not been run says so.
+
+```
+python -m benchmarks.suite                    # all rows but those of a GPU, then this page
+python -m benchmarks.loop --output FILE.json  # one row
+```
+
+What each option is for, and what it risks: [optimizations.md](optimizations.md)."""
+
+GPU_WORDS = """`python -m benchmarks.gpu --output benchmarks/results/gpu.json` measures these in ten minutes on one
+device; `python -m benchmarks.one_gpu` runs every launch file that one GPU can run."""
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    """How many rows met their target, by the row of the suite."""
+    lines = ["", "| | Targets met | Not decided | Missed | Reported only |", "|---|---|---|---|---|"]
+    for id, title in (CPU_ROWS | GPU_ROWS).items():
+        rows = [r for result in results for r in result.rows if r.id == id]
+        counts = [sum(r.verdict == v for r in rows) for v in ("passed", "not decided", "FAILED", "reported")]
+        told = " | ".join(map(str, counts)) if rows else f"{NOT_YET} | | |"
+        lines.append(f"| {id}: {title} | {told} |")
+    return lines
+
+
+def table_of(id: str, results: Sequence[Result]) -> list[str]:
+    """The rows of one id, of every file that has some; which file, where there are several."""
+    having = [result for result in results if any(r.id == id for r in result.rows)]
+    if not having:
+        return [f"{NOT_YET.capitalize()}."]
+    lines: list[str] = []
+    for result in having:
+        lines += [*([""] if lines else []), "| What | Figure | Interval | Target | |", "|---|---|---|---|---|"]
+        for found in (r for r in result.rows if r.id == id):
+            value, between, against, verdict = cells(found)
+            verdict = verdict.replace("FAILED", "**FAILED**").replace("reported", "")
+            lines.append(f"| {found.name} | {value} | {between} | {against} | {verdict} |")
+        lines += ["", f"From [{result.name}.json](../benchmarks/results/{result.name}.json)" + missing(result)]
+    return lines
+
+
+def missing(result: Result) -> str:
+    """Peers that did not run, as the end of a sentence."""
+    if not result.absent:
+        return "."
+    return "; absent: " + "; ".join(f"{peer} ({reason})" for peer, reason in result.absent.items()) + "."
+
+
+def gpu_table(id: str, results: Sequence[Result]) -> list[str]:
+    """Rows, or the target that waits for them."""
+    if any(r.id == id for result in results for r in result.rows):
+        return table_of(id, results)
+    target = f" Target: {GPU_TARGETS[id]}." if id in GPU_TARGETS else ""
+    return [f"{NOT_YET.capitalize()}.{target}"]
+
+
+def scaling(results: Sequence[Result]) -> list[str]:
+    """Collectives, bytes and efficiency by layout."""
+    head = "| Strategy | Processes | Hosts | Collectives per step | MB per step | Efficiency by the clock | of work |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    result = next((r for r in results if r.name == "scaling"), None)
+    for f in result.details["layouts"] if result else []:
+        figures = f"{f['collectives']} | {f['bytes'] / 1e6:.1f} | {f['efficiency']:.2f} | {f['efficiency_of_work']:.2f}"
+        lines.append(f"| {f['strategy']} | {f['processes']} | {f['hosts']} | {figures} |")
+    if result is None:
+        lines.append(f"| on CPU processes | 1, 2, 4 | 1, 2 | {NOT_YET} | | | |")
+    lines.append(f"| on GPUs (NCCL) | 2 and more | 1 and more | {NOT_YET} | | | |")
+    if result is None:
+        return lines
+    cores = result.details["cores"]
+    words = f"gloo on {cores} cores; more processes than cores share them. Two hosts are two network namespaces"
+    return [*lines, "", f"Per process; {words}. Losses:", "", *table_of("scaling", results)]
+
+
+def origins(results: Sequence[Result]) -> list[str]:
+    """Machine, versions, commit and command of each file."""
+    lines: list[str] = []
+    for result in results:
+        e = result.environment
+        versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items())
+        commit = (
+            f"commit `{e['commit'][:12]}{'-dirty' if e['commit'].endswith('-dirty') else ''}`" if e["commit"] else ""
+        )
+        threads = f"{e['torch_threads']} thread{'' if e['torch_threads'] == 1 else 's'}"
+        facts = [e["hardware"], threads, f"Python {e['python']}", versions, commit, f"`{e['command']}`"]
+        lines.append(f"- **{result.name}**: {'; '.join(str(f) for f in facts if f)}")
+    return lines or [f"{NOT_YET.capitalize()}."]
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit code 1 where the page is out of date"
+    )
+    options = parser.parse_args()
+    text = page(RESULTS)
+    if options.check:
+        same = PAGE.exists() and PAGE.read_text() == text
+        if not same:
+            print(f"{PAGE.relative_to(ROOT)} is not what the results say: python -m benchmarks.performance_page")
+        return 0 if same else 1
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""The suite's method, its page, and every script at a tiny size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import performance_page
+from benchmarks.method import RESULTS, ROOT, Row, in_turns, line, row, write_results
+from benchmarks.reads import HostReads
+from benchmarks.sd3 import SD3, Shape, batch_of, copy_model, diffusers_model, loss_sum, theirs_call
+from benchmarks.suite import SCRIPTS
+from tests.distributed.launching import environment
+
+IN_PROCESS = {
+    "loop": "C1",
+    "mmdit_block": "C2",
+    "optimizer": "C3",
+    "activation_checkpointing": "C5",
+    "gemm": "C9",
+    "rng": "rng",
+}
+"""Scripts that a test can run without a process of its own, and the row that they fill."""
+LONG = {"checkpoint": "C4", "compile": "C6", "data_loading": "C7", "accumulation": "C8", "scaling": "scaling"}
+SMALL = Shape(64, 3, head_width=16, side=8, text_tokens=5, batch=2, text_width=24, pooled_width=12, channels=4)
+
+
+# --------------------------------------------------------------------------------------------------------- the method
+@pytest.mark.parametrize(
+    ("values", "target", "verdict"),
+    [
+        ([4.6, 4.7, 4.8, 4.9, 5.0], ">= 4.5", "passed"),
+        ([4.0, 4.3, 4.5, 4.7, 5.0], ">= 4.5", "not decided"),
+        ([4.0, 4.1, 4.2, 4.3, 4.4], ">= 4.5", "FAILED"),
+        ([4.0, 4.1, 4.2], None, "reported"),
+        (0, "<= 0", "passed"),
+        (1, "<= 0", "FAILED"),
+    ],
+)
+def test_a_target_is_missed_only_where_the_interval_misses_it(values: Any, target: str | None, verdict: str) -> None:
+    found = row("C3", "speed", values, "x", target)
+    assert found.verdict == verdict
+    assert (found.interval is None) == isinstance(values, int)
+    assert verdict in line(found)
+
+
+def test_a_goal_is_no_target() -> None:
+    found = row("C2", "speed", [1.01, 1.02, 1.03], "x", ">= 1", ">= 1.05")
+    assert (found.verdict, found.goal_verdict) == ("passed", "not reached")
+    only = row("C1", "cost", [40.0, 50.0], "us", goal="<= 60")
+    assert (only.verdict, only.goal_verdict) == ("reported", "reached")
+
+
+def test_ways_take_turns_and_warm_up_is_left_out() -> None:
+    order: list[str] = []
+    clock = iter(range(1000))
+    ways = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    found = in_turns(ways, 3, repeats=2, warm_up=1, clock=lambda: float(next(clock)))
+    assert order == ["a", "a", "b", "b"] * 4
+    assert found.of == 3
+    assert set(found.seconds["a"]) == {0.5}
+    assert found.ratios("a", "b") == [1.0] * len(found.seconds["a"])
+
+
+def test_a_disturbed_round_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import method
+
+    def run(probes: list[float]) -> list[float]:
+        """Rounds kept, where the probe before and after each takes this long."""
+        after = [p for p in probes for _ in range(2)]
+        times: Iterator[float] = iter([0.0, *after])  # the first warms the probe up
+        works = iter(range(100))
+
+        def seconds_of(work: Any, clock: Any = None, repeats: int = 1) -> float:
+            return float(next(works)) if clock is not None else next(times)
+
+        monkeypatch.setattr(method, "seconds_of", seconds_of)
+        return method.in_turns({"a": lambda: None}, len(probes), warm_up=0).seconds["a"]
+
+    assert run([1.0, 1.05, 1.5, 1.0, 0.9]) == [0.0, 1.0, 3.0, 4.0]
+    assert run([1.0, 5.0, 1.0, 5.0]) == [0.0, 2.0]
+
+
+def test_reads_are_counted_once_each_whatever_their_form() -> None:
+    x = torch.arange(4.0)
+    with HostReads() as reads:
+        (x + 1).sum()
+        x.clone().copy_(x)
+        assert not reads.counts
+        x[0].item()
+        x.tolist()
+        x.cpu()
+        x.numpy()
+        float(x[1])
+        int(x[1])
+        if x[2] > 1:
+            pass
+        torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(x)], 1.0)
+    expected = {"item": 1, "tolist": 1, "cpu": 1, "numpy": 1, "__float__": 1, "__int__": 1, "__bool__": 1}
+    assert reads.counts == expected
+
+
+def test_a_read_below_python_is_counted() -> None:
+    with HostReads() as reads:
+        torch.add(torch.ones(3), torch.ones(3), alpha=torch.tensor(2.0))  # torch makes a number of it
+    assert reads.counts == {"_local_scalar_dense": 1}
+
+
+# ----------------------------------------------------------------------------------------------------------- the page
+def results(folder: Path, *rows: Row, name: str = "some") -> Path:
+    write_results(folder / f"{name}.json", "C2: the block", rows, {}, {"a peer": "not installed"})
+    return folder
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    """Where this fails: python -m benchmarks.performance_page"""
+    command = [sys.executable, "-m", "benchmarks.performance_page", "--check"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_changed_figure_changes_the_page(tmp_path: Path) -> None:
+    found = row("C2", "speed over a peer", [1.06, 1.07, 1.08], "x", ">= 1", ">= 1.05")
+    text = performance_page.page(results(tmp_path, found))
+    assert "| speed over a peer | 1.07 x | 1.06 to 1.08 | >= 1 x, goal >= 1.05 x | passed, goal reached |" in text
+    assert "| C2: The MMDiT block against diffusers' | 1 | 0 | 0 | 0 |" in text
+    assert "absent: a peer (not installed)" in text
+    assert "; `python" in text  # the command that made it
+    other = performance_page.page(results(tmp_path, replace(found, value=1.2)))
+    assert other != text
+    assert "1.2 x" in other
+
+
+def test_a_missed_target_shows_and_what_was_not_run_says_so(tmp_path: Path) -> None:
+    text = performance_page.page(results(tmp_path, row("C5", "full: time", [2.0, 2.1], "x", "<= 1.36")))
+    assert "| full: time | 2.05 x | 2 to 2.1 | <= 1.36 x | **FAILED** |" in text
+    sections = {part.splitlines()[0].strip("# "): part for part in text.split("\n## ")[1:]}
+    assert "Not yet measured." in sections["C1: What the loop costs the host per step"]
+    gpu = sections["One GPU"]
+    assert gpu.count("Not yet measured.") == len(performance_page.GPU_ROWS) + 1
+    assert "Target: <= 23 ms." in gpu
+    assert "| on GPUs (NCCL) | 2 and more | 1 and more | not yet measured |" in sections["Scaling"]
+
+
+def test_an_empty_folder_gives_a_page_and_another_file_is_refused(tmp_path: Path) -> None:
+    assert "not yet measured" in performance_page.page(tmp_path)
+    (tmp_path / "old.json").write_text('{"rows": []}')
+    with pytest.raises(ValueError, match=r"old\.json has schema None"):
+        performance_page.page(tmp_path)
+
+
+def test_every_result_has_its_machine_versions_commit_and_command() -> None:
+    for path in RESULTS.glob("*.json"):
+        environment = json.loads(path.read_text())["environment"]
+        assert {"hardware", "versions", "commit", "command"} <= environment.keys(), path
+        assert environment["command"].startswith("python"), path
+
+
+# -------------------------------------------------------------------------------------------------------- the scripts
+def check(path: Path, id: str) -> list[dict[str, Any]]:
+    content = json.loads(path.read_text())
+    rows = [r for r in content["rows"] if r["id"] == id]
+    assert rows
+    assert all(isfinite(r["value"]) for r in rows)
+    assert content["environment"]["versions"]["torch"] == str(torch.__version__)
+    performance_page.page(path.parent)
+    return rows
+
+
+def test_every_script_of_the_suite_is_tested() -> None:
+    assert set(SCRIPTS) == set(IN_PROCESS) | set(LONG)
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_a_script_runs_at_a_tiny_size(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", [name, "--tiny", "--output", str(tmp_path / "result.json")])
+    try:
+        assert import_module(f"benchmarks.{name}").main() in (0, 1)  # targets mean nothing at this size
+    finally:
+        torch.set_num_threads(threads)
+    rows = check(tmp_path / "result.json", IN_PROCESS[name])
+    if name == "loop":
+        (reads,) = [r for r in rows if "reads of the device" in r["name"]]
+        assert (reads["value"], reads["verdict"]) == (0, "passed")
+
+
+def run(module: str, tmp_path: Path, *arguments: str, ok: tuple[int, ...] = (0, 1)) -> Path:
+    output = tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", "--output", str(output), *arguments],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=580,
+    )
+    assert done.returncode in ok, done.stdout + done.stderr
+    assert output.exists(), done.stdout + done.stderr
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_script_runs_at_a_tiny_size(name: str, tmp_path: Path) -> None:
+    rows = check(run(name, tmp_path, "--tiny"), LONG[name])
+    exact = {r["name"]: r["value"] for r in rows if r["unit"] == "count"}
+    if name == "accumulation":
+        assert exact["reductions of each gradient per step, most"] == 1
+        assert exact["reductions of each gradient per step, least"] == 1
+        assert exact["the same with a reduction on every micro-batch"] == 4
+    if name == "compile":
+        assert exact["2M: graph breaks"] == exact["2M: recompilations"] == 0
+
+
+# ------------------------------------------------------------------------------------------------------- the GPU suite
+def test_our_sd3_is_diffusers_with_its_weights() -> None:
+    torch.manual_seed(0)
+    theirs, ours = diffusers_model(SMALL), SD3(SMALL)
+    for parameter in theirs.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.05)
+    copy_model(ours, theirs)
+    batch = batch_of(SMALL, torch.device("cpu"))
+    assert torch.allclose(loss_sum(ours, batch), loss_sum(theirs_call(theirs), batch), rtol=1e-6)
+    shown = [model(*(batch[k] for k in ("latents", "text", "pooled", "time"))) for model in (ours, theirs_call(theirs))]
+    assert torch.allclose(shown[0], shown[1][0], atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [SMALL, replace(SMALL, width=32, depth=1, side=4, batch=1)])
+def test_training_flops_are_those_that_torch_counts(shape: Shape) -> None:
+    model, batch = SD3(shape), batch_of(shape, torch.device("cpu"))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss_sum(model, batch).backward()
+    assert counter.get_total_flops() == shape.batch * shape.train_flops()
+
+
+@pytest.mark.parametrize(
+    ("shape", "teraflops"),
+    [
+        (Shape(), 5.406),
+        (Shape(side=128), 25.309),
+        (Shape(768, 12, side=32, text_tokens=77), 0.1811),
+    ],
+)
+def test_flops_of_the_published_shapes(shape: Shape, teraflops: float) -> None:
+    """Of diffusers' model, whose last block also makes queries of the text."""
+    assert shape.train_flops() / 1e12 == pytest.approx(teraflops, rel=3e-3)
+
+
+def test_the_large_model_has_sd3_mediums_parameters() -> None:
+    with torch.device("meta"):
+        ours, theirs = SD3(Shape()), diffusers_model(Shape())
+    queries = 1536 * 1537  # of the text, in the last block
+    counts = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
+    assert counts[1] == counts[0] + queries
+    assert counts[1] == pytest.approx(2028.3e6, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_gpu_suite_runs_dry(tmp_path: Path) -> None:
+    output = run("gpu", tmp_path, "--tiny")
+    content = json.loads(output.read_text())
+    allowed = {"G1, float8"}  # torchao is not one of the packages that tests need
+    assert set(content["absent"]) <= allowed, content["absent"]
+    for id in performance_page.GPU_ROWS:
+        check(output, id)
+    waits = [r["value"] for r in content["rows"] if r["name"].startswith("waits for the device")]
+    assert waits == [0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_gpu_suite(tmp_path: Path) -> None:
+    check(run("gpu", tmp_path), "G1")
