@@ -118,12 +118,11 @@ def resolve_step_guard(
 
     ``on_cpu`` gives one on a CPU as well, where an error then comes at the next log point and not at once.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)
-    device = inner.param_groups[0]["params"][0].device
-    because: str | None = None
-    if device.type == "cpu" and not on_cpu:
+    if accelerator.device.type == "cpu" and not on_cpu:
         return None, "every step is known to be finite before the next: on a CPU there is nothing to wait for"
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    inner, because = getattr(optimizer, "optimizer", optimizer), None
+    device = next((p.device for group in inner.param_groups for p in group["params"]), accelerator.device)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # ZeRO-3 keeps its parameters elsewhere
         because = "DeepSpeed's engine clips and steps by itself"
     elif accelerator.scaler is not None:
         because = "fp16's loss scale is decided on the host"
