@@ -1,6 +1,6 @@
 """C9: what share of this machine's own matrix product rate a training step of the MMDiT reaches.
 
-    python -m benchmarks.gemm --output benchmarks/results/gemm.json
+    python -m benchmarks.gemm --output benchmarks/results/gemm_cpu.json
 
 MMDiT of 6 blocks of width 256 (15 M parameters), 256 + 77 tokens, forward and backward, fp32 and bf16 under autocast.
 The rate of the machine is that of the faster of two square products in the same dtype, timed in the same rounds.
@@ -87,7 +87,7 @@ def measure(width: int, depth: int, rows: int, rounds: int, sizes: tuple[int, ..
 
 def main() -> int:
     """Measure and print."""
-    parser = parser_of(__doc__, rounds=9)
+    parser = parser_of(__doc__, rounds=7)
     parser.add_argument("--threads", type=int, default=1, help="more than one is measured by the clock on the wall")
     parser.add_argument("--rows", type=int, default=4)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """C1: what each way to train costs the host per optimizer step, over a raw torch loop.
 
-    python -m benchmarks.loop --output benchmarks/results/loop.json
+    python -m benchmarks.loop --output benchmarks/results/loop_cpu.json
 
 Two small linear layers, 4 rows of 8, fp32, fused AdamW, the norm clipped to 1: nearly all of a step is the host's work.
 Ours is the loop of the recipe between the loss and the next batch: gradient window, optimizer, zero_grad, throughput,

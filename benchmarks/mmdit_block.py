@@ -1,6 +1,6 @@
 """C2: our MMDiT block against diffusers' JointTransformerBlock, weights mapped across: time and operators.
 
-    python -m benchmarks.mmdit_block --output benchmarks/results/mmdit_block.json
+    python -m benchmarks.mmdit_block --output benchmarks/results/mmdit_block_cpu.json
 
 Four blocks of width 256 as in SD3, the last with keys and values only of the text, 256 + 77 tokens, 2 rows, forward and
 backward, one thread. SD3 is SD3-medium's block, SD3.5 has RMSNorm on queries and keys. Outputs and gradients of the
@@ -146,8 +146,8 @@ def measure(kind: str, qk_norm: bool, width: int, rounds: int, repeats: int) -> 
 
 def main() -> int:
     """Measure both kinds of block."""
-    parser = parser_of(__doc__, rounds=15)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser = parser_of(__doc__, rounds=11)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
     if options.tiny:

@@ -1,6 +1,6 @@
 """C3: fused AdamW against torch's for-loop, and what a whole step costs: norm, clip, step, moving average.
 
-    python -m benchmarks.optimizer --output benchmarks/results/optimizer.json
+    python -m benchmarks.optimizer --output benchmarks/results/optimizer_cpu.json
 
 One thread, ways in turns. A whole step is that of the library: norm, clip within the fused kernel, step, average.
 """

@@ -160,7 +160,7 @@ def scaling(results: Sequence[Result]) -> list[str]:
     """Collectives, bytes and efficiency by layout."""
     head = "| Strategy | Processes | Hosts | Collectives per step | MB per step | Efficiency by the clock | of work |"
     lines = [head, "|---|---|---|---|---|---|---|"]
-    result = next((r for r in results if r.name == "scaling"), None)
+    result = next((r for r in results if "layouts" in r.details), None)
     for f in result.details["layouts"] if result else []:
         figures = f"{f['collectives']} | {f['bytes'] / 1e6:.1f} | {f['efficiency']:.2f} | {f['efficiency_of_work']:.2f}"
         lines.append(f"| {f['strategy']} | {f['processes']} | {f['hosts']} | {figures} |")

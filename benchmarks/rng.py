@@ -1,6 +1,6 @@
 """Keyed draws against torch's own and against one torch.Generator per sample: the median time of each.
 
-    python -m benchmarks.rng [--device cuda] [--threads 2] --output benchmarks/results/rng.json
+    python -m benchmarks.rng [--device cuda] [--threads 2] --output benchmarks/results/rng_cpu.json
 
 `per_sample_generator` is the usual way to the same independence of the batch; `torch` depends on its cut.
 """
@@ -58,7 +58,7 @@ def measure(batch: int, shape: tuple[int, ...], name: str, device: torch.device,
 
 def main() -> int:
     """Measure every shape."""
-    parser = parser_of(__doc__, rounds=50)
+    parser = parser_of(__doc__, rounds=15)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """How a step spreads over processes: collectives, bytes and efficiency with 1, 2 and 4 processes and with two hosts.
 
-    python -m benchmarks.scaling --output benchmarks/results/scaling.json
+    python -m benchmarks.scaling --output benchmarks/results/scaling_cpu.json
 
 The same optimizer step (8 rows of 64 + 32 tokens through an MMDiT of 7 blocks of width 192, AdamW) on every layout;
 several processes are a rehearsal of the launch file: gloo, one thread a process. Collectives and bytes are those of
@@ -228,7 +228,7 @@ def measure(layouts: tuple[Layout, ...], worker: list[str]) -> tuple[list[Row], 
 
 def main() -> int:
     """Run every layout, or be a process of one."""
-    parser = parser_of(__doc__, rounds=8)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--worker", action="store_true", help="be one of the processes")
     options = parser.parse_args()
     if options.worker:

@@ -22,17 +22,17 @@ from benchmarks import performance_page
 from benchmarks.method import RESULTS, ROOT
 
 SCRIPTS = {
-    "loop": "loop.json",
-    "mmdit_block": "mmdit_block.json",
-    "optimizer": "optimizer.json",
+    "loop": "loop_cpu.json",
+    "mmdit_block": "mmdit_block_cpu.json",
+    "optimizer": "optimizer_cpu.json",
     "checkpoint": "checkpoint_cpu.json",
-    "activation_checkpointing": "activation_checkpointing.json",
-    "compile": "compile.json",
-    "data_loading": "data_loading.json",
-    "accumulation": "accumulation.json",
-    "gemm": "gemm.json",
-    "scaling": "scaling.json",
-    "rng": "rng.json",
+    "activation_checkpointing": "activation_checkpointing_cpu.json",
+    "compile": "compile_cpu.json",
+    "data_loading": "data_loading_cpu.json",
+    "accumulation": "accumulation_cpu.json",
+    "gemm": "gemm_cpu.json",
+    "scaling": "scaling_cpu.json",
+    "rng": "rng_cpu.json",
 }
 """Script, and the file it writes: C1 to C9 in order, then what has no target."""
 
