@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel_train import experiment
 from accel_train.config import UsageError
 from accel_train.models import attention
 from accel_train.models.attention_table import AttentionNeeds, Machine
@@ -138,7 +139,7 @@ def test_the_recipe_answers(
         raise ModelReachedError
 
     monkeypatch.setattr(recipe.mmdit, "MultimodalMMDiT", MultimodalMMDiT)
-    monkeypatch.setattr(recipe.recorder, "Recorder", would_train)
+    monkeypatch.setattr(experiment, "Recorder", would_train)
     code, text = outcome(words(TINY + row.argv, here))
     captured = capsys.readouterr()
     said = plain(f"{captured.out} {captured.err} {text}")

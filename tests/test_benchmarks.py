@@ -154,6 +154,16 @@ def test_a_missed_target_shows_and_what_was_not_run_says_so(tmp_path: Path) -> N
     assert "| on GPUs (NCCL) | 2 and more | 1 and more | not yet measured |" in sections["Scaling"]
 
 
+def test_the_scaling_table_has_every_layout(tmp_path: Path) -> None:
+    layout = {"strategy": "ddp", "processes": 2, "hosts": 1, "collectives": 3, "bytes": 37.2e6}
+    layout |= {"efficiency": 0.41, "efficiency_of_work": 0.82}
+    rows = [row("scaling", "largest relative difference of a loss to one process", 1e-6, "x", "<= 1e-5")]
+    write_results(tmp_path / "any_name.json", "Scaling", rows, {"layouts": [layout], "cores": 2})
+    text = performance_page.page(tmp_path)
+    assert "| ddp | 2 | 1 | 3 | 37.2 | 0.41 | 0.82 |" in text
+    assert "| on CPU processes |" not in text
+
+
 def test_an_empty_folder_gives_a_page_and_another_file_is_refused(tmp_path: Path) -> None:
     assert "not yet measured" in performance_page.page(tmp_path)
     (tmp_path / "old.json").write_text('{"rows": []}')

@@ -30,7 +30,7 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST_SECONDS = 2.0
 """A terminal and torchrun both pass on one Ctrl-C; what follows that soon is the same request."""
 PR_SET_PDEATHSIG = 1
-STUCK = ("Timed out waiting", "timed out after", "Wait timeout")
+STUCK = ("Timed out waiting", "timed out after", "Wait timeout", "Application timeout")
 GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
