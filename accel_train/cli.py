@@ -108,6 +108,7 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("sources", nargs="+", metavar="PRESET_OR_YAML", help="A and B, or one with --vary")
     compare.add_argument("--config_file", help="accelerate launch file for every run; none: one plain process")
     compare.add_argument("--vary", metavar="KEY=V1,V2", help="values of one option, the others against the first")
+    compare.add_argument("--ablate", action="store_true", help="also A with each single option in which B differs")
     compare.add_argument("--max_steps", type=int, help="optimizer steps of every run; as the configs say")
     compare.add_argument("--max_epochs", type=float, help="passes over the data, instead of --max_steps")
     compare.add_argument("--seed", type=int, help="of every run; as the configs say")

@@ -90,6 +90,7 @@ def page(folder: Path) -> str:
     for id, title in GPU_ROWS.items():
         parts += [f"### {id}: {title}", "", *gpu_table(id, results), ""]
     parts += ["### Launch files", "", *table_of("presets", results), ""]
+    parts += ["## Options one by one", "", *ablations(results), "", "## Muon against AdamW", "", *muon(results), ""]
     parts += ["## Scaling", "", *scaling(results), "", "## Random numbers", "", *table_of("rng", results)]
     parts += ["", "## Where these figures come from", "", *origins(results)]
     return "\n".join(parts) + "\n"
@@ -172,6 +173,60 @@ def scaling(results: Sequence[Result]) -> list[str]:
     cores = result.details["cores"]
     words = f"gloo on {cores} cores; more processes than cores share them. Two hosts are two network namespaces"
     return [*lines, "", f"Per process; {words}. Losses:", "", *table_of("scaling", results)]
+
+
+ABLATION_WORDS = """The baseline preset with each single option of the optimised one, then with all. Speed is of the
+loop by the clock with saves and log lines; training alone leaves those out. Above 1 is faster. "No effect": the
+interval holds 1. The last columns: how much worse a figure is at the last step, as a share of the baseline's."""
+
+
+def ablations(results: Sequence[Result]) -> list[str]:
+    """A table for each recipe."""
+    found = [result for result in results if "ablation" in result.details]
+    lines = [ABLATION_WORDS]
+    for result in found:
+        about = result.details["ablation"]
+        names = list(about["options"][0]["worse"])
+        lines += ["", f"### recipes/{about['recipe']}.py", "", f"{about['rounds']} rounds.", ""]
+        lines.append(f"| Option | Speed | Training alone | Memory | {' | '.join(f'{n} worse by' for n in names)} |")
+        lines.append("|---" * (4 + len(names)) + "|")
+        for option in about["options"]:
+            parts = [
+                option["option"],
+                *(effect(*option[k]) for k in ("speed", "training")),
+                f"x {option['memory']:.3f}",
+            ]
+            lines.append(f"| {' | '.join((*parts, *(f'{v:+.2%}' for v in option['worse'].values())))} |")
+        lines += ["", *table_of("ablation", [result])]
+    return lines if found else [*lines, "", f"{NOT_YET.capitalize()}."]
+
+
+def effect(value: float, interval: Sequence[float] | None) -> str:
+    """A ratio with its interval, and whether it is none."""
+    if interval is None:
+        return f"{value:.3f} x"
+    none = ", no effect" if interval[0] <= 1 <= interval[1] else ""
+    return f"{value:.3f} x ({interval[0]:.3f} to {interval[1]:.3f}{none})"
+
+
+def muon(results: Sequence[Result]) -> list[str]:
+    """What each optimizer reached at each learning rate."""
+    result = next((r for r in results if "muon" in r.details), None)
+    if result is None:
+        return [f"{NOT_YET.capitalize()}."]
+    about = result.details["muon"]
+    lines = [
+        about["words"],
+        "",
+        "| Optimizer | lr | Loss at the end | mean nRMSE | Reached AdamW's best loss at step | after |",
+    ]
+    lines.append("|---|---|---|---|---|---|")
+    for run in about["runs"]:
+        reached = f"{run['step']} | {run['seconds']:.0f} s" if run["step"] else "not | "
+        lines.append(
+            f"| {run['optimizer']} | {run['lr']:g} | {run['loss']:.5f} | {run['mean_nrmse']:.4f} | {reached} |"
+        )
+    return [*lines, "", *table_of("muon", [result])]
 
 
 def origins(results: Sequence[Result]) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import performance_page
+from benchmarks import ablation, muon, performance_page
 from benchmarks.method import RESULTS, ROOT, Row, in_turns, line, row, write_results
 from benchmarks.reads import HostReads
 from benchmarks.sd3 import SD3, Shape, batch_of, copy_model, diffusers_model, loss_sum, theirs_call
@@ -164,6 +164,40 @@ def test_the_scaling_table_has_every_layout(tmp_path: Path) -> None:
     assert "| on CPU processes |" not in text
 
 
+def test_an_ablation_is_a_table_of_its_options(tmp_path: Path) -> None:
+    def variant(name: str, seconds: float, error: float) -> dict[str, Any]:
+        times = {n: [seconds, seconds * 2] for n in ("loop_step_seconds", "step_seconds")}
+        return {"name": name, "values": times | {"process_rss_gib": [2, 2], "loss": [1, 1], "mean_nrmse": [error] * 2}}
+
+    option = "objective.inverse_every: 1 -> 4"
+    found = {"variants": [variant("base", 1.0, 0.1), variant(option, 0.8, 0.1), variant("all", 0.5, 0.11)]}
+    rows, table = ablation.rows_of("pde", found)
+    assert [r.value for r in rows] == pytest.approx([2, 0, 0.1])
+    assert [r.verdict for r in rows] == ["reported", "passed", "FAILED"]
+    details = {"ablation": {"recipe": "pde", "rounds": 2, "options": table}}
+    write_results(tmp_path / "a.json", "Options", rows, details)
+    text = performance_page.page(tmp_path)
+    assert f"| `{option}` (skips work: inverse losses in one step of several) | 1.250 x" in text
+    assert "| all together | 2.000 x (2.000 to 2.000) | 2.000 x (2.000 to 2.000) | x 1.000 | +0.00% | +10.00% |" in text
+
+
+def test_muon_is_held_against_the_best_of_adamw(tmp_path: Path) -> None:
+    def run(optimizer: str, lr: float, error: float, *losses: float) -> dict[str, Any]:
+        points = [(10 * n, 2.0 * n, loss) for n, loss in enumerate(losses, 1)]
+        return {"optimizer": optimizer, "lr": lr, "points": points, "mean_nrmse": error}
+
+    runs = [run("adamw", 1e-3, 0.04, 3, 2, 1.0), run("muon", 1e-3, 0.03, 2, 0.9, 0.8)]
+    runs += [run("adamw", 2e-3, 0.05, 3, 2, 1.5), run("muon", 2e-3, 0.06, 2, 1.9, 1.8)]
+    rows, table = muon.judged(runs)
+    assert [r.value for r in rows] == pytest.approx([0.8, 0.75, 20 / 30, 4 / 6])
+    write_results(tmp_path / "m.json", "Muon", rows, {"muon": {"words": "Words.", "runs": table}})
+    text = performance_page.page(tmp_path)
+    assert "| muon | 0.001 | 0.80000 | 0.0300 | 20 | 4 s |" in text
+    assert "| muon | 0.002 | 1.80000 | 0.0600 | not |  |" in text
+    rows, _ = muon.judged([runs[0], runs[3]])
+    assert len(rows) == 2  # nothing is said of a time where it never got there
+
+
 def test_an_empty_folder_gives_a_page_and_another_file_is_refused(tmp_path: Path) -> None:
     assert "not yet measured" in performance_page.page(tmp_path)
     (tmp_path / "old.json").write_text('{"rows": []}')
@@ -235,6 +269,13 @@ def test_a_long_script_runs_at_a_tiny_size(name: str, tmp_path: Path) -> None:
         assert exact["the same with a reduction on every micro-batch"] == 4
     if name == "compile":
         assert exact["2M: graph breaks"] == exact["2M: recompilations"] == 0
+
+
+@pytest.mark.slow
+def test_ablation_and_muon_run_at_a_tiny_size(tmp_path: Path) -> None:
+    check(run("ablation", tmp_path, "pde", "--rounds", "1", "--max_steps", "2"), "ablation")
+    small = ("--max_steps", "30", "--rates", "1e-3", "--", "--evaluation.samples", "8")
+    check(run("muon", tmp_path, *small), "muon")
 
 
 # ------------------------------------------------------------------------------------------------------- the GPU suite

@@ -120,6 +120,7 @@ if __name__ == "__main__":
 FILES = {
     "slow": "step_seconds: 0.1\n",
     "fast": "step_seconds: 0.05\n",
+    "both": "{step_seconds: 0.05, shift: 0.1, betas: [0.8, 0.99]}\n",
     "worse": "{step_seconds: 0.05, shift: 0.1}\n",
     "seed1": "seed: 1\n",
     "batch16": "global_batch_size: 16\n",
@@ -222,6 +223,41 @@ def test_varying_one_option(recipe: str, capsys: pytest.CaptureFixture[str]) -> 
     assert row.split() == ["samples_per_second", "78.82", "157.6*", "78.74*"]
     (loss,) = [line for line in shown.splitlines() if line.startswith("loss ")]
     assert loss.split() == ["loss", "4.8", "4.8", "4.8"]
+
+
+def test_each_option_by_itself(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gates = ("--gate", "speedup>=1.9", "loss_delta>=0.05")  # of `worse`, not of its options one by one
+    code, result = call(recipe, "slow", "both", "--ablate", "--rounds", "2", "--max_steps", "8", *gates)
+    assert code == 0
+    names = [v["name"] for v in result["variants"]]
+    single = ["step_seconds: 0.1 -> 0.05", "shift: 0.0 -> 0.1", "betas: [0.9, 0.95] -> [0.8, 0.99]"]
+    assert names == ["slow", *single, "both"]
+    found = {name: result["effects"][letter] for name, letter in zip(names[1:], "BCDE", strict=True)}
+    times = [found[name]["step_seconds"]["estimate"]["median"] for name in names[1:]]
+    assert times == pytest.approx([0.5, 1, 1, 0.5])
+    losses = [found[name]["loss"]["estimate"]["median"] for name in names[1:]]
+    assert losses == pytest.approx([0, 0.1, 0, 0.1])
+    assert [bool(result["gates"][letter]) for letter in "BCDE"] == [False, False, False, True]
+    out = capsys.readouterr().out
+    assert "differs" not in out
+    table = {name: next(line for line in reversed(out.splitlines()) if line.startswith(name)) for name in single}
+    assert "x 0.5 [0.5, 0.5]" in table[single[0]]
+    assert table[single[0]].endswith("equal")
+    assert table[single[1]].endswith("+0.1")
+    assert "gate both: speedup>=1.9" in out
+
+
+@pytest.mark.parametrize(
+    ("sources", "flags", "says"),
+    [
+        (("slow", "slow"), (), "nothing to take apart"),
+        (("slow",), ("--vary", "step_seconds=1,2"), "leave one out"),
+        (("slow", "seed1"), (), "seed: 0 in slow, 1 in seed1"),
+    ],
+)
+def test_what_cannot_be_taken_apart(recipe: str, sources: tuple[str, ...], flags: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        call(recipe, *sources, "--ablate", *flags)
 
 
 def test_one_round_has_intervals_over_log_intervals(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

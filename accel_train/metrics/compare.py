@@ -1,4 +1,5 @@
-"""``accel-train compare``: two configs of a recipe, or several values of one option, run against each other fairly.
+"""``accel-train compare``: two configs of a recipe, what each of their differences gives by itself, or several values
+of one option, run against each other fairly.
 
 Variants take turns, each run is a process of its own, and nothing but what is compared may differ: seed, data, global
 batch and number of steps are the same, or the comparison is refused.
@@ -51,6 +52,8 @@ class Request:
     """Launch file for ``accel-train launch``. None: the recipe runs as one plain process."""
     vary: str | None = None
     """``key=v1,v2``."""
+    ablate: bool = False
+    """Between A and B also A with each single option of B that differs."""
     max_steps: int | None = None
     max_epochs: float | None = None
     seed: int | None = None
@@ -71,6 +74,8 @@ class Request:
             raise UsageError(
                 f"--max_steps {self.max_steps} and --max_epochs {self.max_epochs}: a run ends once; give one of the two"
             )
+        if self.ablate and self.vary is not None:
+            raise UsageError(f"--ablate and --vary {self.vary}: one takes two configs, the other one; leave one out")
         wanted = 1 if self.vary is not None else 2
         if len(self.sources) != wanted:
             raise UsageError(
@@ -112,7 +117,8 @@ def _compare(request: Request, gates: Sequence[Gate]) -> int:
     window = window_of([run for runs in rounds for run in runs])
     values = observations(rounds, window)
     found = [effects(values[0], other, request.rounds, request.tolerance) for other in values[1:]]
-    decisions = [decide_gates(gates, values[0], other) for other in values[1:]]
+    judged = values[-1:] if request.ablate else values[1:]  # of an ablation, all options together
+    decisions = [decide_gates(gates, values[0], other) if other in judged else [] for other in values[1:]]
     result = compare_report.Result(plan, rounds, window, values, found, decisions)
     print("\n".join(compare_report.text(result)), flush=True)
     for path in compare_report.write(result, output):
@@ -139,6 +145,11 @@ def read_variants(request: Request, recipe: Path) -> tuple[str | None, list[Vari
     ``--print_config``, twice for each variant at most, a few seconds each."""
     bases = {source: read_config(recipe, [source]) for source in dict.fromkeys(request.sources)}
     key, sides = None, [(source, source, tuple[str, ...]()) for source in request.sources]
+    if request.ablate:
+        first, last = request.sources
+        sides[1:1] = [(name, first, flags) for name, flags in single_options(bases[first], bases[last])]
+        if len(sides) > len(LETTERS):
+            raise UsageError(f"--ablate: {len(sides) - 2} options differ, at most {len(LETTERS) - 2} can be tried")
     if request.vary is not None:
         key, values = _read_vary(request.vary, bases[request.sources[0]])
         sides = [(f"{key}={v}", request.sources[0], (f"--{key}", *shlex.split(v))) for v in values]
@@ -149,6 +160,21 @@ def read_variants(request: Request, recipe: Path) -> tuple[str | None, list[Vari
         variants.append(Variant(letter, name, source, flags, config))
     _refuse_twins(key, variants)
     return key, variants
+
+
+def single_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    """Each option of B that is not as in A: what it is called in the table, and its flag. ``output_dir`` and what must
+    be equal are left out. Raises ``UsageError`` where nothing is left, or an option is in one of the two only."""
+    names = [n for n in dict.fromkeys((*a, *b)) if a.get(n) != b.get(n) and n not in ("output_dir", *EQUAL)]
+    if not names and all(a.get(name) == b.get(name) for name in EQUAL):
+        raise UsageError("--ablate: the two configs have the same options; there is nothing to take apart")
+    if lacking := [name for name in names if name not in a or name not in b]:
+        raise UsageError(f"--ablate: {lacking[0]} is an option in one of the two only; give it in both")
+    return [(f"{n}: {a[n]!r} -> {b[n]!r}", (f"--{n}", *_words(b[n]))) for n in names]
+
+
+def _words(value: Any) -> list[str]:
+    return [str(v) for v in value] if isinstance(value, (list, tuple)) else [str(value)]
 
 
 def _read_vary(text: str, config: Mapping[str, Any]) -> tuple[str, list[str]]:

@@ -43,6 +43,11 @@ class Plan:
     rounds: int
     tolerance: float
 
+    @property
+    def is_ablation(self) -> bool:
+        """Between first and last, the first with single options of the last."""
+        return self.key is None and len(self.variants) > 2
+
     def differences(self) -> dict[str, list[Any]]:
         """Each option that is not the same in all variants, with its values; ``output_dir`` is left out."""
         names = dict.fromkeys(name for v in self.variants for name in v.config if name != "output_dir")
@@ -69,7 +74,8 @@ def header(plan: Plan, output: Path) -> list[str]:
     lines = [f"{plan.recipe}: {plan.rounds} round(s) of {len(plan.variants)} runs in turns, {runs} runs, in {output}"]
     lines += [f"  {v.letter}  {v.name}" for v in plan.variants]
     differences = plan.differences()
-    lines += [f"differs  {name}: {' | '.join(map(repr, values))}" for name, values in differences.items()]
+    if not plan.is_ablation:  # there, the variants' names say it
+        lines += [f"differs  {name}: {' | '.join(map(repr, values))}" for name, values in differences.items()]
     if not differences:
         lines.append("differs  nothing: what comes out is the noise of this machine")
     config = plan.variants[0].config
@@ -82,7 +88,8 @@ def header(plan: Plan, output: Path) -> list[str]:
 
 def text(result: Result) -> list[str]:
     """The table, what its intervals are worth, and the gates."""
-    table = _pair_table(result) if result.plan.key is None else _vary_table(result)
+    pair = result.plan.key is None and not result.plan.is_ablation
+    table = _pair_table(result) if pair else _ablation_table(result) if result.plan.is_ablation else _vary_table(result)
     return ["", *table, "", *_notes(result), *(["", *_gate_lines(result)] if any(result.decisions) else [])]
 
 
@@ -94,6 +101,28 @@ def _pair_table(result: Result) -> list[str]:
         middle = f"{sign}{_short(effect.estimate.median, signed=not sign)}"
         rows.append([effect.metric, _short(effect.a), _short(effect.b), middle, _interval(effect), effect.reading])
     return _aligned(rows)
+
+
+def _ablation_table(result: Result) -> list[str]:
+    """A line for each option by itself, the last for all together: its effect on time, memory and loss."""
+    first, *others = result.plan.variants
+    rows = [[f"against {first.name}", "step time", "with saves and logs", "whole run, processor", "memory", "loss"]]
+    for variant, found in zip(others, result.effects, strict=True):
+        effect_of = {effect.metric: effect for effect in found}
+        memory = "memory_peak_gib" if "memory_peak_gib" in effect_of else "process_rss_gib"
+        cells = [
+            f"x {_short(e.estimate.median)} {_interval(e)}{' no effect' if e.reading == 'no effect' else ''}"
+            if (e := effect_of.get(name))
+            else "-"
+            for name in ("step_seconds", "loop_step_seconds", "run_cpu_seconds", memory)
+        ]
+        loss = effect_of.get("loss")
+        rows.append([variant.name, *cells, "-" if loss is None else _loss(loss)])
+    return _aligned(rows)
+
+
+def _loss(effect: Effect) -> str:
+    return effect.reading if effect.reading.startswith("equal") else _short(effect.estimate.median, signed=True)
 
 
 def _vary_table(result: Result) -> list[str]:
@@ -177,7 +206,7 @@ def _gate_lines(result: Result) -> list[str]:
         for d in decisions:
             low, high = d.value.low, d.value.high
             interval = "" if low is None or high is None else f" [{_short(low)}, {_short(high)}]"
-            name = f"{variant.name}: " if result.plan.key else ""
+            name = f"{variant.name}: " if result.plan.key or result.plan.is_ablation else ""
             lines.append(f"gate {name}{d.gate.text}: {_short(d.value.median)}{interval} {d.verdict}: {d.reason}")
     return lines
 

@@ -1,0 +1,110 @@
+"""What a preset's options give, each by itself and all together: `accel-train compare --ablate`, as a result file.
+
+    python -m benchmarks.ablation mmdit --output benchmarks/results/ablation_mmdit_cpu.json    # half an hour
+    python -m benchmarks.ablation pde --output benchmarks/results/ablation_pde_cpu.json
+
+Every run is a process of its own, in turns, equal in seed, data, global batch and steps. Speed is that of the loop by
+the clock with its saves and log lines, after the warm-up; losses and the recipe's own figures are at the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.method import ROOT, Row, row, write_results
+
+SKIPS = {
+    "objective.inverse_every": "skips work: inverse losses in one step of several",
+    "objective.queries": "skips work: fewer points decoded",
+}
+"""Options that are faster because they do less, and what they leave out."""
+QUALITY = {"mmdit": ("loss", "l2t_nll", "t2l_cosine"), "pde": ("loss", "mean_nrmse")}
+"""Of each recipe, what must not get worse; the loss is that of the last step."""
+AT_MOST = "<= 0.03"
+"""Of each figure of `QUALITY`: how much worse all options together may make it, as a share."""
+COUNTED_UP = ("t2l_cosine",)
+"""Figures of which more is better."""
+
+
+def compare(recipe: str, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """The comparison's own JSON."""
+    presets = [f"{recipe}_baseline", f"{recipe}_optimized"]
+    command = [sys.executable, "-m", "accel_train.cli", "compare", f"recipes/{recipe}.py", *presets, "--ablate"]
+    command += ["--rounds", str(options.rounds), "--output", str(directory / "compare")]
+    command += ["--max_steps", str(options.max_steps)] if options.max_steps else []
+    subprocess.run(command, cwd=ROOT, check=True)
+    return json.loads((directory / "compare" / "compare.json").read_text())
+
+
+def ratios(first: Mapping[str, Any], other: Mapping[str, Any], name: str) -> list[float]:
+    """Of a time, first over other: above 1 is faster."""
+    return [a / b for a, b in zip(first["values"][name], other["values"][name], strict=True)]
+
+
+def worse(first: Mapping[str, Any], other: Mapping[str, Any], name: str) -> list[float]:
+    """How much worse a figure is, as a share of the baseline's."""
+    sign = -1 if name in COUNTED_UP else 1
+    pairs = zip(first["values"][name], other["values"][name], strict=True)
+    return [sign * (b - a) / abs(a) for a, b in pairs]
+
+
+def words(name: str) -> str:
+    """An option as the table has it, with what it leaves out."""
+    skipped = SKIPS.get(name.partition(":")[0])
+    return f"`{name}`" + (f" ({skipped})" if skipped else "")
+
+
+def rows_of(recipe: str, found: Mapping[str, Any]) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The rows of all options together, and a record for each line of the table."""
+    first, *others = found["variants"]
+    table: list[dict[str, Any]] = []
+    for variant in others:
+        together = variant is others[-1]
+        speed = row("ablation", "speed", ratios(first, variant, "loop_step_seconds"))
+        training = row("ablation", "training alone", ratios(first, variant, "step_seconds"))
+        memory = "memory_peak_gib" if "memory_peak_gib" in variant["values"] else "process_rss_gib"
+        table.append(
+            {
+                "option": "all together" if together else words(variant["name"]),
+                "speed": [speed.value, speed.interval],
+                "training": [training.value, training.interval],
+                "memory": median([1 / r for r in ratios(first, variant, memory)]),
+                "worse": {name: median(worse(first, variant, name)) for name in QUALITY[recipe]},
+            }
+        )
+    last = others[-1]
+    figures = {name: worse(first, last, name) for name in QUALITY[recipe]}
+    return [
+        row("ablation", f"{recipe}: speed of all options together", ratios(first, last, "loop_step_seconds")),
+        *(row("ablation", f"{recipe}: {n} worse by, as a share", v, "", AT_MOST) for n, v in figures.items()),
+    ], table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it and write the result; exit code 1 where a quality is worse than allowed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", choices=QUALITY)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--max_steps", type=int, help="of every run; as the presets say")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        found = compare(options.recipe, options, Path(directory))
+    rows, table = rows_of(options.recipe, found)
+    title = f"Options of recipes/{options.recipe}.py, one by one"
+    details = {
+        "ablation": {"recipe": options.recipe, "rounds": found["rounds"], "window": found["window"], "options": table}
+    }
+    return 0 if write_results(options.output, title, rows, details) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
