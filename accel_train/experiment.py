@@ -32,6 +32,7 @@ from accel_train.models.activation_checkpointing import ActivationCheckpointingC
 from accel_train.models.attention import check_name
 from accel_train.models.attention_table import AttentionNeeds
 from accel_train.models.compile import CompileConfig, CompiledBlocks
+from accel_train.models.float8 import Float8, refuse_float8
 from accel_train.models.speed import apply_speed_options
 from accel_train.runtime import garbage, lookups
 from accel_train.runtime.accelerator import Precision, build_accelerator, strategy_of, verify_prepared
@@ -73,6 +74,11 @@ class ExperimentConfig:
     """Kernel of attention. auto: by a table of what each can do. tune: the fastest on these shapes, measured at the
     start. Else a name that `accel-train doctor --attention` lists, or module:function of your own. Each is proven
     against fp64 at the start; one that cannot run or is wrong is refused."""
+    float8: Float8 = "none"
+    """Matrix products of the blocks' large linear layers in float8, by torchao, the rest in bf16; weights, optimizer and
+    checkpoints stay fp32. tensorwise: one scale for a tensor, the fastest, from compute capability 8.9. rowwise: one
+    for each row, from 9.0: a large value coarsens its own row only. rowwise_with_gw_hp: the same with the gradients of
+    weights in bf16: the one that does not depend on how the batch is cut. Set compile.mode on with it."""
     sync: SyncPolicy = "auto"
     """When gradients are reduced: on the last micro-batch, on every one, or as the strategy does best."""
     resume: str = "auto"
@@ -136,7 +142,7 @@ def start(config: ExperimentConfig) -> Accelerator:
     """The verified ``Accelerator``, with logging set up. All processes call it, before anything heavy.
 
     Raises ``UsageError`` for a machine that is not what was asked for, a tracker that is not installed, a kernel that
-    nobody knows, and loader options that the device cannot obey.
+    nobody knows, and loader options or float8 where the device cannot obey.
     """
     lookups.remember_lookups()
     resolve_trackers(config.log.trackers)
@@ -151,6 +157,7 @@ def start(config: ExperimentConfig) -> Accelerator:
     )
     setup_logging(expand_path(config.output_dir), accelerator.process_index, accelerator.num_processes)
     resolve_loader(config.loader, accelerator.device)
+    refuse_float8(config.float8, accelerator.device, config.precision, strategy_of(accelerator))
     return accelerator
 
 
@@ -212,16 +219,16 @@ def prepare(
     needs: AttentionNeeds,
     freezable: Mapping[str, Sequence[str]],
 ) -> Prepared:
-    """Initial weights, attention, activation checkpointing, compilation, optimizer, ``accelerator.prepare``, restore.
+    """Initial weights, speed options (``apply_speed_options``), optimizer, ``accelerator.prepare``, restore.
 
     All processes call it, with the same weights in ``model``; collective. ``freezable`` names parts by the prefixes of
     their modules. Neither the schedule nor the loader is prepared: both are functions of the step. Raises
     ``UsageError`` for what cannot be done, and where ``prepare`` did not do what the strategy says.
     """
     load_initial_weights(model, opened.run)
-    asked = config.attention, config.activation_checkpointing, config.compile
-    applied = apply_speed_options(model, needs, *asked, opened.accumulation_steps)
     strategy = strategy_of(accelerator)
+    asked = config.attention, config.activation_checkpointing, config.compile
+    applied = apply_speed_options(model, needs, *asked, opened.accumulation_steps, config.float8, strategy)
     optimizer, reason = build_optimizer(
         model, config.optimizer, accelerator.device, freezable, strategy=strategy, precision=config.precision
     )

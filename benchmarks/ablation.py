@@ -26,6 +26,11 @@ SKIPS = {
     "objective.queries": "skips work: fewer points decoded",
 }
 """Options that are faster because they do less, and what they leave out."""
+ON_TOP = {
+    "mmdit": ("compile.mode=off,on", "precision=fp32,bf16"),
+    "pde": ("compile.mode=off,on", "precision=fp32,bf16", "activation_checkpointing.mode=none,full"),
+}
+"""Tried on the optimised preset, which has none of them."""
 QUALITY = {"mmdit": ("loss", "l2t_nll", "t2l_cosine"), "pde": ("loss", "mean_nrmse")}
 """Of each recipe, what must not get worse; the loss is that of the last step."""
 AT_MOST = "<= 0.03"
@@ -34,14 +39,15 @@ COUNTED_UP = ("t2l_cosine",)
 """Figures of which more is better."""
 
 
-def compare(recipe: str, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """The comparison's own JSON."""
-    presets = [f"{recipe}_baseline", f"{recipe}_optimized"]
-    command = [sys.executable, "-m", "accel_train.cli", "compare", f"recipes/{recipe}.py", *presets, "--ablate"]
-    command += ["--rounds", str(options.rounds), "--output", str(directory / "compare")]
+def compare(recipe: str, sides: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The comparison's own JSON; ``sides`` are what `accel-train compare` takes."""
+    command = [sys.executable, "-m", "accel_train.cli", "compare", f"recipes/{recipe}.py", *sides]
     command += ["--max_steps", str(options.max_steps)] if options.max_steps else []
-    subprocess.run(command, cwd=ROOT, check=True)
-    return json.loads((directory / "compare" / "compare.json").read_text())
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "compare"
+        given = [*command, "--rounds", str(options.rounds), "--output", str(output)]
+        subprocess.run(given, cwd=ROOT, check=True)
+        return json.loads((output / "compare.json").read_text())
 
 
 def ratios(first: Mapping[str, Any], other: Mapping[str, Any], name: str) -> list[float]:
@@ -62,25 +68,30 @@ def words(name: str) -> str:
     return f"`{name}`" + (f" ({skipped})" if skipped else "")
 
 
-def rows_of(recipe: str, found: Mapping[str, Any]) -> tuple[list[Row], list[dict[str, Any]]]:
-    """The rows of all options together, and a record for each line of the table."""
-    first, *others = found["variants"]
-    table: list[dict[str, Any]] = []
-    for variant in others:
-        together = variant is others[-1]
-        speed = row("ablation", "speed", ratios(first, variant, "loop_step_seconds"))
-        training = row("ablation", "training alone", ratios(first, variant, "step_seconds"))
-        memory = "memory_peak_gib" if "memory_peak_gib" in variant["values"] else "process_rss_gib"
-        table.append(
-            {
-                "option": "all together" if together else words(variant["name"]),
-                "speed": [speed.value, speed.interval],
-                "training": [training.value, training.interval],
-                "memory": median([1 / r for r in ratios(first, variant, memory)]),
-                "worse": {name: median(worse(first, variant, name)) for name in QUALITY[recipe]},
-            }
-        )
-    last = others[-1]
+def record(recipe: str, option: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the table."""
+    speed = row("ablation", "speed", ratios(first, other, "loop_step_seconds"))
+    training = row("ablation", "training alone", ratios(first, other, "step_seconds"))
+    memory = "memory_peak_gib" if "memory_peak_gib" in other["values"] else "process_rss_gib"
+    return {
+        "option": option,
+        "speed": [speed.value, speed.interval],
+        "training": [training.value, training.interval],
+        "memory": median([1 / r for r in ratios(first, other, memory)]),
+        "worse": {name: median(worse(first, other, name)) for name in QUALITY[recipe]},
+    }
+
+
+def rows_of(
+    recipe: str, found: Mapping[str, Any], on_top: Sequence[Mapping[str, Any]]
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The rows of all options together, and the table. ``found`` is the ablation, ``on_top`` what was varied."""
+    first, *single, last = found["variants"]
+    table = [record(recipe, words(variant["name"]), first, variant) for variant in single]
+    table.append(record(recipe, "all together", first, last))
+    for varied in on_top:
+        plain, *others = varied["variants"]
+        table += [record(recipe, f"on top of all: {words(v['name'])}", plain, v) for v in others]
     figures = {name: worse(first, last, name) for name in QUALITY[recipe]}
     return [
         row("ablation", f"{recipe}: speed of all options together", ratios(first, last, "loop_step_seconds")),
@@ -96,14 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_steps", type=int, help="of every run; as the presets say")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as directory:
-        found = compare(options.recipe, options, Path(directory))
-    rows, table = rows_of(options.recipe, found)
-    title = f"Options of recipes/{options.recipe}.py, one by one"
-    details = {
-        "ablation": {"recipe": options.recipe, "rounds": found["rounds"], "window": found["window"], "options": table}
-    }
-    return 0 if write_results(options.output, title, rows, details) else 1
+    recipe, presets = options.recipe, [f"{options.recipe}_baseline", f"{options.recipe}_optimized"]
+    found = compare(recipe, [*presets, "--ablate"], options)
+    on_top = [compare(recipe, [presets[1], "--vary", varied], options) for varied in ON_TOP[recipe]]
+    rows, table = rows_of(recipe, found, on_top)
+    about = {"recipe": recipe, "rounds": found["rounds"], "window": found["window"], "options": table}
+    passed = write_results(options.output, f"Options of recipes/{recipe}.py, one by one", rows, {"ablation": about})
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -171,13 +171,15 @@ def test_an_ablation_is_a_table_of_its_options(tmp_path: Path) -> None:
 
     option = "objective.inverse_every: 1 -> 4"
     found = {"variants": [variant("base", 1.0, 0.1), variant(option, 0.8, 0.1), variant("all", 0.5, 0.11)]}
-    rows, table = ablation.rows_of("pde", found)
+    on_top = [{"variants": [variant("compile.mode=off", 0.5, 0.1), variant("compile.mode=on", 0.6, 0.1)]}]
+    rows, table = ablation.rows_of("pde", found, on_top)
     assert [r.value for r in rows] == pytest.approx([2, 0, 0.1])
     assert [r.verdict for r in rows] == ["reported", "passed", "FAILED"]
     details = {"ablation": {"recipe": "pde", "rounds": 2, "options": table}}
     write_results(tmp_path / "a.json", "Options", rows, details)
     text = performance_page.page(tmp_path)
     assert f"| `{option}` (skips work: inverse losses in one step of several) | 1.250 x" in text
+    assert "| on top of all: `compile.mode=on` | 0.833 x" in text
     assert "| all together | 2.000 x (2.000 to 2.000) | 2.000 x (2.000 to 2.000) | x 1.000 | +0.00% | +10.00% |" in text
 
 

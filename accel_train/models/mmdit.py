@@ -6,12 +6,11 @@ behind each.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import PyTorchModelHubMixin, load_torch_model, snapshot_download
+from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
 from accel_train.config import PositiveInt, UsageError
@@ -26,6 +25,7 @@ from accel_train.models.layers import (
     TimestepEmbedder,
     modulated_norm,
 )
+from accel_train.models.pretrained import DOWNLOAD_OPTIONS, load_pretrained
 
 SIZES: dict[str, dict[str, int]] = {
     "demo": {"width": 192, "depth": 4, "heads": 4},
@@ -363,36 +363,11 @@ class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
 
     @classmethod
     def _from_pretrained(
-        cls,
-        *,
-        model_id: str,
-        revision: str | None,
-        cache_dir: str | Path | None,
-        force_download: bool,
-        local_files_only: bool,
-        token: str | bool | None,
-        map_location: str = "cpu",
-        strict: bool = True,
-        **model_kwargs: Any,
+        cls, *, model_id: str, map_location: str = "cpu", strict: bool = True, **options: Any
     ) -> "MultimodalMMDiT":
-        """From a directory or the Hub, one file or several with an index, which the mixin's own loader cannot read.
-
-        Strict, unlike the mixin's default: weights missing in the files would stay random without a word.
-        """
-        directory = model_id
-        if not Path(model_id).is_dir():
-            directory = snapshot_download(
-                model_id,
-                revision=revision,
-                cache_dir=cache_dir,
-                force_download=force_download,
-                local_files_only=local_files_only,
-                token=token,
-                allow_patterns=["model*.safetensors", "model.safetensors.index.json"],
-            )
-        model = cls(**model_kwargs)
-        whole = Path(directory) / "model.safetensors"  # named, because ema.safetensors may stand beside it
-        load_torch_model(model, whole if whole.is_file() else directory, strict=strict, map_location=map_location)
+        of_the_hub = {name: options.pop(name) for name in DOWNLOAD_OPTIONS if name in options}
+        model = cls(**options)
+        load_pretrained(model, model_id, map_location, strict, **of_the_hub)
         return model.eval()
 
 

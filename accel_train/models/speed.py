@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from accel_train.models.activation_checkpointing import ActivationCheckpointingConfig, apply_activation_checkpointing
@@ -12,6 +13,9 @@ from accel_train.models.attention import apply_attention, resolve_attention
 from accel_train.models.attention_proof import kernels_that_ran
 from accel_train.models.attention_table import AttentionNeeds
 from accel_train.models.compile import CompileConfig, CompiledBlocks, apply_compile
+from accel_train.models.float8 import Float8, apply_float8, refuse_float8
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -33,16 +37,20 @@ def apply_speed_options(
     checkpointing: ActivationCheckpointingConfig,
     compilation: CompileConfig,
     accumulation_steps: int,
+    float8: Float8 = "none",
+    strategy: str = "single",
 ) -> Applied:
-    """Attention, activation checkpointing, compilation: in place, before the optimizer and `prepare`.
+    """Attention, float8, activation checkpointing, compilation: in place, before the optimizer and `prepare`.
 
-    Every process calls it. Proves the kernel and runs it once, which takes some milliseconds on a CPU and about a
+    Every process calls it, with the initial weights in the model. Proves the kernel and runs it once, which takes some milliseconds on a CPU and about a
     second on a GPU. Raises `UsageError` for what cannot be done.
     """
+    refuse_float8(float8, needs.device, PRECISIONS[needs.dtype], strategy)
     needs = replace(needs, compiled=compilation.mode != "off")
     chosen, why = resolve_attention(attention, needs)
     apply_attention(model, chosen)
+    eight = apply_float8(model, float8, needs.compiled)
     kept = apply_activation_checkpointing(model, checkpointing)
     compiled = apply_compile(model, compilation, needs.device, accumulation_steps)
     facts = {"attention": chosen.name, "attention_kernels": kernels_that_ran(chosen, needs)}
-    return Applied((why, kept, compiled.notice), facts, compiled)
+    return Applied((why, eight, kept, compiled.notice), facts, compiled)
