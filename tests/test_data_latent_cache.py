@@ -176,7 +176,7 @@ def test_latents_that_are_not_finite_are_refused_with_the_sample(tmp_path: Path)
 def test_a_table_travels_to_workers_without_its_data(tmp_path: Path) -> None:
     fresh, table = (cached_latents(TEXTS, Encoder(), tmp_path) for _ in range(2))
     expected = rows(table)
-    assert len(pickle.dumps(table)) == len(pickle.dumps(fresh))
+    assert abs(len(pickle.dumps(table)) - len(pickle.dumps(fresh))) < 64 < expected.nbytes  # strings are shared or not
     assert torch.equal(rows(pickle.loads(pickle.dumps(table))), expected)
 
 
