@@ -1,7 +1,8 @@
-"""No speed option changes what is trained: attention, compilation, activation checkpointing and strategy, in pairs.
+"""No speed option changes what is trained: attention, compilation, activation checkpointing, strategy and length
+buckets, in pairs.
 
 Every value of an option meets every value of each other one in some run; each run is compared with plain math
-attention, uncompiled, nothing checkpointed, in one process (issue 4, must hold 7).
+attention, uncompiled, nothing checkpointed, all texts padded alike, in one process (issue 4, must hold 7).
 """
 
 from __future__ import annotations
@@ -24,21 +25,27 @@ SHORT = (
 CHECKPOINTING = ("none", "full", "every_nth", "attention", "ffn", "selective")
 STRATEGIES = ("single", "ddp", "fsdp2", "zero2", "zero3")
 ATTENTION = ("sdpa", "sdpa_math", "sdpa_flash")
+LENGTHS = ("padded", "buckets")
 REFUSED = {("on", "zero3"), ("sdpa_math", "on")}
 """ZeRO-3 fetches weights in hooks inside the blocks, which cannot be compiled as one graph; the compiler puts another
 kernel in the place of math attention."""
 
 
-def runs() -> list[tuple[str, str, str, str]]:
-    """(attention, compile, activation checkpointing, strategy): every checkpointing with every strategy, and to each
-    the other two that bring most pairs not seen before."""
-    rows: list[tuple[str, str, str, str]] = []
+Row = tuple[str, str, str, str, str]
+
+
+def runs() -> list[Row]:
+    """(attention, compile, activation checkpointing, strategy, lengths): every checkpointing with every strategy, and to
+    each the other three that bring most pairs not seen before."""
+    rows: list[Row] = []
     seen: set[tuple[str, str]] = set()
     order = random.Random(0)  # of those that bring equally many
-    for rest in itertools.product(CHECKPOINTING, STRATEGIES):
-        heads = [h for h in itertools.product(ATTENTION, ("off", "on")) if not REFUSED & pairs((*h, *rest))]
-        order.shuffle(heads)
-        rows.append(max(((*head, *rest) for head in heads), key=lambda row: len(pairs(row) - seen)))
+    for kept, strategy in itertools.product(CHECKPOINTING, STRATEGIES):
+        others = itertools.product(ATTENTION, ("off", "on"), LENGTHS)
+        found = [(attention, compiled, kept, strategy, lengths) for attention, compiled, lengths in others]
+        allowed = [row for row in found if not REFUSED & pairs(row)]
+        order.shuffle(allowed)
+        rows.append(max(allowed, key=lambda row: len(pairs(row) - seen)))
         seen |= pairs(rows[-1])
     return rows
 
