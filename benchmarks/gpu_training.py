@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from accel_train.models.activation_checkpointing import ActivationCheckpointingConfig
 from accel_train.models.attention_table import AttentionNeeds
 from accel_train.models.compile import CompileConfig
+from accel_train.models.float8 import Float8, refuse_float8
 from accel_train.models.flops import peak_of
 from accel_train.models.speed import apply_speed_options
 from accel_train.runtime.lookups import remember_lookups
@@ -135,7 +136,7 @@ class Options:
     compile: Literal["default", "reduce-overhead", "off"] = "default"
     checkpointing: Any = "none"
     optimizer: Any = "adamw"
-    float8: bool = False
+    float8: Float8 = "none"
     micro_batches: int = 1
 
 
@@ -149,8 +150,6 @@ class Ours:
         torch.manual_seed(0)
         with torch.device(machine.device):
             model = SD3(shape)
-        if options.float8:
-            to_float8(model)
         length = shape.image_tokens + shape.text_tokens
         needs = AttentionNeeds(
             machine.device, torch.bfloat16, shape.head_width, shape.heads, length, shape.batch, mask=False
@@ -158,7 +157,9 @@ class Ours:
         compiling = options.compile != "off" and not machine.tiny
         compilation: Any = CompileConfig("on", optimize=options.compile) if compiling else CompileConfig()
         checkpointing = ActivationCheckpointingConfig(options.checkpointing)
-        applied = apply_speed_options(model, needs, "auto", checkpointing, compilation, options.micro_batches)
+        applied = apply_speed_options(
+            model, needs, "auto", checkpointing, compilation, options.micro_batches, options.float8
+        )
         self.notices = applied.notices
         plain, _ = build_optimizer(model, OptimizerConfig(name=options.optimizer), machine.device)
         self.model: Any
@@ -215,14 +216,6 @@ class Ours:
     def loss(self) -> float:
         """Of the last step."""
         return self.result.fields()["loss"]
-
-
-def to_float8(model: nn.Module) -> None:
-    """The linear layers of the blocks, through torchao."""
-    from torchao.float8 import convert_to_float8_training
-
-    chosen = lambda layer, name: name.startswith("blocks.") and "modulation" not in name  # noqa: E731
-    convert_to_float8_training(model, module_filter_fn=chosen)
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
@@ -321,11 +314,10 @@ def g1_small(machine: Machine, rate: float) -> Found:
 
 def g1_float8(machine: Machine, rate: float) -> Found:
     """G1d: the same in float8."""
-    if find_spec("torchao") is None:
-        raise ImportError("torchao is not installed")
+    refuse_float8("tensorwise", machine.device, "bf16", "single")
     shape, steps = machine.large(), 3 if machine.tiny else 10
     plain = timed(machine, lambda: Ours(shape, machine, Options()).step, steps)
-    eight = timed(machine, lambda: Ours(shape, machine, Options(float8=True)).step, steps)
+    eight = timed(machine, lambda: Ours(shape, machine, Options(float8="tensorwise")).step, steps)
     return [row("G1", "float8 over bf16: speed", ratios(plain, eight), "x", ">= 1.12")], {"bf16": plain, "fp8": eight}
 
 
