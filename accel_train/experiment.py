@@ -36,7 +36,7 @@ from accel_train.models.float8 import Float8, refuse_float8
 from accel_train.models.speed import apply_speed_options
 from accel_train.runtime import garbage, lookups
 from accel_train.runtime.accelerator import Precision, build_accelerator, strategy_of, verify_prepared
-from accel_train.runtime.distributed_options import DistributedConfig
+from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
 from accel_train.runtime.signals import EXIT_PREEMPTED
 from accel_train.training.accumulation import SyncPolicy, resolve_sync
 from accel_train.training.ema import Ema, EmaConfig
@@ -75,10 +75,9 @@ class ExperimentConfig:
     start. Else a name that `accel-train doctor --attention` lists, or module:function of your own. Each is proven
     against fp64 at the start; one that cannot run or is wrong is refused."""
     float8: Float8 = "none"
-    """Matrix products of the blocks' large linear layers in float8, by torchao, the rest in bf16; weights, optimizer and
-    checkpoints stay fp32. tensorwise: one scale for a tensor, the fastest, from compute capability 8.9. rowwise: one
-    for each row, from 9.0: a large value coarsens its own row only. rowwise_with_gw_hp: the same with the gradients of
-    weights in bf16: the one that does not depend on how the batch is cut. Set compile.mode on with it."""
+    """Matrix products of the blocks' large linear layers in float8, by torchao, and the rest in bf16; weights,
+    optimizer and checkpoints stay fp32. tensorwise: one scale for a tensor, the fastest, from compute capability 8.9.
+    rowwise: one for each row, from 9.0: a large value coarsens its own row only. Set compile.mode on with it."""
     sync: SyncPolicy = "auto"
     """When gradients are reduced: on the last micro-batch, on every one, or as the strategy does best."""
     resume: str = "auto"
@@ -238,8 +237,9 @@ def prepare(
     average = Ema(config.ema, weights)
     restore(opened.run, accelerator, weights, average)
     wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
+    ahead = apply_fsdp2_prefetch(config.distributed, model)
     guard, waits = resolve_step_guard(accelerator, optimizer)
-    info(logger, wrapped, *applied.notices, reason, resolve_sync(config.sync, accelerator)[1], waits)
+    info(logger, wrapped, *ahead, *applied.notices, reason, resolve_sync(config.sync, accelerator)[1], waits)
     facts = applied.facts | {"run_id": opened.run.run_id, "strategy": strategy}
     notes = Notes(facts, applied.compiled, optimizer, config.global_batch_size)
     return Prepared(model, optimizer, average, guard, notes)

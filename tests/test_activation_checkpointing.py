@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +27,9 @@ from accel_train.models.activation_checkpointing import (
     apply_activation_checkpointing,
     blocks_of,
 )
+from accel_train.models.field_tokens import DecoderLayer, DecoderShape
 from accel_train.models.mmdit import MMDiTBlock, MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
+from accel_train.models.token_blocks import BlockShape, ModulatedBlock
 
 ROOT = Path(__file__).parents[1]
 MODES = ("none", "full", "every_nth", "attention", "ffn", "selective")
@@ -323,6 +328,47 @@ print(max(float((a - b).norm() / a.norm().clamp(min=1e-3)) for a, b in pairs))
 """
 
 
+def test_no_block_of_this_project_works_in_place() -> None:
+    """What torch warns of when such a block is checkpointed and compiled, and why the warning is dropped for them."""
+    width, tokens, one = 32, torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 32)
+    shape = DecoderShape(latent_width=width, width=width, head_width=16, layers=1, octaves=2)
+    calls: list[tuple[nn.Module, tuple[Any, ...]]] = [
+        (MMDiTBlock(MMDiTConfig(width=width, heads=2)), ([tokens, tokens], one, None)),
+        (ModulatedBlock(BlockShape(width, 16, width)), (tokens, one, torch.rand(2))),
+        (DecoderLayer(shape), (tokens, tokens)),
+    ]
+    files = (ROOT / "accel_train" / "models").glob("*.py")
+    assert {type(block).__name__ for block, _ in calls} == {name for path in files for name in named_blocks(path)}
+    with Counter() as torchs:  # it adds its epsilon to a mean of its own
+        torch.nn.functional.rms_norm(tokens, (width,))
+    with Counter() as counter:
+        for block, arguments in calls:
+            block(*arguments)
+    assert "aten::mm" in counter.counts
+    in_place = {name for name in counter.counts if name.split(".")[0].endswith("_")}
+    assert in_place <= torchs.counts.keys()
+
+
+def named_blocks(path: Path) -> list[str]:
+    """Classes in `_no_split_modules` of a file."""
+    found = re.findall(r"_no_split_modules: ClassVar\[list\[str\]\] = \[(.*)\]", path.read_text())
+    return [name.strip(' "') for line in found for name in line.split(",")]
+
+
+def test_the_warning_stays_for_blocks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    monkeypatch.setattr(logger, "filters", [])
+    apply_activation_checkpointing(Stack(), ActivationCheckpointingConfig("full"))
+    assert not logger.filters
+    applied("full")
+    applied("selective")
+    (check,) = logger.filters
+    text = "\nDetected that context_fn is passed to torch.utils.checkpoint under torch.compile.\nPlease make sure ..."
+    record = partial(logging.LogRecord, logger.name, logging.WARNING, "", 0)
+    assert not check(record(text, (), None))
+    assert check(record("anything else", (), None))
+
+
 @pytest.mark.parametrize("mode", ["full", pytest.param("attention", marks=pytest.mark.slow)])
 def test_compiled_blocks_compute_attention_on_the_memory_it_was_given(mode: str, tmp_path: Path) -> None:
     """torch 2.13 recomputes the CPU kernel on tensors of a layout that it cannot read, and nothing says so. What it
@@ -333,3 +379,4 @@ def test_compiled_blocks_compute_attention_on_the_memory_it_was_given(mode: str,
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1e-4
+    assert "context_fn" not in done.stderr

@@ -48,6 +48,7 @@ INSIDE_FUNCTIONS = {
     "sklearn",
     "tensorboard",
     "tokenizers",
+    "torchao",
     "transformers",
 }
 """Heavy or optional: imported by the function that needs them, so that ``import accel_train.x`` stays fast."""

@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch.distributed.fsdp import fully_shard
 
 from accel_train.config import UsageError
-from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers, verify_ddp
-from tests.distributed.launching import Layout
+from accel_train.runtime.distributed_options import (
+    DistributedConfig,
+    apply_fsdp2_prefetch,
+    ddp_handlers,
+    verify_ddp,
+)
+from tests.distributed.launching import Layout, run_recipe
 from tests.distributed.test_contract import work
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -72,6 +78,43 @@ def test_what_fails_later_is_refused_now() -> None:
     for values in ({"bucket_cap_mb": 0}, {"comm_hook": "fp16"}, {"comm_hook": "powersgd", "powersgd_rank": 0}):
         with pytest.raises(ValidationError):
             TypeAdapter(DistributedConfig).validate_python(values)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero"])
+def test_gathering_ahead_is_of_fsdp2_alone(strategy: str) -> None:
+    with pytest.raises(UsageError, match=rf"fsdp2_prefetch: 2: acts on FSDP2, and {strategy} runs"):
+        handlers(strategy, fsdp2_prefetch=2)
+    assert handlers("fsdp2", fsdp2_prefetch=2) == []
+    with pytest.raises(UsageError, match=r"0 block\(s\) that are sharded by themselves, at least 2 are required"):
+        apply_fsdp2_prefetch(DistributedConfig(fsdp2_prefetch=1), torch.nn.Linear(2, 2))
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_each_block_names_those_after_it_and_before_it() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    for block in (*model, model):
+        fully_shard(block)
+    assert apply_fsdp2_prefetch(DistributedConfig(), model) == []
+    (said,) = apply_fsdp2_prefetch(DistributedConfig(fsdp2_prefetch=2), model)
+    assert said == "fsdp2: 2 of 4 blocks are gathered ahead of their use"
+    states: list[Any] = [block._get_fsdp_state() for block in model]  # type: ignore[operator]
+
+    def places(name: str) -> list[list[int]]:
+        return [[states.index(other) for other in getattr(state, name)] for state in states]
+
+    assert places("_states_to_forward_prefetch") == [[1, 2], [2, 3], [3], []]
+    assert places("_states_to_backward_prefetch") == [[], [0], [1, 0], [2, 1]]
+    (loss := model(torch.ones(1, 2)).sum()).backward()
+    assert torch.isfinite(loss)
+
+
+@pytest.mark.distributed
+def test_gathering_ahead_changes_no_bit(tmp_path: Path) -> None:
+    layout, flags = Layout("fsdp2", 2), ("--max_steps", "4", "--schedule.warmup_steps", "2", "--micro_batch_size", "4")
+    plain = run_recipe(layout, tmp_path / "plain", *flags)
+    ahead = run_recipe(layout, tmp_path / "ahead", *flags, "--distributed.fsdp2_prefetch", "2")
+    assert "blocks are gathered ahead of their use" in ahead.output
+    assert [x.hex() for x in ahead.losses()] == [x.hex() for x in plain.losses()]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
 
+from accel_train.metrics.recorder import LogConfig, Recorder
+from accel_train.metrics.records import TRAIN_FIELDS, read_metrics
 from accel_train.training.accumulation import GradientWindow, NonFiniteError
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards
@@ -67,6 +70,7 @@ def train(scale: float | None, steps: int, fused: bool = True) -> tuple[list[lis
         optimizer.zero_grad()
         average.update(step)
         overflows += result.overflows
+        assert result.fields().get("overflows") == (None if scale is None else overflows)  # of the run so far
         figures.append([float(result.loss), float(result.grad_norm)])
     view = average.view
     state = {f"model/{n}": view.master(n) for n in view.parameters}
@@ -89,6 +93,38 @@ def test_a_scale_that_is_too_high_costs_attempts_and_no_step(fused: bool) -> Non
 
 def test_a_scale_that_fits_repeats_nothing() -> None:
     assert train(2.0**4, 3)[1] == 0
+
+
+def test_overflows_so_far_are_in_the_lines_of_a_run(tmp_path: Path) -> None:
+    """A log point every third step says how many there were before it, those of the steps between as well."""
+    accelerator, model, optimizer = build(TOO_HIGH)
+    seen: list[int] = []
+    rest = dict.fromkeys(TRAIN_FIELDS, 0.0)
+    with Recorder(accelerator, tmp_path, LogConfig(log_every=3, progress_bar="off"), max_steps=15) as log:
+        for step in range(15):
+            attempt = window(accelerator, model, step)
+            for inputs in attempt:
+                attempt.backward(sums(model, inputs))
+            result = attempt.finish(1.0)
+            assert type(result.all_overflows) is int  # on the host already
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(result.overflows)
+            if log.due(step + 1):
+                log.train(step + 1, rest | result.fields())
+    lines = {r["step"]: r["overflows"] for r in read_metrics(tmp_path / "metrics.jsonl") if r["event"] == "train"}
+    assert lines == {step: sum(seen[:step]) for step in (1, 3, 6, 9, 12, 15)}
+    assert lines[15] > lines[1] > 0  # the scale grows again, every fifth step
+
+
+def test_every_model_has_a_count_of_its_own() -> None:
+    for _ in range(2):
+        accelerator, model, _optimizer = build(TOO_HIGH)
+        attempt = window(accelerator, model, 0)
+        for inputs in attempt:
+            attempt.backward(sums(model, inputs))
+        result = attempt.finish(1.0)
+        assert result.all_overflows == result.overflows > 0
 
 
 def test_a_norm_beyond_fp32_lowers_the_scale_although_each_value_is_finite() -> None:

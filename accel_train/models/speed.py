@@ -42,15 +42,17 @@ def apply_speed_options(
 ) -> Applied:
     """Attention, float8, activation checkpointing, compilation: in place, before the optimizer and `prepare`.
 
-    Every process calls it, with the initial weights in the model. Proves the kernel and runs it once, which takes some milliseconds on a CPU and about a
-    second on a GPU. Raises `UsageError` for what cannot be done.
+    Every process calls it, with the initial weights in the model. Proves the kernel of attention and runs it once,
+    which takes some milliseconds on a CPU and about a second on a GPU. Raises `UsageError` for what cannot be done.
     """
-    refuse_float8(float8, needs.device, PRECISIONS[needs.dtype], strategy)
+    refuse_float8(float8, needs.device, PRECISIONS.get(needs.dtype, str(needs.dtype)), strategy)
     needs = replace(needs, compiled=compilation.mode != "off")
     chosen, why = resolve_attention(attention, needs)
     apply_attention(model, chosen)
-    eight = apply_float8(model, float8, needs.compiled)
+    eight = apply_float8(model, float8)
     kept = apply_activation_checkpointing(model, checkpointing)
     compiled = apply_compile(model, compilation, needs.device, accumulation_steps)
+    if float8 != "none" and not compiled.blocks:
+        eight += "; uncompiled it is slower than bf16, for each rounding is a pass over memory: set compile.mode on"
     facts = {"attention": chosen.name, "attention_kernels": kernels_that_ran(chosen, needs)}
     return Applied((why, eight, kept, compiled.notice), facts, compiled)

@@ -1,7 +1,7 @@
-"""How DDP's gradients travel between the processes. An option that would have no effect is refused.
+"""How gradients travel between the processes, and weights ahead of their use. What would have no effect is refused.
 
-What FSDP2 gathers and when (``fsdp_reshard_after_forward``) and ZeRO's buckets are the launch file's business. The
-search for unused parameters is off and no option: every parameter takes part in every step.
+Whether FSDP2 frees what it gathered (``fsdp_reshard_after_forward``) and ZeRO's buckets are the launch file's business.
+The search for unused parameters is off and no option: every parameter takes part in every step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from accel_train.config import PositiveInt, UsageError
 
@@ -32,7 +33,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How DDP exchanges gradients. None of it is read under another strategy, where it is refused."""
+    """How DDP exchanges gradients and FSDP2 gathers weights. Each is refused under a strategy that does not read it."""
 
     gradient_as_bucket_view: bool | None = None
     """DDP: gradients are views of the buckets in which they travel, 4 bytes per parameter less memory and no copy.
@@ -57,6 +58,10 @@ class DistributedConfig:
     static_graph: bool = False
     """DDP: promise that the same parameters take part in the same way in every step. Not with accumulation."""
 
+    fsdp2_prefetch: PositiveInt | None = None
+    """FSDP2: blocks whose weights are gathered ahead of the one that computes, in forward and backward, each in memory
+    until it is used. For slow links. None = torch's own way: the next one, as far as the host runs ahead."""
+
     def __post_init__(self) -> None:
         given = [name for name in ("powersgd_rank", "powersgd_start_step") if getattr(self, name) is not None]
         if given and self.comm_hook != "powersgd":
@@ -76,10 +81,16 @@ def ddp_handlers(
 
     ``strategy`` is "single", "ddp", "fsdp2" or "zero". Raises ``UsageError`` for what would be ignored or fail.
     """
+    set_here = {f.name: value for f in fields(config) if (value := getattr(config, f.name)) != f.default}
+    if strategy != "fsdp2" and (ahead := set_here.pop("fsdp2_prefetch", None)) is not None:
+        raise UsageError(
+            f"distributed.fsdp2_prefetch: {ahead}: acts on FSDP2, and {strategy} runs, which gathers no blocks; leave "
+            "it out, or launch with accelerate_configs/fsdp2.yaml"
+        )
     if strategy != "ddp":
-        given = [field.name for field in fields(config) if getattr(config, field.name) != field.default]
-        if given:
-            values = ", ".join(f"distributed.{name}: {getattr(config, name)}" for name in given)
+        set_here.pop("fsdp2_prefetch", None)
+        if set_here:
+            values = ", ".join(f"distributed.{name}: {value}" for name, value in set_here.items())
             raise UsageError(f"{values}: acts on DDP, and {strategy} runs: {_ELSEWHERE[strategy]}")
         return []
     if config.comm_hook == "bf16" and not on_device:
@@ -132,3 +143,23 @@ def verify_ddp(model: nn.parallel.DistributedDataParallel, asked: DistributedDat
             )
     views = "gradients as views" if asked.gradient_as_bucket_view else "gradients beside them"
     return f"buckets of {asked.bucket_cap_mb} MiB, {views}" + (f", {hooks[0]}" if hooks else "")
+
+
+def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[str]:
+    """Tell each sharded block which blocks to gather while it computes; a line for the log where that was asked.
+
+    After ``prepare``, every process. Blocks run in the order in which the model has them. Raises ``UsageError`` where
+    there are no two of them.
+    """
+    if (ahead := config.fsdp2_prefetch) is None:
+        return []
+    blocks: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    if len(blocks) < 2:
+        raise UsageError(
+            f"distributed.fsdp2_prefetch: {ahead}: the model has {len(blocks)} block(s) that are sharded by "
+            "themselves, at least 2 are required; leave it out, or name them in fsdp_transformer_layer_cls_to_wrap"
+        )
+    for place, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(0, place - ahead) : place][::-1])
+    return [f"fsdp2: {ahead} of {len(blocks)} blocks are gathered ahead of their use"]

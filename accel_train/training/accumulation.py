@@ -47,6 +47,8 @@ class StepResult:
     overflows: int = 0
     """fp16: attempts at this step that a lower loss scale had to repeat."""
     guard: StepGuard | None = None
+    all_overflows: int | None = None
+    """The same of every step since this process began with the model. None where there is no loss scale."""
 
     @property
     def loss(self) -> Tensor:
@@ -64,14 +66,17 @@ class StepResult:
         }
 
     def fields(self) -> dict[str, float]:
-        """``loss``, ``loss_TERM`` and ``grad_norm`` as numbers. Waits for the device: for log points.
+        """``loss``, ``loss_TERM``, ``grad_norm`` and, with a loss scale, ``overflows`` so far, as numbers.
 
-        Raises ``NonFiniteError`` where the guard has stopped the optimizer; all ranks call it.
+        Waits for the device: for log points. Raises ``NonFiniteError`` where the guard has stopped the optimizer; all
+        ranks call it.
         """
         if self.guard is not None:
             self.guard.check()
         named = {"loss": self.loss} | {f"loss_{k}": v for k, v in self.terms.items()} | {"grad_norm": self.grad_norm}
-        return dict(zip(named, torch.stack([v.float() for v in named.values()]).tolist(), strict=True))
+        numbers: list[float] = torch.stack([v.float() for v in named.values()]).tolist()
+        counted = {} if self.all_overflows is None else {"overflows": self.all_overflows}
+        return dict(zip(named, numbers, strict=True)) | counted
 
     def checked(self, figures: dict[str, float]) -> dict[str, float]:
         """``figures``, once it is known that no step so far was not finite: what goes into a checkpoint.
@@ -244,7 +249,14 @@ class GradientWindow:
             value = evidence.read()
             if 0 < max_grad_norm < value and self._zero_stage == 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
-        return StepResult(self.coefficients, evidence.totals, self.weights, norm, self._overflows, self.guard)
+        counts = self._overflows, self.guard, self._count_overflows()
+        return StepResult(self.coefficients, evidence.totals, self.weights, norm, *counts)
+
+    def _count_overflows(self) -> int | None:
+        if self.accelerator.scaler is None and self.accelerator.mixed_precision != "fp16":
+            return None
+        _OVERFLOWS[self.model] = _OVERFLOWS.get(self.model, 0) + self._overflows
+        return _OVERFLOWS[self.model]
 
     def _evidence(self, norm: Tensor | None) -> Evidence:
         samples = [inputs.get("sample") for inputs in self.inputs]
@@ -313,6 +325,10 @@ def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 _PARAMETERS: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
 """Walking through the modules of a large model takes a millisecond, in every step."""
+
+
+_OVERFLOWS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Of every step of a model so far: a window lives for one step."""
 
 
 def _parameters(accelerator: Accelerator, model: nn.Module) -> list[nn.Parameter]:

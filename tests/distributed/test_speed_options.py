@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,8 @@ Row = tuple[str, str, str, str, str]
 
 
 def runs() -> list[Row]:
-    """(attention, compile, activation checkpointing, strategy, lengths): every checkpointing with every strategy, and to
-    each the other three that bring most pairs not seen before."""
+    """(attention, compile, activation checkpointing, strategy, lengths): every checkpointing with every strategy, and
+    to each the other three that bring most pairs not seen before."""
     rows: list[Row] = []
     seen: set[tuple[str, str]] = set()
     order = random.Random(0)  # of those that bring equally many
@@ -54,18 +55,20 @@ def pairs(row: tuple[str, ...]) -> set[tuple[str, str]]:
     return set(itertools.combinations(row, 2))
 
 
-QUICK = {("on", "selective", "ddp"), ("on", "ffn", "fsdp2"), ("off", "full", "zero3")}
+QUICK = {("on", "selective", "ddp"), ("on", "full", "fsdp2"), ("off", "full", "zero3")}
 
 
 def parameters() -> list[object]:
     marks = {True: (), False: pytest.mark.slow}
-    return [pytest.param(*row, marks=marks[row[1:] in QUICK], id="-".join(row)) for row in runs()]
+    return [pytest.param(*row, marks=marks[row[1:4] in QUICK], id="-".join(row)) for row in runs()]
 
 
 def test_every_pair_of_values_is_in_some_run() -> None:
-    values = (ATTENTION, ("off", "on"), CHECKPOINTING, STRATEGIES)
-    assert {row[1:] for row in runs()} >= QUICK
-    for a, b in itertools.combinations(range(4), 2):
+    values = (ATTENTION, ("off", "on"), CHECKPOINTING, STRATEGIES, LENGTHS)
+    assert len(runs()) == len(CHECKPOINTING) * len(STRATEGIES)
+    assert {row[1:4] for row in runs()} >= QUICK
+    assert {row[4] for row in runs() if row[1:4] in QUICK} == set(LENGTHS)
+    for a, b in itertools.combinations(range(len(values)), 2):
         wanted = set(itertools.product(values[a], values[b])) - REFUSED
         assert wanted == {(row[a], row[b]) for row in runs()}, (a, b)
 
@@ -80,15 +83,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return train(tmp_path_factory.mktemp("reference"), "single", "--attention", "sdpa_math")
 
 
-@pytest.mark.parametrize(("attention", "compiled", "kept", "strategy"), parameters())
+@pytest.mark.parametrize(("attention", "compiled", "kept", "strategy", "lengths"), parameters())
 def test_losses_are_those_of_the_plain_run(
-    attention: str, compiled: str, kept: str, strategy: str, reference: Finished, tmp_path: Path
+    attention: str, compiled: str, kept: str, strategy: str, lengths: str, reference: Finished, tmp_path: Path
 ) -> None:
     flags = ["--attention", attention, "--compile.mode", compiled, "--activation_checkpointing.mode", kept]
+    if lengths == "buckets":
+        flags += ["--loader.bucket_by_length", "true"]
     run = train(tmp_path, strategy, *flags)
     assert f"attention {attention} " in run.output
     assert f"activation checkpointing: {kept}" in run.output
     assert f"compile: {'off' if compiled == 'off' else '3 blocks'}" in run.output
+    padded = re.search(r"padded to ([\d, ]+) tokens", run.output)
+    assert (padded is not None) is (lengths == "buckets")
     expected, found = reference.losses(), run.losses()
     assert len(found) == STEPS
     worst = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
@@ -96,7 +103,8 @@ def test_losses_are_those_of_the_plain_run(
     if compiled == "on":
         last = run.train_lines()[STEPS]
         assert last["compile_graphs"] >= 1
-        assert last["compile_recompilations"] == 0
+        codes, shapes = 1 + (kept == "every_nth"), len(padded[1].split(",")) if padded else 1
+        assert last["compile_recompilations"] <= codes * (shapes - 1)  # once for each length
 
 
 def test_what_cannot_be_compiled_stops_with_the_cause(tmp_path: Path) -> None:
