@@ -166,15 +166,15 @@ def test_the_scaling_table_has_every_layout(tmp_path: Path) -> None:
 
 def test_an_ablation_is_a_table_of_its_options(tmp_path: Path) -> None:
     def variant(name: str, seconds: float, error: float) -> dict[str, Any]:
-        times = {n: [seconds, seconds * 2] for n in ("loop_step_seconds", "step_seconds")}
+        times = {n: [seconds, seconds * 2] for n in ("loop_step_seconds", "loop_step_cpu_seconds")}
         return {"name": name, "values": times | {"process_rss_gib": [2, 2], "loss": [1, 1], "mean_nrmse": [error] * 2}}
 
     option = "objective.inverse_every: 1 -> 4"
     found = {"variants": [variant("base", 1.0, 0.1), variant(option, 0.8, 0.1), variant("all", 0.5, 0.11)]}
     on_top = [{"variants": [variant("compile.mode=off", 0.5, 0.1), variant("compile.mode=on", 0.6, 0.1)]}]
     rows, table = ablation.rows_of("pde", found, on_top)
-    assert [r.value for r in rows] == pytest.approx([2, 0, 0.1])
-    assert [r.verdict for r in rows] == ["reported", "passed", "FAILED"]
+    assert [r.value for r in rows] == pytest.approx([2, 2, 0, 0.1])
+    assert [r.verdict for r in rows] == ["reported", "reported", "passed", "FAILED"]
     details = {"ablation": {"recipe": "pde", "rounds": 2, "options": table}}
     write_results(tmp_path / "a.json", "Options", rows, details)
     text = performance_page.page(tmp_path)

@@ -105,6 +105,7 @@ def main(argv):
             loss = 5 - 0.01 * step + config.shift + config.seed
             metrics.write({
                 "event": "train", "step": step, "elapsed_seconds": 2 * total, "loss": loss, "process_rss_gib": 0.5,
+                "processor_seconds": total,
                 "global_batch_size": config.real_batch_size, "step_seconds": total / step, "data_wait_fraction": 0.0,
             })
     write_json(out / "run.json", {"experiment": {"data_fingerprint": f"length {config.data.length}" * 3}})

@@ -290,7 +290,14 @@ def test_the_schema_is_documented(accelerator: Accelerator) -> None:
     meter = Throughput(torch.device("cpu"), peak_flops_per_second=1.0)
     meter.update(samples=1, tokens=1, flops=1)
     names = {*records.EVENTS, *records.TRAIN_FIELDS, *records.NON_FINITE, *meter.read(), *trackers.INSTALL}
-    names |= {"memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib", "time", "elapsed_seconds"}
+    names |= {
+        "memory_allocated_gib",
+        "memory_reserved_gib",
+        "memory_peak_gib",
+        "time",
+        "elapsed_seconds",
+        "processor_seconds",
+    }
     names |= set(environment.describe_environment(accelerator))
     assert [name for name in sorted(names) if f"`{name}`" not in page and f'`"{name}"`' not in page] == []
 

@@ -98,7 +98,8 @@ def figures(run: Run, window: Window, equal_seconds: float) -> dict[str, float]:
     """Every metric of one run. ``equal_seconds`` is the clock at which ``loss_equal_time`` is read.
 
     ``step_seconds`` is training alone; ``loop_step_seconds`` is the clock between the same two log lines, with the
-    saving and evaluation in between; ``run_seconds`` and ``run_cpu_seconds`` are of the whole run.
+    saving and evaluation in between, ``loop_step_cpu_seconds`` the main process's processor time; ``run_seconds`` and
+    ``run_cpu_seconds`` are of the whole run.
     """
     lines = {int(line["step"]): line for line in run.lines}
     total = training_seconds(run.lines)
@@ -109,9 +110,10 @@ def figures(run: Run, window: Window, equal_seconds: float) -> dict[str, float]:
         values["step_seconds"] = step_seconds
         if (batch := lines[window.last].get("global_batch_size")) is not None:
             values["samples_per_second"] = over(float(batch), step_seconds)
-    if window.first in lines and "elapsed_seconds" in lines[window.last]:
-        begin, end = (float(lines[p]["elapsed_seconds"]) for p in (window.first, window.last))
-        values["loop_step_seconds"] = (end - begin) / steps
+    for name, field in (("loop_step_seconds", "elapsed_seconds"), ("loop_step_cpu_seconds", "processor_seconds")):
+        if window.first in lines and field in lines[window.last]:
+            begin, end = (float(lines[p][field]) for p in (window.first, window.last))
+            values[name] = (end - begin) / steps
     values |= {"run_seconds": run.seconds, "run_cpu_seconds": run.cpu_seconds}
     measured = [line for step, line in lines.items() if step > window.first]
     for name in ("data_wait_fraction", "mfu"):

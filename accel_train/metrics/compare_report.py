@@ -106,7 +106,7 @@ def _pair_table(result: Result) -> list[str]:
 def _ablation_table(result: Result) -> list[str]:
     """A line for each option by itself, the last for all together: its effect on time, memory and loss."""
     first, *others = result.plan.variants
-    rows = [[f"against {first.name}", "step time", "with saves and logs", "whole run, processor", "memory", "loss"]]
+    rows = [[f"against {first.name}", "step time", "with saves and logs", "processor time", "memory", "loss"]]
     for variant, found in zip(others, result.effects, strict=True):
         effect_of = {effect.metric: effect for effect in found}
         memory = "memory_peak_gib" if "memory_peak_gib" in effect_of else "process_rss_gib"
@@ -114,7 +114,7 @@ def _ablation_table(result: Result) -> list[str]:
             f"x {_short(e.estimate.median)} {_interval(e)}{' no effect' if e.reading == 'no effect' else ''}"
             if (e := effect_of.get(name))
             else "-"
-            for name in ("step_seconds", "loop_step_seconds", "run_cpu_seconds", memory)
+            for name in ("step_seconds", "loop_step_seconds", "loop_step_cpu_seconds", memory)
         ]
         loss = effect_of.get("loss")
         rows.append([variant.name, *cells, "-" if loss is None else _loss(loss)])

@@ -202,7 +202,11 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
         lines,
         _numbers(_read_json(directory / "evaluation.json")),
         experiment.get("data_fingerprint"),
-        {k: v for k, v in environment.items() if k not in ("event", "time", "elapsed_seconds", "command")},
+        {
+            k: v
+            for k, v in environment.items()
+            if k not in ("event", "time", "elapsed_seconds", "processor_seconds", "command")
+        },
     )
 
 

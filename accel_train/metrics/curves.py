@@ -16,7 +16,7 @@ __all__ = ["plot_curves", "read_metrics"]
 
 Records = Sequence[Mapping[str, Any]]
 
-HEAD = ("event", "step", "time", "elapsed_seconds")
+HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
 NOT_DRAWN = ("seconds", "samples", "steps", "tokens", "count")
 """Last word of evaluation values that say how an evaluation was done, not what came out."""
 

@@ -41,16 +41,24 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -
     return (torch.stack(each).double() * batch["weight"].double()).sum(1)
 
 
-def row_figures(task: FieldTask, sums: Sequence[float]) -> dict[str, float]:
+def row_figures(task: FieldTask, sums: Sequence[float], refined: Sequence[float] | None = None) -> dict[str, float]:
     """From the sums over all processes: ``TASK_nrmse`` is the mean of each sample's root mean squared error over its
-    root mean square, as PDEBench has it; ``TASK_nrmse_pooled`` the same of all samples as one field."""
+    root mean square, as PDEBench has it; ``TASK_nrmse_pooled`` the same of all samples as one field. ``refined`` are
+    the sums of refined predictions, for ``TASK_refined_gain`` and its like."""
     count, relative, squared, square, spectral, gap = sums
     figures = {
         f"{task.name}_nrmse": relative / count,
         f"{task.name}_nrmse_pooled": fields.nrmse(squared, square),
         f"{task.name}_spectral_error": spectral / count,
     }
-    return figures | ({f"{task.name}_conservation_gap": gap / count} if task.conserved else {})
+    figures |= {f"{task.name}_conservation_gap": gap / count} if task.conserved else {}
+    if refined is None:
+        return figures
+    return figures | {
+        f"{task.name}_refined_nrmse": refined[1] / count,
+        f"{task.name}_refined_spectral_error": refined[4] / count,
+        f"{task.name}_refined_gain": 1 - refined[1] / max(relative, 1e-12),
+    }
 
 
 class Rollouts:
@@ -155,7 +163,9 @@ def table(data: FieldData, figures: Mapping[str, float]) -> list[str]:
             if key.startswith(f"{task.name}_") and key.endswith(("persistence_nrmse", "mean_nrmse", "fit_nrmse"))
         }
         beside = ", ".join(f"{name} {value:.4f}" for name, value in others.items())
-        lines.append(f"{task.name}: nRMSE {figures[f'{task.name}_nrmse']:.4f}" + (f"; {beside}" if beside else ""))
+        refined = figures.get(f"{task.name}_refined_nrmse")
+        own = f"nRMSE {figures[f'{task.name}_nrmse']:.4f}" + ("" if refined is None else f", refined {refined:.4f}")
+        lines.append(f"{task.name}: {own}" + (f"; {beside}" if beside else ""))
     return lines
 
 

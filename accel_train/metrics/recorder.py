@@ -139,7 +139,8 @@ class Recorder:
             raise ValueError(f"event {event!r} is not in the schema; use one of {', '.join(EVENTS)}")
         if self._main:
             head: dict[str, object] = {"event": event} if step is None else {"event": event, "step": step}
-            head |= {"time": time.time(), "elapsed_seconds": time.perf_counter() - self._started}
+            elapsed = time.perf_counter() - self._started
+            head |= {"time": time.time(), "elapsed_seconds": elapsed, "processor_seconds": time.process_time()}
             self._writer.write({**head, **fields, **head})
 
     def close(self) -> None:
