@@ -32,7 +32,7 @@ ON_TOP = {
     "pde": ("compile.mode=off,on", "precision=fp32,bf16", "activation_checkpointing.mode=none,full"),
 }
 """Tried on the optimised preset, which has none of them, in `ROUNDS_ON_TOP` rounds."""
-ROUNDS_ON_TOP = 3
+ROUNDS_ON_TOP = 2
 QUALITY = {"mmdit": ("loss", "l2t_nll", "t2l_cosine"), "pde": ("loss", "mean_nrmse")}
 """Of each recipe, what must not get worse; the loss is that of the last step."""
 AT_MOST = "<= 0.03"
