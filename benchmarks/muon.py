@@ -5,7 +5,7 @@
 Asked is whether Muon reaches the loss that AdamW ends with at its best learning rate, after how many steps and seconds.
 The loss is smoothed over the log lines of 150 steps. Both have the same schedule over the same steps, so that what
 falls in the schedule's end falls there for both. Runs of the two optimizers at one learning rate go side by side, so
-that what the machine does meanwhile it does to both; seconds are the clock of the loop.
+that what the machine does meanwhile it does to both; seconds are processor time of one thread, from the first step on.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def start(optimizer: str, lr: float, directory: Path, options: argparse.Namespac
 
 
 def curve(directory: Path) -> list[tuple[int, float, float]]:
-    """(step, seconds of the loop, smoothed loss) of each log line."""
+    """(step, processor seconds since the first log line, smoothed loss) of each log line."""
     lines = last_pass(read_metrics(directory / "metrics.jsonl"), "train")
-    points = [(int(line["step"]), float(line["elapsed_seconds"]), float(line["loss"])) for line in lines]
+    begin = float(lines[0]["processor_seconds"])
+    points = [(int(x["step"]), float(x["processor_seconds"]) - begin, float(x["loss"])) for x in lines]
     return [
         (step, seconds, fmean(loss for s, _, loss in points if step - SMOOTHED_STEPS < s <= step))
         for step, seconds, _ in points
