@@ -23,17 +23,10 @@ from torch import Tensor, nn
 from accel_train import experiment, rng
 from accel_train.config import PositiveInt, expand_path, load_config, run_main, to_tree
 from accel_train.data import field_rows, heldout, pde, task_sampler
-from accel_train.diffusion import fields, operator_learning, rollout
-from accel_train.metrics import (
-    early_stopping,
-    field_scores,
-    logs,
-    pictures,
-    records,
-    report,
-)
-from accel_train.models import field_tokens, pde_transformer, token_blocks
-from accel_train.training import accumulation, ema, optimizers
+from accel_train.diffusion import fields, operator_learning, residual
+from accel_train.metrics import early_stopping, field_scores, logs, pictures, records, report
+from accel_train.models import field_tokens, pde_flops, pde_prediction, pde_transformer, token_blocks
+from accel_train.training import accumulation, ema, optimizers, schedules
 
 logger = logging.getLogger("recipes.pde")
 DEFAULT_PRESET = "pde_demo"
@@ -52,6 +45,11 @@ class Config(experiment.ExperimentConfig):
     objective: operator_learning.ObjectiveConfig = field(default_factory=operator_learning.ObjectiveConfig)
     evaluation: operator_learning.EvaluationConfig = field(default_factory=operator_learning.EvaluationConfig)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        numbers = self.model.residual_depth, self.schedule.warmup_steps, self.schedule.decay_steps or self.max_steps
+        operator_learning.check_residual(self.objective, self.evaluation, *numbers)
+
 
 # ------------------------------------------------------------------------------------------------------------ loss
 def prepare(
@@ -68,27 +66,39 @@ def prepare(
             batch[name] = operator_learning.mirrored(batch[name], draws("flip", 2), options.flip)
     grid = field_tokens.coordinates([n for n in task.grid if n > 1], batch["input"].device)
     inputs = operator_learning.with_queries(options, batch, grid, draws, terms)
+    if "residual" in terms:
+        inputs |= residual.drawn(batch, config.seed, step, config.global_batch_size)
     if options.drop_path:
         inputs["keep"] = token_blocks.drop_path(draws("drop_path", sum(config.model.stages)), options.drop_path)
     return inputs, dict.fromkeys(operator_learning.TERMS, batch["weight"].sum())
 
 
-def parts_of(terms: set[str]) -> pde_transformer.Parts:
-    """What the model must compute for these terms."""
+def parts_of(terms: set[str]) -> pde_transformer.Parts | None:
+    """What the model must compute for these terms. None: a prediction without gradient, and what it misses."""
     operator = "prediction" in terms
-    return pde_transformer.Parts("reconstruction" in terms, "reencoding" in terms, operator, operator)
+    parts = pde_transformer.Parts("reconstruction" in terms, "reencoding" in terms, operator, operator)
+    return None if "residual" in terms else parts
 
 
 def loss_sums(
     model: nn.Module, inputs: accumulation.Batch, number: int, task: field_rows.FieldTask, terms: set[str]
 ) -> dict[str, Tensor]:
     """Sum of each loss term over a micro-batch, in fp32; divided by the global weights elsewhere."""
-    target = inputs["target"] if terms & {"latent", "reconstruction", "reencoding"} else None
-    numbers = inputs["parameters"][:, : len(task.parameters)]
-    queries, keep = inputs.get("queries"), inputs.get("keep")
-    out = model(inputs["input"], target, numbers, inputs["dt"], number, queries, parts_of(terms), keep)
-    losses: dict[str, Tensor] = {}  # of each sample
-    count = inputs["sought"].shape[-1]
+    if (parts := parts_of(terms)) is None:
+        found, size, correct = pde_prediction.predict(model, inputs, number, task.grid)
+        assert size is not None, "Config has seen to it"
+        losses = {"residual": residual.losses(correct, inputs["target"] - found, size, inputs["time"], inputs["noise"])}
+    else:
+        target = inputs["target"] if terms & {"latent", "reconstruction", "reencoding"} else None
+        given = inputs["parameters"], inputs["dt"], number, inputs.get("queries"), parts, inputs.get("keep")
+        losses = losses_of(model(inputs["input"], target, *given), inputs, task, terms)
+    nothing = torch.zeros_like(inputs["weight"])
+    return {term: (losses.get(term, nothing) * inputs["weight"]).sum() for term in operator_learning.TERMS}
+
+
+def losses_of(out: Any, inputs: accumulation.Batch, task: field_rows.FieldTask, terms: set[str]) -> dict[str, Tensor]:
+    """The terms of the first two stages, of each sample."""
+    losses, count = dict[str, Tensor](), inputs["sought"].shape[-1]
     if out.prediction is not None:
         prediction, edge = out.prediction[..., :count], out.prediction[..., count:]
         losses["prediction"] = fields.squared_error(prediction, inputs["sought"])
@@ -107,8 +117,7 @@ def loss_sums(
         losses["reconstruction"] = torch.stack(errors).sum(0)
     if "reencoding" in terms:
         losses["reencoding"] = fields.squared_error(out.reencoded, out.target_latent.detach())
-    nothing = torch.zeros_like(inputs["weight"])
-    return {term: (losses.get(term, nothing) * inputs["weight"]).sum() for term in operator_learning.TERMS}
+    return losses
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
@@ -118,18 +127,6 @@ def task_shape(task: field_rows.FieldTask) -> pde_transformer.TaskShape:
         task.name, task.input_channels, task.target_channels, task.grid, len(task.parameters),
         periodic=task.boundary == "periodic", same_fields=task.has_time,
     )  # fmt: skip
-
-
-def advance(model: nn.Module, number: int, task: field_rows.FieldTask, parameters: Tensor) -> rollout.Step:
-    """One step of the model on normalised fields."""
-    parts = pde_transformer.Parts(reconstruction=False, reencoding=False)
-    numbers = parameters[:, : len(task.parameters)]
-
-    def step(state: Tensor) -> Tensor:
-        dt = torch.full((len(state),), task.dt, device=state.device)
-        return model(state, None, numbers, dt, number, None, parts).prediction.unflatten(-1, task.grid).float()
-
-    return step
 
 
 @torch.no_grad()
@@ -147,13 +144,15 @@ def evaluate(
         for number, task in enumerate(data.tasks):
             rowset, sums, panels = data.heldout[task.name], list[Tensor](), list[pictures.Panel]()
             for batch, _ in heldout.heldout_batches(rowset, options.samples, options.batch_size, *place):
-                found = advance(model, number, task, batch["parameters"])(batch["input"])
-                sums.append(field_scores.row_sums(task, found, batch))
+                found, size, correct = pde_prediction.predict(model, batch, number, task.grid)
                 panels = panels or field_scores.row_panels(task, batch, found)
-            figures |= field_scores.row_figures(task, total(torch.stack(sums).sum(0)).tolist())
+                drawn = options.residual_steps, config.seed, batch["sample"]
+                both = [found] if size is None else [found, residual.refined(correct, found, size, *drawn)]
+                sums.append(torch.stack([field_scores.row_sums(task, fields, batch) for fields in both]))
+            figures |= field_scores.row_figures(task, *total(torch.stack(sums).sum(0)).tolist())
             if task.has_time:
                 paths = field_scores.Rollouts(task, rowset, options.trajectories, *place)
-                step_ahead = advance(model, number, task, paths.parameters)
+                step_ahead = pde_prediction.stepper(model, paths.parameters, task.dt, number, task.grid)
                 plain, chosen = paths.plain(step_ahead), None
                 if task.conserved:
                     chosen = total(paths.sums(paths.conditioned(step_ahead, options.conditioning, config.seed)))
@@ -186,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
     shape = pde_transformer.PdeTransformerConfig(tuple(map(task_shape, tasks)), config.model)
     model: nn.Module = pde_transformer.PdeTransformer(shape)
     needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
-    freezable = operator_learning.freezable(config.objective)
+    freezable = operator_learning.freezable(config.objective, model)
     prepared = experiment.prepare(config, accelerator, opened, model, needs, freezable)
     model, optimizer, average, guard, notes = prepared
     if config.evaluate_only:
@@ -211,7 +210,8 @@ def main(argv: Sequence[str]) -> int:
             coefficients = operator_learning.coefficients(config.objective, step, task.conserved, task.boundary)
             terms = operator_learning.used(coefficients)
             optimizers.set_frozen(optimizer, operator_learning.frozen_parts(config.objective, step))
-            optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(step))
+            place = operator_learning.place_in_schedule(config.objective, step, opened.decay_steps)
+            optimizers.set_learning_rate(optimizer, schedules.learning_rate_factor(config.schedule, *place))
 
             micro_batches = [prepare(config, batch, step, task, terms) for batch in batches.micro_batches]
             window = accumulation.GradientWindow(
@@ -225,14 +225,13 @@ def main(argv: Sequence[str]) -> int:
             average.update(step)
 
             points = math.prod(shape.grid(shape.tasks[number]).cells)
-            asked = operator_learning.queries_of(config.objective, math.prod(task.grid))
-            work = pde_transformer.flops_per_sample(shape, number, asked, parts_of(terms))
+            work = pde_flops.training_flops_per_sample(shape, number, config.objective.queries, parts_of(terms))
             rates.update(
                 samples=config.global_batch_size,
                 tokens=result.weights["prediction"] * points,
                 padded_tokens=config.global_batch_size * points,
                 data_wait_seconds=batches.data_wait_seconds,
-                flops=3 * config.global_batch_size * work,
+                flops=config.global_batch_size * work,
             )
             log.advance(done)
             if log.due(done):

@@ -44,6 +44,21 @@ def test_row_figures_are_those_of_the_physical_fields(data: FieldData) -> None:
     assert "darcy_conservation_gap" not in field_scores.row_figures(data.tasks[1], [1.0] * 6)
 
 
+def test_refined_figures_stand_beside_the_plain_ones(data: FieldData) -> None:
+    plain, refined = [4.0, 0.8, 9.0, 9.0, 0.4, 0.1], [4.0, 0.6, 9.0, 9.0, 0.5, 0.1]
+    found = field_scores.row_figures(data.tasks[0], plain, refined)
+    assert found["advection_nrmse"] == pytest.approx(0.2)
+    assert found["advection_refined_nrmse"] == pytest.approx(0.15)
+    assert found["advection_refined_spectral_error"] == pytest.approx(0.125)
+    assert found["advection_refined_gain"] == pytest.approx(0.25)
+    assert not [name for name in field_scores.row_figures(data.tasks[0], plain) if "refined" in name]
+    figures = {"advection_nrmse": 0.2, "darcy_nrmse": 0.1, "advection_refined_nrmse": 0.15}
+    assert field_scores.table(data, figures) == [
+        "advection: nRMSE 0.2000, refined 0.1500",
+        "darcy: nRMSE 0.1000",
+    ]
+
+
 def exact(state: Tensor) -> Tensor:
     """Not advection: a step that keeps the integral and is easy to follow."""
     return state.roll(1, -1)

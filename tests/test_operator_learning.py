@@ -14,6 +14,8 @@ from accel_train.config import UsageError
 from accel_train.diffusion import operator_learning
 from accel_train.diffusion.operator_learning import BOUNDARY_POINTS, TERMS, EvaluationConfig, ObjectiveConfig
 from accel_train.models.field_tokens import coordinates
+from accel_train.models.pde_transformer import PdeModelConfig, PdeTransformer, PdeTransformerConfig, TaskShape
+from accel_train.training.schedules import ScheduleConfig, learning_rate_factor
 
 
 def test_the_first_stage_has_the_inverse_terms_alone() -> None:
@@ -40,12 +42,93 @@ def test_a_task_has_the_terms_of_its_equation() -> None:
     assert (round_["boundary"], round_["conservation"]) == (0.0, 2.0)
 
 
+TASKS = (TaskShape("advection", 1, 1, (1, 16)), TaskShape("darcy", 2, 1, (8, 8), same_fields=False))
+MODEL = PdeModelConfig(width=16, depth=1, heads=2, decoder_width=8, residual_depth=1)
+
+
+def model_of(tasks: tuple[TaskShape, ...] = TASKS) -> PdeTransformer:
+    return PdeTransformer(PdeTransformerConfig(tasks, MODEL))
+
+
 def test_a_frozen_autoencoder_has_no_inverse_terms() -> None:
     config = ObjectiveConfig(autoencode_steps=2, freeze_autoencoder=True)
-    assert operator_learning.freezable(config) == {"autoencoder": ["encoders", "target_encoders", "decoder"]}
+    found = operator_learning.freezable(config, model_of())
+    assert found == {"autoencoder": ["encoders", "target_encoders", "decoder"]}
     assert [operator_learning.frozen_parts(config, step) for step in (1, 2)] == [[], ["autoencoder"]]
     assert operator_learning.coefficients(config, 2, False, "periodic")["reconstruction"] == 0
-    assert operator_learning.freezable(ObjectiveConfig()) == {}
+    assert operator_learning.freezable(ObjectiveConfig(), model_of()) == {}
+
+
+def test_what_has_no_parameters_is_not_frozen() -> None:
+    """Input and target of the same fields have one encoder."""
+    config = ObjectiveConfig(autoencode_steps=2, freeze_autoencoder=True)
+    assert operator_learning.freezable(config, model_of(TASKS[:1])) == {"autoencoder": ["encoders", "decoder"]}
+
+
+def test_a_residuals_stage_trains_it_alone() -> None:
+    config = ObjectiveConfig(autoencode_steps=2, residual_from=5, spectral_weight=1.0, boundary_weight=1.0)
+    stages = [operator_learning.stage_of_step(config, step) for step in range(7)]
+    assert stages == ["autoencode"] * 2 + ["operator"] * 3 + ["residual"] * 2
+    before, after = (operator_learning.coefficients(config, step, True, "dirichlet") for step in (4, 5))
+    assert set(before) == set(after) == set(TERMS)
+    assert operator_learning.used(before) == {"prediction", "reconstruction", "reencoding", "spectral", "boundary"}
+    assert {k: v for k, v in after.items() if v} == {"residual": 1.0}
+    assert [operator_learning.frozen_parts(config, s) for s in (1, 4, 5)] == [
+        ["residual"],
+        ["residual"],
+        ["autoencoder", "operator"],
+    ]
+    config = ObjectiveConfig(autoencode_steps=2, residual_from=5, freeze_autoencoder=True)
+    assert operator_learning.frozen_parts(config, 4) == ["autoencoder", "residual"]
+
+
+def test_with_a_residual_every_parameter_belongs_to_a_part() -> None:
+    model = model_of()
+    parts = operator_learning.freezable(ObjectiveConfig(residual_from=5), model)
+    assert parts["residual"] == ["residual"]
+    assert parts["autoencoder"] == ["encoders", "target_encoders", "decoder"]
+    prefixes = [prefix for part in parts.values() for prefix in part]
+    assert sorted(prefixes) == sorted({name.split(".")[0] for name, _ in model.named_parameters()})
+
+
+def test_the_learning_rate_begins_anew_with_the_residual() -> None:
+    config = ObjectiveConfig(residual_from=6)
+    places = [operator_learning.place_in_schedule(config, step, 10) for step in range(12)]
+    assert places == [(n, 6) for n in range(6)] + [(n, 4) for n in range(6)]
+    schedule = ScheduleConfig(kind="cosine", warmup_steps=1)
+    rates = [learning_rate_factor(schedule, *place) for place in places]
+    assert rates[:6] == [learning_rate_factor(schedule, n, 6) for n in range(6)]
+    assert (rates[6], rates[7], rates[10]) == (0.0, 1.0, 0.0)
+    assert operator_learning.place_in_schedule(ObjectiveConfig(), 7, 10) == (7, 10)
+    assert operator_learning.place_in_schedule(config, 3, 4) == (3, 4)  # the schedule's own end comes first
+
+
+@pytest.mark.parametrize(
+    ("start", "depth", "others", "says"),
+    [
+        (None, 2, {}, r"residual_from None with model.residual_depth 2: .*Give both"),
+        (50, 0, {}, r"residual_from 50 with model.residual_depth 0: .*Give both"),
+        (100, 1, {}, r"residual_from 100: .*ends at step 100"),
+        (200, 1, {}, r"residual_from 200: .*ends at step 100"),
+        (96, 1, {}, r"warms up for 5 steps before and after"),
+        (4, 1, {}, r"warms up for 5 steps before and after"),
+        (50, 1, {"patience": 2, "every": 10}, r"evaluation.patience 2 with objective.residual_from 50"),
+    ],
+)
+def test_a_stage_that_could_not_learn_is_refused(
+    start: int | None, depth: int, others: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        operator_learning.check_residual(
+            ObjectiveConfig(residual_from=start), EvaluationConfig(**others), depth, 5, 100
+        )
+
+
+def test_a_stage_that_can_learn_is_not_refused() -> None:
+    check = operator_learning.check_residual
+    check(ObjectiveConfig(residual_from=94), EvaluationConfig(), 1, 5, 100)
+    check(ObjectiveConfig(residual_from=200), EvaluationConfig(), 1, 5, None)  # max_epochs: not known yet
+    check(ObjectiveConfig(), EvaluationConfig(patience=2, every=10), 0, 5, 100)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +137,7 @@ def test_a_frozen_autoencoder_has_no_inverse_terms() -> None:
         ({"spectral_weight": 0.1, "queries": 64}, r"objective.spectral_weight 0.1: .*objective.queries 64"),
         ({"conservation_weight": 0.1, "queries": 64}, r"objective.conservation_weight 0.1"),
         ({"freeze_autoencoder": True}, r"autoencode_steps 0: .*random initial values"),
+        ({"autoencode_steps": 5, "residual_from": 5}, r"residual_from 5: must be more than autoencode_steps 5"),
         ({"query_sampling": "uniform"}, r"has no effect without objective.queries"),
     ],
 )

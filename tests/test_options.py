@@ -28,6 +28,7 @@ max_steps
 max_epochs
 precision
 attention
+float8
 sync
 resume
 allow
@@ -47,6 +48,7 @@ distributed.comm_hook
 distributed.powersgd_rank
 distributed.powersgd_start_step
 distributed.static_graph
+distributed.fsdp2_prefetch
 optimizer.name
 optimizer.lr
 optimizer.betas
@@ -172,6 +174,7 @@ model.stem_width
 model.octaves
 model.decoder_width
 model.decoder_layers
+model.residual_depth
 data.path
 data.tasks
 data.train_samples
@@ -199,6 +202,7 @@ objective.queries
 objective.query_sampling
 objective.drop_path
 objective.flip
+objective.residual_from
 evaluation.every
 evaluation.samples
 evaluation.batch_size
@@ -206,6 +210,7 @@ evaluation.trajectories
 evaluation.conditioning.candidates
 evaluation.conditioning.beam
 evaluation.conditioning.horizon
+evaluation.residual_steps
 evaluation.patience
 """
 

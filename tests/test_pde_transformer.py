@@ -21,6 +21,9 @@ from accel_train.models.activation_checkpointing import (
     blocks_of,
 )
 from accel_train.models.attention import apply_attention, build_attention
+from accel_train.models.field_residual import ResidualGuess
+from accel_train.models.pde_flops import correction_flops_per_sample, flops_per_sample, training_flops_per_sample
+from accel_train.models.pde_prediction import predict, stepper
 from accel_train.models.pde_transformer import (
     ALL_PARTS,
     PREDICTION,
@@ -30,7 +33,6 @@ from accel_train.models.pde_transformer import (
     PdeTransformer,
     PdeTransformerConfig,
     TaskShape,
-    flops_per_sample,
 )
 from accel_train.training.parameter_kinds import kinds
 
@@ -49,6 +51,11 @@ MODELS = {
     "channel-separated, other latents": replace(MODEL, attention="channel_separated", latent_width=24, max_tokens=2),
     "without cross-attention": replace(MODEL, decoder_layers=0),
 }
+REFINING = {
+    "stack": replace(MODEL, residual_depth=2),
+    "other latents, merged patches": replace(MODEL, residual_depth=1, latent_width=24, max_tokens=2),
+}
+SMALL_REFINING = replace(SMALL, model=REFINING["stack"])
 STAGES = {
     "all": ALL_PARTS,
     "autoencoding": Parts(operator=False, prediction=False),
@@ -85,6 +92,15 @@ def batch(task: int, size: int = 4, queries: int | None = None) -> dict[str, Any
 def given(x: Tensor | None) -> Tensor:
     assert x is not None
     return x
+
+
+def guessed(task: int, size: int = 4) -> dict[str, Any]:
+    """The same batch, with a guess of the residual in place of the input."""
+    given = batch(task, size)
+    generator = torch.Generator().manual_seed(2)
+    both = (torch.randn(given["target"].shape, generator=generator) for _ in range(2))
+    fields = ResidualGuess(next(both), torch.rand(size, generator=generator), next(both), given["input"])
+    return given | {"input": fields, "target": None}
 
 
 def present(output: PdeOutput) -> dict[str, Tensor]:
@@ -131,6 +147,44 @@ def test_a_loss_trains_what_it_is_meant_to_and_nothing_else(
             assert arrived == (group in expected and is_read(f"{group}.{name}", task, loss)), f"{group}.{name}"
 
 
+@pytest.mark.parametrize("model", REFINING)
+@pytest.mark.parametrize("task", range(len(TASKS)))
+def test_a_residual_trains_its_own_network_alone(task: int, model: str) -> None:
+    net = build(replace(SMALL, model=REFINING[model]))
+    output = net(**guessed(task))
+    assert set(present(output)) == {"residual", "residual_size"}
+    given(output.residual).square().mean().backward()
+    for name, parameter in net.named_parameters():
+        path = name.split(".")
+        own = (
+            path[0] == "residual"
+            and path[1] != "size"
+            and (path[1] not in ("encoders", "heads") or path[2] == str(task))
+        )
+        assert bool(given(parameter.grad).abs().max() > 0) == own, name
+    net.zero_grad()
+    given(net(**guessed(task)).residual_size).sum().backward()
+    counts = [shape.target_channels for shape in TASKS]
+    for name, parameter in net.named_parameters():
+        gradient = given(parameter.grad)
+        if name == "residual.size.deviation":
+            assert (gradient != 0).tolist() == [n == task for n, count in enumerate(counts) for _ in range(count)]
+        else:
+            assert gradient.abs().max() == 0, name
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_other_loss_trains_the_residual(loss: str) -> None:
+    net, inputs = build(SMALL_REFINING), batch(1)
+    LOSSES[loss](net(**inputs), inputs).backward()
+    assert all(given(p.grad).abs().max() == 0 for p in given_module(net.residual).parameters())
+
+
+def given_module(x: nn.Module | None) -> nn.Module:
+    assert x is not None
+    return x
+
+
 def is_read(name: str, task: int, loss: str) -> bool:
     """Whether a parameter of a part that ran is one that this task and this loss read: shared, or the task's own."""
     group, *path = name.split(".")
@@ -144,14 +198,27 @@ def is_read(name: str, task: int, loss: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize("config", [SMALL, SMALL_REFINING], ids=["", "refining"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("task", range(len(TASKS)))
 @pytest.mark.parametrize("with_target", [True, False])
-def test_every_parameter_takes_part_by_whichever_output(stage: str, task: int, with_target: bool) -> None:
+def test_every_parameter_takes_part_by_whichever_output(
+    stage: str, task: int, with_target: bool, config: PdeTransformerConfig
+) -> None:
     """DDP and ZeRO wait for the gradient of each, and an optimizer treats none and zero differently."""
-    net, inputs = build(), batch(task, queries=3)
+    net, inputs = build(config), batch(task, queries=3)
     inputs["target"] = inputs["target"] if with_target else None
-    output = net(**inputs, parts=STAGES[stage])
+    all_take_part(net, net(**inputs, parts=STAGES[stage]))
+
+
+@pytest.mark.parametrize("model", REFINING)
+@pytest.mark.parametrize("task", range(len(TASKS)))
+def test_every_parameter_takes_part_in_correcting(task: int, model: str) -> None:
+    net = build(replace(SMALL, model=REFINING[model]))
+    all_take_part(net, net(**guessed(task)))
+
+
+def all_take_part(net: PdeTransformer, output: PdeOutput) -> None:
     for name, value in present(output).items():
         net.zero_grad()
         value.square().sum().backward(retain_graph=True)
@@ -159,13 +226,14 @@ def test_every_parameter_takes_part_by_whichever_output(stage: str, task: int, w
         assert not missing, f"{name}: {missing}"
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, "correcting"])
 @pytest.mark.parametrize("task", range(len(TASKS)))
 def test_taking_part_changes_no_output(stage: str, task: int) -> None:
-    net, inputs = build(), batch(task)
-    output = net(**inputs, parts=STAGES[stage])
+    net, inputs = build(SMALL_REFINING), guessed(task) if stage == "correcting" else batch(task)
+    parts = STAGES.get(stage, ALL_PARTS)
+    output = net(**inputs, parts=parts)
     with torch.no_grad():
-        plain = net(**inputs, parts=STAGES[stage])
+        plain = net(**inputs, parts=parts)
     assert present(output).keys() == present(plain).keys()
     assert all(torch.equal(value, present(plain)[name]) for name, value in present(output).items())
 
@@ -190,10 +258,79 @@ def test_shapes(task: int, model: str) -> None:
     latent = (4, tokens, config.model.latent)
     points = shape.grid[0] * shape.grid[1]
     wanted = [latent, latent, (4, shape.input_channels, points), (4, shape.target_channels, points), latent, latent]
-    assert [tuple(given(x).shape) for x in net(**inputs)] == [*wanted, (4, shape.target_channels, points)]
+    found = [tuple(x.shape) for x in present(net(**inputs)).values()]
+    assert found == [*wanted, (4, shape.target_channels, points)]
     alone = net(**batch(task, queries=5), parts=PREDICTION)
     assert given(alone.prediction).shape == (4, shape.target_channels, 5)
     assert set(present(alone)) == {"latent", "target_latent", "predicted_latent", "prediction"}
+
+
+@pytest.mark.parametrize("model", REFINING)
+@pytest.mark.parametrize("task", range(len(TASKS)))
+def test_a_residual_is_of_the_grid_and_its_size_of_the_channels(task: int, model: str) -> None:
+    net, shape = build(replace(SMALL, model=REFINING[model])), TASKS[task]
+    corrected = net(**guessed(task))
+    assert given(corrected.residual).shape == (4, shape.target_channels, *shape.grid)
+    assert given(corrected.residual_size).shape == (shape.target_channels,)
+    assert torch.equal(given(corrected.residual_size), given(net(**batch(task)).residual_size))
+    alone = {k: v[3:4] if isinstance(v, Tensor) else v for k, v in guessed(task).items()}
+    alone["input"] = ResidualGuess(*(x[3:4] for x in guessed(task)["input"]))
+    torch.testing.assert_close(net(**alone).residual, corrected.residual[3:4], rtol=1e-4, atol=1e-5)
+
+
+def test_a_residual_leaves_the_rest_of_a_model_as_it_would_be() -> None:
+    torch.manual_seed(0)
+    plain = PdeTransformer(SMALL)
+    torch.manual_seed(0)
+    refining = PdeTransformer(SMALL_REFINING)
+    others = {n: v for n, v in refining.state_dict().items() if not n.startswith("residual.")}
+    assert others.keys() == plain.state_dict().keys()
+    assert all(torch.equal(v, plain.state_dict()[n]) for n, v in others.items())
+    output = refining(**guessed(1))
+    assert given(output.residual).abs().max() == 0  # nothing is added before it has learned
+    torch.testing.assert_close(given(output.residual_size), torch.tensor([-3.0]))
+
+
+@pytest.mark.parametrize("name", ["guess", "time", "prediction", "input", "parameters", "dt"])
+def test_every_input_reaches_the_residual(name: str) -> None:
+    net, inputs = build(SMALL_REFINING), guessed(0)
+    first = given(net(**inputs).residual)
+    fields: ResidualGuess = inputs["input"]
+    if name in fields._fields:
+        changed = {"input": fields._replace(**{name: getattr(fields, name).flip(0)})}
+    else:
+        changed = {name: inputs[name].flip(0)}
+    assert not torch.allclose(first, given(net(**inputs | changed).residual), atol=1e-3)
+
+
+def test_a_model_without_a_residual_corrects_none() -> None:
+    with pytest.raises(UsageError, match="residual_depth 0: there is no network that corrects"):
+        build()(**guessed(0))
+
+
+@pytest.mark.parametrize("task", range(len(TASKS)))
+def test_a_prediction_is_that_of_the_model_and_can_be_corrected(task: int) -> None:
+    net, inputs, grid = build(SMALL_REFINING), batch(task), TASKS[task].grid
+    fields, size, correct = predict(net, inputs, task, grid)
+    with torch.no_grad():
+        whole = net(**inputs | {"target": None}, parts=PREDICTION)
+    assert torch.equal(fields, given(whole.prediction).unflatten(-1, grid))
+    assert torch.equal(given(size), given(whole.residual_size))
+    assert not fields.requires_grad
+    x: ResidualGuess = guessed(task)["input"]
+    found, learned = correct(x.guess, x.time)
+    assert found.requires_grad
+    assert learned.requires_grad
+    expected = net(**inputs | {"input": x._replace(prediction=fields), "target": None})
+    assert torch.equal(found, expected.residual)
+    assert predict(build(), inputs, task, grid).log_size is None
+
+
+def test_a_step_of_a_rollout_is_a_prediction() -> None:
+    net, inputs = build(SMALL_REFINING), batch(0)
+    inputs["dt"] = torch.full((4,), 0.3)
+    step = stepper(net, inputs["parameters"], 0.3, 0, TASKS[0].grid)
+    assert torch.equal(step(inputs["input"]), predict(net, inputs, 0, TASKS[0].grid).fields)
 
 
 @pytest.mark.parametrize("task", range(len(TASKS)))
@@ -326,6 +463,21 @@ def test_bf16(cast_weights: bool, model: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
 
 
+@pytest.mark.parametrize("cast_weights", [False, True])
+def test_correcting_in_bf16(cast_weights: bool) -> None:
+    net, inputs = build(SMALL_REFINING, noise=0.02), guessed(1)
+    expected = present(net(**inputs))
+    if cast_weights:
+        net.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not cast_weights):
+        output = present(net(**inputs))
+    assert output["residual_size"].dtype == torch.float32
+    for name, reference in expected.items():
+        assert (output[name].float() - reference).norm() < 0.03 * reference.norm(), name
+    torch.stack([value.float().sum() for value in output.values()]).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+
+
 # ---------------------------------------------------------------------------------------------------------- options
 @pytest.mark.parametrize(
     "change",
@@ -425,6 +577,30 @@ def test_flops_equal_the_counter(model: str, task: int, stage: str, queries: int
     assert counts[1] - counts[0] == 3 * flops_per_sample(config, task, queries, STAGES[stage])
 
 
+@pytest.mark.parametrize("model", REFINING)
+@pytest.mark.parametrize("task", range(len(TASKS)))
+def test_flops_of_the_residuals_stage_equal_the_counter(task: int, model: str) -> None:
+    """A prediction without gradient and without the target, then what it misses with both ways."""
+    config = replace(SMALL, model=REFINING[model])
+    net, counts = PdeTransformer(config), list[list[int]]()
+    for size in (2, 5):
+        row: list[int] = []
+        for inputs in (batch(task, size) | {"target": None}, guessed(task, size)):
+            with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+                net(**inputs, parts=PREDICTION)
+            row.append(counter.get_total_flops())
+        counts.append(row)
+    predicting, correcting = ((b - a) // 3 for a, b in zip(*counts, strict=True))
+    assert correcting == correction_flops_per_sample(config, task)
+    assert training_flops_per_sample(config, task, 3, None) == predicting + 3 * correcting
+
+
+@pytest.mark.parametrize(("queries", "some"), [(None, None), (3, 3), (16, None), (99, None)])
+def test_flops_of_training_are_three_forwards(queries: int | None, some: int | None) -> None:
+    expected = 3 * flops_per_sample(SMALL, 0, some, PREDICTION)
+    assert training_flops_per_sample(SMALL, 0, queries, PREDICTION) == expected
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_attention_is_replaced_everywhere_and_described_rightly(model: str) -> None:
     net, inputs = build(replace(SMALL, model=MODELS[model])), batch(1)
@@ -459,6 +635,18 @@ def test_activation_checkpointing_changes_no_gradient(mode: Any) -> None:
         torch.stack([value.square().sum() for value in present(output).values()]).sum().backward()
         gradients.append([given(p.grad) for p in net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_activation_checkpointing_and_muon_know_the_residuals_blocks() -> None:
+    net = build(SMALL_REFINING)
+    assert len(blocks_of(net)) == 5
+    found = kinds(net, muon=True)
+    names = {n: found[id(p)] for n, p in net.named_parameters() if n.startswith("residual.")}
+    layers = ("qkv", "out", "ffn.expand", "ffn.project")
+    assert {n for n, kind in names.items() if kind == "muon"} == {
+        f"residual.blocks.{i}.{layer}.weight" for i in (0, 1) for layer in layers
+    }
+    assert names["residual.size.deviation"] == "no_decay"
 
 
 def test_muon_takes_the_matrices_of_the_blocks_alone() -> None:
@@ -507,8 +695,9 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         PdeTransformer.from_pretrained(tmp_path)
 
 
-def test_state_is_plain() -> None:
-    net = build()
+@pytest.mark.parametrize("config", [SMALL, SMALL_REFINING], ids=["", "refining"])
+def test_state_is_plain(config: PdeTransformerConfig) -> None:
+    net = build(config)
     parameters = dict(net.named_parameters())
     assert net.state_dict().keys() == parameters.keys()  # no buffers
     assert len({parameter.data_ptr() for parameter in parameters.values()}) == len(parameters)  # none shared
@@ -532,17 +721,25 @@ def shard(net: PdeTransformer, strategy: str) -> nn.Module:
     return net
 
 
+def batch_of(stage: str, task: int) -> dict[str, Any]:
+    return guessed(task) if stage == "correcting" else batch(task) | {"parts": STAGES[stage]}
+
+
 def one_of_two(rank: int, strategy: str, directory: str) -> None:
     """Half of every batch; rank 0 saves the gradients of each stage and task."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2)
-    net = build()
+    net = build(SMALL_REFINING)
     wrapped, gradients = shard(net, strategy), dict[str, dict[str, Tensor]]()
-    for stage, parts in STAGES.items():
+    for stage in (*STAGES, "correcting"):
         for task in range(2):
-            whole = batch(task)
-            half = {k: v[2 * rank : 2 * rank + 2] if isinstance(v, Tensor) else v for k, v in whole.items()}
+            whole, own = batch_of(stage, task), slice(2 * rank, 2 * rank + 2)
+            half = {k: v[own] if isinstance(v, Tensor) else v for k, v in whole.items()}
             wrapped.zero_grad()
-            output = present(wrapped(**half, parts=parts))
+            if stage == "correcting":
+                with torch.no_grad():  # as the residual's stage does, which predicts first
+                    wrapped(**half | {"input": whole["input"].input[own]}, parts=PREDICTION)
+                half["input"] = ResidualGuess(*(x[own] for x in whole["input"]))
+            output = present(wrapped(**half))
             torch.stack([value.square().mean() for value in output.values()]).sum().backward()
             found: dict[str, Any] = {n: p.grad for n, p in net.named_parameters()}
             gradients[f"{stage} {task}"] = {
@@ -558,11 +755,11 @@ def one_of_two(rank: int, strategy: str, directory: str) -> None:
 def test_two_processes_have_the_gradients_of_one(strategy: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(one_of_two, (strategy, str(tmp_path)), nprocs=2)
     gradients = torch.load(tmp_path / "gradients.pt", weights_only=True)
-    net = build()
-    for stage, parts in STAGES.items():
+    net = build(SMALL_REFINING)
+    for stage in (*STAGES, "correcting"):
         for task in range(2):
             net.zero_grad()
-            output = present(net(**batch(task), parts=parts))
+            output = present(net(**batch_of(stage, task)))
             torch.stack([value.square().mean() for value in output.values()]).sum().backward()
             found = gradients[f"{stage} {task}"]
             assert found.keys() == dict(net.named_parameters()).keys()

@@ -1,7 +1,8 @@
 """The objective of a latent operator: its stages, the terms of its loss in each step, the points it is asked at.
 
-Stage 1 teaches encoder and decoder to be each other's inverse, stage 2 the operator between them. Which terms a step
-has is a function of the step, and a term left out has coefficient 0, so that every process and strategy does the same.
+Stage 1 teaches encoder and decoder to be each other's inverse, stage 2 the operator between them, stage 3 what their
+prediction misses. Which terms a step has is a function of the step, and a term left out has coefficient 0, so that
+every process and strategy does the same.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_train.config import Fraction, FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, UsageError
 from accel_train.diffusion import fields
 from accel_train.diffusion.rollout import ConditioningConfig
 
-Stage = Literal["autoencode", "operator"]
-TERMS = ("prediction", "latent", "reconstruction", "reencoding", "spectral", "boundary", "conservation")
+Stage = Literal["autoencode", "operator", "residual"]
+TERMS = ("prediction", "latent", "reconstruction", "reencoding", "spectral", "boundary", "conservation", "residual")
 AUTOENCODER = ("encoders", "target_encoders", "decoder")
 """Modules that the operator stage can freeze."""
+RESIDUAL = "residual"
+"""The module that the residual stage alone trains."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ class ObjectiveConfig:
     """Probability that a sample skips the last block of the operator, growing linearly from 0 at the first."""
     flip: Fraction = 0.0
     """Tasks without time: share of samples mirrored along each axis. For equations that have this symmetry."""
+    residual_from: PositiveInt | None = None
+    """Optimizer step at which the third stage begins: all else keeps still, and model.residual_depth blocks learn to
+    draw what the prediction misses. The learning rate's schedule ends there and begins anew. None: no such stage."""
 
     def __post_init__(self) -> None:
         whole = {"spectral_weight": self.spectral_weight, "conservation_weight": self.conservation_weight}
@@ -73,16 +79,38 @@ class ObjectiveConfig:
                 f"objective.query_sampling {self.query_sampling}: has no effect without objective.queries. Give their "
                 "number, or leave query_sampling out."
             )
+        if self.residual_from is not None and self.residual_from <= self.autoencode_steps:
+            raise UsageError(
+                f"objective.residual_from {self.residual_from}: must be more than autoencode_steps "
+                f"{self.autoencode_steps}, or the operator would never learn. Raise it."
+            )
 
 
 def stage_of_step(config: ObjectiveConfig, step: int) -> Stage:
     """The stage that optimizer step ``step`` belongs to."""
+    if config.residual_from is not None and step >= config.residual_from:
+        return "residual"
     return "autoencode" if step < config.autoencode_steps else "operator"
+
+
+def place_in_schedule(config: ObjectiveConfig, step: int, decay_steps: int) -> tuple[int, int]:
+    """Where optimizer step ``step`` stands in its learning-rate schedule, and that schedule's steps.
+
+    The first two stages share one, which has ended when their weights are kept still; the residual's has the rest of
+    ``decay_steps``.
+    """
+    start = config.residual_from
+    if start is None:
+        return step, decay_steps
+    return (step, min(start, decay_steps)) if step < start else (step - start, decay_steps - start)
 
 
 def coefficients(config: ObjectiveConfig, step: int, conserved: bool, boundary: str) -> dict[str, float]:
     """Coefficient of every term of ``TERMS`` in this step, 0 for what it or its task does not have."""
-    if stage_of_step(config, step) == "autoencode":
+    stage = stage_of_step(config, step)
+    if stage == "residual":
+        return dict.fromkeys(TERMS, 0.0) | {"residual": 1.0}
+    if stage == "autoencode":
         return dict.fromkeys(TERMS, 0.0) | {"reconstruction": 1.0, "reencoding": config.inverse_weight}
     inverse = config.inverse_weight if step % config.inverse_every == 0 and not config.freeze_autoencoder else 0.0
     return {
@@ -93,18 +121,27 @@ def coefficients(config: ObjectiveConfig, step: int, conserved: bool, boundary: 
         "spectral": config.spectral_weight,
         "boundary": config.boundary_weight * (boundary == "dirichlet"),
         "conservation": config.conservation_weight * conserved,
+        "residual": 0.0,
     }
 
 
-def freezable(config: ObjectiveConfig) -> dict[str, list[str]]:
-    """Module prefixes that some stage freezes, for the optimizer's groups; mostly empty."""
-    return {"autoencoder": list(AUTOENCODER)} if config.freeze_autoencoder else {}
+def freezable(config: ObjectiveConfig, model: nn.Module) -> dict[str, list[str]]:
+    """Module prefixes that some stage freezes, for the optimizer's groups; mostly none."""
+    modules = list(dict.fromkeys(name.split(".")[0] for name, _ in model.named_parameters()))
+    autoencoder = [name for name in modules if name in AUTOENCODER]
+    if config.residual_from is None:
+        return {"autoencoder": autoencoder} if config.freeze_autoencoder else {}
+    others = [name for name in modules if name not in (*AUTOENCODER, RESIDUAL)]
+    return {"autoencoder": autoencoder, "operator": others, RESIDUAL: [RESIDUAL]}
 
 
 def frozen_parts(config: ObjectiveConfig, step: int) -> list[str]:
-    """Parts frozen in this step."""
-    frozen = config.freeze_autoencoder and stage_of_step(config, step) == "operator"
-    return ["autoencoder"] if frozen else []
+    """Parts frozen in this step. The residual's keeps its first values until its stage, whatever the weight decay."""
+    stage = stage_of_step(config, step)
+    if stage == "residual":
+        return ["autoencoder", "operator"]
+    frozen = ["autoencoder"] if config.freeze_autoencoder and stage == "operator" else []
+    return frozen if config.residual_from is None else [*frozen, RESIDUAL]
 
 
 def used(coefficients: Mapping[str, float]) -> set[str]:
@@ -159,6 +196,9 @@ class EvaluationConfig:
     trajectories: PositiveInt = 32
     """Held-out trajectories of each task with time that are rolled out, over all processes."""
     conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
+    residual_steps: PositiveInt = 1
+    """Models with a residual: steps from noise to what a prediction misses, a forward each. 1: the mean of what may
+    be missed, which has the lowest error. More, such as 4: a likely one, for what cannot be known from the input."""
     patience: PositiveInt | None = None
     """Evaluations without a better mean error of all tasks after which the run ends. None: it runs to its end."""
 
@@ -172,6 +212,31 @@ class EvaluationConfig:
     def due(self, step: int, max_steps: int) -> bool:
         """Whether to evaluate after ``step`` steps."""
         return step == max_steps or (self.every > 0 and step % self.every == 0)
+
+
+def check_residual(
+    objective: ObjectiveConfig, evaluation: EvaluationConfig, depth: int, warmup_steps: int, last_step: int | None
+) -> None:
+    """Refuse a residual's stage without a network, a network without a stage, and a stage that cannot learn.
+
+    ``depth`` is model.residual_depth; ``last_step`` is where the schedule ends, None where it is not known yet.
+    """
+    start = objective.residual_from
+    if (start is None) != (depth == 0):
+        raise UsageError(
+            f"objective.residual_from {start} with model.residual_depth {depth}: the stage needs a network, and the "
+            "network a stage. Give both (depth 1 or more), or leave both out."
+        )
+    if start is not None and evaluation.patience is not None:
+        raise UsageError(
+            f"evaluation.patience {evaluation.patience} with objective.residual_from {start}: patience looks at the "
+            "plain prediction, which keeps still in that stage. Leave one of them out."
+        )
+    if start is not None and (start < warmup_steps or (last_step is not None and last_step - start <= warmup_steps)):
+        raise UsageError(
+            f"objective.residual_from {start}: the learning rate begins anew there, and warms up for {warmup_steps} "
+            f"steps before and after; the schedule ends at step {last_step}. Move it, or lower schedule.warmup_steps."
+        )
 
 
 def mirrored(values: Tensor, draws: Tensor, share: float) -> Tensor:

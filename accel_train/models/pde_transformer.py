@@ -16,17 +16,16 @@ from torch import Tensor, nn
 
 from accel_train.config import NonNegativeInt, PositiveInt, UsageError
 from accel_train.models.attention_table import AttentionNeeds
+from accel_train.models.field_residual import FieldResidual, ResidualGuess
 from accel_train.models.field_tokens import (
     AnyPointDecoder,
     DecoderShape,
     FieldGrid,
     GridEncoder,
-    decoder_products,
-    encoder_products,
     wave_features,
     waves,
 )
-from accel_train.models.layers import NORM_EPS, TIME_FEATURES, Float32Linear, TimestepEmbedder
+from accel_train.models.layers import NORM_EPS, Float32Linear, TimestepEmbedder
 from accel_train.models.mmdit import initialise
 from accel_train.models.pretrained import DOWNLOAD_OPTIONS, load_pretrained
 from accel_train.models.token_blocks import BlockShape, ModulatedBlock, double, halve
@@ -105,6 +104,9 @@ class PdeModelConfig:
     decoding costs."""
     decoder_layers: NonNegativeInt = 1
     """Cross-attentions from query points to tokens. 0: a point sees its own token only."""
+    residual_depth: NonNegativeInt = 0
+    """Blocks of the network that refines a prediction on its grid, of the operator's width and heads. 0: none. It
+    learns from `objective.residual_from` on."""
 
     def __post_init__(self) -> None:
         head, group = max(1, self.head_width), self.group
@@ -230,13 +232,18 @@ PREDICTION = Parts(reconstruction=False, reencoding=False)
 class PdeOutput(NamedTuple):
     """Latents and fields at the query points. None where `Parts` leaves it out, or where no target was given."""
 
-    latent: Tensor  # (B, N, D), of the input
+    latent: Tensor | None  # (B, N, D), of the input
     target_latent: Tensor | None  # (B, N, D)
     input_reconstruction: Tensor | None  # (B, C, Q)
     target_reconstruction: Tensor | None  # (B, C', Q)
     reencoded: Tensor | None  # (B, N, D); the encoding that it should equal is behind a stop-gradient
     predicted_latent: Tensor | None  # (B, N, D)
     prediction: Tensor | None  # (B, C', Q)
+    residual: Tensor | None = None  # (B, C', H, W), what a `ResidualGuess` lacks; then all there is but the size
+    residual_size: Tensor | None = None  # (C',): logarithm of the size of what the prediction misses
+
+
+NOTHING = PdeOutput(*[None] * 7)
 
 
 # --------------------------------------------------------------------------------------------------------- operator
@@ -337,10 +344,19 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         self.decoder = AnyPointDecoder(self.grids, [task.heads for task in config.tasks], model.decoder())
         self.apply(initialise)
         nn.init.zeros_(self.operator.leave.weight)
+        self.residual = self._build_residual() if model.residual_depth else None  # last: the rest starts as without it
+
+    def _build_residual(self) -> FieldResidual:
+        tasks, model = self.config.tasks, self.config.model
+        counts = [task.input_channels for task in tasks], [task.target_channels for task in tasks]
+        shape = model.block(), model.residual_depth, model.stem_width, model.octaves
+        residual = FieldResidual(self.grids, *counts, *shape).apply(initialise)
+        residual.start_at_zero()
+        return residual
 
     def forward(
         self,
-        input: Tensor,
+        input: Tensor | ResidualGuess,
         target: Tensor | None,
         parameters: Tensor,
         dt: Tensor,
@@ -352,26 +368,43 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         """input (B, C, H, W), target (B, C', H, W) or None, parameters (B, P), dt (B,), all of one task, by its number.
 
         queries (B, Q, d) from 0 to 1 as in `FieldGrid.coordinates`, None for every point of the grid; keep (B, blocks)
-        of `drop_path`. All that is trained goes through here: what wraps a model for several processes sees nothing
-        but its forward. Outputs have the dtype of the computation.
+        of `drop_path`. A `ResidualGuess` in place of the input is corrected, and nothing else is done; the conditioning
+        is then behind a stop-gradient. All that is trained goes through here: what wraps a model for several processes
+        sees nothing but its forward. Outputs have the dtype of the computation.
         """
-        points = self.grids[task].coordinates(input.device)[None] if queries is None else queries
-        latent = self.encoders[task](input)
-        target_latent = None if target is None else self._target_encoder(task)(target)
-        predicted = None
-        if parts.operator or parts.prediction:
-            start = latent if parts.train_encoder else latent.detach()
-            predicted = start + self.operator(start, self.conditioning(dt, parameters, task), task, keep)
-        wanted = [latent, target_latent] if parts.reconstruction else [None, None]
-        fields = self._decode([*wanted, predicted if parts.prediction else None], points, task)
-        again = None if target_latent is None or not parts.reencoding else self._reencode(target_latent, task)
-        output = PdeOutput(latent, target_latent, fields[0], fields[1], again, predicted, fields[2])
-        if not torch.is_grad_enabled():
-            return output
-        # All outputs are in it too: the gradient reaches every parameter by whichever of them a loss is made of.
+        if isinstance(input, ResidualGuess):
+            output = self._correct(input, self.conditioning(dt, parameters, task).detach(), task)
+        else:
+            points = self.grids[task].coordinates(input.device)[None] if queries is None else queries
+            latent = self.encoders[task](input)
+            target_latent = None if target is None else self._target_encoder(task)(target)
+            predicted = None
+            if parts.operator or parts.prediction:
+                start = latent if parts.train_encoder else latent.detach()
+                predicted = start + self.operator(start, self.conditioning(dt, parameters, task), task, keep)
+            wanted = [latent, target_latent] if parts.reconstruction else [None, None]
+            fields = self._decode([*wanted, predicted if parts.prediction else None], points, task)
+            again = None if target_latent is None or not parts.reencoding else self._reencode(target_latent, task)
+            size = None if self.residual is None or not parts.prediction else self.residual.size(task)
+            output = PdeOutput(
+                latent, target_latent, fields[0], fields[1], again, predicted, fields[2], residual_size=size
+            )
+        return self._with_all(output, task) if torch.is_grad_enabled() else output
+
+    def _with_all(self, output: PdeOutput, task: int) -> PdeOutput:
+        """The same numbers; the gradient reaches every parameter by whichever output a loss is made of."""
         every = (*self._unused(task, output), *(x for x in output if x is not None))
         zero = torch.stack([x.float().sum() for x in every]).sum() * 0
         return PdeOutput._make(None if x is None else x + zero.to(x.dtype) for x in output)
+
+    def _correct(self, fields: ResidualGuess, conditioning: Tensor, task: int) -> PdeOutput:
+        if self.residual is None:
+            raise UsageError(
+                "model.residual_depth 0: there is no network that corrects a residual. Set it to 1 or more."
+            )
+        return NOTHING._replace(
+            residual=self.residual(fields, conditioning, task), residual_size=self.residual.size(task)
+        )
 
     def _target_encoder(self, task: int) -> nn.Module:
         return (self.encoders if self.config.tasks[task].same_fields else self.target_encoders)[task]
@@ -395,23 +428,27 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
 
     def _unused(self, task: int, output: PdeOutput) -> Iterator[Tensor]:
         """What every module makes of zeros that has made nothing of this output."""
-        device = output.latent.device
-        token = output.latent.new_zeros(1, 1, self.config.model.latent)
+        like = next(x for x in output if x is not None)
+        token = like.new_zeros(1, 1, self.config.model.latent)
         for other, (shape, grid) in enumerate(zip(self.config.tasks, self.grids, strict=True)):
-            point = torch.zeros(1, 1, grid.dimensions, device=device)
+            point = torch.zeros(1, 1, grid.dimensions, device=like.device)
             sides = [p * m for p, m in zip(grid.patch, grid.merged, strict=True)]
-            numbers = torch.zeros(1, 1 + shape.parameters, device=device)
+            numbers = torch.zeros(1, 1 + shape.parameters, device=like.device)
+            if other != task or output.latent is None:
+                yield self.encoders[other](torch.zeros(1, shape.input_channels, *sides, device=like.device))
             if other != task:
-                yield self.encoders[other](torch.zeros(1, shape.input_channels, *sides, device=device))
                 yield self.decoder.read(self.decoder.embed(token, point, other), other)
                 yield self.operator.place(other)
             if not shape.same_fields and (other != task or output.target_latent is None):
-                yield self._target_encoder(other)(torch.zeros(1, shape.target_channels, *sides, device=device))
+                target = torch.zeros(1, shape.target_channels, *sides, device=like.device)
+                yield self._target_encoder(other)(target)
             if other != task or output.predicted_latent is None:
                 conditioning = self.conditioning(numbers[:, 0], numbers[:, 1:], other)
                 yield conditioning if other != task else self.operator(token, conditioning, task, None)
             if other == task and all(x is None for x in output[2:5]) and output.prediction is None:
                 yield self.decoder(token, point, task)
+        if self.residual is not None:
+            yield from self.residual.idle(None if output.residual is None else task, like)
 
     @classmethod
     def _from_pretrained(
@@ -421,34 +458,3 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         model = cls(**options)
         load_pretrained(model, model_id, map_location, strict, **of_the_hub)
         return model.eval()
-
-
-def flops_per_sample(
-    config: PdeTransformerConfig, task: int, queries: int | None = None, parts: Parts = ALL_PARTS
-) -> int:
-    """Multiplications and additions of one sample's forward with a target, in products of matrices and convolutions.
-
-    What torch's FlopCounterMode counts and grows with the batch; times 3 for training, see `models.flops`. `queries`
-    None: the whole grid, whose points are embedded once for all samples.
-    """
-    shape, grid, model = config.tasks[task], config.grid(config.tasks[task]), config.model
-    decoder = model.decoder()
-    encoding = encoder_products(grid, model.latent, model.stem_width)
-    total = encoding * (shape.input_channels + shape.target_channels)
-    if parts.operator or parts.prediction:
-        total += _operator_products(shape, grid, model)
-    if latents := 2 * parts.reconstruction + parts.prediction:
-        total += decoder_products(grid, shape.heads, decoder, queries, latents)
-    if parts.reencoding:
-        total += decoder_products(grid, shape.heads, decoder, None) + encoding * shape.target_channels
-    return 2 * total
-
-
-def _operator_products(shape: TaskShape, grid: FieldGrid, model: PdeModelConfig) -> int:
-    width, middle = model.width, len(model.stages) // 2
-    halvings = [min(stage, 2 * middle - stage) for stage in range(len(model.stages))]
-    lengths = [-(-math.prod(grid.cells) // 2**n) for n in halvings]
-    total = width * (TIME_FEATURES + 2 * width + parameter_features(shape.parameters))  # conditioning
-    total += lengths[0] * model.latent * width * (1 if model.latent == width else 2)  # out, and in
-    total += sum(length * width**2 for length in lengths[middle + 1 :])  # skips
-    return total + sum(n * model.block().products(length) for n, length in zip(model.stages, lengths, strict=True))
