@@ -96,7 +96,7 @@ def judged(runs: Sequence[dict[str, Any]]) -> tuple[list[Row], list[dict[str, An
             {"optimizer": run["optimizer"], "lr": run["lr"], "loss": run["points"][-1][2]}
             | {"mean_nrmse": run["mean_nrmse"], "step": reached[0], "seconds": reached[1]}
         )
-    last, end = best["points"][-1][:2]
+    own = next(line for line in table if line["optimizer"] == "adamw" and line["lr"] == best["lr"])  # it has arrived
     arrived = [line for line in table if line["optimizer"] == "muon" and line["step"]]
     rows = [
         row("muon", "loss at the end, best of Muon over best of AdamW", min(r["points"][-1][2] for r in muon) / aim),
@@ -108,8 +108,8 @@ def judged(runs: Sequence[dict[str, Any]]) -> tuple[list[Row], list[dict[str, An
     ]
     if arrived:
         steps, seconds = min(line["step"] for line in arrived), min(line["seconds"] for line in arrived)
-        rows.append(row("muon", "steps to AdamW's best loss, Muon over AdamW", steps / last))
-        rows.append(row("muon", "seconds to AdamW's best loss, Muon over AdamW", seconds / end))
+        rows.append(row("muon", "steps to AdamW's best loss, Muon over AdamW", steps / own["step"]))
+        rows.append(row("muon", "seconds to AdamW's best loss, Muon over AdamW", seconds / own["seconds"]))
     return rows, table
 
 

@@ -39,7 +39,8 @@ SCRIPTS = {
 
 def run(name: str, directory: Path, tiny: bool) -> tuple[int, float]:
     """Exit code and seconds of one script; its output goes to the console."""
-    output = directory / SCRIPTS[name]
+    output = (directory / SCRIPTS[name]).resolve()
+    output = output.relative_to(ROOT) if output.is_relative_to(ROOT) else output  # it is in the recorded command
     command = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(output), *(["--tiny"] if tiny else [])]
     began = time.perf_counter()
     given = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
