@@ -83,7 +83,7 @@ def parts_of(terms: set[str]) -> pde_transformer.Parts | None:
 def loss_sums(
     model: nn.Module, inputs: accumulation.Batch, number: int, task: field_rows.FieldTask, terms: set[str]
 ) -> dict[str, Tensor]:
-    """Sum of each loss term over a micro-batch, in fp32; divided by the global weights elsewhere."""
+    """Sums of ``operator_learning.TERMS`` over a micro-batch, in fp32; divided by the global weights elsewhere."""
     if (parts := parts_of(terms)) is None:
         found, size, correct = pde_prediction.predict(model, inputs, number, task.grid)
         assert size is not None, "Config has seen to it"
