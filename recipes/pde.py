@@ -67,7 +67,7 @@ def prepare(
     grid = field_tokens.coordinates([n for n in task.grid if n > 1], batch["input"].device)
     inputs = operator_learning.with_queries(options, batch, grid, draws, terms)
     if "residual" in terms:
-        inputs |= residual.drawn(batch, config.seed, step, config.global_batch_size)
+        inputs |= residual.drawn(batch, config.seed, step, config.global_batch_size, options.residual_steps)
     if options.drop_path:
         inputs["keep"] = token_blocks.drop_path(draws("drop_path", sum(config.model.stages)), options.drop_path)
     return inputs, dict.fromkeys(operator_learning.TERMS, batch["weight"].sum())
@@ -146,7 +146,7 @@ def evaluate(
             for batch, _ in heldout.heldout_batches(rowset, options.samples, options.batch_size, *place):
                 found, size, correct = pde_prediction.predict(model, batch, number, task.grid)
                 panels = panels or field_scores.row_panels(task, batch, found)
-                drawn = options.residual_steps, config.seed, batch["sample"]
+                drawn = config.objective.residual_steps, config.seed, batch["sample"]
                 both = [found] if size is None else [found, residual.refined(correct, found, size, *drawn)]
                 sums.append(torch.stack([field_scores.row_sums(task, fields, batch) for fields in both]))
             figures |= field_scores.row_figures(task, *total(torch.stack(sums).sum(0)).tolist())

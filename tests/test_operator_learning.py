@@ -137,6 +137,7 @@ def test_a_stage_that_can_learn_is_not_refused() -> None:
         ({"spectral_weight": 0.1, "queries": 64}, r"objective.spectral_weight 0.1: .*objective.queries 64"),
         ({"conservation_weight": 0.1, "queries": 64}, r"objective.conservation_weight 0.1"),
         ({"freeze_autoencoder": True}, r"autoencode_steps 0: .*random initial values"),
+        ({"residual_steps": 4}, r"residual_steps 4: has no effect without objective.residual_from"),
         ({"autoencode_steps": 5, "residual_from": 5}, r"residual_from 5: must be more than autoencode_steps 5"),
         ({"query_sampling": "uniform"}, r"has no effect without objective.queries"),
     ],

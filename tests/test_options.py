@@ -203,6 +203,7 @@ objective.query_sampling
 objective.drop_path
 objective.flip
 objective.residual_from
+objective.residual_steps
 evaluation.every
 evaluation.samples
 evaluation.batch_size
@@ -210,7 +211,6 @@ evaluation.trajectories
 evaluation.conditioning.candidates
 evaluation.conditioning.beam
 evaluation.conditioning.horizon
-evaluation.residual_steps
 evaluation.patience
 """
 

@@ -172,16 +172,24 @@ def test_nothing_missed_has_a_finite_loss() -> None:
 
 def test_draws_belong_to_the_sample() -> None:
     batch = batch_of()
-    whole = residual.drawn(batch, 0, 7, 6)
+    whole = residual.drawn(batch, 0, 7, 6, 4)
     assert whole["noise"].shape == batch["target"].shape
-    half = residual.drawn({name: values[4:] for name, values in batch.items()}, 0, 7, 6)
+    half = residual.drawn({name: values[4:] for name, values in batch.items()}, 0, 7, 6, 4)
     assert all(torch.equal(half[name], whole[name][4:]) for name in whole)
-    assert not torch.equal(residual.drawn(batch, 0, 8, 6)["noise"], whole["noise"])
+    assert not torch.equal(residual.drawn(batch, 0, 8, 6, 4)["noise"], whole["noise"])
     assert math.isclose(float(whole["noise"].std()), 1.0, rel_tol=0.3)
 
 
-def test_half_of_the_times_are_one_and_the_others_even() -> None:
-    times = residual.drawn(batch_of(64), 0, 7, 64)["time"].sort().values
-    assert (times == 1).sum() == 32
-    assert times[0] > 0
-    torch.testing.assert_close(times[:32].diff(), torch.full((31,), 1 / 32), rtol=1e-3, atol=0)
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_the_times_of_the_steps_are_learned_and_no_others(steps: int) -> None:
+    visited = list[float]()
+
+    def correct(guess: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        visited.append(float(time[0]))
+        return torch.zeros_like(guess), SIZE.log()
+
+    residual.refined(correct, torch.zeros(1, 2, 1, 5), SIZE.log(), steps, 0, torch.arange(1))
+    for step in range(5):
+        times = residual.drawn(batch_of(64), 0, step, 64, steps)["time"]
+        assert times.unique().tolist() == sorted(visited)
+        assert all((times == time).sum() == 64 // steps for time in visited)

@@ -60,6 +60,10 @@ class ObjectiveConfig:
     residual_from: PositiveInt | None = None
     """Optimizer step at which the third stage begins: all else keeps still, and model.residual_depth blocks learn to
     draw what the prediction misses. The learning rate's schedule ends there and begins anew. None: no such stage."""
+    residual_steps: PositiveInt = 1
+    """Third stage: steps from noise to what a prediction misses, a forward each; their times alone are learned. 1: the
+    mean of what may be missed, which has the lowest error. More, such as 4: a likely one, for what the input does not
+    tell."""
 
     def __post_init__(self) -> None:
         whole = {"spectral_weight": self.spectral_weight, "conservation_weight": self.conservation_weight}
@@ -83,6 +87,11 @@ class ObjectiveConfig:
             raise UsageError(
                 f"objective.residual_from {self.residual_from}: must be more than autoencode_steps "
                 f"{self.autoencode_steps}, or the operator would never learn. Raise it."
+            )
+        if self.residual_from is None and self.residual_steps != 1:
+            raise UsageError(
+                f"objective.residual_steps {self.residual_steps}: has no effect without objective.residual_from. Give "
+                "the step at which its stage begins, or leave residual_steps out."
             )
 
 
@@ -196,9 +205,6 @@ class EvaluationConfig:
     trajectories: PositiveInt = 32
     """Held-out trajectories of each task with time that are rolled out, over all processes."""
     conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
-    residual_steps: PositiveInt = 1
-    """Models with a residual: steps from noise to what a prediction misses, a forward each. 1: the mean of what may
-    be missed, which has the lowest error. More, such as 4: a likely one, for what cannot be known from the input."""
     patience: PositiveInt | None = None
     """Evaluations without a better mean error of all tasks after which the run ends. None: it runs to its end."""
 

@@ -27,15 +27,15 @@ Correct = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A network: guesses (B, C, H, W) of a residual at times (B,) -> what they lack, and the log of the size (C,)."""
 
 
-def drawn(batch: Mapping[str, Tensor], seed: int, step: int, global_batch_size: int) -> dict[str, Tensor]:
+def drawn(batch: Mapping[str, Tensor], seed: int, step: int, global_batch_size: int, steps: int) -> dict[str, Tensor]:
     """``time`` (B,) and ``noise`` (B, C, H, W) of a training step, keyed by sample.
 
-    Half of the times are 1, where noise says nothing: the mean that is learned there is the first step and what all
-    others rest on, and it is what is hard to learn. The rest is spread evenly.
+    The times are those that ``refined`` visits in so many ``steps``, each as often as the others: 1 - k / steps. What
+    is learned between them would be of no use, and takes much of what the mean, at time 1, could have learned.
     """
     keys = rng.sample_keys(seed, "residual/noise", step, batch["occurrence"])
     time = training_times(batch, seed, "residual/time", step, global_batch_size)
-    return {"time": (2 * time).clamp(max=1), "noise": rng.normal(keys, batch["target"].shape[1:])}
+    return {"time": 1 - (time * steps).floor() / steps, "noise": rng.normal(keys, batch["target"].shape[1:])}
 
 
 def clean(correct: Correct, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
