@@ -206,7 +206,9 @@ class Notes:
 
     def fields(self, epoch: float) -> dict[str, Any]:
         """At log points: learning rate, epoch, batch, and what compilation has cost. Waits for nothing."""
-        place = {"lr": self.optimizer.param_groups[0]["lr"], "epoch": epoch}
+        groups = self.optimizer.param_groups
+        trained = next((group for group in groups if not group["frozen"]), groups[0])
+        place = {"lr": trained["lr"], "epoch": epoch}
         return self.compiled.fields() | place | {"global_batch_size": self.global_batch_size}
 
 

@@ -41,7 +41,7 @@ SMALL_PDE = (
     "--data.heldout_samples 16 --model.width 32 --model.depth 2 --model.heads 2 --model.decoder_width 32 "
     "--objective.autoencode_steps 6 --objective.inverse_every 2 --objective.boundary_weight 0.1 --objective.queries 64 "
     "--objective.drop_path 0.2 --objective.flip 0.5 --schedule.warmup_steps 5 --evaluation.samples 8 "
-    "--objective.residual_from 10 --model.residual_depth 1 "
+    "--objective.residual_from 10 --objective.residual_steps 4 --model.residual_depth 1 "
     "--evaluation.trajectories 2 --evaluation.conditioning.candidates 2 --evaluation.conditioning.beam 1"
 ).split()
 """All three stages, both tasks, and everything that draws, in a few steps of a small model."""
