@@ -154,9 +154,9 @@ def start(config: ExperimentConfig) -> Accelerator:
         collective_timeout_seconds=config.collective_timeout_seconds,
         distributed=config.distributed,
     )
+    refuse_float8(config.float8, accelerator.device, config.precision, strategy_of(accelerator))
     setup_logging(expand_path(config.output_dir), accelerator.process_index, accelerator.num_processes)
     resolve_loader(config.loader, accelerator.device)
-    refuse_float8(config.float8, accelerator.device, config.precision, strategy_of(accelerator))
     return accelerator
 
 
