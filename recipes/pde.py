@@ -148,7 +148,7 @@ def evaluate(
                 panels = panels or field_scores.row_panels(task, batch, found)
                 drawn = config.objective.residual_steps, config.seed, batch["sample"]
                 both = [found] if size is None else [found, residual.refined(correct, found, size, *drawn)]
-                sums.append(torch.stack([field_scores.row_sums(task, fields, batch) for fields in both]))
+                sums.append(torch.stack([field_scores.row_sums(task, made, batch) for made in both]))
             figures |= field_scores.row_figures(task, *total(torch.stack(sums).sum(0)).tolist())
             if task.has_time:
                 paths = field_scores.Rollouts(task, rowset, options.trajectories, *place)
