@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
 
 from accel_train.training.accumulation import GradientWindow, NonFiniteError, no_sync, resolve_sync
 
 WEIGHTS = {"main": 1.0, "aux": 0.3}
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
 
 
 def batch(count: int = 13) -> tuple[Tensor, Tensor, Tensor]:

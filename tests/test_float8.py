@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
 
 from accel_train import experiment
@@ -235,16 +234,6 @@ def test_a_model_without_such_layers_is_refused(recipe: Any, sizes: tuple[int, i
         model = Stack(*sizes)
     with pytest.raises(UsageError, match=says):
         apply_float8(model, recipe)
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """No Accelerator of another test, and none left behind."""
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
 
 
 @pytest.mark.usefixtures("fresh")

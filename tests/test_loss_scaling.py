@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from accel_train.metrics.recorder import LogConfig, Recorder
@@ -22,13 +21,7 @@ TOO_HIGH = 2.0**127
 """The largest power of two in fp32: a loss above 1 overflows, and halving it changes no digit of a gradient."""
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def build(scale: float | None, fused: bool = True) -> tuple[Accelerator, Any, Any]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 
 from accel_train.checkpoints.run import CheckpointsUnusableError, Run, open_run
 from accel_train.config import UsageError
@@ -34,15 +32,6 @@ class Config:
     allow: tuple[str, ...] = ()
     overwrite: bool = False
     optimizer: Inner = field(default_factory=Inner)
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
 
 
 def start(accelerator: Accelerator, config: Config, data: str = "d" * 8, decay: int = 10) -> Run:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from accel_train.training.accumulation import GradientWindow, NonFiniteError, StepResult
 from accel_train.training.step_guard import StepGuard, resolve_step_guard
 from benchmarks.reads import HostReads
 
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Training:
