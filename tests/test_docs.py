@@ -1,0 +1,111 @@
+"""What the pages say can be followed: links lead somewhere, tables are whole, commands are accepted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train import cli
+from accel_train.config import load_config
+from recipes import mmdit, pde
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+RECIPES: dict[str, tuple[Any, str]] = {"recipes/mmdit.py": (mmdit, "demo"), "recipes/pde.py": (pde, pde.DEFAULT_PRESET)}
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+SHELL = {"", "sh", "bash", "console"}
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@cache
+def blocks(page: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The text outside fences, line by line as it stands, and each fence with its language."""
+    outside: list[str] = []
+    fences: list[tuple[str, list[str]]] = []
+    inside = False
+    for line in page.read_text().splitlines():
+        if line.lstrip().startswith("```"):
+            inside = not inside
+            if inside:
+                fences.append((line.strip().strip("`"), []))
+            line = ""
+        elif inside:
+            fences[-1][1].append(line)
+            line = ""
+        outside.append(line)
+    return "\n".join(outside), tuple((language, "\n".join(lines)) for language, lines in fences)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ +(.+)$", blocks(page)[0], flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    broken: list[str] = []
+    for target in LINK.findall(blocks(page)[0]):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        place = (page.parent / name).resolve() if name else page
+        if not place.exists() or (anchor and anchor not in anchors(place)):
+            broken.append(target)
+    assert not broken
+
+
+@every_page
+def test_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
+    width, torn = 0, list[str]()
+    for number, line in enumerate(blocks(page)[0].splitlines(), 1):
+        cells = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))) if line.startswith("|") else 0
+        if width and cells and cells != width:
+            torn.append(f"line {number}: {cells - 1} cells, not {width - 1}: {line[:60]}")
+        width = cells and (width or cells)
+    assert not torn
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Each command of our own in a fence: page, and words from the recipe or ``accel-train`` on."""
+    for page in PAGES:
+        for language, text in blocks(page)[1]:
+            for line in text.replace("\\\n", " ").splitlines() if language in SHELL else ():
+                line = line.removeprefix("$ ")
+                if "..." in line or not re.match(r"(pip|accelerate|accel-train|python|torchrun|srun|[A-Z_]+=)", line):
+                    continue
+                for part in re.split(r"&&|\|", line):
+                    words = shlex.split(part, comments=True)
+                    start = next((i for i, w in enumerate(words) if w in RECIPES or w == "accel-train"), None)
+                    if start is not None and "[" not in part.split("'")[0]:
+                        yield page.name, words[start:]
+
+
+@pytest.mark.parametrize("words", [pytest.param(w, id=f"{page}: {shlex.join(w)}") for page, w in commands()])
+def test_commands_are_accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if words[0] == "accel-train":
+        parsed = cli._parser().parse_args(words[1:])
+        if parsed.command not in ("launch", "rehearse", "check"):
+            return
+        words = [parsed.recipe, *parsed.arguments]
+    if words[0] not in RECIPES or "--help" in words:
+        return  # a recipe of the reader
+    (recipe, preset), argv = RECIPES[words[0]], words[1:]
+    if argv and argv[0].endswith(".yaml"):
+        argv = argv[1:]  # the config of a run of the reader
+    monkeypatch.setenv("HF_TOKEN", "none")
+    presets = ROOT / "recipes" / "presets"
+    if "--print_config" in argv:
+        argv.remove("--print_config")
+    load_config(recipe.Config, argv, presets=presets, default_preset=preset)
+
+
+def test_there_are_commands_to_try() -> None:
+    assert len(list(commands())) > 40
