@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
@@ -33,7 +34,7 @@ from accel_train.models.attention import check_name
 from accel_train.models.attention_table import AttentionNeeds
 from accel_train.models.compile import CompileConfig, CompiledBlocks
 from accel_train.models.float8 import Float8, refuse_float8
-from accel_train.models.speed import apply_speed_options
+from accel_train.models.speed import SpeedOptions, apply_speed_options
 from accel_train.runtime import garbage, lookups
 from accel_train.runtime.accelerator import Precision, build_accelerator, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
@@ -46,6 +47,7 @@ from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import StepGuard, resolve_step_guard
 
 logger = logging.getLogger(__name__)
+NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,12 @@ def start(config: ExperimentConfig) -> Accelerator:
     return accelerator
 
 
+def lengths(config: ExperimentConfig, dataset_size: int) -> tuple[int, int]:
+    """Optimizer steps in all, and those of the schedule where this is the first start. Raises ``UsageError``."""
+    max_steps = config.max_steps or math.ceil((config.max_epochs or 0) * dataset_size / config.global_batch_size)
+    return max_steps, resolve_decay_steps(config.schedule, max_steps)
+
+
 def open_experiment(
     config: ExperimentConfig, accelerator: Accelerator, dataset_size: int, fingerprint: str, words: Sequence[str] = ()
 ) -> Opened:
@@ -169,8 +177,7 @@ def open_experiment(
     ``open_run`` raises.
     """
     batch, world_size = config.global_batch_size, accelerator.num_processes
-    max_steps = config.max_steps or math.ceil((config.max_epochs or 0) * dataset_size / batch)
-    decay_steps = resolve_decay_steps(config.schedule, max_steps)
+    max_steps, decay_steps = lengths(config, dataset_size)
     run = open_run(config, accelerator, fingerprint, {"schedule.decay_steps": decay_steps})
     decay_steps = run.resolved("schedule.decay_steps")
     uneven = sampler.notices(batch, world_size, config.micro_batch_size)
@@ -217,19 +224,21 @@ def prepare(
     accelerator: Accelerator,
     opened: Opened,
     model: nn.Module,
-    needs: AttentionNeeds,
-    freezable: Mapping[str, Sequence[str]],
+    needs: AttentionNeeds | None = None,
+    freezable: Mapping[str, Sequence[str]] = NOTHING,
 ) -> Prepared:
     """Initial weights, speed options (``apply_speed_options``), optimizer, ``accelerator.prepare``, restore.
 
-    All processes call it, with the same weights in ``model``; collective. ``freezable`` names parts by the prefixes of
-    their modules. Neither the schedule nor the loader is prepared: both are functions of the step. Raises
-    ``UsageError`` for what cannot be done, and where ``prepare`` did not do what the strategy says.
+    All processes call it, with the same weights in ``model``; collective. ``needs`` None: a model that chooses its
+    attention itself. ``freezable`` names parts by the prefixes of their modules. Neither the schedule nor the loader is
+    prepared: both are functions of the step. Raises ``UsageError`` for what cannot be done, and where ``prepare`` did
+    not do what the strategy says.
     """
     load_initial_weights(model, opened.run)
     strategy = strategy_of(accelerator)
-    asked = config.attention, config.activation_checkpointing, config.compile
-    applied = apply_speed_options(model, needs, *asked, opened.accumulation_steps, config.float8, strategy)
+    options = SpeedOptions(config.attention, config.activation_checkpointing, config.compile, config.float8)
+    place = accelerator.device, config.precision
+    applied = apply_speed_options(model, options, *place, needs, opened.accumulation_steps, strategy)
     optimizer, reason = build_optimizer(
         model, config.optimizer, accelerator.device, freezable, strategy=strategy, precision=config.precision
     )

@@ -50,6 +50,10 @@ class Machine:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
+    def held_bytes(self) -> int:
+        """Allocated now; 0 on a CPU."""
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
     def peak_bytes(self) -> int:
         """Most that was allocated since ``release``; 0 on a CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0

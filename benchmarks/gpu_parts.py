@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from accel_train.config import UsageError
 from accel_train.data.loader import LoaderConfig, iterate_steps
 from accel_train.data.sampler import Cut, StepSampler
 from accel_train.models.attention import resolve_attention
@@ -90,7 +91,11 @@ def attention_rates(machine: Machine, name: str, shape: Shape) -> list[Row]:
     for kernel in able(needs, machine_of(machine.device)):
         if kernel == "sdpa_math" and not machine.tiny:
             continue  # its scores alone are tens of GB here
-        attend, _ = resolve_attention(kernel, needs)
+        try:
+            attend, _ = resolve_attention(kernel, needs)
+        except (RuntimeError, UsageError) as error:  # the table thinks that it can: worth knowing, not worth the rest
+            print(f"attention {kernel}: {error}", flush=True)
+            continue
 
         def step(attend: Any = attend) -> object:
             return torch.autograd.grad(attend(q, k, v, None), (q, k, v), weight)

@@ -66,8 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for lr in options.rates:
             names = {optimizer: Path(place) / f"{optimizer}-{lr:g}" for optimizer in OPTIMIZERS}
             started = {name: start(name, lr, directory, options) for name, directory in names.items()}
-            for name, process in started.items():
-                if process.wait():
+            try:
+                codes = {name: process.wait() for name, process in started.items()}
+            finally:
+                for process in started.values():
+                    process.kill()  # where it was broken off
+                    process.wait()
+            for name, code in codes.items():
+                if code:
                     print(names[name].with_suffix(".log").read_text(), file=sys.stderr)
                     return 1
                 evaluation = json.loads((names[name] / "evaluation.json").read_text())

@@ -105,8 +105,11 @@ rounds, with a bootstrap 95 % interval. A target is missed (**FAILED**) only whe
 decided where the interval includes it. Counts are exact. What has not been run says so.
 
 ```
-python -m benchmarks.suite                    # all rows but those of a GPU, then this page
+python -m benchmarks.suite                    # C1 to C9, scaling, random numbers, then this page
 python -m benchmarks.loop --output FILE.json  # one row
+python -m benchmarks.checkpoint --state_mb 1500 --output FILE.json
+python -m benchmarks.ablation pde --output FILE.json
+python -m benchmarks.muon --output FILE.json
 ```
 
 What each option is for, and what it risks: [optimizations.md](optimizations.md)."""
@@ -178,7 +181,9 @@ def scaling(results: Sequence[Result]) -> list[str]:
 ABLATION_WORDS = """The baseline preset with each single option of the optimised one, then with all. Speed is of the
 loop with saves and log lines, by the clock, and by the processor time of the main process, which other work disturbs
 less and which does not see what readers and writer do beside the loop. Above 1 is faster. "No effect": the interval
-holds 1. The last columns: how much worse a figure is at the last step, as a share of the baseline's."""
+holds 1; with fewer than 5 rounds it is their range, which holds the true median less often than in 95 % of cases.
+Rows "on top" are against the optimised preset, in fewer rounds. On a CPU `num_workers: auto` is 0, so its row shows how
+large the noise is. The last columns: how much worse a figure is at the last step, as a share of the baseline's."""
 
 
 def ablations(results: Sequence[Result]) -> list[str]:

@@ -47,8 +47,7 @@ class Config(experiment.ExperimentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        numbers = self.model.residual_depth, self.schedule.warmup_steps, self.schedule.decay_steps or self.max_steps
-        operator_learning.check_residual(self.objective, self.evaluation, *numbers)
+        operator_learning.check_residual(self.objective, self.evaluation, self.model.residual_depth)
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
@@ -177,8 +176,13 @@ def main(argv: Sequence[str]) -> int:
     data = pde.prepare_pde(config.data, rank=rank, world_size=world_size, barrier=accelerator.wait_for_everyone)
     sizes, tasks = data.train.sizes, data.tasks
     order = task_sampler.TaskSampler(sizes, config.global_batch_size, config.seed, config.task_weights)
-    opened = experiment.open_experiment(config, accelerator, sum(sizes), data.fingerprint, data.notices)
-    if opened.finished:
+    lengths = experiment.lengths(config, sum(sizes))
+    words = operator_learning.check_stages(config.objective, config.schedule.warmup_steps, *lengths)
+    opened = experiment.open_experiment(config, accelerator, sum(sizes), data.fingerprint, [*data.notices, *words])
+    early = early_stopping.EarlyStopping(
+        config.evaluation.patience, "mean_nrmse", opened.run.directory, opened.start_step
+    )
+    if opened.finished or (early.exhausted and not config.evaluate_only):
         return 0
 
     torch.manual_seed(config.seed)  # the same initial weights on every process
@@ -197,9 +201,6 @@ def main(argv: Sequence[str]) -> int:
         records.write_json(directory / "config.json", to_tree(shape))
         data.assets.save(directory / "assets")
 
-    early = early_stopping.EarlyStopping(
-        config.evaluation.patience, "mean_nrmse", opened.run.directory, opened.start_step
-    )
     stop, done = False, opened.start_step
     opening = config, accelerator, opened, prepared, data.train, order, write_extras
     with experiment.open_training(*opening) as (steps, log, saver, rates):

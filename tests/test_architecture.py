@@ -30,7 +30,6 @@ ROWS = (
 NEIGHBOURS_ALLOWED = {
     ("config", "strict_yaml"): "the reading of a file, kept apart because launch files are read with it as well",
     ("rng", "config"): "UsageError alone: the one type for what a person can put right",
-    ("training", "runtime.oom"): "what counts as out of memory is a fact of the machine",
 }
 """Imports along a row, each with its reason; a dotted target allows that module only."""
 
@@ -55,12 +54,8 @@ INSIDE_FUNCTIONS = {
 
 WITHOUT_DOCSTRING = {
     "Corpus",
-    "LatentDiffusionConfig",
-    "LatentSamplingConfig",
     "MMDiTOutput",
     "PreparedData",
-    "TextDiffusionConfig",
-    "TextSamplingConfig",
     "close",
     "dim",
     "files_hash",

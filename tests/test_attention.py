@@ -19,6 +19,7 @@ from accel_train.models.attention import (
 )
 from accel_train.models.attention_table import NAMES, AttentionNeeds
 from accel_train.models.mmdit import MMDiT, MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
+from accel_train.models.speed import SpeedOptions, apply_speed_options
 
 CPU = torch.device("cpu")
 ON_CPU = ("sdpa", "sdpa_math", "sdpa_flash")
@@ -240,3 +241,11 @@ def test_choosing_draws_nothing_and_is_quick() -> None:
     resolve_attention("auto", AttentionNeeds(CPU, torch.float32, 64, heads=24, length=1178, batch=32))
     assert torch.equal(state, torch.get_rng_state())
     assert time.process_time() - started < 1 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
+def test_a_model_with_attention_of_its_own_keeps_it_and_an_option_for_it_is_refused() -> None:
+    applied = apply_speed_options(torch.nn.Linear(2, 2), SpeedOptions(), CPU, "fp32")
+    assert applied.notices[0] == "attention: the model's own"
+    assert applied.facts == {"attention": "own"}
+    with pytest.raises(UsageError, match="attention sdpa_math: Linear chooses its attention itself"):
+        apply_speed_options(torch.nn.Linear(2, 2), SpeedOptions("sdpa_math"), CPU, "fp32")

@@ -53,7 +53,8 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Tensor:
     """flash-attn 2.8: q, k, v and the result (batch, sequence, heads, head size)."""
-    assert q.shape == k.shape == v.shape
+    assert k.shape == v.shape
+    assert (q.shape[0], q.shape[2:]) == (k.shape[0], k.shape[2:])
     assert q.dim() == 4
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     assert (dropout_p, softmax_scale, causal, window_size, softcap) == (0.0, None, False, (-1, -1), 0.0)
@@ -82,21 +83,25 @@ def flash_attn_varlen_func(
 
     Elements past the last end are never written: here they are NaN.
     """
-    assert q.shape == k.shape == v.shape
+    assert k.shape == v.shape
+    assert q.shape[1:] == k.shape[1:]
     assert q.dim() == 3
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-    assert isinstance(max_seqlen_q, int)
-    assert isinstance(max_seqlen_k, int)
-    ends: list[int] = cu_seqlens_q.tolist()
-    lengths = [b - a for a, b in itertools.pairwise(ends)]
-    assert ends[0] == 0
-    assert min(lengths) >= 0
-    assert max(lengths) <= max_seqlen_q == max_seqlen_k
+    queries, keys = bounds(q, cu_seqlens_q, max_seqlen_q), bounds(k, cu_seqlens_k, max_seqlen_k)
     assert (dropout_p, softmax_scale, causal, window_size, softcap) == (0.0, None, False, (-1, -1), 0.0)
-    pieces = [exact(*(x[a:b] for x in (q, k, v))) for a, b in itertools.pairwise(ends)]
-    return torch.cat([*pieces, torch.full_like(q[ends[-1] :], torch.nan)])
+    pieces = [exact(q[of], k[seen], v[seen]) for of, seen in zip(queries, keys, strict=True)]
+    return torch.cat([*pieces, torch.full_like(q[queries[-1].stop :], torch.nan)])
+
+
+def bounds(x: Tensor, ends: Tensor, longest: int) -> list[slice]:
+    """The sequences of a packed tensor, which must lie inside it."""
+    assert isinstance(longest, int)
+    numbers: list[int] = ends.tolist()
+    assert numbers[0] == 0
+    assert numbers[-1] <= len(x)
+    assert all(0 <= b - a <= longest for a, b in itertools.pairwise(numbers))
+    return [slice(a, b) for a, b in itertools.pairwise(numbers)]
 
 
 STAND_IN = SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
@@ -164,8 +169,16 @@ def test_the_contract_with_flash_attn_holds_for_any_mask(rows: list[list[bool]])
 @pytest.mark.parametrize("build", [with_stand_in, with_varlen_stand_in])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_contract_passes_the_proof(build: Any, dtype: torch.dtype) -> None:
-    proof = prove_attention(build(), AttentionNeeds(torch.device("cpu"), dtype, 16, heads=2, length=50))
+    needs = AttentionNeeds(torch.device("cpu"), dtype, 16, heads=2, length=50, cross=True)
+    proof = prove_attention(build(), needs)
     assert proof.forward_error <= proof.tolerance
+
+
+@pytest.mark.parametrize("build", [with_stand_in, with_varlen_stand_in])
+@pytest.mark.parametrize("keys", [3, 11])
+def test_other_numbers_of_keys_than_of_queries(build: Any, keys: int) -> None:
+    q, k, v = inputs(2, 7)[0], *inputs(2, keys)[1:]
+    torch.testing.assert_close(build()(q, k, v, None).double(), reference(q, k, v, None), rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_on_packed_sequences_gives_the_same_outputs_and_gradients() -> None:

@@ -134,3 +134,13 @@ def test_the_table_of_a_gpu(mask: bool) -> None:
     for name, part in (("sdpa_flash", "flash"), ("sdpa_efficient", "fmha"), ("sdpa_cudnn", "cudnn")):
         if rows[name].why_not is None:
             assert any(part in kernel for kernel in rows[name].kernels), rows[name].kernels
+
+
+def test_a_kernel_that_takes_as_many_keys_as_queries_only_is_refused_for_cross_attention() -> None:
+    def first_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k[:, :, : q.shape[2]], v[:, :, : q.shape[2]], mask)
+
+    wrong = own(first_keys)
+    prove_attention(wrong, replace(NEEDS, mask=False))
+    with pytest.raises(UsageError, match="differs from the fp64 reference with other keys than queries"):
+        prove_attention(wrong, replace(NEEDS, mask=False, cross=True))

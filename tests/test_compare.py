@@ -30,6 +30,7 @@ from accel_train.config import UsageError, flatten
 from accel_train.metrics import compare_figures as figures
 from accel_train.metrics import compare_runs
 from accel_train.metrics.bootstrap import LEVEL, Estimate, coverage_of_range, estimate
+from accel_train.metrics.compare import single_options
 from accel_train.metrics.compare_runs import Run, read_config
 from accel_train.metrics.gates import SIGNS, decide, read_gate, values_of
 from accel_train.metrics.throughput import Throughput
@@ -283,6 +284,19 @@ def test_what_must_be_equal_may_be_varied(key: str, recipe: str, capsys: pytest.
     assert ("data are not the same" in capsys.readouterr().out) is (key == "data.length")
 
 
+def test_a_gate_on_what_one_side_does_not_log_is_refused_after_the_first_round(recipe: str) -> None:
+    gate = ("--gate", "loss_equal_time_delta<=1")  # B has too few lines for it
+    with pytest.raises(UsageError, match=r"'loss_equal_time_delta<=1': .* is not known"):
+        call(recipe, "slow", "sparse", "--max_steps", "50", "--rounds", "3", *gate)
+    assert Path("out/round_1/B").exists()
+    assert not Path("out/round_2").exists()
+
+
+def test_the_hub_is_not_taken_apart() -> None:
+    a, b = {"hub.repo_id": None, "seed": 0, "lr": 1.0}, {"hub.repo_id": "me/it", "seed": 0, "lr": 2.0}
+    assert single_options(a, b) == [("lr: 1.0 -> 2.0", ("--lr", "2.0"))]
+
+
 @pytest.mark.distributed
 def test_runs_of_a_launch_file(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n")
@@ -315,6 +329,7 @@ def test_nothing_is_pushed_and_caches_may_differ(recipe: str, capsys: pytest.Cap
         ("slow --vary seed", r"--vary 'seed' is not KEY=V1,V2"),
         ("slow --vary sed=0,1", r"--vary sed: no option that can be varied: did you mean 'seed'\?"),
         ("slow --vary output_dir=a,b", r"--vary output_dir: no option that can be varied"),
+        ("slow --vary hub.repo_id=me/it,me/other", r"--vary hub.repo_id: a comparison pushes nothing"),
         ("slow --vary seed=1,01", r"--vary: seed=1 and seed=01 are the same value"),
         ("slow --vary seed=1,two", r"two"),
         ("slow --vary seed=0,1 --seed 3", r"--seed 3 and --vary seed: both say it"),

@@ -91,21 +91,55 @@ def test_gathering_ahead_is_of_fsdp2_alone(strategy: str) -> None:
 
 @pytest.mark.usefixtures("one_process_group")
 def test_each_block_names_those_after_it_and_before_it() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
-    for block in (*model, model):
+    model = TwoParts()
+    for block in (*model.first, *model.second, model):
         fully_shard(block)
     assert apply_fsdp2_prefetch(DistributedConfig(), model) == []
     (said,) = apply_fsdp2_prefetch(DistributedConfig(fsdp2_prefetch=2), model)
-    assert said == "fsdp2: 2 of 4 blocks are gathered ahead of their use"
-    states: list[Any] = [block._get_fsdp_state() for block in model]  # type: ignore[operator]
+    assert said == "fsdp2: 2 of 6 blocks are gathered ahead of their use"
+    states: list[Any] = [block._get_fsdp_state() for block in (*model.first, *model.second)]  # type: ignore[operator]
 
     def places(name: str) -> list[list[int]]:
         return [[states.index(other) for other in getattr(state, name)] for state in states]
 
-    assert places("_states_to_forward_prefetch") == [[1, 2], [2, 3], [3], []]
-    assert places("_states_to_backward_prefetch") == [[], [0], [1, 0], [2, 1]]
+    assert places("_states_to_forward_prefetch") == [[1, 2], [2, 3], [3], [], [5], []]
+    assert places("_states_to_backward_prefetch") == [[], [0], [1, 0], [2, 1], [], [4]]
     (loss := model(torch.ones(1, 2)).sum()).backward()
     assert torch.isfinite(loss)
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_a_part_that_does_not_run_keeps_no_weights_of_another_time() -> None:
+    """The average is in the weights while a run evaluates; a part that trains alone must not have gathered it."""
+    model = TwoParts()
+    for block in (*model.first, *model.second, model):
+        fully_shard(block)
+    apply_fsdp2_prefetch(DistributedConfig(fsdp2_prefetch=3), model)
+    with torch.no_grad():
+        trained = [p.detach().clone() for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.zero_()
+        model(torch.ones(1, 2), second=False)  # an evaluation of the average, without the second part
+        for parameter, value in zip(model.parameters(), trained, strict=True):
+            parameter.copy_(value)
+        for block in (*model.first, *model.second, model):
+            block.reshard()  # type: ignore[operator]
+        assert bool((model(torch.ones(1, 2)) != 0).all())
+
+
+class TwoParts(torch.nn.Module):
+    """Blocks in two lists, of which the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
+        self.second = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, second: bool = True) -> torch.Tensor:
+        for block in (*self.first, *(self.second if second else ())):
+            x = block(x)
+        return x
 
 
 @pytest.mark.distributed

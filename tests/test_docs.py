@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 
 from accel_train import cli
 from accel_train.config import load_config
+from accel_train.metrics.records import read_metrics
 from recipes import mmdit, pde
+from tests.distributed.launching import Layout, environment, run_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -105,6 +109,45 @@ def test_commands_are_accepted(words: list[str], monkeypatch: pytest.MonkeyPatch
     if "--print_config" in argv:
         argv.remove("--print_config")
     load_config(recipe.Config, argv, presets=presets, default_preset=preset)
+
+
+@pytest.mark.distributed
+def test_the_recipe_of_your_own_trains_resumes_and_follows_the_same_trajectory_on_two_processes(tmp_path: Path) -> None:
+    fences = [text for _, text in blocks(ROOT / "docs" / "recipes.md")[1]]
+    script, preset = tmp_path / "train.py", tmp_path / "presets" / "default.yaml"
+    script.write_text(next(text for text in fences if "(experiment.ExperimentConfig)" in text))
+    preset.parent.mkdir()
+    preset.write_text(next(text for text in fences if text.startswith("# presets/default.yaml")))
+    launch_file = tmp_path / "two.yaml"
+    launch_file.write_text("num_machines: 1\nnum_processes: 2\ndistributed_type: MULTI_GPU\n")
+    rehearse = ["-m", "accel_train.cli", "rehearse", "--config_file", str(launch_file)]
+
+    def losses(name: str, *command: str) -> list[float]:
+        flags = ["--output_dir", str(tmp_path / name), "--log.log_every", "1"]
+        done = subprocess.run(
+            [sys.executable, *command, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = [r for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["event"] == "train"]
+        return [line["loss"] for line in lines]
+
+    one = losses("one", str(script))
+    assert len(one) == 30
+    assert one[-1] < one[0]
+    assert losses("two", *rehearse, str(script)) == pytest.approx(one, rel=1e-6)
+    assert len(losses("one", str(script), "--max_steps", "32")) == 32
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_the_operator_predicts_as_the_page_says(tmp_path: Path) -> None:
+    run_recipe(Layout("single", 1, "pde"), tmp_path / "runs" / "pde-demo", "--max_steps", "16")
+    script = next(text for _, text in blocks(ROOT / "docs" / "pde.md")[1] if "load_field_assets" in text)
+    given = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=given, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tensor([[[[")
 
 
 def test_there_are_commands_to_try() -> None:

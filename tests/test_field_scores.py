@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel_train.data.field_rows import FieldData
 from accel_train.data.pde import PdeDataConfig, prepare_pde
-from accel_train.diffusion.rollout import ConditioningConfig
+from accel_train.diffusion.rollout import MOST_CANDIDATES, ConditioningConfig
 from accel_train.metrics import field_scores
 from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.pictures import Panel, write_fields
@@ -137,3 +137,7 @@ def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path) -> None:
     early = EarlyStopping(2, "error", tmp_path, 30)  # what lies beyond step 30 is done again
     assert not early.exhausted
     assert early.ended({"error": 0.42})
+
+
+def test_a_field_that_cannot_be_moved_has_as_many_candidates_as_may_be_asked_for() -> None:
+    assert 1 + len(field_scores.NOISES) >= MOST_CANDIDATES

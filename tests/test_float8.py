@@ -245,9 +245,8 @@ def test_the_recipe_refuses_before_it_touches_data(tmp_path: Path) -> None:
 
 def test_speed_options_refuse_what_the_start_did_not_see() -> None:
     needs = AttentionNeeds(torch.device("cpu"), torch.bfloat16, 64, heads=6, length=11, batch=4)
-    plain = ActivationCheckpointingConfig(), CompileConfig(), 1
     with pytest.raises(UsageError, match="float8: rowwise needs an NVIDIA GPU"):
-        speed.apply_speed_options(build(), needs, "auto", *plain, "rowwise")
+        speed.apply_speed_options(build(), speed.SpeedOptions(float8="rowwise"), needs.device, "bf16", needs)
 
 
 # ------------------------------------------------------------------------------------------------------------- wired
@@ -421,8 +420,8 @@ def test_speed_options_apply_it_and_say_that_it_wants_compilation(monkeypatch: p
     needs = AttentionNeeds(torch.device("cpu"), torch.bfloat16, 64, heads=6, length=11, batch=4)
     for compilation, slow in ((CompileConfig(), True), (CompileConfig("on"), False)):
         model = build()
-        options = ActivationCheckpointingConfig("full"), compilation, 1
-        applied = speed.apply_speed_options(model, needs, "sdpa", *options, "tensorwise")
+        options = speed.SpeedOptions("sdpa", ActivationCheckpointingConfig("full"), compilation, "tensorwise")
+        applied = speed.apply_speed_options(model, options, needs.device, "bf16", needs)
         assert applied.notices[1].startswith("float8: tensorwise in 8 of 16 linear layers")
         assert applied.notices[1].endswith("set compile.mode on") is slow
         assert type(copy.deepcopy(model).transformer.blocks[1].streams[0].qkv).__name__ == "Float8Linear"

@@ -607,6 +607,14 @@ def test_the_card_has_figures_curve_samples_and_code(server: HubServer, run: Pat
         assert part in text, part
 
 
+def test_the_card_names_the_class_of_an_operator_and_shows_its_fields(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"tasks": [], "model": {}}))
+    text = build_card(commit.Checkpoint(tmp_path, 7, {}), {"fields.png": b""}, REPO, "step-00000007")
+    assert 'PdeTransformer.from_pretrained("org/model", revision="step-00000007")' in text
+    assert "MultimodalMMDiT" not in text
+    assert "](fields.png)" in text
+
+
 @pytest.mark.parametrize(
     ("manifest", "texts"),
     [

@@ -119,16 +119,21 @@ def test_a_stage_that_could_not_learn_is_refused(
     start: int | None, depth: int, others: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
-        operator_learning.check_residual(
-            ObjectiveConfig(residual_from=start), EvaluationConfig(**others), depth, 5, 100
-        )
+        operator_learning.check_residual(ObjectiveConfig(residual_from=start), EvaluationConfig(**others), depth)
+        operator_learning.check_stages(ObjectiveConfig(residual_from=start), 5, 100, 100)
 
 
 def test_a_stage_that_can_learn_is_not_refused() -> None:
     check = operator_learning.check_residual
-    check(ObjectiveConfig(residual_from=94), EvaluationConfig(), 1, 5, 100)
-    check(ObjectiveConfig(residual_from=200), EvaluationConfig(), 1, 5, None)  # max_epochs: not known yet
-    check(ObjectiveConfig(), EvaluationConfig(patience=2, every=10), 0, 5, 100)
+    check(ObjectiveConfig(residual_from=94), EvaluationConfig(), 1)
+    check(ObjectiveConfig(), EvaluationConfig(patience=2, every=10), 0)
+    assert operator_learning.check_stages(ObjectiveConfig(residual_from=94), 5, 100, 100) == []
+    assert operator_learning.check_stages(ObjectiveConfig(), 5, 100, 100) == []
+
+
+def test_a_run_that_ends_before_the_stage_says_so() -> None:
+    (words,) = operator_learning.check_stages(ObjectiveConfig(residual_from=200), 5, 100, 5000)
+    assert words.startswith("objective.residual_from 200: the run ends before it, at step 100")
 
 
 @pytest.mark.parametrize(

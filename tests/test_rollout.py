@@ -180,3 +180,8 @@ def test_noise_is_keyed_by_sample_and_step() -> None:
         rollouts.perturbed(stay, 0.1, 3, sample + 1)(states, 1),
     ):
         assert not torch.allclose(whole, other)
+
+
+def test_more_candidates_than_there_are_ways_are_refused_before_anything_runs() -> None:
+    with pytest.raises(UsageError, match=r"evaluation.conditioning.candidates 11: at most 10"):
+        ConditioningConfig(candidates=11)

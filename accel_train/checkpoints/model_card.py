@@ -15,8 +15,11 @@ logger = logging.getLogger(__name__)
 SAMPLE_LINES = 60
 """Lines of ``samples.md`` shown in the card; the file itself is pushed whole."""
 
-MULTIMODAL_KEYS = {"transformer", "vocabulary_size", "latent_dim", "max_text_length"}
-"""The top of config.json of ``accel_train.models.mmdit.MultimodalMMDiT``."""
+MODELS = {
+    "mmdit.MultimodalMMDiT": {"transformer", "vocabulary_size", "latent_dim", "max_text_length"},
+    "pde_transformer.PdeTransformer": {"tasks", "model"},
+}
+"""Models of this package and the top of the config.json of each."""
 
 
 def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], repo_id: str, revision: str) -> str:
@@ -30,6 +33,7 @@ def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], repo_id: str,
     for title, section in (
         ("Figures", _table(("Metric", "Value"), {name: f"{value:.6g}" for name, value in metrics.items()})),
         ("Training curve", "![Training curve](curves.png)" if "curves.png" in texts else ""),
+        ("Fields", "![Truth, prediction, error](fields.png)" if "fields.png" in texts else ""),
         ("Samples", _samples(texts)),
         ("How to load", _loading(checkpoint, repo_id, revision)),
         ("Options", _options(checkpoint)),
@@ -105,10 +109,10 @@ def _loading(checkpoint: Checkpoint, repo_id: str, revision: str) -> str:
     """Code for the model class where config.json shows it, and for plain safetensors in any case."""
     files: Any = checkpoint.manifest.get("files") or {}
     parts: list[str] = []
-    if _is_multimodal(checkpoint):
+    for module, name in (place.split(".") for place in MODELS if _is(checkpoint, MODELS[place])):
         parts.append(
-            "```python\nfrom accel_train.models.mmdit import MultimodalMMDiT\n\n"
-            f'model = MultimodalMMDiT.from_pretrained("{repo_id}", revision="{revision}")\n```'
+            f"```python\nfrom accel_train.models.{module} import {name}\n\n"
+            f'model = {name}.from_pretrained("{repo_id}", revision="{revision}")\n```'
         )
     weights = sorted(str(n) for n in files if str(n).startswith("model") and str(n).endswith(".safetensors"))
     if weights:
@@ -124,9 +128,9 @@ def _loading(checkpoint: Checkpoint, repo_id: str, revision: str) -> str:
     return "\n\n".join(parts)
 
 
-def _is_multimodal(checkpoint: Checkpoint) -> bool:
+def _is(checkpoint: Checkpoint, keys: set[str]) -> bool:
     try:
-        return set(checkpoint.json("config.json")) >= MULTIMODAL_KEYS
+        return set(checkpoint.json("config.json")) >= keys
     except (OSError, ValueError, TypeError):
         return False
 

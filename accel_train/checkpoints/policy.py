@@ -49,7 +49,7 @@ class CheckpointConfig:
     pinned: tuple[str, ...] = ()
     """Names of checkpoints (checkpoint_00001200) that are never deleted."""
     keep_state_last: NonNegativeInt = 0
-    """Only this many of the newest keep their optimizer state, which is most of their size. 0: all do."""
+    """Only this many of the newest keep their optimizer state, which is half of their size or more. 0: all do."""
     on_error: Literal["stop", "continue"] = "stop"
     """After a failed save: stop the run, or warn and train on (the last save always stops)."""
     grace_seconds: PositiveFloat = 30.0

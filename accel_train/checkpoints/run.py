@@ -21,6 +21,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from accel_train.checkpoints import commit, fetch, hub_options
 from accel_train.checkpoints.commit import Checkpoint
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
+from accel_train.checkpoints.hub_repository import RUN_FILES
 from accel_train.config import UsageError, expand_path, experiment_tree, flatten, write_config
 
 PATIENCE_SECONDS = 5.0
@@ -40,6 +41,7 @@ FREE_TO_CHANGE = (
     "distributed.gradient_as_bucket_view",
     "distributed.bucket_cap_mb",
     "distributed.static_graph",
+    "distributed.fsdp2_prefetch",
     "collective_timeout_seconds",
     "loader",
     "log",
@@ -55,7 +57,7 @@ FREE_TO_CHANGE = (
 POLICIES = ("auto", "must", "never")
 """What ``resume`` may be beside the place of a checkpoint."""
 
-OWN_FILES = (LOADING_FILE, "run.json", "config.yaml", "metrics.jsonl", "evaluation.json", "curves.png", "samples.md")
+OWN_FILES = (LOADING_FILE, "run.json", "metrics.jsonl", *RUN_FILES)
 
 logger = logging.getLogger(__name__)
 
@@ -128,10 +130,10 @@ def open_run(
     """Open ``config.output_dir`` and decide between a start and a resume. All ranks must call it.
 
     ``config`` has ``output_dir``, ``resume``, ``allow`` and ``overwrite``, and may have ``hub``, whose repository is
-    checked here, and ``collective_timeout_seconds``. ``resolved`` are values derived at the
-    first start that later starts keep, such as ``schedule.decay_steps``; where the config leaves such an option at
-    None, the saved value counts. Raises ``UsageError`` for a directory that cannot be used or that belongs to
-    another experiment (naming both values), ``CheckpointsUnusableError`` if checkpoints exist and none verifies.
+    checked here, and ``collective_timeout_seconds``. ``resolved`` are values derived at the first start that later
+    starts keep, such as ``schedule.decay_steps``; where the config leaves such an option at None, the saved value
+    counts. Raises ``UsageError`` for a directory that cannot be used or belongs to another experiment (naming both
+    values), ``CheckpointsUnusableError`` if checkpoints exist and none verifies.
     """
     directory = expand_path(config.output_dir)
     if config.overwrite and (config.resume == "must" or getattr(config, "evaluate_only", False)):
@@ -308,11 +310,7 @@ def _loading_attempts(directory: Path, checkpoint: Checkpoint) -> int:
 
 
 def refuse_changes(
-    saved: Mapping[str, Any],
-    experiment: Mapping[str, Any],
-    allow: Sequence[str],
-    free: Sequence[str],
-    directory: Path,
+    saved: Mapping[str, Any], experiment: Mapping[str, Any], allow: Sequence[str], free: Sequence[str], directory: Path
 ) -> None:
     """Refuse a different experiment in a used directory, with both values of each difference."""
     if unknown := [k for k in allow if not any(name == k or name.startswith(f"{k}.") for name in experiment)]:

@@ -8,7 +8,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,8 +41,15 @@ class Scale:
         return values * std + mean
 
     def _shaped(self, values: Tensor, trailing: int) -> tuple[Tensor, Tensor]:
-        shape = (-1, *[1] * trailing)
-        return values.new_tensor(self.mean).view(shape), values.new_tensor(self.std).view(shape)
+        shape, place = (-1, *[1] * trailing), (values.device, values.dtype)
+        return _constant(self.mean, *place).view(shape), _constant(self.std, *place).view(shape)
+
+
+@lru_cache(maxsize=256)
+def _constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Numbers on the device, without the wait of copying them there in every step."""
+    with torch.inference_mode(False):  # whoever asks first
+        return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ _MIN_NORM = 1e-3  # bounds the gradient of a direction where the prediction is 0
 
 @dataclass(frozen=True)
 class LatentDiffusionConfig:
+    """How latents are noised, and what is learned of them."""
+
     kind: Literal["flow", "ddpm"] = "flow"
     """flow: straight path from latent to noise. ddpm: variance-preserving path, with a schedule."""
     schedule: Literal["straight", "linear", "cosine"] = "straight"

@@ -25,6 +25,8 @@ MASK_LOGIT = -1e6
 
 @dataclass(frozen=True)
 class TextDiffusionConfig:
+    """How a masked token counts."""
+
     weighting: Weighting = "elbo"
     """elbo: a masked token counts 1 / t, per maskable token: the loss bounds the likelihood (nats per
     token), and its spread over steps is larger. uniform: every masked token counts 1, per masked token: no

@@ -220,13 +220,8 @@ class EvaluationConfig:
         return step == max_steps or (self.every > 0 and step % self.every == 0)
 
 
-def check_residual(
-    objective: ObjectiveConfig, evaluation: EvaluationConfig, depth: int, warmup_steps: int, last_step: int | None
-) -> None:
-    """Refuse a residual's stage without a network, a network without a stage, and a stage that cannot learn.
-
-    ``depth`` is model.residual_depth; ``last_step`` is where the schedule ends, None where it is not known yet.
-    """
+def check_residual(objective: ObjectiveConfig, evaluation: EvaluationConfig, depth: int) -> None:
+    """Refuse a residual's stage without a network of ``depth`` model.residual_depth, and a network without a stage."""
     start = objective.residual_from
     if (start is None) != (depth == 0):
         raise UsageError(
@@ -238,11 +233,24 @@ def check_residual(
             f"evaluation.patience {evaluation.patience} with objective.residual_from {start}: patience looks at the "
             "plain prediction, which keeps still in that stage. Leave one of them out."
         )
-    if start is not None and (start < warmup_steps or (last_step is not None and last_step - start <= warmup_steps)):
+
+
+def check_stages(objective: ObjectiveConfig, warmup_steps: int, max_steps: int, decay_steps: int) -> list[str]:
+    """Refuse a residual's stage that cannot learn; a line for the log where a run ends before it.
+
+    ``decay_steps`` is where the schedule ends.
+    """
+    start = objective.residual_from
+    if start is None:
+        return []
+    if start < warmup_steps or decay_steps - start <= warmup_steps:
         raise UsageError(
             f"objective.residual_from {start}: the learning rate begins anew there, and warms up for {warmup_steps} "
-            f"steps before and after; the schedule ends at step {last_step}. Move it, or lower schedule.warmup_steps."
+            f"steps before and after; the schedule ends at step {decay_steps}. Move it, or lower "
+            "schedule.warmup_steps."
         )
+    late = f"objective.residual_from {start}: the run ends before it, at step {max_steps}; the residual learns nothing"
+    return [late] if max_steps <= start else []
 
 
 def mirrored(values: Tensor, draws: Tensor, share: float) -> Tensor:

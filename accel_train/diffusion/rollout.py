@@ -32,17 +32,27 @@ def rollout(step: Step, state: Tensor, steps: int) -> Tensor:
     return torch.stack(states, dim=1) if states else state[:, None][:, :0]
 
 
+MOST_CANDIDATES = 10
+
+
 @dataclass(frozen=True)
 class ConditioningConfig:
     """Test-time conditioning: several next steps are tried, and those that keep what must be kept are followed."""
 
     candidates: PositiveInt = 6
-    """Next steps tried from each state: the plain one and variations of it."""
+    """Next steps tried from each state: the plain one and variations of it; at most 10."""
     beam: PositiveInt = 2
     """States of each sample that are followed at once."""
     horizon: PositiveInt = 2
     """Steps, the tried one and plain ones after it, over which a candidate is judged. A step costs up to
     beam * candidates * horizon forwards, where a plain one costs one."""
+
+    def __post_init__(self) -> None:
+        if self.candidates > MOST_CANDIDATES:
+            raise UsageError(
+                f"evaluation.conditioning.candidates {self.candidates}: at most {MOST_CANDIDATES} next steps can be "
+                "tried from a state; lower it, or raise evaluation.conditioning.beam"
+            )
 
 
 @torch.no_grad()

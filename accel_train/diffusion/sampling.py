@@ -24,6 +24,8 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TextSamplingConfig:
+    """How text is sampled from a latent."""
+
     steps: PositiveInt = 64
     """Forward passes for one text (twice as many with guidance). Beyond the number of tokens they gain
     little."""
@@ -37,6 +39,8 @@ class TextSamplingConfig:
 
 @dataclass(frozen=True)
 class LatentSamplingConfig:
+    """How latents are sampled from text."""
+
     steps: PositiveInt = 32
     """Forward passes for one latent (twice as many with guidance)."""
     guidance: NonNegativeFloat = 1.0

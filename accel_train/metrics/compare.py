@@ -8,6 +8,7 @@ batch and number of steps are the same, or the comparison is refused.
 from __future__ import annotations
 
 import difflib
+import itertools
 import shlex
 import shutil
 import sys
@@ -163,9 +164,11 @@ def read_variants(request: Request, recipe: Path) -> tuple[str | None, list[Vari
 
 
 def single_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
-    """Each option of B that is not as in A: what it is called in the table, and its flag. ``output_dir`` and what must
-    be equal are left out. Raises ``UsageError`` where nothing is left, or an option is in one of the two only."""
-    names = [n for n in dict.fromkeys((*a, *b)) if a.get(n) != b.get(n) and n not in ("output_dir", *EQUAL)]
+    """Each option of B that is not as in A: what it is called in the table, and its flag. ``output_dir``, what must be
+    equal and the Hub, to which nothing is pushed, are left out. Raises ``UsageError`` where nothing is left, or an
+    option is in one of the two only."""
+    differing = [n for n in dict.fromkeys((*a, *b)) if a.get(n) != b.get(n)]
+    names = [n for n in differing if n not in ("output_dir", *EQUAL) and not n.startswith("hub.")]
     if not names and all(a.get(name) == b.get(name) for name in EQUAL):
         raise UsageError("--ablate: the two configs have the same options; there is nothing to take apart")
     if lacking := [name for name in names if name not in a or name not in b]:
@@ -184,6 +187,8 @@ def _read_vary(text: str, config: Mapping[str, Any]) -> tuple[str, list[str]]:
         raise UsageError(f"--vary {text!r} is not KEY=V1,V2 with two values or more; write it as in --vary seed=0,1")
     if len(values) > len(LETTERS):
         raise UsageError(f"--vary {key}: {len(values)} values given, at most {len(LETTERS)} are compared; give fewer")
+    if key.startswith("hub."):
+        raise UsageError(f"--vary {key}: a comparison pushes nothing to the Hub; vary another option")
     if key not in config or key == "output_dir":
         nearest = difflib.get_close_matches(key, [k for k in config if k != "output_dir"], n=1, cutoff=0.5)
         hint = f": did you mean {nearest[0]!r}?" if nearest else ""
@@ -243,10 +248,10 @@ def _run_rounds(
     for number in range(1, request.rounds + 1):
         for variant in variants if number % 2 else reversed(variants):
             run = _run_variant(request, recipe, variant, number, output)
-            if not done:
-                _check_gate_names(gates, run)
             done.append(run)
             refuse_unequal_runs(done[0], run, key)
+            if len(done) in (1, len(variants)):
+                _check_gate_names(gates, done)
             print(_progress(done, variant, request.rounds * len(variants)), flush=True)
     order = {v.letter: index for index, v in enumerate(variants)}
     by_round = [[run for run in done if run.round == number] for number in range(1, request.rounds + 1)]
@@ -269,11 +274,12 @@ def _run_variant(request: Request, recipe: Path, variant: Variant, number: int, 
     return run
 
 
-def _check_gate_names(gates: Sequence[Gate], run: Run) -> None:
-    """After the first run, because the names of its evaluation are known now, and not after the last."""
-    values = observations([[run]], window_of([run]))[0]
-    for gate in gates:
-        values_of(gate, values, values)
+def _check_gate_names(gates: Sequence[Gate], runs: Sequence[Run]) -> None:
+    """After the first run, because the names of its evaluation are known now, and after the first round, because
+    some figures need log lines that another variant may not write; not after the last."""
+    values = observations([runs], window_of(runs))
+    for gate, other in itertools.product(gates, values):
+        values_of(gate, values[0], other)
 
 
 def refuse_unequal_runs(first: Run, run: Run, key: str | None) -> None:

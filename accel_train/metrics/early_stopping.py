@@ -23,6 +23,8 @@ class EarlyStopping:
         records = read_metrics(path) if patience is not None and start_step and path.exists() else []
         found = [r for r in records if r["event"] == "evaluation" and r["step"] <= start_step and metric in r]
         self._values = list({r["step"]: float(r[metric]) for r in found}.values())
+        if self.exhausted:
+            logger.info(f"the run has ended at step {start_step}: no better {metric} for {patience} evaluations")
 
     @property
     def exhausted(self) -> bool:

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 SHIFTS = (1, -1, 2, 3)
 """Points by which a periodic field is moved for another estimate of the same step."""
-NOISES = (0.003, 0.01, 0.03, 0.1, 0.3)
-"""Of the field's size, where it cannot be moved."""
+NOISES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.001, 0.005, 0.02, 0.05)
+"""Of the field's size: for the candidates that moving does not give."""
 
 
 def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

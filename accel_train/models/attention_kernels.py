@@ -210,10 +210,10 @@ def _build_varlen(name: str) -> Attention:
 
 
 def _rows_as_sequences(variable: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, _mask: None) -> Tensor:
-    rows, length = q.shape[0], q.shape[2]
-    ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
+    rows, lengths = q.shape[0], (q.shape[2], k.shape[2])
+    ends = [torch.arange(0, (rows + 1) * n, n, dtype=torch.int32, device=q.device) for n in lengths]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    return variable(q, k, v, ends, ends, length, length).unflatten(0, (rows, length)).transpose(1, 2)
+    return variable(q, k, v, *ends, *lengths).unflatten(0, (rows, -1)).transpose(1, 2)
 
 
 def _build_flex(name: str) -> Attention:

@@ -22,6 +22,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, t
 own kernels show; a wrong scale, layout or mask is above 0.1."""
 TOLERANCE_OF_TF32 = 2e-3
 SAMPLE_LENGTH = 64
+MORE_KEYS = 24
 
 
 @dataclass(frozen=True)
@@ -47,19 +48,23 @@ def reference(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tenso
 def prove_attention(attention: Attention, needs: AttentionNeeds) -> Proof:
     """Forward and backward against fp64 on small tensors of the needed dtype, head size and device.
 
-    Without a mask, and where one is needed with three rows: whole, padded in the middle, nothing but padding. Takes
+    Without a mask; where one is needed with three rows: whole, padded in the middle, nothing but padding; and where
+    there is cross-attention with more keys than queries (with fewer, a wrong kernel might read past them). Takes
     some milliseconds on a CPU, a second where a kernel is built for its shapes. Draws from a generator of its own.
     Raises `UsageError` with the numbers where a value is not finite or an error is above the tolerance.
     """
     started = time.perf_counter()
     tolerance = _tolerance(needs)
     worst = [0.0, 0.0]
-    for masked in (False, True) if needs.mask else (False,):
-        forward, backward = _errors(attention, needs, masked)
+    cases = [("without a mask", False, 0)]
+    cases += [("with a mask", True, 0)] if needs.mask else []
+    cases += [("with other keys than queries", False, MORE_KEYS)] if needs.cross else []
+    for words, masked, more in cases:
+        forward, backward = _errors(attention, needs, masked, more)
         worst = [max(worst[0], forward), max(worst[1], backward)]
         if not (forward <= tolerance and backward <= tolerance):  # NaN fails as well
             raise UsageError(
-                f"attention {attention.name}: differs from the fp64 reference {'with' if masked else 'without'} a mask "
+                f"attention {attention.name}: differs from the fp64 reference {words} "
                 f"by {forward:.2g} forward and {backward:.2g} backward (relative, L2), allowed is {tolerance:.2g}; "
                 f"needed: {needs}. Choose another kernel, such as sdpa."
             )
@@ -78,9 +83,9 @@ def _sample_length(length: int) -> int:
     return max(length, 16) if length <= 2 * SAMPLE_LENGTH else SAMPLE_LENGTH + length % SAMPLE_LENGTH
 
 
-def _errors(attention: Attention, needs: AttentionNeeds, masked: bool) -> tuple[float, float]:
+def _errors(attention: Attention, needs: AttentionNeeds, masked: bool, more_keys: int) -> tuple[float, float]:
     length = _sample_length(needs.length)
-    q, k, v, weights = _sample(replace(needs, batch=3, heads=min(needs.heads, 2), length=length))
+    q, k, v, weights = _sample(replace(needs, batch=3, heads=min(needs.heads, 2), length=length), more_keys)
     key_mask = _rows(length).to(needs.device) if masked else None
     read = (torch.ones(3, length, dtype=torch.bool) if key_mask is None else _meaningful(key_mask)).to(needs.device)
     weights = weights * read[:, None, :, None]
@@ -97,16 +102,16 @@ def _errors(attention: Attention, needs: AttentionNeeds, masked: bool) -> tuple[
     return forward, max(_relative(f.double() - e, e) for f, e in zip(found, exact, strict=True))
 
 
-def _sample(needs: AttentionNeeds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sample(needs: AttentionNeeds, more_keys: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v as a model gives them, (B, H, N, D) views of (B, N, H, D), and weights of the result."""
     generator = torch.Generator().manual_seed(0)
-    shape = (needs.batch, needs.length, needs.heads, needs.head_size)
 
-    def draw() -> Tensor:
+    def draw(more: int) -> Tensor:
+        shape = (needs.batch, needs.length + more, needs.heads, needs.head_size)
         return torch.randn(shape, generator=generator).to(needs.device, needs.dtype).transpose(1, 2)
 
-    q, k, v = (draw().requires_grad_(needs.backward) for _ in range(3))
-    return q, k, v, draw()
+    q, k, v = (draw(more).requires_grad_(needs.backward) for more in (0, more_keys, more_keys))
+    return q, k, v, draw(0)
 
 
 def _rows(length: int) -> Tensor:

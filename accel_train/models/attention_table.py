@@ -35,6 +35,8 @@ class AttentionNeeds:
     """Two backward passes must agree bit for bit (`torch.use_deterministic_algorithms`)."""
     compiled: bool = False
     """The blocks are compiled with fullgraph=True."""
+    cross: bool = False
+    """Some layers have another number of keys than of queries; they are without a mask."""
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

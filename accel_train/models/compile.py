@@ -29,8 +29,8 @@ class CompileConfig:
 
     mode: Literal["off", "auto", "on"] = "off"
     """on: compile, or stop with the cause. auto: compile where that works, else run uncompiled and say so. It pays
-    where a step is bound by launches and elementwise work (small models on a GPU: 3 to 6 times), little where matrix
-    products dominate; measure with `accel-train compare`. Evaluation and sampling run uncompiled."""
+    where a step is bound by launches and elementwise work (small models on a GPU; not yet measured), little where
+    matrix products dominate; measure with `accel-train compare`. Evaluation and sampling run uncompiled."""
     optimize: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead"] = "default"
     """torch's mode. max-autotune-no-cudagraphs tries kernels: compiles 4 times longer. reduce-overhead replays CUDA
     graphs: it needs a GPU and one micro-batch per step."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_train.models.field_tokens import FieldGrid, GridEncoder, encoder_products
+from accel_train.models.field_tokens import IDLE_TOKENS, FieldGrid, GridEncoder, encoder_products
 from accel_train.models.layers import NORM_EPS, TIME_FEATURES, TimestepEmbedder
 from accel_train.models.token_blocks import BlockShape, ModulatedBlock
 
@@ -99,13 +99,14 @@ class FieldResidual(nn.Module):
         return points.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
     def idle(self, ran: int | None, like: Tensor) -> Iterator[Tensor]:
-        """What those modules make of one token of zeros that did not run for task `ran`; None: nothing ran."""
+        """What those modules make of a few zeros that did not run for task `ran`; None: nothing ran."""
         if ran is None:
             yield self.size(0)
         for task, (grid, (target, given)) in enumerate(zip(self.grids, self.channels, strict=True)):
             if ran is None and task == 0:
-                target_cell, input_cell = (like.new_zeros(1, n, *_cell(grid)) for n in (target, given))
-                fields = ResidualGuess(target_cell, like.new_zeros(1), target_cell, input_cell)
+                rows, columns = _cell(grid)
+                targets, inputs = (like.new_zeros(1, n, rows, IDLE_TOKENS * columns) for n in (target, given))
+                fields = ResidualGuess(targets, like.new_zeros(1), targets, inputs)
                 yield self(fields, like.new_zeros(1, 1), task)
             elif task != ran:
                 yield self.heads[task](self.encoders[task](like.new_zeros(1, 2 * target + given, *_cell(grid))))

@@ -21,6 +21,8 @@ from accel_train.models.layers import NORM_EPS, FeedForward
 KERNEL = 3
 CELL_OCTAVES = 3
 DECODER_FFN_RATIO = 2
+IDLE_TOKENS = 2
+"""Of zeros, through a module that has nothing to do: cuDNN's attention takes no single key."""
 
 
 @dataclass(frozen=True)

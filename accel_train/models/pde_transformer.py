@@ -18,6 +18,7 @@ from accel_train.config import NonNegativeInt, PositiveInt, UsageError
 from accel_train.models.attention_table import AttentionNeeds
 from accel_train.models.field_residual import FieldResidual, ResidualGuess
 from accel_train.models.field_tokens import (
+    IDLE_TOKENS,
     AnyPointDecoder,
     DecoderShape,
     FieldGrid,
@@ -204,7 +205,7 @@ class PdeTransformerConfig:
         tokens = max(math.prod(self.grid(task).cells) for task in self.tasks)
         heads, rows = model.group // model.head_width, batch * (model.width // model.group)
         return AttentionNeeds(
-            device, dtype, model.head_width, heads, tokens, rows, mask=False, deterministic=deterministic
+            device, dtype, model.head_width, heads, tokens, rows, False, deterministic=deterministic, cross=True
         )
 
 
@@ -319,7 +320,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
 
     Every parameter takes part in every backward, whatever the task and the parts: DDP and ZeRO wait for the gradient
     of each, FSDP2 would leave none where they fill zeros, and an optimizer treats the two differently. What a forward
-    does not use runs on one token of zeros, and that times zero is added to the outputs. The sum over a parameter
+    does not use runs on a few zeros, and that times zero is added to the outputs. The sum over a parameter
     would not do: where weights are sharded they exist inside the forward of their own module only.
     """
 
@@ -429,7 +430,8 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
     def _unused(self, task: int, output: PdeOutput) -> Iterator[Tensor]:
         """What every module makes of zeros that has made nothing of this output."""
         like = next(x for x in output if x is not None)
-        token = like.new_zeros(1, 1, self.config.model.latent)
+        tokens = min(IDLE_TOKENS << len(self.config.model.stages) // 2, math.prod(self.grids[task].cells))
+        token = like.new_zeros(1, tokens, self.config.model.latent)
         for other, (shape, grid) in enumerate(zip(self.config.tasks, self.grids, strict=True)):
             point = torch.zeros(1, 1, grid.dimensions, device=like.device)
             sides = [p * m for p, m in zip(grid.patch, grid.merged, strict=True)]

@@ -2,7 +2,7 @@
 
 Accelerate falls back in silence: an FSDP2 file on a machine without a GPU gives N independent trainers, a
 MULTI_CPU file gives one process, ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` beats the script. Each of these
-stops here, before a model exists, with the remedy in the message (bad-input rows I19 to I23).
+stops here, before a model exists, with the remedy in the message.
 """
 
 from __future__ import annotations

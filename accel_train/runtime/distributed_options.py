@@ -148,8 +148,9 @@ def verify_ddp(model: nn.parallel.DistributedDataParallel, asked: DistributedDat
 def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[str]:
     """Tell each sharded block which blocks to gather while it computes; a line for the log where that was asked.
 
-    After ``prepare``, every process. Blocks run in the order in which the model has them. Raises ``UsageError`` where
-    there are no two of them.
+    After ``prepare``, every process. Blocks of one ``nn.ModuleList`` run one after another; beyond its end nothing is
+    gathered, for a part that does not run next would later use the weights of then: of the average, after an
+    evaluation. Raises ``UsageError`` where there are no two blocks.
     """
     if (ahead := config.fsdp2_prefetch) is None:
         return []
@@ -159,7 +160,14 @@ def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[st
             f"distributed.fsdp2_prefetch: {ahead}: the model has {len(blocks)} block(s) that are sharded by "
             "themselves, at least 2 are required; leave it out, or name them in fsdp_transformer_layer_cls_to_wrap"
         )
-    for place, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + ahead])
-        block.set_modules_to_backward_prefetch(blocks[max(0, place - ahead) : place][::-1])
+    for chain in _chains(model):
+        for place, block in enumerate(chain):
+            block.set_modules_to_forward_prefetch(chain[place + 1 : place + 1 + ahead])
+            block.set_modules_to_backward_prefetch(chain[max(0, place - ahead) : place][::-1])
     return [f"fsdp2: {ahead} of {len(blocks)} blocks are gathered ahead of their use"]
+
+
+def _chains(model: nn.Module) -> list[list[FSDPModule]]:
+    """Sharded blocks that run one after another, in order."""
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    return [[block for block in part if isinstance(block, FSDPModule)] for part in lists]

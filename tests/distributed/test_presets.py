@@ -65,6 +65,19 @@ def test_a_finished_run_says_so_goes_on_and_evaluates_alone(tmp_path: Path) -> N
     assert (run.directory / "metrics.jsonl").read_bytes() == lines
 
 
+def test_a_run_that_stopped_getting_better_does_not_go_on_unless_it_is_given_more_patience(tmp_path: Path) -> None:
+    plain = ("--objective.residual_from", "None", "--objective.residual_steps", "1", "--model.residual_depth", "0")
+    flags = (*plain, "--max_steps", "12", "--optimizer.lr", "1e-30", "--evaluation.every", "2")
+    one, patient = Layout("single", 1, "pde"), ("--evaluation.patience", "1")
+    first = run_recipe(one, tmp_path / "run", *flags, *patient)
+    assert "has not been below" in first.output
+    assert max(first.train_lines()) == 4
+    again = run_recipe(one, tmp_path / "run", *flags, *patient)
+    assert "the run has ended at step 4: no better mean_nrmse for 1 evaluations" in again.output
+    assert max(again.train_lines()) == 4
+    assert max(run_recipe(one, tmp_path / "run", *flags, "--evaluation.patience", "2").train_lines()) == 6
+
+
 SAMPLE = """
 import sys, torch
 from pathlib import Path
