@@ -1,6 +1,7 @@
 """C9: what share of this machine's own matrix product rate a training step of the MMDiT reaches.
 
     python -m benchmarks.gemm --output benchmarks/results/gemm_cpu.json
+    python -m benchmarks.gemm --threads 2 --output benchmarks/results/gemm_cpu_2_threads.json
 
 MMDiT of 6 blocks of width 256 (15 M parameters), 256 + 77 tokens, forward and backward, fp32 and bf16 under autocast.
 The rate of the machine is that of the faster of two square products in the same dtype, timed in the same rounds.
@@ -71,6 +72,7 @@ def measure(width: int, depth: int, rows: int, rounds: int, sizes: tuple[int, ..
         work = flops_of(step)
         ways: dict[str, Callable[[], object]] = {"step": step} | {str(n): product(n, dtype) for n in sizes}
         times = in_turns(ways, rounds, repeats=2, clock=clock)
+        name += "" if torch.get_num_threads() == 1 else f", {torch.get_num_threads()} threads"
         rate = {n: 2 * n**3 / times.median(str(n)) for n in sizes}
         best = max(rate, key=lambda n: rate[n])
         shares = [
