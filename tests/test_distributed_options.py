@@ -142,6 +142,7 @@ class TwoParts(torch.nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_gathering_ahead_changes_no_bit(tmp_path: Path) -> None:
     layout, flags = Layout("fsdp2", 2), ("--max_steps", "4", "--schedule.warmup_steps", "2", "--micro_batch_size", "4")

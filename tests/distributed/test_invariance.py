@@ -37,6 +37,7 @@ SLOW = {
     "micro-batches of 1, 2 processes",
     "3 processes, ragged",
     "ZeRO-1",
+    "ZeRO-2",
     "ZeRO-2, one reduction",
 }
 """Each of these is between two others; they run with -m slow."""

@@ -118,6 +118,7 @@ def test_phases_with_a_frozen_part_are_the_same_on_two_processes(tmp_path: Path)
     assert "latent_head.project.weight" in moved
 
 
+@pytest.mark.slow
 def test_weights_of_another_run_can_be_the_start(tmp_path: Path) -> None:
     first = run_recipe(Layout("single", 1), tmp_path / "first" / "run", "--max_steps", "20")
     flags = ("--max_steps", "20", "--init_from", str(first.directory))
