@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import gather_object
 from torch import nn
 
 from accel_train.checkpoints.hub_options import HubConfig
@@ -176,6 +178,7 @@ def open_experiment(
     ``dataset_size`` samples make an epoch; ``fingerprint`` is the data's; ``words`` are said first. Raises what
     ``open_run`` raises.
     """
+    _refuse_different_data(accelerator, dataset_size, fingerprint)
     batch, world_size = config.global_batch_size, accelerator.num_processes
     max_steps, decay_steps = lengths(config, dataset_size)
     run = open_run(config, accelerator, fingerprint, {"schedule.decay_steps": decay_steps})
@@ -188,6 +191,21 @@ def open_experiment(
         info(logger, "no evaluation.json there? --evaluate_only writes it")
     pieces = sampler.accumulation_steps(batch, world_size, config.micro_batch_size)
     return Opened(run, config.schedule, max_steps, decay_steps, pieces, finished)
+
+
+def _refuse_different_data(accelerator: Accelerator, dataset_size: int, fingerprint: str) -> None:
+    """Hosts with a stale copy of the files would train on something else, or leave the others waiting."""
+    if accelerator.num_processes == 1:
+        return
+    mine = fingerprint, dataset_size, socket.gethostname(), accelerator.process_index
+    all_data: list[tuple[str, int, str, int]] = gather_object([mine])
+    for other in all_data:
+        if other[:2] != all_data[0][:2]:
+            one, two = (f"{n} samples, fingerprint {f}, on {h} (process {p})" for f, n, h, p in (all_data[0], other))
+            raise UsageError(
+                f"the processes see different data: {one}; {two}. All hosts must read the same files and the same "
+                "revisions: share the folder, or bring the copies up to date"
+            )
 
 
 class Prepared(NamedTuple):

@@ -92,9 +92,9 @@ def loss_sums(config: Config, model: nn.Module, inputs: accumulation.Batch, mask
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
-    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: prepare.PreparedData, step: int
+    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: prepare.PreparedData
 ) -> dict[str, float]:
-    """Held-out figures, samples.md and the report, with the averaged weights; the same on any layout. All ranks."""
+    """Held-out figures and samples.md, with the averaged weights; the same on any layout. All ranks."""
     options, device = config.evaluation, accelerator.device
     rank, world_size = accelerator.process_index, accelerator.num_processes
     both = text_latent.BothWays(model, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent)
@@ -112,7 +112,6 @@ def evaluate(
         samples.write_samples(expand_path(config.output_dir), data.heldout.texts, texts, data.nearest_texts(sampled))
     figures = text_latent.figures_from_sums(sums, options.timesteps)
     logs.info(logger, *text_latent.summary(figures))
-    report.write_report(accelerator, expand_path(config.output_dir), step, figures)
     return figures
 
 
@@ -125,7 +124,8 @@ def main(argv: Sequence[str]) -> int:
     barrier = accelerator.wait_for_everyone
     data = prepare.prepare_data(config.data, rank=rank, world_size=world_size, barrier=barrier, device=str(device))
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
-    opened = experiment.open_experiment(config, accelerator, len(data.train), data.fingerprint, data.notices)
+    words = [*data.notices, *modes.notices(config.modes)]
+    opened = experiment.open_experiment(config, accelerator, len(data.train), data.fingerprint, words)
     if opened.finished:
         return 0
 
@@ -136,7 +136,8 @@ def main(argv: Sequence[str]) -> int:
     prepared = experiment.prepare(config, accelerator, opened, model, needs, modes.freezable(config.modes))
     model, optimizer, average, guard, notes = prepared
     if config.evaluate_only:
-        evaluate(config, accelerator, model, average, data, opened.start_step)
+        figures = evaluate(config, accelerator, model, average, data)
+        report.write_report(accelerator, opened.run.directory, opened.start_step, figures)
         return 0
 
     def write_extras(directory: Path) -> None:
@@ -178,8 +179,8 @@ def main(argv: Sequence[str]) -> int:
             stop, figures = saver.boundary(done), dict[str, float]()  # asked to stop: all processes, at one step
             if config.evaluation.due(done, opened.max_steps) and not stop:
                 with rates.pause():
-                    figures = evaluate(config, accelerator, model, average, data, done)
-                    log.evaluation(done, figures)
+                    figures = evaluate(config, accelerator, model, average, data)
+                    log.evaluation(done, figures)  # the report too
             if stop or saver.due(done, opened.max_steps):
                 with rates.pause():
                     stop = saver.save(done, result.checked(figures))

@@ -130,9 +130,9 @@ def task_shape(task: field_rows.FieldTask) -> pde_transformer.TaskShape:
 
 @torch.no_grad()
 def evaluate(
-    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: field_rows.FieldData, step: int
+    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: field_rows.FieldData
 ) -> dict[str, float]:
-    """Held-out figures of every task, pictures and the report, with the averaged weights. All ranks."""
+    """Held-out figures of every task and pictures, with the averaged weights. All ranks."""
     options, figures, rows = config.evaluation, dict[str, float](), list[tuple[str, list[pictures.Panel]]]()
     place = accelerator.process_index, accelerator.num_processes, accelerator.device
 
@@ -163,7 +163,6 @@ def evaluate(
         figures |= field_scores.baseline_figures(data)
         pictures.write_fields(expand_path(config.output_dir) / "fields.png", rows)
     logs.info(logger, *field_scores.table(data, figures))
-    report.write_report(accelerator, expand_path(config.output_dir), step, figures)
     return figures
 
 
@@ -193,7 +192,8 @@ def main(argv: Sequence[str]) -> int:
     prepared = experiment.prepare(config, accelerator, opened, model, needs, freezable)
     model, optimizer, average, guard, notes = prepared
     if config.evaluate_only:
-        evaluate(config, accelerator, model, average, data, opened.start_step)
+        figures = evaluate(config, accelerator, model, average, data)
+        report.write_report(accelerator, opened.run.directory, opened.start_step, figures)
         return 0
 
     def write_extras(directory: Path) -> None:
@@ -240,8 +240,8 @@ def main(argv: Sequence[str]) -> int:
             stop, figures = saver.boundary(done), dict[str, float]()  # asked to stop: all processes, at one step
             if config.evaluation.due(done, opened.max_steps) and not stop:
                 with rates.pause():
-                    figures = evaluate(config, accelerator, model, average, data, done)
-                    log.evaluation(done, figures)
+                    figures = evaluate(config, accelerator, model, average, data)
+                    log.evaluation(done, figures)  # the report too
             ended = early.ended(figures)
             if stop or ended or saver.due(done, opened.max_steps):
                 with rates.pause():

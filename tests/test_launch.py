@@ -196,9 +196,10 @@ def test_what_the_file_says_of_the_experiment_is_not_lost_on_the_way(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("file", ["one.yaml", "two.yaml"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
 def test_a_signal_reaches_the_recipe(number: signal.Signals, file: str, files: Path, worker: str) -> None:
-    Path(worker).write_text(WORKER.replace("signal.SIGTERM", f"signal.{number.name}"))
+    heard = "SIGTERM" if number == signal.SIGHUP else number.name
+    Path(worker).write_text(WORKER.replace("signal.SIGTERM", f"signal.{heard}"))
     command = "launch" if file == "one.yaml" else "rehearse"
     head = [sys.executable, "-m", "accel_train.cli", command, "--config_file", str(files / file)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -211,3 +212,25 @@ def test_a_signal_reaches_the_recipe(number: signal.Signals, file: str, files: P
             waiting -= line == "ready\n"
         child.send_signal(number)
         assert child.wait(timeout=30) == 75
+
+
+def test_a_deepspeed_file_gives_its_own_keys(tmp_path: Path) -> None:
+    """Accelerate refuses those that stand in the environment and must be in DeepSpeed's own file."""
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}')
+    file = tmp_path / "zero.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\nnum_machines: 1\nnum_processes: 2\n"
+        f"deepspeed_config: {{deepspeed_config_file: {tmp_path / 'ds.json'}, zero3_init_flag: false}}\n"
+    )
+    settings = accelerate_settings(file, read_machine_config(file), Launch(str(file), str(RECIPE)))
+    given = accelerate_environment(settings)["ACCELERATE_CONFIG_DS_FIELDS"]
+    assert set(given.split(",")) == {"deepspeed_config_file", "zero3_init_flag"}
+
+
+def test_a_file_for_the_cpu_keeps_the_run_from_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "cpu.yaml").write_text("distributed_type: 'NO'\nnum_machines: 1\nnum_processes: 1\nuse_cpu: true\n")
+    script = tmp_path / "train.py"
+    said = "pathlib.Path(__file__).with_name('said').write_text(os.environ['ACCELERATE_USE_CPU'])"
+    script.write_text(f"import os, pathlib\n{said}\n")
+    assert launch(Launch(str(tmp_path / "cpu.yaml"), str(script))) == 0
+    assert (tmp_path / "said").read_text() == "true"

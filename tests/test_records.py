@@ -28,9 +28,10 @@ from accelerate.state import AcceleratorState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers, register_tracker_class
 
 from accel_train.config import UsageError
-from accel_train.metrics import environment, progress, records, trackers
+from accel_train.metrics import environment, progress, records, report, trackers
 from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.records import LineWriter, encode, read_metrics, repair_metrics, write_json
+from accel_train.metrics.samples import write_samples
 from accel_train.metrics.throughput import Throughput
 
 FIELDS: dict[str, object] = {
@@ -641,3 +642,21 @@ def test_importing_metrics_is_light() -> None:
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_report_is_written_after_its_evaluation(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(
+        report, "plot_curves", lambda metrics, _: seen.extend(r["event"] for r in read_metrics(metrics))
+    )
+    with Recorder(accelerator, tmp_path, LogConfig(progress_bar="off"), max_steps=5) as log:
+        log.evaluation(3, {"nll": 1.5})
+    assert seen[-1] == "evaluation"  # so the picture has it
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == {"step": 3, "nll": 1.5}
+
+
+def test_samples_that_cannot_be_written_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_samples(tmp_path / "absent", ["a"], ["b"], [("c", 0.5)])
+    assert "could not be written" in caplog.text

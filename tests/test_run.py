@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 from dataclasses import dataclass, field, replace
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
+from accel_train.checkpoints import lock as locks
 from accel_train.checkpoints.run import CheckpointsUnusableError, Run, open_run
 from accel_train.config import UsageError
 from tests.test_commit import make
@@ -105,9 +108,7 @@ def test_checkpoints_that_do_not_verify(accelerator: Accelerator, tmp_path: Path
 
 
 def _hold(path: str, ready: Any, done: Any) -> None:
-    from accel_train.checkpoints.run import _take_lock
-
-    lock = _take_lock(Path(path))
+    lock = locks.take(Path(path))
     ready.set()
     done.wait(30)
     lock.close()
@@ -139,3 +140,14 @@ def test_directories_that_cannot_be_used(accelerator: Accelerator, tmp_path: Pat
     (run.directory / "run.json").write_text(json.dumps(saved))
     with pytest.raises(UsageError, match="schema 99"):
         start(accelerator, Config(str(run.directory)))
+
+
+def test_a_file_system_without_locks_is_a_warning_and_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    locks.take(tmp_path).close()
+    assert "its file system has no locks" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -189,7 +190,8 @@ def test_the_clock_is_read_after_the_device_was_waited_for() -> None:
 
 def test_only_pause_waits_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append("wait"))
+    stream = SimpleNamespace(synchronize=lambda: waits.append("wait"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     meter = Throughput(torch.device("cuda", 0))
     meter.update(samples=8, tokens=100)
     assert not waits

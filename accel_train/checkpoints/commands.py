@@ -5,10 +5,7 @@ None of them needs a GPU; ls and verify do not even import torch.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import socket
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from accel_train.checkpoints import commit, retention
+from accel_train.checkpoints import commit, lock, retention
 from accel_train.checkpoints.hub_queue import HubQueue
 from accel_train.checkpoints.places import Place, disk_bytes, find_place, find_run, readable_size
 from accel_train.config import UsageError, from_tree, option_names, read_tree
@@ -273,21 +270,14 @@ def _lock_held(run: Path, *, needed: bool) -> Generator[None]:
         yield
         return
     try:
-        opened = (run / ".lock").open("a+")
+        held = lock.take(run, " (accel-train checkpoints prune)")
+    except lock.HeldError as holder:
+        raise UsageError(
+            f"{run} is in use by {holder}, which keeps and deletes by itself; end it first, or look with --dry-run"
+        ) from None
     except OSError as error:
         raise UsageError(f"{run}: cannot be written ({error.strerror}); prune as a user who may") from None
-    with opened as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            holder = lock.read().strip() or "another process"
-            raise UsageError(
-                f"{run} is in use by {holder}, which keeps and deletes by itself; end it first, or look with --dry-run"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()} (accel-train checkpoints prune)\n")
-        lock.flush()
+    with held:
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from accel_train.checkpoints import commit
@@ -28,7 +29,7 @@ def fetch(place: str, directory: Path) -> Checkpoint:
         if place.startswith(HUB):
             from accel_train.checkpoints import hub
 
-            found = commit.verify(hub.download(place.removeprefix(HUB), directory))
+            found = commit.opened(hub.download(place.removeprefix(HUB), directory))  # it has verified it
         else:
             found = _copy(_find(place), directory)
     except UsageError:
@@ -101,10 +102,11 @@ def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
             commit.seal_file(path)
     commit.fsync_folders(temporary)
     final = directory / commit.checkpoint_name(source.step)
+    try:
+        copied = commit.verify(temporary)  # under this name: a kill meanwhile leaves nothing that counts
+    except ValueError:
+        commit.remove(temporary)
+        raise
     os.rename(temporary, final)
     commit.fsync_directory(directory)
-    try:
-        return commit.verify(final)
-    except ValueError:
-        commit.remove(final)
-        raise
+    return replace(copied, path=final)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -10,7 +9,8 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from accel_train.checkpoints import commit, fetch, hub_options
+from accel_train.checkpoints import lock as locks
 from accel_train.checkpoints.commit import Checkpoint
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
 from accel_train.checkpoints.hub_repository import RUN_FILES
@@ -85,17 +86,26 @@ class Run:
         if self._lock is not None:
             self._lock.close()
 
-    def begin_loading(self) -> None:
-        """Note, on the main process, that the checkpoint is being loaded: a crash that repeats is then seen."""
+    @contextmanager
+    def loading(self, *, last: bool) -> Generator[None]:
+        """Note, on the main process, that the checkpoint is being read: a crash that repeats is then seen. What was
+        read, or refused with a reason, does not count; the ``last`` part of it to be read forgets earlier crashes."""
+        attempts = _loading_attempts(self.directory, self.checkpoint) if self.checkpoint is not None else 0
+        self._note_attempts(attempts + 1)
+        try:
+            yield
+        except UsageError:
+            self._note_attempts(attempts)
+            raise
+        self._note_attempts(0 if last else attempts)
+
+    def _note_attempts(self, attempts: int) -> None:
         if self._lock is not None and self.checkpoint is not None:
-            attempts = _loading_attempts(self.directory, self.checkpoint) + 1
+            if not attempts:
+                (self.directory / LOADING_FILE).unlink(missing_ok=True)
+                return
             note = {"checkpoint": self.checkpoint.path.name, "attempts": attempts}
             commit.replace_json(self.directory / LOADING_FILE, note)
-
-    def end_loading(self) -> None:
-        """It is loaded, or was refused with a reason."""
-        if self._lock is not None:
-            (self.directory / LOADING_FILE).unlink(missing_ok=True)
 
     def restore_directory(self) -> None:
         """Make the directory again if somebody deleted it while the run went on. Main process; raises ``OSError``."""
@@ -176,7 +186,12 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
         raise UsageError(
             f"output_dir: {directory} cannot be written ({error.strerror}); give another --output_dir"
         ) from None
-    lock = _take_lock(directory)
+    try:
+        lock = locks.take(directory)
+    except locks.HeldError as holder:
+        raise UsageError(
+            f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first"
+        ) from None
     if overwrite:
         if (directory / "checkpoints").exists():
             try:
@@ -191,24 +206,6 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
     commit.sweep(directory / "checkpoints")
     for left in (*directory.glob(".probe-*"), *directory.glob(".shared-*")):  # of starts that were killed
         left.unlink(missing_ok=True)
-    return lock
-
-
-def _take_lock(directory: Path) -> Any:
-    lock = (directory / ".lock").open("a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        lock.close()
-        raise UsageError(
-            f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first"
-        ) from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-    os.register_at_fork(after_in_child=lock.close)  # loader workers outlive a killed trainer by seconds
     return lock
 
 

@@ -6,6 +6,7 @@ straight into the owner's buffer, a bucket at a time: beside its own share no ra
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_train.checkpoints.policy import SavePrecision
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 2_000_000_000
 """Largest file; above it a tensor collection is split, with an index beside it as the Hub expects."""
@@ -161,10 +164,10 @@ class Snapshot:
         self._covers = {n: cover([e[n] for e in extents]) for n in extents[0]} if extents is not None else None
         self._clones: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
+        self._peak: int | None = None
         self._stream: torch.cuda.Stream | None = None
         if torch.cuda.is_available() and len(whole):
-            self._stream = torch.cuda.Stream()
-            weakref.finalize(self, _pin(whole))
+            self._stream = _pinned_stream(self, whole)
 
     def _dtype(self, tensor: Placed) -> torch.dtype:
         return DTYPES[self._collections[tensor.collection].precision][0]
@@ -176,7 +179,7 @@ class Snapshot:
         On a GPU with room for it the copy is made on the device and travels to the host while training goes on: the
         buffer holds it once ``ready``.
         """
-        on_device = self._stream is not None and _free_bytes() > 1.1 * self._plan.sizes[self._rank]
+        on_device = self._stream is not None and self._room() > 1.1 * self._plan.sizes[self._rank]
         for bucket in _buckets(self._plan.tensors):
             if self._covers is not None:
                 self._exchange(bucket)
@@ -201,10 +204,20 @@ class Snapshot:
             self._copied, self._clones = None, []
         return True
 
+    def _room(self) -> float:
+        """Device memory that clones may take while the next steps run, which need as much as the largest before."""
+        if self._peak is None:
+            self._peak = torch.cuda.max_memory_allocated()  # before the first clone
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self._peak
+
     def _clone(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         """Copy on the device now, to the host on a stream of its own; the clones live until that is done."""
         assert self._stream is not None
-        clones = [source.clone() for source in sources]
+        try:
+            clones = [source.clone() for source in sources]
+        except torch.OutOfMemoryError:  # in pieces too small to be of use
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
+            return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(targets, clones, non_blocking=True)  # pyright: ignore[reportPrivateUsage]
@@ -245,17 +258,16 @@ class Snapshot:
                 target.copy_(landing)
 
 
-def _pin(buffer: Tensor) -> Callable[[], Any]:
-    """Lock the buffer in memory, so that copies from the device run beside everything else; returns the way back."""
+def _pinned_stream(owner: object, buffer: Tensor) -> torch.cuda.Stream | None:
+    """A stream for copies that run beside everything else, into the buffer, which is locked in memory for as long as
+    ``owner`` lives. None where it cannot be locked: copies are waited for then."""
     runtime: Any = torch.cuda.cudart()
     address = buffer.data_ptr()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(buffer), 0)))
-    return lambda: runtime.cudaHostUnregister(address)
-
-
-def _free_bytes() -> int:
-    """Device memory that a copy may take: free on the device, or held by torch and unused."""
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if code := int(runtime.cudaHostRegister(address, len(buffer), 0)):
+        logger.warning("%d bytes of host memory cannot be locked (CUDA error %d): saves wait longer", len(buffer), code)
+        return None
+    weakref.finalize(owner, runtime.cudaHostUnregister, address)
+    return torch.cuda.Stream()
 
 
 def _buckets(tensors: Sequence[Placed]) -> Iterator[list[Placed]]:

@@ -112,6 +112,12 @@ class TransformerEncoder:
         model = load_model(self.name, self.folder, self._config)
         return model.to(self.device), load_tokenizer(self.name, self.folder)
 
+    def release(self) -> None:
+        """Give its memory on the device back; `encode` loads it again."""
+        self.__dict__.pop("_loaded", None)
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.empty_cache()
+
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """(n, Dz) float32 of one batch; texts are cut to `max_length` tokens."""

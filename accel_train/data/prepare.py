@@ -200,6 +200,8 @@ def prepare_data(
     mean, std = (given.latent_mean, given.latent_std) if given else statistics(table)
     made = DataAssets(tokenizer, encoder, config.max_length, mean, std, table.shape[0])
     heldout_table = _latents(config, heldout, encoder, cache, processes)
+    if isinstance(encoder, TransformerEncoder):
+        encoder.release()  # training never asks it
     parts = [
         _dataset(train.texts, train_tokens, table, made),
         _dataset(heldout.texts, heldout_tokens, heldout_table, made),

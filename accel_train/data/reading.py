@@ -4,6 +4,7 @@ Samples are seeded one by one, and every failure says which samples were being r
 """
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -195,6 +196,7 @@ class Workers:
             timeout=poll if workers else 0,
             prefetch_factor=settings.prefetch_factor if workers else None,
             generator=torch.Generator(device="cpu"),  # else it draws from the global one
+            worker_init_fn=_begin_worker,
         )
         with _child_signal_kept():
             self._batches: Iterator[Batch] | None = iter(loader)
@@ -259,7 +261,20 @@ class Workers:
         return f"worker {worker} (pid {pid}), {doing}"
 
     def close(self) -> None:
+        processes: list[Any] = getattr(self._batches, "_workers", [])
         self._batches = None
+        for process in processes:
+            if process.is_alive():  # one that hangs; it does not hear the DataLoader's SIGTERM
+                process.kill()
+                process.join()
+
+
+def _begin_worker(_: int) -> None:
+    """In a worker: the signals that a launcher sends to all processes are for the trainer, which reads on until all of
+    them have agreed on the step to save; and Python's garbage collector, which the trainer runs by hand, is on."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    gc.enable()
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -1,6 +1,6 @@
 """Text to ids and back: a tokenizer trained on the corpus, or that of any transformers model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PAD, MASK = "[PAD]", "[MASK]"
 MIN_VOCAB_SIZE = 300
+BATCH_TEXTS, BATCH_CHARACTERS = 8192, 2**23
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class TextTokenizer:
         ids: list[Tensor] = []
         lengths: list[int] = [0]
         truncated = 0
-        for start in range(0, len(texts), 8192):
-            encodings = self._tokenizer.encode_batch(texts[start : start + 8192])
+        for batch in _batches(texts):
+            encodings = self._tokenizer.encode_batch(batch)
             lengths.extend(len(encoding) for encoding in encodings)
             truncated += sum(bool(encoding.overflowing) for encoding in encodings)
             ids.append(torch.tensor([i for encoding in encodings for i in encoding.ids], dtype=torch.int32))
@@ -90,6 +91,20 @@ class TextTokenizer:
         from tokenizers import Tokenizer
 
         return cls(Tokenizer.from_str(text), pad_id=pad_id, mask_id=mask_id, special_ids=special_ids)
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Of bounded length: the library keeps what is cut off, some 90 bytes for a token of it."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        if batch and (len(batch) == BATCH_TEXTS or characters + len(text) > BATCH_CHARACTERS):
+            yield batch
+            batch, characters = [], 0
+        batch.append(text)
+        characters += len(text)
+    if batch:
+        yield batch
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> TextTokenizer:

@@ -72,6 +72,19 @@ class ModeConfig:
         return [_parse(text) for text in self.phases]
 
 
+def notices(config: ModeConfig) -> list[str]:
+    """A line for the log for options that the mode does not read."""
+    modes = {phase.mode for phase in config.parsed()} or {config.mode}
+    learned = set(MODES) if "mixed" in modes else modes
+    unread = {
+        "weights": "mixed" not in modes and config.weights != (1.0, 1.0, 1.0),
+        "latent_weight": learned == {"l2t"} and config.latent_weight != 1.0,
+        "conditioning_dropout": learned == {"unconditional"} and config.conditioning_dropout != 0.1,
+    }
+    said = [f"modes.{name} {getattr(config, name)}" for name, ignored in unread.items() if ignored]
+    return [f"{', '.join(said)}: not read by modes.mode {config.mode}"] if said else []
+
+
 def mode_of_step(config: ModeConfig, seed: int, step: int) -> Mode:
     """The mode of optimizer step ``step``: the same on every process."""
     mode = phase_of_step(config, step).mode

@@ -14,6 +14,7 @@ from accel_train.config import PositiveInt
 from accel_train.metrics.environment import describe_environment
 from accel_train.metrics.progress import Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics
+from accel_train.metrics.report import write_report
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
 from accel_train.runtime import garbage
 
@@ -85,6 +86,7 @@ class Recorder:
         self._max_steps = max_steps
         self._step = start_step
         self._main = accelerator.is_main_process
+        self._accelerator, self._directory = accelerator, output_dir
         self._started = time.perf_counter()
         names = resolve_trackers(options.trackers)
         if not self._main:
@@ -122,9 +124,10 @@ class Recorder:
         garbage.collect()  # here the host has waited for the device anyway
 
     def evaluation(self, step: int, values: Mapping[str, object]) -> None:
-        """One evaluation line, to file, trackers and console."""
+        """One evaluation line, to file, trackers and console; and the report, whose picture has this evaluation."""
         if self._main:
             self.record("evaluation", values, step=step)
+            write_report(self._accelerator, self._directory, step, values)
             self._trackers.log({f"evaluation/{k}": v for k, v in values.items()}, step)
             numbers = [f"{k} {v:.4g}" for k, v in values.items() if isinstance(v, (int, float))]
             logger.info("evaluation at step %d: %s", step, "  ".join(numbers))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def write_report(accelerator: Accelerator, directory: Path, step: int, figures: Mapping[str, float]) -> None:
+def write_report(accelerator: Accelerator, directory: Path, step: int, figures: Mapping[str, object]) -> None:
     """Write ``evaluation.json`` and, where there are metrics, ``curves.png``. Any process; the main one writes."""
     if not accelerator.is_main_process:
         return

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
+
+from accel_train.metrics.records import replace_file
+
+logger = logging.getLogger(__name__)
 
 
 def write_samples(
     directory: Path, originals: Sequence[str], sampled: Sequence[str], nearest: Sequence[tuple[str, float]]
-) -> Path:
+) -> None:
     """Write ``samples.md``: for each held-out text the text sampled from its latent, and the training text nearest
-    to the latent sampled from it, with their cosine. Main process."""
+    to the latent sampled from it, with their cosine. Main process; where it cannot be written, a warning."""
     lines = ["# Samples on held-out text", ""]
     for number, (text, tokens, (neighbour, cosine)) in enumerate(zip(originals, sampled, nearest, strict=False), 1):
         lines += [
@@ -22,8 +27,10 @@ def write_samples(
             "",
         ]
     path = directory / "samples.md"
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return path
+    try:
+        replace_file(path, "\n".join(lines).encode("utf-8", "replace"))
+    except OSError as error:
+        logger.warning("%s could not be written (%s); training is not affected", path, error)
 
 
 def _quoted(text: str) -> str:

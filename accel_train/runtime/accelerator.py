@@ -35,6 +35,7 @@ from accel_train.runtime.requested import (
     refuse_accumulation,
     refuse_experiment_settings,
 )
+from accel_train.runtime.signals import end_with_the_launcher
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -57,6 +58,7 @@ def build_accelerator(
     ZeRO's own settings (clipping, accumulation, batch sizes, precision) are generated from the arguments.
     Raises ``UsageError`` where the machine is not what the launch request says, naming both.
     """
+    end_with_the_launcher()
     requested = read_request(os.environ, parent_command_lines())
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_batch_sizes(global_batch_size, micro_batch_size, world_size)

@@ -23,8 +23,13 @@ from accel_train.config import EXIT_CODE_VARIABLE, UsageError, expand_path
 from accel_train.runtime.machine_config import MachineConfig, check_rendezvous, read_machine_config
 from accel_train.runtime.requested import MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE
 
-FORWARDED = {s: s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)} | {signal.SIGUSR1: signal.SIGTERM}
-"""As what a signal is passed on: torchrun knows these three; SIGUSR1 would end it and leave the workers behind."""
+FORWARDED: dict[signal.Signals, signal.Signals] = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGTERM,
+}
+"""As what a signal is passed on: SIGUSR1 would end torchrun and leave the workers behind."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -52,6 +57,8 @@ def launch(request: Launch, *, rehearsal: bool = False) -> int:
         _check_meeting_point(machine, request)
     settings = accelerate_settings(path, machine, request)
     environment = accelerate_environment(settings)
+    if machine.use_cpu:
+        environment["ACCELERATE_USE_CPU"] = "true"
     environment[MACHINE_FILE_VARIABLE] = str(path)
     if rehearsal:
         from accel_train.runtime import rehearsal as rehearsals
@@ -80,7 +87,8 @@ def accelerate_settings(path: Path, machine: MachineConfig, request: Launch) -> 
         settings.num_processes = machine.num_processes or 1
     if settings.main_process_port is None and settings.num_machines == 1:
         settings.main_process_port = free_port()  # several launches on one machine must not meet
-    settings.deepspeed_fields_from_accelerate_config = ",".join(vars(machine.deepspeed)) if machine.deepspeed else ""
+    given: Any = machine.raw.get("deepspeed_config") or {}
+    settings.deepspeed_fields_from_accelerate_config = ",".join(given)
     return settings
 
 
@@ -147,9 +155,8 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
         child = subprocess.Popen(
             command, env=environment | {EXIT_CODE_VARIABLE: str(reported)}, preexec_fn=_end_with_the_launcher
         )
-        previous = {
-            s: signal.signal(s, lambda n, _: child.send_signal(FORWARDED[signal.Signals(n)])) for s in FORWARDED
-        }
+        heard = [s for s in FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]  # nohup means it
+        previous = {s: signal.signal(s, lambda n, _: child.send_signal(FORWARDED[signal.Signals(n)])) for s in heard}
         try:
             code = child.wait()
         finally:

@@ -26,7 +26,7 @@ from accel_train.runtime.requested import parent_command_lines
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: saved, start again to go on."""
 STOP_FILE = "STOP"
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 2.0
 """A terminal and torchrun both pass on one Ctrl-C; what follows that soon is the same request."""
 PR_SET_PDEATHSIG = 1
@@ -46,10 +46,17 @@ LAUNCHERS = ("accelerate", "torchrun", "torch.distributed", "accel-train", "acce
 """In the parent's command line: it is a launcher, not a shell that may end while training goes on."""
 
 
+def end_with_the_launcher() -> None:
+    """From now on the death of this process's launcher, if it has one, counts as SIGTERM."""
+    if any(name in word for word in next(iter(parent_command_lines(1)), []) for name in LAUNCHERS):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class StopRequests:
     """Signals and the ``STOP`` file of one process. Build it on the main thread; ``close`` gives the signals back.
 
-    SIGTERM, SIGUSR1 and the first SIGINT ask to save and stop; a second signal ends the process at once. Under a
+    SIGTERM, SIGUSR1, SIGHUP (unless it is ignored, as under nohup) and the first SIGINT ask to save and stop; a
+    second signal ends the process at once. Under a
     launcher the launcher's death counts as SIGTERM: ``accelerate launch`` passes none on to a single process.
     """
 
@@ -58,9 +65,12 @@ class StopRequests:
         self._since: float | None = None
         self._file = directory / STOP_FILE if main else None
         self._looked = 0.0
-        self._before: dict[int, Any] = {number: signal.signal(number, self._on_signal) for number in STOPPING}
-        if any(name in word for word in next(iter(parent_command_lines(1)), []) for name in LAUNCHERS):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        self._before: dict[int, Any] = {
+            number: signal.signal(number, self._on_signal)
+            for number in STOPPING
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        }
+        end_with_the_launcher()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
@@ -102,7 +112,14 @@ class Agreement:
         self._pending: tuple[Any, torch.Tensor] | None = None
         self._size = size
         if self._world_size > 1:
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            interface = os.environ.get("NCCL_SOCKET_IFNAME", "")
+            if interface.replace(",", "").isalnum():  # not NCCL's own patterns; gloo reads a variable of its own
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            try:
+                self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            except RuntimeError as error:
+                error.add_note("processes also talk over gloo: name the hosts' interface in GLOO_SOCKET_IFNAME")
+                raise
 
     def exchange(self, values: Sequence[int]) -> list[int]:
         """Give this rank's values, get the maxima over all ranks of what they gave at the last call (one process: of

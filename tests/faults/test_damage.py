@@ -129,6 +129,27 @@ def test_an_extra_file(zygote: Zygote, half: Path, whole: Path) -> None:
     same_run(half, whole)
 
 
+def test_a_start_that_is_refused_after_loading_does_not_count_against_the_checkpoint(
+    zygote: Zygote, half: Path, whole: Path
+) -> None:
+    patch = """
+from accel_train.checkpoints import restore
+from accel_train.config import UsageError
+original = restore.load_initial_weights
+def load(model, run):
+    original(model, run)
+    raise UsageError("an option that cannot be obeyed")
+restore.load_initial_weights = load
+"""
+    for _ in range(4):
+        assert zygote.run(half, *EVERY, patch=patch).wait() == [2]
+    run = zygote.run(half, *EVERY)
+    assert run.wait() == [0], run.output()
+    assert f"resuming {half} at step 10" in run.output()
+    assert not (half / "loading.json").exists()
+    same_run(half, whole)
+
+
 @pytest.mark.fault("F37", injected="every checkpoint damaged", outcome="exit 1, each reason; never step 0 again")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_checkpoints_damaged(zygote: Zygote, half: Path, ranks: int) -> None:
@@ -163,13 +184,13 @@ def test_all_checkpoints_damaged(zygote: Zygote, half: Path, ranks: int) -> None
 def test_a_checkpoint_that_crashes_the_start(zygote: Zygote, half: Path, whole: Path, crash: str) -> None:
     patch = f"""
 import os
-from accel_train.checkpoints import restore
-original = restore.load_initial_weights
-def load(model, run):
-    original(model, run)
-    if run.start_step == 10:
+from accel_train.checkpoints import weights
+original = weights.load_weights
+def load(directory, stem, model):
+    original(directory, stem, model)
+    if directory.name.endswith("10"):
         {crash}
-restore.load_initial_weights = load
+weights.load_weights = load
 """
     for _ in range(3):
         run = zygote.run(half, *EVERY, patch=patch)

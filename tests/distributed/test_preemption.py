@@ -1,0 +1,37 @@
+"""A launcher's SIGTERM reaches every process of a run, the readers of its data too: one save, and the code 75."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accel_train.checkpoints import commit
+from tests.distributed.launching import RECIPE, ROOT, SMALL, environment
+
+pytestmark = pytest.mark.distributed
+LITTLE_AHEAD = ("--loader.num_workers", "1", "--loader.prefetch_factor", "1", "--micro_batch_size", "1")
+"""Eight micro-batches a step on each process, of which one or two have been read."""
+
+
+def test_readers_go_on_until_the_step_is_saved(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(RECIPE)]
+    flags = ["demo", *SMALL, *LITTLE_AHEAD, "--output_dir", str(run)]
+    given = environment() | {"ACCELERATE_USE_CPU": "true"}
+    with (tmp_path / "log").open("w") as log:
+        child = subprocess.Popen([*command, *flags], cwd=ROOT, env=given, stdout=log, stderr=subprocess.STDOUT)
+        metrics, until = run / "metrics.jsonl", time.monotonic() + 180
+        while not (metrics.exists() and '"step": 3,' in metrics.read_text()) and time.monotonic() < until:
+            assert child.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+        child.send_signal(signal.SIGTERM)
+        child.wait(timeout=120)
+    said = (tmp_path / "log").read_text()
+    assert "start again to go on (exit code 75)" in said, said[-3000:]
+    assert "LoadingError" not in said
+    assert len(commit.committed(run / "checkpoints")) == 1
