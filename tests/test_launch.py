@@ -203,7 +203,13 @@ def test_a_signal_reaches_the_recipe(number: signal.Signals, file: str, files: P
     command = "launch" if file == "one.yaml" else "rehearse"
     head = [sys.executable, "-m", "accel_train.cli", command, "--config_file", str(files / file)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen([*head, worker, "wait"], env=environment, stdout=subprocess.PIPE, text=True) as child:
+
+    def hears() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though these tests may run under nohup
+
+    with subprocess.Popen(
+        [*head, worker, "wait"], env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=hears
+    ) as child:
         assert child.stdout is not None
         waiting = 1 if file == "one.yaml" else 2
         while waiting:

@@ -155,7 +155,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
         child = subprocess.Popen(
             command, env=environment | {EXIT_CODE_VARIABLE: str(reported)}, preexec_fn=_end_with_the_launcher
         )
-        heard = [s for s in FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]  # nohup means it
+        heard = [s for s in FORWARDED if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]  # nohup
         previous = {s: signal.signal(s, lambda n, _: child.send_signal(FORWARDED[signal.Signals(n)])) for s in heard}
         try:
             code = child.wait()
