@@ -88,7 +88,7 @@ class Writer:
 
     def close(self, *, kill: bool = False) -> None:
         """End it, at once with ``kill``. The buffer stays mapped for as long as a tensor looks into it."""
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)  # of all copies: a forked child may hold one, and would keep it open
         self._connection.close()
         if kill:

@@ -56,8 +56,8 @@ class StopRequests:
     """Signals and the ``STOP`` file of one process. Build it on the main thread; ``close`` gives the signals back.
 
     SIGTERM, SIGUSR1, SIGHUP (unless it is ignored, as under nohup) and the first SIGINT ask to save and stop; a
-    second signal ends the process at once. Under a
-    launcher the launcher's death counts as SIGTERM: ``accelerate launch`` passes none on to a single process.
+    second signal ends the process at once. Under a launcher the launcher's death counts as SIGTERM: ``accelerate
+    launch`` passes none on to a single process.
     """
 
     def __init__(self, directory: Path, *, main: bool) -> None:
