@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +73,18 @@ def prepare(
     return inputs, dict.fromkeys(operator_learning.TERMS, batch["weight"].sum())
 
 
-def parts_of(terms: set[str]) -> pde_transformer.Parts | None:
+def parts_of(terms: set[str], freeze: bool) -> pde_transformer.Parts | None:
     """What the model must compute for these terms. None: a prediction without gradient, and what it misses."""
     operator = "prediction" in terms
-    parts = pde_transformer.Parts("reconstruction" in terms, "reencoding" in terms, operator, operator)
+    parts = pde_transformer.Parts("reconstruction" in terms, "reencoding" in terms, operator, operator, not freeze)
     return None if "residual" in terms else parts
 
 
 def loss_sums(
-    model: nn.Module, inputs: accumulation.Batch, number: int, task: field_rows.FieldTask, terms: set[str]
+    model: nn.Module, inputs: accumulation.Batch, number: int, task: field_rows.FieldTask, terms: set[str], freeze: bool
 ) -> dict[str, Tensor]:
     """Sums of ``operator_learning.TERMS`` over a micro-batch, in fp32; divided by the global weights elsewhere."""
-    if (parts := parts_of(terms)) is None:
+    if (parts := parts_of(terms, freeze)) is None:
         found, size, correct = pde_prediction.predict(model, inputs, number, task.grid)
         assert size is not None, "Config has seen to it"
         losses = {"residual": residual.losses(correct, inputs["target"] - found, size, inputs["time"], inputs["noise"])}
@@ -133,7 +134,7 @@ def evaluate(
     config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: field_rows.FieldData
 ) -> dict[str, float]:
     """Held-out figures of every task and pictures, with the averaged weights. All ranks."""
-    options, figures, rows = config.evaluation, dict[str, float](), list[tuple[str, list[pictures.Panel]]]()
+    options, figures, rows = config.evaluation, dict[str, float](), list[tuple[str, list[Any]]]()
     place = accelerator.process_index, accelerator.num_processes, accelerator.device
 
     def total(sums: Tensor) -> Any:
@@ -141,7 +142,7 @@ def evaluate(
 
     with average.applied():
         for number, task in enumerate(data.tasks):
-            rowset, sums, panels = data.heldout[task.name], list[Tensor](), list[pictures.Panel]()
+            rowset, sums, panels = data.heldout[task.name], list[Tensor](), list[Any]()
             for batch, _ in heldout.heldout_batches(rowset, options.samples, options.batch_size, *place):
                 found, size, correct = pde_prediction.predict(model, batch, number, task.grid)
                 panels = panels or field_scores.row_panels(task, batch, found)
@@ -150,17 +151,13 @@ def evaluate(
                 sums.append(torch.stack([field_scores.row_sums(task, made, batch) for made in both]))
             figures |= field_scores.row_figures(task, *total(torch.stack(sums).sum(0)).tolist())
             if task.has_time:
-                paths = field_scores.Rollouts(task, rowset, options.trajectories, *place)
-                step_ahead = pde_prediction.stepper(model, paths.parameters, task.dt, number, task.grid)
-                plain, chosen = paths.plain(step_ahead), None
-                if task.conserved:
-                    chosen = total(paths.sums(paths.conditioned(step_ahead, options.conditioning, config.seed)))
-                figures |= field_scores.rollout_figures(task, total(paths.sums(plain)), chosen)
-                panels = paths.panels(plain)
+                step_of = partial(pde_prediction.stepper, model, dt=task.dt, task=number, grid=task.grid)
+                found, panels = field_scores.rolled_out(task, rowset, options, place, step_of, total, config.seed)
+                figures |= found
             rows.append((task.name, panels))
     figures["mean_nrmse"] = field_scores.mean_nrmse(data, figures)
     if accelerator.is_main_process:
-        figures |= field_scores.baseline_figures(data)
+        figures |= field_scores.baseline_figures(data, options.samples)
         pictures.write_fields(expand_path(config.output_dir) / "fields.png", rows)
     logs.info(logger, *field_scores.table(data, figures))
     return figures
@@ -175,6 +172,7 @@ def main(argv: Sequence[str]) -> int:
     data = pde.prepare_pde(config.data, rank=rank, world_size=world_size, barrier=accelerator.wait_for_everyone)
     sizes, tasks = data.train.sizes, data.tasks
     order = task_sampler.TaskSampler(sizes, config.global_batch_size, config.seed, config.task_weights)
+    operator_learning.check_tasks(config.objective, config.evaluation, tasks)
     lengths = experiment.lengths(config, sum(sizes))
     words = operator_learning.check_stages(config.objective, config.schedule.warmup_steps, *lengths)
     opened = experiment.open_experiment(config, accelerator, sum(sizes), data.fingerprint, [*data.notices, *words])
@@ -201,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
         records.write_json(directory / "config.json", to_tree(shape))
         data.assets.save(directory / "assets")
 
-    stop, done = False, opened.start_step
+    stop, done, freeze = False, opened.start_step, config.objective.freeze_autoencoder
     opening = config, accelerator, opened, prepared, data.train, order, write_extras
     with experiment.open_training(*opening) as (steps, log, saver, rates):
         for batches in steps:
@@ -214,19 +212,18 @@ def main(argv: Sequence[str]) -> int:
             place = operator_learning.place_in_schedule(config.objective, step, opened.decay_steps)
             optimizers.set_learning_rate(optimizer, schedules.learning_rate_factor(config.schedule, *place))
 
-            micro_batches = [prepare(config, batch, step, task, terms) for batch in batches.micro_batches]
-            window = accumulation.GradientWindow(
-                accelerator, model, micro_batches, coefficients, step, config.sync, guard
-            )
+            cut = [prepare(config, batch, step, task, terms) for batch in batches.micro_batches]
+            window = accumulation.GradientWindow(accelerator, model, cut, coefficients, step, config.sync, guard)
             for inputs in window:  # gradients stay local until the last micro-batch
-                window.backward(loss_sums(model, inputs, number, task, terms))
+                window.backward(loss_sums(model, inputs, number, task, terms, freeze))
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             average.update(step)
 
             points = math.prod(shape.grid(shape.tasks[number]).cells)
-            work = pde_flops.training_flops_per_sample(shape, number, config.objective.queries, parts_of(terms))
+            parts, queries = parts_of(terms, freeze), config.objective.queries
+            work = pde_flops.training_flops_per_sample(shape, number, queries, parts)
             rates.update(
                 samples=config.global_batch_size,
                 tokens=result.weights["prediction"] * points,

@@ -605,6 +605,12 @@ def test_figures_that_a_run_lacks_are_left_out_and_names_do_not_collide() -> Non
         "loss_last_tenth": 2.0,
         "evaluation_loss": 3.0,
     }
+    line = {"step": 8, "step_seconds": 0.25, "loss": 2.0, "loss_prediction": 1.5, "loss_reencoding": None}
+    found = figures.figures(run := run_of([line]), figures.window_of([run]), 1.0)
+    assert {name: value for name, value in found.items() if name.startswith("loss_")} == {
+        "loss_last_tenth": 2.0,
+        "loss_prediction": 1.5,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- gates

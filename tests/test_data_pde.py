@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from accel_train.config import UsageError, from_tree
 from accel_train.data import pde
-from accel_train.data.field_rows import FieldData
+from accel_train.data.field_rows import FieldData, load_field_assets
 from accel_train.data.loader import LoaderConfig, iterate_steps
 from accel_train.data.pde import PdeDataConfig, prepare_pde, solve_burgers, solve_darcy
 from accel_train.data.sampler import Cut
@@ -25,8 +25,11 @@ Float = NDArray[np.float64]
 
 
 def demo(cache: Path, **options: Any) -> FieldData:
-    small = {"train_samples": 40, "heldout_samples": 8, "resolution_1d": 32, "resolution_2d": 8, "snapshots": 6}
-    return prepare_pde(PdeDataConfig(**{**small, "cache_dir": str(cache), **options}))
+    small: dict[str, Any] = {"train_samples": 40, "heldout_samples": 8, "cache_dir": str(cache)}
+    spaces = {pde.KINDS[task].space for task in options.get("tasks", ("advection", "darcy"))}
+    small |= {"resolution_1d": 32, "snapshots": 6} if 1 in spaces else {}
+    small |= {"resolution_2d": 8} if 2 in spaces else {}
+    return prepare_pde(PdeDataConfig(**{**small, **options}))
 
 
 def generated(cache: Path, task: str, split: str = "train") -> tuple[Float, Float]:
@@ -411,6 +414,37 @@ def test_burgers_of_pdebench_with_channels_last(tmp_path: Path) -> None:
     assert data.tasks[0].parameter.mean == pytest.approx([0.02])  # the attribute, not the name
 
 
+@pytest.mark.parametrize(("viscosities", "logarithmic"), [((0.001, 0.01, 4.0), True), ((0.1, 0.5, 1.0), False)])
+def test_parameters_that_range_widely_are_read_by_their_logarithm(
+    tmp_path: Path, viscosities: tuple[float, ...], logarithmic: bool
+) -> None:
+    axes = {"t-coordinate": np.arange(6) * 0.5, "x-coordinate": np.arange(8.0)}
+    for nu in viscosities:
+        tensor = GENERATOR.normal(size=(10, 5, 8)).astype(np.float32)
+        write_pdebench(tmp_path / f"1D_Burgers_Sols_Nu{nu}.hdf5", {"tensor": tensor, **axes}, {})
+    data = files(tmp_path, "burgers", time_stride=1)
+    data.assets.save(tmp_path)
+    values = torch.tensor(viscosities)[:, None]
+    read = load_field_assets(tmp_path).normalise_parameters("burgers", values).ravel()
+    expected = np.log(viscosities) if logarithmic else np.array(viscosities)
+    np.testing.assert_allclose(read, (expected - expected.mean()) / expected.std(), rtol=1e-5)
+    assert any("read by their logarithms" in words for words in data.notices) == logarithmic
+    assert sorted({float(data.training["burgers"][i]["parameters"]) for i in range(27)}) == pytest.approx(read.tolist())
+
+
+@pytest.mark.parametrize(("factor", "said"), [(100.0, True), (10.0, False)])
+def test_files_of_very_different_fields_are_said_to_share_a_scale(tmp_path: Path, factor: float, said: bool) -> None:
+    axes = {"x-coordinate": np.arange(8.0), "y-coordinate": np.arange(8.0)}
+    tensor = GENERATOR.normal(size=(20, 1, 8, 8)).astype(np.float32)
+    nu = GENERATOR.uniform(1, 2, size=(20, 8, 8)).astype(np.float32)
+    for beta in (1.0, factor):
+        fields = {"tensor": beta * tensor, "nu": nu, **axes}
+        write_pdebench(tmp_path / f"2D_DarcyFlow_beta{beta}_Train.hdf5", fields, {})
+    words = [words for words in files(tmp_path, "darcy").notices if "errors of the small ones hardly count" in words]
+    assert bool(words) == said
+    assert not said or "beta100.0_Train.hdf5 are 100 times as large as those of 2D_DarcyFlow_beta1.0" in words[0]
+
+
 def test_darcy_of_pdebench(tmp_path: Path) -> None:
     tensor = GENERATOR.normal(size=(20, 1, 8, 8)).astype(np.float32)
     nu = GENERATOR.uniform(1, 2, size=(20, 8, 8)).astype(np.float32)
@@ -513,6 +547,9 @@ def test_a_folder_without_the_task(tmp_path: Path) -> None:
         ({"speed": (2.0, 1.0)}, "speed 2.0 1.0: the lowest comes first"),
         ({"path": "/data", "speed": (0.0, 1.0)}, "speed .* has no effect with --data.path '/data'"),
         ({"path": "/data", "workers": 3}, "workers 3 has no effect"),
+        ({"viscosity": (0.1, 0.2)}, "viscosity .* has no effect with --data.tasks advection darcy"),
+        ({"tasks": ("darcy",), "time_stride": 1}, "time_stride 1 has no effect with --data.tasks darcy"),
+        ({"tasks": ("burgers",), "resolution_2d": 16}, "resolution_2d 16 has no effect"),
     ],
 )
 def test_options_are_obeyed_or_refused(options: dict[str, Any], words: str) -> None:
@@ -521,8 +558,8 @@ def test_options_are_obeyed_or_refused(options: dict[str, Any], words: str) -> N
 
 
 def test_the_group_reads_from_yaml_values() -> None:
-    config = from_tree(PdeDataConfig, {"tasks": ["burgers"], "speed": [1, 2], "workers": 2, "seed": 3}, "file")
-    assert (config.tasks, config.speed, config.workers) == (("burgers",), (1.0, 2.0), 2)
+    config = from_tree(PdeDataConfig, {"tasks": ["advection"], "speed": [1, 2], "workers": 2, "seed": 3}, "file")
+    assert (config.tasks, config.speed, config.workers) == (("advection",), (1.0, 2.0), 2)
     with pytest.raises(UsageError, match=re.escape("viscosity")):
         from_tree(PdeDataConfig, {"viscosity": [0.0, 1.0]}, "file")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from accel_train.data.field_rows import FieldData
 from accel_train.data.pde import PdeDataConfig, prepare_pde
+from accel_train.diffusion.operator_learning import EvaluationConfig
 from accel_train.diffusion.rollout import MOST_CANDIDATES, ConditioningConfig
 from accel_train.metrics import field_scores
 from accel_train.metrics.early_stopping import EarlyStopping
@@ -64,16 +66,19 @@ def exact(state: Tensor) -> Tensor:
     return state.roll(1, -1)
 
 
-def sums_of(data: FieldData, world_size: int, conditioned: bool) -> Tensor:
+def sums_of(data: FieldData, world_size: int, conditioned: bool, batch_size: int = 64) -> Tensor:
     total = torch.zeros(3, 4, dtype=torch.float64)
     for rank in range(world_size):
-        paths = field_scores.Rollouts(
-            data.tasks[0], data.heldout["advection"], 5, rank, world_size, torch.device("cpu")
-        )
-        config = ConditioningConfig(candidates=3, beam=2, horizon=2)
-        made = paths.conditioned(exact, config, seed=0) if conditioned else paths.plain(exact)
-        assert made.shape == paths.truth[:, 1:].shape
-        total += paths.sums(made)
+        options = EvaluationConfig(trajectories=5, batch_size=batch_size)
+        place = rank, world_size, torch.device("cpu")
+        batches = list(field_scores.rollout_batches(data.tasks[0], data.heldout["advection"], options, place))
+        share = -(-5 // world_size)
+        assert [len(paths.sample) for paths in batches][:-1] == [batch_size] * (-(-share // batch_size) - 1)
+        for paths in batches:
+            config = ConditioningConfig(candidates=3, beam=2, horizon=2)
+            made = paths.conditioned(exact, config, seed=0) if conditioned else paths.plain(exact)
+            assert made.shape == paths.truth[:, 1:].shape
+            total += paths.sums(made)
     return total
 
 
@@ -81,8 +86,8 @@ def sums_of(data: FieldData, world_size: int, conditioned: bool) -> Tensor:
 def test_rollouts_are_the_same_on_any_number_of_processes(data: FieldData, conditioned: bool) -> None:
     one = sums_of(data, 1, conditioned)
     assert one[0].tolist() == [5.0] * 4
-    for world_size in (2, 3):
-        torch.testing.assert_close(sums_of(data, world_size, conditioned), one, rtol=1e-6, atol=1e-9)
+    for world_size, batch_size in ((1, 2), (2, 64), (2, 1), (3, 1)):
+        torch.testing.assert_close(sums_of(data, world_size, conditioned, batch_size), one, rtol=1e-6, atol=1e-9)
 
 
 def test_rollout_figures(data: FieldData) -> None:
@@ -97,7 +102,7 @@ def test_rollout_figures(data: FieldData) -> None:
 
 
 def test_what_needs_no_model_stands_beside_the_model(data: FieldData) -> None:
-    others = field_scores.baseline_figures(data)
+    others = field_scores.baseline_figures(data, 8)
     assert {"advection_persistence_nrmse", "darcy_linear_fit_nrmse", "darcy_training_mean_nrmse"} <= set(others)
     assert "darcy_persistence_nrmse" not in others
     figures = others | {"advection_nrmse": 0.04, "darcy_nrmse": 0.01}
@@ -110,11 +115,18 @@ def test_what_needs_no_model_stands_beside_the_model(data: FieldData) -> None:
 def test_pictures_are_written_whole(tmp_path: Path, data: FieldData) -> None:
     task, rows = data.tasks[1], data.heldout["darcy"]
     batch = rows.batch([0])
-    paths = field_scores.Rollouts(data.tasks[0], data.heldout["advection"], 1, 0, 1, torch.device("cpu"))
-    panels = [("a", paths.panels(paths.plain(exact))), ("d", field_scores.row_panels(task, batch, batch["target"]))]
-    write_fields(tmp_path / "fields.png", panels)
+    options, place = EvaluationConfig(trajectories=2), (0, 1, torch.device("cpu"))
+    first = data.tasks[0], data.heldout["advection"]
+    figures, panels = field_scores.rolled_out(*first, options, place, lambda _: exact, lambda sums: sums, 0)
+    rows = [("a", panels), ("d", field_scores.row_panels(task, batch, batch["target"]))]
+    write_fields(tmp_path / "fields.png", rows)
     assert (tmp_path / "fields.png").read_bytes()[:4] == b"\x89PNG"
-    assert [path.name for path in tmp_path.iterdir()] == ["fields.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fields.json", "fields.png"]
+    curve = json.loads((tmp_path / "fields.json").read_text())["a"]["rollout: error against time"]
+    assert curve["at"] == pytest.approx([data.tasks[0].dt * n for n in (1, 2, 3, 4)])
+    assert np.mean(curve["lines"]["rollout"]) == pytest.approx(figures["advection_rollout_nrmse"])
+    assert curve["lines"]["rollout"][-1] == pytest.approx(figures["advection_rollout_nrmse_last"])
+    assert np.mean(curve["lines"]["conditioned"]) == pytest.approx(figures["advection_conditioned_nrmse"])
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -41,14 +41,14 @@ TASKS = (
     TaskShape("darcy", 2, 1, (8, 8), same_fields=False),
     TaskShape("flow", 2, 2, (4, 8), parameters=2, periodic=True),
 )
-MODEL = PdeModelConfig(
-    width=16, depth=2, depths=(1, 1, 1), heads=2, group_width=8, decoder_width=8, patch_2d=2, octaves=3
-)
+MODEL = PdeModelConfig(width=16, depth=2, heads=2, decoder_width=8, patch_2d=2, octaves=3)
 SMALL = PdeTransformerConfig(TASKS, MODEL)
 MODELS = {
     "stack": MODEL,
-    "unet": replace(MODEL, operator="pdet_unet"),
-    "channel-separated, other latents": replace(MODEL, attention="channel_separated", latent_width=24, max_tokens=2),
+    "unet": replace(MODEL, operator="pdet_unet", depth=4, depths=(1, 1, 1)),
+    "channel-separated, other latents": replace(
+        MODEL, attention="channel_separated", group_width=8, latent_width=24, max_tokens=2
+    ),
     "without cross-attention": replace(MODEL, decoder_layers=0),
 }
 REFINING = {
@@ -482,10 +482,10 @@ def test_correcting_in_bf16(cast_weights: bool) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"operator": "pdet_unet"},
+        {"operator": "pdet_unet", "depth": 4},
         {"depth": 3},
         {"heads": 4},
-        {"attention": "channel_separated"},
+        {"attention": "channel_separated", "group_width": 8},
         {"ffn_ratio": 2},
         {"qk_norm": False},
         {"latent_width": 8},
@@ -514,7 +514,10 @@ def test_every_option_of_the_architecture_is_used(change: dict[str, Any]) -> Non
         ({"decoder_width": 12}, ("decoder_width 12", "head size 8")),
         ({"attention": "channel_separated", "group_width": 12}, ("group_width 12", "head size 8", "16")),
         ({"attention": "channel_separated", "group_width": 32}, ("group_width 32", "head size 8", "16")),
-        ({"depths": (2, 2)}, ("depths (2, 2)", "odd")),
+        ({"operator": "pdet_unet", "depth": 4, "depths": (2, 2)}, ("depths (2, 2)", "odd")),
+        ({"depths": (1, 1, 1)}, ("depths (1, 1, 1)", "has no effect on operator pdet_stack")),
+        ({"operator": "pdet_unet"}, ("depth 2", "has no effect on operator pdet_unet")),
+        ({"group_width": 8}, ("group_width 8", "has no effect on attention standard")),
     ],
 )
 def test_impossible_shapes_are_refused(change: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -251,7 +251,13 @@ def test_options_that_need_another(options: dict[str, Any], says: str) -> None:
 
 @pytest.mark.parametrize(
     ("changed", "says"),
-    [({}, "bit-exact: the same layout"), ({"micro_batch_size": 1}, "not bit-exact: .*micro_batch_size 2 -> 1")],
+    [
+        ({}, "bit-exact: the same layout"),
+        ({"micro_batch_size": 1}, "not bit-exact: .*micro_batch_size 2 -> 1"),
+        ({"attention": "sdpa_math"}, "not bit-exact: .*attention None -> sdpa_math"),
+        ({"compile.mode": "on"}, "not bit-exact: .*compile.mode None -> on"),
+        ({"loader.bucket_by_length": True}, "not bit-exact: .*loader.bucket_by_length None -> True"),
+    ],
 )
 def test_whether_a_resume_is_bit_exact_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, int], says: str

@@ -26,7 +26,7 @@ from accel_train.checkpoints.retention import STATE_FILES
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, GitCommitInfo, HfApi
 
-RUN_FILES = ("config.yaml", "curves.png", "fields.png", "samples.md", "evaluation.json")
+RUN_FILES = ("config.yaml", "curves.png", "fields.png", "fields.json", "samples.md", "evaluation.json")
 """Files of the run that go along where they are there. They change with time, so the manifest does not list them."""
 
 OURS = re.compile(

@@ -68,4 +68,10 @@ def intact(folder: Path) -> bool:
 
 def _hashes(folder: Path) -> dict[str, str]:
     files = sorted(file for file in folder.iterdir() if file.name != SEAL)
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {file.name: _hash(file) for file in files}
+
+
+def _hash(file: Path) -> str:
+    """Read in pieces: generated fields may be larger than the memory that all processes of a host have."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from accel_train.data.artifacts import cached_folder
 from accel_train.data.field_files import FieldFacts, Fields, StoredFields, field_facts
 
 ASSETS_FORMAT = 1
+WIDE = 20.0
+"""Numbers of one kind that differ by more than this factor are called wide apart."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class FieldTask:
     target: Scale
     """The same as `input` in a task with time."""
     parameter: Scale
+    """Of the parameters, or of the logarithms of those of `logarithmic`."""
+    logarithmic: tuple[bool, ...] = ()
+    """Of each parameter, whether it is read by its logarithm: positive ones that range over more than `WIDE`."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,11 @@ class FieldAssets:
 
     def normalise_parameters(self, task: str, values: Tensor) -> Tensor:
         """(..., its own parameters) -> (..., P), filled with 0."""
-        scaled = self.task(task).parameter.normalise(values, trailing=0)
+        own = self.task(task)
+        if any(own.logarithmic):
+            chosen = torch.tensor(own.logarithmic, device=values.device)
+            values = torch.where(chosen, values.clamp(min=torch.finfo(values.dtype).tiny).log(), values)
+        scaled = own.parameter.normalise(values, trailing=0)
         return torch.nn.functional.pad(scaled, (0, self.parameter_count - values.shape[-1]))
 
     def save(self, directory: Path) -> None:
@@ -132,7 +141,7 @@ def load_field_assets(directory: Path) -> FieldAssets:
 
 def _task(facts: dict[str, Any]) -> FieldTask:
     scales = {name: Scale(*map(tuple, facts[name].values())) for name in ("input", "target", "parameter")}
-    lists = {name: tuple(facts[name]) for name in ("grid", "parameters")}
+    lists = {name: tuple(facts.get(name, ())) for name in ("grid", "parameters", "logarithmic")}
     values: dict[str, Any] = {**facts, **lists, **scales}
     return FieldTask(**values)
 
@@ -237,7 +246,7 @@ class JoinedRows:
         return part, index - ends[part] + self.sizes[part]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FieldData:
     """What a run trains on and is measured by."""
 
@@ -292,8 +301,9 @@ def build_field_data(
             parameters = assets.normalise_parameters(task.name, torch.from_numpy(values))
             rows[split][task.name] = FieldRows(task, fields, parameters, time_stride)
     train, heldout = rows["train"], rows["heldout"]
-    notices = tuple(_notice(train[name], heldout[name]) for name in stored)
-    return FieldData(JoinedRows(tuple(train.values())), train, heldout, assets, digest.hexdigest(), notices)
+    notices = [_notice(train[name], heldout[name]) for name in stored]
+    notices += [words for name, splits in stored.items() for words in _uneven(name, splits["train"], assets.task(name))]
+    return FieldData(JoinedRows(tuple(train.values())), train, heldout, assets, digest.hexdigest(), tuple(notices))
 
 
 def _joined(task: str, files: Sequence[StoredFields], time_stride: int) -> Fields:
@@ -342,6 +352,8 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
         )
     given, timed = header.input_channels, header.dt > 0
     values = np.concatenate([files.parameters for files in splits["train"]]).astype(np.float64)
+    wide = (values.min(0) > 0) & (values.max(0) > WIDE * values.min(0))
+    values = np.where(wide, np.log(np.where(wide, values, 1.0)), values)
     deviation = values.std(0)
     return FieldTask(
         name=header.task,
@@ -356,9 +368,30 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
         input=Scale(facts.mean, facts.std) if timed else Scale(facts.mean[:given], facts.std[:given]),
         target=Scale(facts.mean, facts.std) if timed else Scale(facts.mean[given:], facts.std[given:]),
         parameter=Scale(tuple(values.mean(0).tolist()), tuple(np.where(deviation > 0, deviation, 1.0).tolist())),
+        logarithmic=tuple(wide.tolist()) if wide.any() else (),
     )
 
 
 def _notice(train: FieldRows, heldout: FieldRows) -> str:
     times = f" of {train.data.shape[0]} snapshots, {len(train):,} pairs" if train.task.has_time else ""
     return f"{train.task.name}: {train.samples:,} training samples{times}; {heldout.samples:,} held out"
+
+
+def _uneven(name: str, files: Sequence[StoredFields], task: FieldTask) -> Iterator[str]:
+    """What the files of one task say by their sizes: all share one scale, and the loss is of normalised fields."""
+    if any(task.logarithmic):
+        yield f"{name}: {', '.join(task.parameters)} range over more than {WIDE:g} times: read by their logarithms"
+    sizes = {file.part.file.name: _size(Fields((file.part,)), task) for file in files}
+    small, large = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    if sizes[large] > WIDE * sizes[small]:
+        yield (
+            f"{name}: fields of {large} are {sizes[large] / max(sizes[small], 1e-30):.3g} times as large as those of "
+            f"{small}, and one scale is shared: errors of the small ones hardly count. Train them apart, each with a "
+            "--data.path of its own"
+        )
+
+
+def _size(fields: Fields, task: FieldTask) -> float:
+    """Root mean square of the first samples' targets."""
+    read = [fields.snapshots(sample, slice(0, 1))[:, -task.target_channels :] for sample in range(min(4, len(fields)))]
+    return float(np.sqrt(np.mean(np.square(read, dtype=np.float64))))

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Literal, TypeVar
 
@@ -56,3 +56,9 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def even_shares(wanted: int | None, default: Sequence[int]) -> Sequence[int]:
+    """``wanted`` dealt to as many as ``default`` has, as evenly as whole numbers can; None: the default itself."""
+    count = len(default)
+    return default if wanted is None else [wanted * (k + 1) // count - wanted * k // count for k in range(count)]

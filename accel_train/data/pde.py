@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from functools import partial
@@ -26,7 +26,7 @@ from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed,
 from accel_train.data.artifacts import cache_directory, cached_folder
 from accel_train.data.field_files import FieldHeader, FieldPart, StoredFields, hdf5, read_stored, require, write_fields
 from accel_train.data.field_rows import FieldData, build_field_data
-from accel_train.data.generation import blocks_in_order
+from accel_train.data.generation import blocks_in_order, even_shares
 from accel_train.data.progress import Progress
 
 DEMO = "demo"
@@ -35,6 +35,7 @@ DEFAULT_SAMPLES = {"train": 1536, "heldout": 128}
 DEFAULT_RESOLUTION = {1: 128, 2: 32}
 GENERATOR = 1
 """Counts changes of what is generated from the same options."""
+SOME_TASKS = ("speed", "viscosity", "snapshots", "dt", "time_stride", "resolution_1d", "resolution_2d")  # not by all
 BLOCK = 32
 """Samples generated together. Always whole blocks, so that sample i does not depend on how many there are."""
 MODES = 6
@@ -84,18 +85,23 @@ class PdeDataConfig:
             raise UsageError(f"--data.tasks {list(self.tasks)}: at least one task, each once, is required.")
         if self.path == DEMO:
             self._check_generation()
-            return
+        else:
+            names = ("snapshots", "dt", "speed", "viscosity", "seed", "workers")
+            self._refuse_unread(names, f"--data.path {self.path!r}, whose files are read", f"set path to {DEMO}")
+
+    def _refuse_unread(self, names: Iterable[str], where: str, instead: str) -> None:
         defaults = {f.name: f.default for f in dataclass_fields(self)}
-        for name in ("snapshots", "dt", "speed", "viscosity", "seed", "workers"):
-            if getattr(self, name) != defaults[name]:
-                raise UsageError(
-                    f"--data.{name} {getattr(self, name)!r} has no effect with --data.path {self.path!r}, whose files "
-                    f"are read, not generated. Leave it at its default {defaults[name]!r}, or set path to {DEMO}."
-                )
+        for name, value in ((n, getattr(self, n)) for n in names if getattr(self, n) != defaults[n]):
+            raise UsageError(
+                f"--data.{name} {value!r} has no effect with {where}. Leave it at {defaults[name]!r}, or {instead}."
+            )
 
     def _check_generation(self) -> None:
         if unknown := [task for task in self.tasks if task not in KINDS]:
             raise UsageError(f"--data.tasks {unknown[0]}: cannot be generated; choose of {', '.join(KINDS)}.")
+        read = {n for task in self.tasks for n in (*KINDS[task].options, f"resolution_{KINDS[task].space}d")}
+        unread = (n for n in SOME_TASKS if n.replace("time_stride", "dt") not in read)
+        self._refuse_unread(unread, f"--data.tasks {' '.join(self.tasks)}", "add a task that reads it")
         if self.snapshots <= self.time_stride:
             raise UsageError(
                 f"--data.snapshots {self.snapshots}: more than time_stride {self.time_stride} are required to make a "
@@ -295,19 +301,13 @@ def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[St
         return {split: [opened[split].cut(split, (0, sizes[split]), wanted[split], points)] for split in SPLITS}
     files = [_open(file, task) for file in _pdebench_files(config, task, folder)]
     sizes = [len(stored.parameters) for stored in files]
-    heldout = _shares(config.heldout_samples, [size // 10 for size in sizes])
-    train = _shares(config.train_samples, [size - count for size, count in zip(sizes, heldout, strict=True)])
+    heldout = even_shares(config.heldout_samples, [size // 10 for size in sizes])
+    train = even_shares(config.train_samples, [size - count for size, count in zip(sizes, heldout, strict=True)])
     splits: dict[str, list[StoredFields]] = {split: [] for split in SPLITS}
     for stored, size, last, first in zip(files, sizes, heldout, train, strict=True):
         splits["heldout"].append(stored.cut("heldout", (max(0, size - last), size), last, points))
         splits["train"].append(stored.cut("train", (0, size - last), first, points))
     return splits
-
-
-def _shares(wanted: int | None, default: Sequence[int]) -> Sequence[int]:
-    """Of each file: as many as of every other."""
-    count = len(default)
-    return default if wanted is None else [wanted * (k + 1) // count - wanted * k // count for k in range(count)]
 
 
 def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path]:

@@ -7,9 +7,9 @@ every process and strategy does the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,11 @@ class ObjectiveConfig:
             raise UsageError(
                 "objective.freeze_autoencoder true with autoencode_steps 0: encoder and decoder would stay at their "
                 "random initial values. Give the first stage some steps, or do not freeze them."
+            )
+        if self.freeze_autoencoder and self.inverse_every != 1:
+            raise UsageError(
+                f"objective.inverse_every {self.inverse_every} with freeze_autoencoder true: the inverse terms train "
+                "encoder and decoder, so a second stage that freezes them has none. Leave one of the two out."
             )
         if self.queries is None and self.query_sampling != "stratified":
             raise UsageError(
@@ -233,6 +238,36 @@ def check_residual(objective: ObjectiveConfig, evaluation: EvaluationConfig, dep
             f"evaluation.patience {evaluation.patience} with objective.residual_from {start}: patience looks at the "
             "plain prediction, which keeps still in that stage. Leave one of them out."
         )
+
+
+class Task(Protocol):
+    """What a task's equation has, as `FieldTask` says it."""
+
+    @property
+    def conserved(self) -> bool: ...
+    @property
+    def boundary(self) -> str: ...
+    @property
+    def has_time(self) -> bool: ...
+
+
+def check_tasks(objective: ObjectiveConfig, evaluation: EvaluationConfig, tasks: Iterable[Task]) -> None:
+    """Refuse options that are about something no task has."""
+    tasks = list(tasks)
+    conserved, dirichlet = any(t.conserved for t in tasks), any(t.boundary == "dirichlet" for t in tasks)
+    steady, conditioning = any(not t.has_time for t in tasks), evaluation.conditioning
+    faults = (
+        (conserved, "objective.conservation_weight", objective.conservation_weight, 0.0, "conserves its integral"),
+        (dirichlet, "objective.boundary_weight", objective.boundary_weight, 0.0, "has a fixed boundary"),
+        (steady, "objective.flip", objective.flip, 0.0, "is without time"),
+        (conserved, "evaluation.conditioning", conditioning, ConditioningConfig(), "conserves its integral"),
+    )
+    for present, name, value, default, what in faults:
+        if value != default and not present:
+            raise UsageError(
+                f"{name} {value}: has no effect, for no task of data.tasks {what}. Leave it at {default}, or add such "
+                "a task."
+            )
 
 
 def check_stages(objective: ObjectiveConfig, warmup_steps: int, max_steps: int, decay_steps: int) -> list[str]:

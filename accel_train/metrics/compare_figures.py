@@ -131,6 +131,8 @@ def _losses(run: Run, lines: Mapping[int, Mapping[str, Any]], window: Window, eq
     losses = {"loss": _column([lines[window.last]], "loss"), "loss_last_tenth": _column(tail, "loss")}
     reached = [line for line in run.lines if line.get("elapsed_seconds", math.inf) <= equal_seconds]
     since = (int(reached[-1]["step"]) if reached else 0) - TAIL_SHARE * window.last
+    parts = {k: _column([lines[window.last]], k) for k in lines[window.last] if k.startswith("loss_")}
+    losses |= {name: values for name, values in parts.items() if values}  # each term apart, for sums of other terms
     recent = _column([line for line in reached if line["step"] > since], "loss")
     if len(recent) >= LINES_AT_EQUAL_TIME:
         losses["loss_equal_time"] = recent

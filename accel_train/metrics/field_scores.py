@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch import Tensor
 from accel_train.data.field_baselines import baselines
 from accel_train.data.field_rows import FieldData, FieldRows, FieldTask
 from accel_train.diffusion import fields, rollout
-from accel_train.metrics.pictures import Panel
+from accel_train.diffusion.operator_learning import EvaluationConfig
+from accel_train.metrics.pictures import Lines, Panel
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +63,15 @@ def row_figures(task: FieldTask, sums: Sequence[float], refined: Sequence[float]
     }
 
 
-class Rollouts:
-    """Held-out trajectories of one task, this process's share of them, rolled out by a model."""
+Place = tuple[int, int, torch.device]
+"""Rank, number of processes, device."""
 
-    def __init__(self, task: FieldTask, rows: FieldRows, count: int, rank: int, world_size: int, device: torch.device):
-        """The first ``count`` trajectories, dealt to the processes in equal shares; repetitions weigh nothing."""
-        count = min(count, rows.samples)
-        wanted = torch.arange(-(-count // world_size)) * world_size + rank
+
+class Rollouts:
+    """Some held-out trajectories of one task, rolled out by a model."""
+
+    def __init__(self, task: FieldTask, rows: FieldRows, wanted: Tensor, count: int, device: torch.device):
+        """Trajectories ``wanted`` (B,) of the first ``count``; those beyond are repetitions, which weigh nothing."""
         self.task, self.sample = task, wanted.clamp(max=count - 1)
         self.weight = (wanted < count).double().to(device)
         read = [rows.trajectory(int(index)) for index in self.sample]
@@ -114,6 +118,42 @@ class Rollouts:
         return [Panel("rollout: truth", truth, "u"), Panel("prediction", made, "u"), Panel("error", made - truth, "e")]
 
 
+def rollout_batches(task: FieldTask, rows: FieldRows, options: EvaluationConfig, place: Place) -> Iterator[Rollouts]:
+    """This process's share of the first ``options.trajectories``, in batches; all processes have equally many."""
+    rank, world_size, device = place
+    count = min(options.trajectories, rows.samples)
+    mine = torch.arange(-(-count // world_size)) * world_size + rank
+    return (Rollouts(task, rows, wanted, count, device) for wanted in mine.split(options.batch_size))
+
+
+def rolled_out(
+    task: FieldTask,
+    rows: FieldRows,
+    options: EvaluationConfig,
+    place: Place,
+    step_of: Callable[[Tensor], rollout.Step],
+    total: Callable[[Tensor], Tensor],
+    seed: int,
+) -> tuple[dict[str, float], list[Panel | Lines]]:
+    """``rollout_figures`` of held-out trajectories, and what to look at: the first one, and the error against time.
+
+    ``step_of`` makes a step for samples with these parameters (B, P), ``total`` sums over processes. All ranks.
+    """
+    plain, chosen, panels = list[Tensor](), list[Tensor](), list[Panel | Lines]()
+    for paths in rollout_batches(task, rows, options, place):
+        step = step_of(paths.parameters)
+        made = paths.plain(step)
+        panels = panels or [*paths.panels(made)]
+        plain.append(paths.sums(made))
+        if task.conserved:
+            chosen.append(paths.sums(paths.conditioned(step, options.conditioning, seed)))
+    both = [total(torch.stack(sums).sum(0)) for sums in (plain, chosen) if sums]
+    lines = {name: (sums[1] / sums[0]).tolist() for name, sums in zip(("rollout", "conditioned"), both, strict=False)}
+    times = [task.dt * (1 + number) for number in range(both[0].shape[1])]
+    panels.append(Lines("rollout: error against time", "time", "nRMSE", times, lines))
+    return rollout_figures(task, both[0], both[1] if task.conserved else None), panels
+
+
 def rollout_figures(task: FieldTask, plain: Tensor, conditioned: Tensor | None) -> dict[str, float]:
     """From sums over all processes (3, T - 1): errors over all times and at the last, and what the choice gained."""
     name, (weight, error, gap) = task.name, plain
@@ -139,16 +179,16 @@ def row_panels(task: FieldTask, batch: Mapping[str, Tensor], prediction: Tensor)
     return [Panel("input", given, "a"), *pairs]
 
 
-def baseline_figures(data: FieldData) -> dict[str, float]:
+@lru_cache(maxsize=1)
+def baseline_figures(data: FieldData, samples: int) -> Mapping[str, float]:
     """``TASK_persistence_nrmse``, ``TASK_training_mean_nrmse`` and ``TASK_linear_fit_nrmse``: what needs no model.
 
-    One process; some seconds.
+    On the first ``samples`` held-out rows of each task, as the model. One process; some seconds, once for a run.
     """
     found: dict[str, float] = {}
     for task in data.tasks:
-        scores = baselines(
-            data.training[task.name], data.heldout[task.name], task.target.denormalise, same_fields=task.has_time
-        )
+        rows, physical = (data.training[task.name], data.heldout[task.name]), task.target.denormalise
+        scores = baselines(*rows, physical, same_fields=task.has_time, samples=samples)
         found |= {f"{task.name}_{name}_nrmse": score for name, score in scores.items()}
     return found
 

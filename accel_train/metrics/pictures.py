@@ -1,13 +1,15 @@
-"""Pictures of fields: what was given, what is true, what was predicted, and where they differ."""
+"""Pictures of fields: what was given, what is true, what was predicted, where they differ, and how errors grow."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from accel_train.metrics.records import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +24,20 @@ class Panel(NamedTuple):
     """Panels of a row with the same group share one colour scale, so that truth and prediction can be compared."""
 
 
-def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel]]]) -> None:
-    """One row of panels for each (label, panels), each with its own colour bar, as a PNG. Main process.
+class Lines(NamedTuple):
+    """Numbers that belong together, drawn over one axis."""
+
+    title: str
+    horizontal: str
+    vertical: str
+    at: Sequence[float]
+    lines: Mapping[str, Sequence[float]]
+    """Name -> as many numbers as ``at`` has."""
+
+
+def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]) -> None:
+    """One row of panels for each (label, panels), fields with a colour bar, as a PNG; the numbers of ``Lines`` go to a
+    JSON file of the same name beside it. Main process.
 
     A directory that cannot be written is a warning: training goes on.
     """
@@ -37,8 +51,12 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel]]]) -> Non
         len(rows), columns, figsize=(3.2 * columns, 2.9 * len(rows)), squeeze=False, layout="constrained"
     )
     for (label, panels), axes in zip(rows, grid, strict=True):
-        limits = {p.group: _limits([q for q in panels if q.group == p.group]) for p in panels}
+        fields = [p for p in panels if isinstance(p, Panel)]
+        limits = {p.group: _limits([q for q in fields if q.group == p.group]) for p in fields}
         for axis, panel in zip(axes, panels, strict=False):
+            if isinstance(panel, Lines):
+                _draw_lines(axis, panel)
+                continue
             low, high = limits[panel.group]
             image = axis.imshow(panel.values.numpy(), vmin=low, vmax=high, aspect="auto", interpolation="nearest")
             axis.set_title(panel.title, fontsize=9)
@@ -51,10 +69,24 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel]]]) -> Non
         temporary = path.with_name(f".{path.stem}.tmp.png")
         figure.savefig(temporary, dpi=100)
         temporary.replace(path)
+        numbers = {label: {p.title: p._asdict() for p in panels if isinstance(p, Lines)} for label, panels in rows}
+        write_json(path.with_suffix(".json"), {label: found for label, found in numbers.items() if found})
     except OSError as error:
         logger.warning("%s could not be written (%s); training is not affected", path, error)
     finally:
         plt.close(figure)
+
+
+def _draw_lines(axis: Any, panel: Lines) -> None:
+    for name, values in panel.lines.items():
+        axis.plot(panel.at, values, marker=".", markersize=3, linewidth=1, label=name)
+    axis.set_title(panel.title, fontsize=9)
+    axis.set_xlabel(panel.horizontal, fontsize=8)
+    axis.set_ylabel(panel.vertical, fontsize=8)
+    axis.set_ylim(bottom=0)
+    axis.tick_params(labelsize=7)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
 
 
 def _limits(panels: Sequence[Panel]) -> tuple[float, float]:

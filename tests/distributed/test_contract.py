@@ -13,7 +13,11 @@ from tests.distributed.launching import ROOT, Layout, command, environment
 
 pytestmark = pytest.mark.distributed
 WORKER = ROOT / "tests" / "distributed" / "worker.py"
-STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+DAILY = ("ddp", "fsdp2", "zero3")
+STRATEGIES = [
+    pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in (*DAILY, "zero1", "zero2")
+]
+"""ZeRO-1 and ZeRO-2 are ZeRO-3 with less; they run with -m slow."""
 
 
 def work(layout: Layout, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -38,7 +42,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("strategy", "processes", "sync"),
-    [(s, 2, "auto") for s in STRATEGIES] + [("zero2", 2, "last"), ("zero3", 2, "last"), ("ddp", 3, "every")],
+    [
+        *((s, 2, "auto") for s in DAILY),
+        ("ddp", 3, "every"),
+        ("zero2", 2, "last"),
+        pytest.param("zero1", 2, "auto", marks=pytest.mark.slow),
+        pytest.param("zero2", 2, "auto", marks=pytest.mark.slow),
+        pytest.param("zero3", 2, "last", marks=pytest.mark.slow),
+    ],
 )
 def test_every_strategy_equals_one_process(
     strategy: str, processes: int, sync: str, alone: dict[str, Any], tmp_path: Path
@@ -56,11 +67,11 @@ def test_every_strategy_equals_one_process(
     [
         ("ddp", "auto", 1),
         ("fsdp2", "auto", 1),
-        ("zero1", "auto", 1),
-        ("zero2", "auto", 4),
+        pytest.param("zero1", "auto", 1, marks=pytest.mark.slow),
+        pytest.param("zero2", "auto", 4, marks=pytest.mark.slow),
         ("zero3", "auto", 4),
         ("zero2", "last", 1),
-        ("zero3", "last", 1),
+        pytest.param("zero3", "last", 1, marks=pytest.mark.slow),
         ("ddp", "every", 4),
     ],
 )
@@ -81,7 +92,7 @@ def test_a_step_that_is_not_finite_stops_every_rank_before_the_optimizer(
     assert found["unmoved"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_low_precision_starts_from_the_same_fp32_masters(strategy: str, tmp_path: Path) -> None:
     """DeepSpeed rounds the weights before it copies them: the same seed must not start elsewhere there."""
     found = work(Layout(strategy, 2), tmp_path, "masters")

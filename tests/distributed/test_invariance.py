@@ -43,7 +43,7 @@ SLOW = {
 """Each of these is between two others; they run with -m slow."""
 
 
-QUICK_PDE = {"3 processes, ragged", "FSDP2", "ZeRO-3"}
+QUICK_PDE = {"3 processes, ragged", "FSDP2"}
 
 
 def cases() -> list[object]:

@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, Layout, environment, run_recipe
 
 pytestmark = pytest.mark.distributed
-SLOW = {"zero2_offload"}
+SLOW = {"zero2_offload", "fsdp2_offload", "single_gpu"}
 """What it has beyond others is in zero3_offload as well."""
 NAMES = sorted(p.stem for p in PRESETS.glob("*.yaml"))
 

@@ -27,14 +27,14 @@ FLAGS = (
     "5",
 )
 
-ELSEWHERE = [(first, second) for first in LAYOUTS for second in LAYOUTS if first != second]
-RING = {(a, b) for a, b in zip(LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], strict=True)}
-"""One way round: each strategy once as the writer and once as the reader."""
-WITHOUT_ZERO2 = [layout for layout in LAYOUTS if str(layout) != "zero2x2"]
-QUICK = {(a, b) for a, b in zip(WITHOUT_ZERO2, [*WITHOUT_ZERO2[1:], WITHOUT_ZERO2[0]], strict=True)}
-"""The same without ZeRO-2, which is ZeRO-3 with less."""
+ELSEWHERE = [(first, second) for all_of in (LAYOUTS, PDE) for first in all_of for second in all_of if first != second]
+RING = {(a, b) for all_of in (LAYOUTS, PDE) for a, b in zip(all_of, [*all_of[1:], all_of[0]], strict=True)}
+"""One way round: each strategy of each recipe once as the writer and once as the reader."""
+SOME = [Layout("single", 1), Layout("fsdp2", 2), Layout("zero3", 2)]
+QUICK = {(a, b) for a, b in zip(SOME, [*SOME[1:], SOME[0]], strict=True)}
+"""The same without DDP, whose state is that of one process, and ZeRO-2, which is ZeRO-3 with less."""
 
-DAILY = {*WITHOUT_ZERO2, PDE[0]}
+DAILY = {*SOME, PDE[0]}
 """Resumed on the same layout in the quick half."""
 
 

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,6 +144,22 @@ def test_a_writer_gets_the_memory_it_asks_for() -> None:
     assert len(writer.buffer) == 1 << 20
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     writer.close()
+
+
+def test_a_writer_ends_though_a_forked_child_holds_its_socket() -> None:
+    """A reader of data that was forked after it, and hangs."""
+    writer = Writer(1 << 12)
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    closing = threading.Thread(target=writer.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    ended = not closing.is_alive()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert ended
 
 
 @pytest.mark.fault("F24", injected="disk full on rank 1 alone", outcome="both raise the same error; none hangs")

@@ -28,6 +28,7 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, dict[str, object]]:
     return json.loads(output.read_text())["runs"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_dry_run_on_cpu(tmp_path: Path) -> None:
     runs = run(tmp_path, "--dry_run", "--only", "single_gpu", "zero2_offload")
