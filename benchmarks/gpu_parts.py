@@ -1,9 +1,7 @@
-"""G0, G3, G5, G7 and G8: ceilings of the device, saving, the optimizer, reading, and state in host memory."""
+"""G0, G5, G7 and G8: ceilings of the device, the optimizer, reading, and state in host memory."""
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator
@@ -24,9 +22,9 @@ from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import Evidence, StepGuard
-from benchmarks import checkpoint
 from benchmarks.device import GIB, Machine
-from benchmarks.gpu_training import Found, Options, Ours, ratios
+from benchmarks.gpu_contenders import Found, Options, Ours
+from benchmarks.gpu_training import ratios
 from benchmarks.method import Row, row
 from benchmarks.sd3 import Shape
 
@@ -34,19 +32,20 @@ LATENT_BYTES, TEXT_BYTES = 131_072, 1_261_568
 """Of a sample at SD3-medium's shape: 16 x 64 x 64 and 154 x 4096 values of 2 bytes."""
 
 
-def g0(machine: Machine, rate: float) -> Found:
+def g0(machine: Machine, rate: float, found: Found) -> None:
     """What the device itself can do: the denominators of everything else."""
     size = 128 if machine.tiny else 8192
-    found = {f"{size} cubed": product_rate(machine, size, size, size)}
+    products = {f"{size} cubed": product_rate(machine, size, size, size)}
     shape = machine.large()
     length, h = shape.batch * (shape.image_tokens + shape.text_tokens), shape.width
     for columns, inner in ((h, h), (3 * h, h), (4 * h, h), (h, 4 * h)):
-        found[f"{length} x {columns} x {inner}"] = product_rate(machine, length, columns, inner)
-    rows = [row("G0", f"bf16 product {name}", value / 1e12, "TFLOP/s") for name, value in found.items()]
-    rows += copies(machine)
+        products[f"{length} x {columns} x {inner}"] = product_rate(machine, length, columns, inner)
+    found.details["products"] = products
+    for name, value in products.items():
+        found.add("G0", f"bf16 product {name}", value / 1e12, "TFLOP/s")
+    found.rows += copies(machine)
     for name, kind in (("1024 + 154 tokens", machine.large()), ("4096 + 154 tokens", machine.long())):
-        rows += attention_rates(machine, name, kind)
-    return rows, {"products": found}
+        found.rows += attention_rates(machine, name, kind)
 
 
 def product_rate(machine: Machine, m: int, n: int, k: int) -> float:
@@ -105,34 +104,6 @@ def attention_rates(machine: Machine, name: str, shape: Shape) -> list[Row]:
     return rows
 
 
-def g3(machine: Machine, rate: float) -> Found:
-    """Saving while a loop runs, smaller than SD3-medium's state where disk or time are short."""
-    room = shutil.disk_usage(tempfile.gettempdir()).free / 1e6
-    size = 20.0 if machine.tiny else min(8100.0, room / 6)
-    given = argparse.Namespace(device=machine.device.type, rounds=1, directory=None)
-    jobs: dict[str, Any] = {}
-    for name in ("accel_train", "save_state", *(("dcp_async_save",) if machine.left > 150 else ())):
-        jobs[name] = checkpoint.in_own_process(name, given, size)
-        if "failed" in jobs[name]:
-            raise RuntimeError(f"{name}: {jobs[name]['failed']}")
-    ours, theirs = jobs["accel_train"], jobs["save_state"]
-    text = f"{size / 1e3:.1f} GB of state"
-    target = "<= 30" if size > 20_000 else None  # the target is for 24.3 GB
-    rows = [
-        row("G3", f"{text}: the call blocks for", ours["blocked_ms"], "ms", target),
-        row("G3", f"{text}: longest iteration while it is written", ours["longest_iteration_ms"], "ms"),
-        row("G3", f"{text}: speed the loop keeps", ours["loop_speed_kept"], "x", ">= 0.95"),
-        row(
-            "G3",
-            f"{text}: stall of Accelerator.save_state over ours",
-            theirs["blocked_ms"] / ours["blocked_ms"],
-            "x",
-            ">= 50",
-        ),
-    ]
-    return rows, jobs
-
-
 class Parameters(nn.Module):
     """As many values as SD3-medium has, in its shapes, with gradients and nothing to compute."""
 
@@ -150,16 +121,16 @@ class Parameters(nn.Module):
             self.blocks.append(block)
 
 
-def g5(machine: Machine, rate: float) -> Found:
+def g5(machine: Machine, rate: float, found: Found) -> None:
     """AdamW with clip and moving average; the kernels of torch alone for comparison."""
     model = Parameters(machine)
     parameters = list(model.parameters())
     values = sum(p.numel() for p in parameters)
     repeats = 3 if machine.tiny else 10
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for name, flags in {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
         optimizer = torch.optim.AdamW(parameters, lr=1e-4, **flags)
-        found[name] = machine.seconds(optimizer.step, repeats, warm_up=2)
+        times[name] = machine.seconds(optimizer.step, repeats, warm_up=2)
         del optimizer
         machine.release()
     optimizer, _ = build_optimizer(model, OptimizerConfig(fused=True), machine.device)
@@ -172,18 +143,14 @@ def g5(machine: Machine, rate: float) -> Found:
         optimizer.step()
         average.update(1000)
 
-    found["norm, clip, step, average"] = machine.seconds(whole, repeats, warm_up=2)
+    times["norm, clip, step, average"] = machine.seconds(whole, repeats, warm_up=2)
+    found.details |= times
     text = f"{values / 1e9:.2f} B values"
-    milliseconds = [1e3 * s for s in found["norm, clip, step, average"]]
-    rows = [
-        row("G5", f"{text}: norm, clip, AdamW, average", milliseconds, "ms", "<= 23", "<= 21"),
-        row("G5", f"{text}: traffic of 48 bytes a value", [48 * values / s * 1e3 / 1e9 for s in milliseconds], "GB/s"),
-    ]
-    rows += [
-        row("G5", f"{text}: speed of fused AdamW over {name}", ratios(found[name], found["fused"]))
-        for name in ("for-loop", "foreach")
-    ]
-    return rows, found
+    milliseconds = [1e3 * s for s in times["norm, clip, step, average"]]
+    found.add("G5", f"{text}: norm, clip, AdamW, average", milliseconds, "ms", "<= 23", "<= 21")
+    found.add("G5", f"{text}: traffic of 48 bytes a value", [48 * values / s * 1e3 / 1e9 for s in milliseconds], "GB/s")
+    for name in ("for-loop", "foreach"):
+        found.add("G5", f"{text}: speed of fused AdamW over {name}", ratios(times[name], times["fused"]))
 
 
 class OnDisk:
@@ -204,7 +171,7 @@ class OnDisk:
         return {"latent": latent, "text": text}
 
 
-def g7(machine: Machine, rate: float) -> Found:
+def g7(machine: Machine, rate: float, found: Found) -> None:
     """How long a loop of about 90 samples a second waits for its data."""
     batch, count, steps = (2, 8, 4) if machine.tiny else (32, 1024, 40)
     sizes = (64, 128) if machine.tiny else (LATENT_BYTES, TEXT_BYTES)
@@ -216,10 +183,8 @@ def g7(machine: Machine, rate: float) -> Found:
         arguments: Any = {"start_step": 0, "max_steps": steps, "device": machine.device, "config": LoaderConfig()}
         batches = iterate_steps(dataset, StepSampler(count, batch, 0), Cut(0, 1, batch), **arguments)
         waited, seconds = wait_of(machine, batches, a, products)
-    rows = [
-        row("G7", f"data wait as a share of a step, {batch / seconds:.0f} samples a second", waited, "x", "<= 0.003")
-    ]
-    return rows, {"step_seconds": seconds, "products_per_step": products}
+    found.add("G7", f"data wait as a share of a step, {batch / seconds:.0f} samples a second", waited, "x", "<= 0.003")
+    found.details |= {"step_seconds": seconds, "products_per_step": products}
 
 
 def wait_of(machine: Machine, batches: Generator[Any], a: Tensor, products: int) -> tuple[list[float], float]:
@@ -240,23 +205,31 @@ def wait_of(machine: Machine, batches: Generator[Any], a: Tensor, products: int)
     return shares[skip:], sorted(taken[skip:])[len(taken[skip:]) // 2]
 
 
-def g8(machine: Machine, rate: float) -> Found:
+def g8(machine: Machine, rate: float, found: Found) -> None:
     """AdamW's state on the host: memory saved, time paid, at accumulation 1 and 8."""
     shape, steps = machine.large(), 2 if machine.tiny else 3
-    found: dict[str, Any] = {}
-    for pieces in (1, 8):
-        for name in ("adamw", "adamw_offload"):
-            if machine.left < 60:
-                raise TimeoutError("the suite's ten minutes are used up")
-            chosen = "adamw" if machine.tiny else name  # the other is refused on a CPU
-            ours = Ours(shape, machine, Options("off", optimizer=chosen, micro_batches=pieces))
-            seconds = machine.seconds(ours.step, steps, warm_up=1)
-            found[f"{name} {pieces}"] = {"seconds": seconds, "bytes": machine.peak_bytes()}
-            del ours
-            machine.release()
-    saved = (found["adamw 1"]["bytes"] - found["adamw_offload 1"]["bytes"]) / GIB
-    rows = [row("G8", "memory of the device saved", saved, "GiB", None if machine.tiny else ">= 15.1")]  # 16.2 GB
+    where = "" if machine.device.type == "cuda" else ", a dry run of HostAdamW on CPU tensors"
     for pieces, target in ((1, "<= 1.2"), (8, "<= 1.05")):
-        slower = ratios(found[f"adamw_offload {pieces}"]["seconds"], found[f"adamw {pieces}"]["seconds"])
-        rows.append(row("G8", f"time over state on the device, accumulation {pieces}", slower, "x", target))
-    return rows, found
+        here, there = (state_on(machine, found, name, pieces, shape, steps) for name in ("adamw", "adamw_offload"))
+        slower = ratios(there["seconds"], here["seconds"])
+        text = f"time over state on the device, {shape.batch} rows, accumulation {pieces}{where}"
+        found.add("G8", text, slower, "x", target)
+        if pieces > 1:
+            continue
+        if machine.device.type == "cuda":  # 16.2 GB
+            found.add("G8", "memory of the device saved", (here["bytes"] - there["bytes"]) / GIB, "GiB", ">= 15.1")
+        else:
+            found.absent["G8, memory of the device"] = "a CPU has none to save"
+
+
+def state_on(machine: Machine, found: Found, name: str, pieces: int, shape: Shape, steps: int) -> dict[str, Any]:
+    """Seconds of each step with one optimizer, and the most that was allocated."""
+    if machine.left < 60:
+        raise TimeoutError(f"{name} at accumulation {pieces}: {machine.left:.0f} s were left, it needs 60")
+    ours = Ours(shape, machine, Options("off", optimizer=name, micro_batches=pieces))
+    seconds = machine.seconds(ours.step, steps, warm_up=1)
+    measured = {"seconds": seconds, "bytes": machine.peak_bytes(), "optimizer": type(ours.inner).__name__}
+    found.details[f"{name} {pieces}"] = measured
+    del ours
+    machine.release()
+    return measured

@@ -1,11 +1,12 @@
-"""What should happen beside the training does, by a trace of the device: copies of the next step, reductions of DDP."""
+"""What should happen beside the training does, by a trace: copies of the next step, reductions of gradients."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from accel_train.data.loader import LoaderConfig, iterate_steps
 from accel_train.data.sampler import Cut, StepSampler
+from accel_train.runtime.accelerator import build_accelerator, verify_prepared
+from accel_train.training.accumulation import GradientWindow
 from tests.distributed.launching import ROOT, environment
 
 Span = tuple[float, float]
@@ -34,7 +37,7 @@ def hidden_share(beside: list[Span], work: list[Span]) -> float:
 
 
 def spans(trace: Path, category: str, *words: str, without: str = "\0") -> list[Span]:
-    """Of the device's events of a category whose name has one of ``words``."""
+    """Of the events of a category whose name has one of ``words``."""
     events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
     return [
         (e["ts"], e["ts"] + e["dur"])
@@ -77,34 +80,86 @@ def test_the_next_step_is_copied_while_this_one_trains(tmp_path: Path) -> None:
     assert hidden_share(copies, spans(trace, "kernel", "")) > 0.8
 
 
+@dataclass(frozen=True)
+class Traced:
+    """The micro-batches of one optimizer step under DDP, without the small reductions before and after them."""
+
+    trace: Path
+    buckets: int
+    """In which DDP sends the gradients, once it has seen in which order they come."""
+
+
+MICRO_BATCHES = 3
+
+
 @pytest.mark.gpu
 @pytest.mark.distributed
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_reductions_run_beside_the_backward(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", __file__, str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=300)
-    trace = tmp_path / "trace_0.json"
-    reductions = spans(trace, "kernel", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
-    assert hidden_share(reductions, spans(trace, "kernel", "", without="nccl")) > 0.5
+    traced = traced_step(tmp_path, width=2048, depth=24, rows=8192)
+    reductions = spans(traced.trace, "kernel", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
+    assert len(reductions) == traced.buckets > 1  # once a step, not once a micro-batch
+    assert hidden_share(reductions, spans(traced.trace, "kernel", "", without="nccl")) > 0.5
 
 
-def trace_of_ddp(folder: Path) -> None:
-    """One of two processes: a few steps of a deep model under DDP, the last of them traced."""
-    torch.distributed.init_process_group("nccl")
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    plain = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24))).cuda()
-    model = nn.parallel.DistributedDataParallel(plain, device_ids=[rank], gradient_as_bucket_view=True)
-    x = torch.randn(8192, 2048, device="cuda")
-    for _ in range(3):
-        model(x).square().mean().backward()
-    torch.cuda.synchronize()
-    with torch.profiler.profile() as profile:
-        model(x).square().mean().backward()
-        torch.cuda.synchronize()
-    profile.export_chrome_trace(str(folder / f"trace_{rank}.json"))
-    torch.distributed.destroy_process_group()
+@pytest.mark.distributed
+def test_reductions_begin_within_the_last_backward_on_cpu(tmp_path: Path) -> None:
+    traced = traced_step(tmp_path, width=1024, depth=16, rows=64, ACCELERATE_USE_CPU="true")
+    reductions = sorted(spans(traced.trace, "user_annotation", "gloo:all_reduce"))
+    *_, last = sorted(spans(traced.trace, "user_annotation", "micro-batch"))
+    assert len(reductions) == traced.buckets > 1
+    assert all(begin > last[0] for begin, _ in reductions)
+    products = [begin for begin, _ in spans(traced.trace, "cpu_op", "aten::mm") if begin > reductions[0][0]]
+    assert products, "the first reduction waited for the whole backward"
+
+
+def traced_step(folder: Path, width: int, depth: int, rows: int, **extra: str) -> Traced:
+    """Train in two processes as a recipe does; what rank 0 has recorded of the last step."""
+    sizes = [str(size) for size in (width, depth, rows)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["--module", "tests.gpu.test_overlap", str(folder), *sizes]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(**extra), capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = json.loads((folder / "facts.json").read_text())
+    assert facts["settings"].startswith("ddp: 2 process(es)"), facts
+    return Traced(folder / "trace.json", facts["buckets"])
+
+
+def train(folder: Path, width: int, depth: int, rows: int) -> None:
+    """One of two processes: a few steps of a deep model with accumulation, the last of them traced."""
+    accelerator = build_accelerator(
+        precision="fp32", global_batch_size=2 * MICRO_BATCHES * rows, micro_batch_size=rows, max_grad_norm=1.0
+    )
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+    model: Any
+    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-4))
+    settings = verify_prepared(accelerator, model, 1.0)
+    x = torch.randn(rows, width, device=accelerator.device)
+    micro_batches = [({"x": x}, {"main": torch.tensor(float(rows), device=accelerator.device)})] * MICRO_BATCHES
+    wait = torch.cuda.synchronize if x.is_cuda else lambda: None
+    profile: Any = nullcontext()
+    for step in range(4):
+        window = GradientWindow(accelerator, model, micro_batches, {"main": 1.0}, step)
+        wait()  # its reduction of the weights is not to be in the trace
+        profile = torch.profiler.profile() if step == 3 else nullcontext()
+        with profile:
+            for inputs in window:
+                with torch.profiler.record_function("micro-batch"):
+                    window.backward({"main": model(inputs["x"]).square().mean(1).sum()})
+            wait()
+        window.finish(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if accelerator.is_main_process:
+        profile.export_chrome_trace(str(folder / "trace.json"))
+        sizes: str = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        facts = {"settings": settings, "buckets": len(sizes.split(","))}
+        (folder / "facts.json").write_text(json.dumps(facts))
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
-    trace_of_ddp(Path(sys.argv[1]))
+    train(Path(sys.argv[1]), *map(int, sys.argv[2:]))

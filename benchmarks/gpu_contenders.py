@@ -1,0 +1,252 @@
+"""Who trains in the GPU suite: the usual script, a strong loop, and this project's step; and what the parts hand in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from torch import Tensor, nn
+
+from accel_train.models.activation_checkpointing import ActivationCheckpointingConfig
+from accel_train.models.attention_table import AttentionNeeds
+from accel_train.models.compile import CompileConfig
+from accel_train.models.float8 import Float8
+from accel_train.models.speed import SpeedOptions, apply_speed_options
+from accel_train.runtime.lookups import remember_lookups
+from accel_train.training.accumulation import GradientWindow
+from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.offload import HostAdamW
+from accel_train.training.optimizers import OptimizerConfig, build_optimizer
+from accel_train.training.shards import Shards
+from accel_train.training.step_guard import resolve_step_guard
+from benchmarks.device import Machine
+from benchmarks.method import Row, row
+from benchmarks.sd3 import SD3, Shape, batch_of, diffusers_model, loss_sum, theirs_call
+
+Step = Callable[[], object]
+DECAY = 0.999
+
+
+@dataclass
+class Found:
+    """What one part has found so far: one that stops early keeps what it has measured."""
+
+    rows: list[Row] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    """What could not be measured here, with the reason."""
+
+    def add(
+        self,
+        id: str,
+        name: str,
+        values: float | Sequence[float],
+        unit: str = "x",
+        target: str | None = None,
+        goal: str | None = None,
+    ) -> None:
+        """One row."""
+        self.rows.append(row(id, name, values, unit, target, goal))
+
+
+def autocast(machine: Machine) -> AbstractContextManager[Any]:
+    return torch.autocast(machine.device.type, torch.bfloat16)
+
+
+def new_accelerator(machine: Machine) -> Accelerator:
+    """In bf16, whatever was built before."""
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    return Accelerator(cpu=machine.device.type == "cpu", mixed_precision="bf16")
+
+
+def plain_model(shape: Shape, machine: Machine) -> tuple[nn.Module, Callable[..., Any]]:
+    """diffusers' model where it is installed, else ours, on torch's own attention; and how it is called."""
+    torch.manual_seed(0)
+    with torch.device(machine.device):
+        model: Any = diffusers_model(shape) if has_diffusers() else SD3(shape)
+    return model, theirs_call(model) if has_diffusers() else model
+
+
+def has_diffusers() -> bool:
+    return find_spec("diffusers") is not None
+
+
+def peer() -> str:
+    """Whose model the peers train."""
+    return "diffusers' model" if has_diffusers() else "our model, for diffusers is not installed"
+
+
+# ------------------------------------------------------------------------------------------------------- the peers
+def usual(shape: Shape, machine: Machine) -> Step:
+    """What many scripts do: eager bf16 autocast, foreach AdamW, an average per parameter, three waits a step."""
+    accelerator = new_accelerator(machine)
+    plain, _ = plain_model(shape, machine)
+    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-4, foreach=True))
+    call = theirs_call(model) if has_diffusers() else model
+    average = [p.detach().clone() for p in model.parameters()]
+    batch = batch_of(shape, machine.device)
+
+    def step() -> None:
+        with accelerator.accumulate(model):
+            loss = loss_sum(call, batch) / shape.batch
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, parameter in zip(average, model.parameters(), strict=True):
+                mean.lerp_(parameter, 1 - DECAY)
+        for value in (loss, norm, loss):
+            accelerator.gather(value.detach().float().reshape(1)).mean().item()
+
+    return step
+
+
+def strong(shape: Shape, machine: Machine) -> Step:
+    """A tuned loop without any trainer: blocks compiled, cuDNN attention first, fused AdamW, foreach average."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    model, call = plain_model(shape, machine)
+    compile_blocks(model, machine.backend)
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    average = [p.detach().clone() for p in parameters]
+    batch = batch_of(shape, machine.device)
+
+    def step() -> None:
+        with sdpa_kernel(order, set_priority=True), autocast(machine):
+            loss = loss_sum(call, batch) / shape.batch
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_lerp_(average, parameters, 1 - DECAY)
+
+    return step
+
+
+def compile_blocks(model: Any, backend: str) -> None:
+    """Each block in place. By hand: diffusers' ``compile_repeated_blocks`` does not know SD3's (0.42.1)."""
+    for block in getattr(model, "transformer_blocks", None) or model.blocks:
+        block.compile(fullgraph=True, dynamic=False, backend=backend)
+
+
+# ------------------------------------------------------------------------------------------------------------ ours
+@dataclass(frozen=True)
+class Options:
+    """Of our own run."""
+
+    compile: Literal["default", "reduce-overhead", "off"] = "default"
+    checkpointing: Any = "none"
+    optimizer: Any = "adamw"
+    float8: Float8 = "none"
+    micro_batches: int = 1
+
+
+class Ours:
+    """The trainer's step around our model, and a raw loop around the same model and kernels."""
+
+    def __init__(self, shape: Shape, machine: Machine, options: Options) -> None:
+        remember_lookups()
+        self.machine, self.shape, self.options = machine, shape, options
+        self.accelerator = new_accelerator(machine)
+        torch.manual_seed(0)
+        with torch.device(machine.device):
+            model = SD3(shape)
+        length = shape.image_tokens + shape.text_tokens
+        needs = AttentionNeeds(
+            machine.device, torch.bfloat16, shape.head_width, shape.heads, length, shape.batch, mask=False, cross=True
+        )
+        compiling = options.compile != "off" and not machine.tiny
+        compilation: Any = CompileConfig("on", optimize=options.compile) if compiling else CompileConfig()
+        checkpointing = ActivationCheckpointingConfig(options.checkpointing)
+        asked = SpeedOptions("auto", checkpointing, compilation, options.float8)
+        applied = apply_speed_options(model, asked, machine.device, "bf16", needs, options.micro_batches)
+        self.notices = applied.notices
+        if options.optimizer == "adamw_offload" and machine.device.type == "cpu":
+            plain = host_adamw(model, machine)
+        else:
+            plain, _ = build_optimizer(model, OptimizerConfig(name=options.optimizer), machine.device)
+        self.model: Any
+        self.optimizer: Any
+        self.model, self.optimizer = self.accelerator.prepare(model, plain)
+        self.inner: Any = plain
+        self.guard, _ = resolve_step_guard(self.accelerator, self.optimizer, on_cpu=True)
+        self.average = Ema(EmaConfig(DECAY), Shards(self.model, self.optimizer))
+        self.batch = batch_of(shape, machine.device)
+        self.count = torch.tensor(float(shape.batch), device=machine.device)
+        self.steps = 0
+
+    def step(self) -> None:
+        """As the recipes do between two log points."""
+        self.steps += 1
+        micro_batches = [(self.batch, {"main": self.count})] * self.options.micro_batches
+        window = GradientWindow(
+            self.accelerator, self.model, micro_batches, {"main": 1.0}, self.steps, "auto", self.guard
+        )
+        for inputs in window:
+            window.backward({"main": loss_sum(self.model, inputs)})
+        self.result = window.finish(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.average.update(self.steps)
+        if self.guard is not None and self.steps % 50 == 0:
+            self.guard.check()
+
+    @contextmanager
+    def raw(self) -> Generator[Callable[[], Tensor]]:
+        """A loop by hand around the same model, optimizer and average. In the body the guard is off the optimizer."""
+        held = {name: getattr(self.inner, name) for name in ("found_inf", "grad_scale") if hasattr(self.inner, name)}
+        for name in held:
+            delattr(self.inner, name)
+        parameters = list(self.model.parameters())
+        masters = [self.average.view.master(name) for name in self.average.shards]
+        averages = list(self.average.shards.values())
+
+        def step() -> Tensor:
+            with autocast(self.machine):
+                loss = loss_sum(self.model, self.batch) / self.shape.batch
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            self.inner.step()
+            self.inner.zero_grad(set_to_none=True)
+            torch._foreach_lerp_(averages, masters, 1 - DECAY)
+            return loss.detach()
+
+        try:
+            yield step
+        finally:
+            for name, tensor in held.items():
+                setattr(self.inner, name, tensor)
+
+    def loss(self) -> float:
+        """Of the last step: of the weights that it began with."""
+        return self.result.fields()["loss"]
+
+    def weights(self) -> list[Tensor]:
+        """As they are now, in host memory: beside 2 B parameters in training there is no room for them twice."""
+        return [p.detach().to("cpu", copy=True) for p in self.model.parameters()]
+
+    @torch.no_grad()
+    def begin_again(self, weights: list[Tensor]) -> None:
+        """From these weights, and as if the optimizer had never stepped."""
+        torch._foreach_copy_(list(self.model.parameters()), weights)
+        for state in self.inner.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+
+def host_adamw(model: nn.Module, machine: Machine) -> HostAdamW:
+    """For the dry run: ``adamw_offload`` is refused on a CPU, where there is nothing to save, but it works."""
+    groups = build_optimizer(model, OptimizerConfig(), machine.device)[0].param_groups
+    kept = [{name: group[name] for name in ("params", "lr", "weight_decay")} for group in groups]
+    return HostAdamW(kept, betas=OptimizerConfig().betas, eps=OptimizerConfig().eps)
