@@ -5,13 +5,15 @@
 
 Every run is a process of its own, in turns, equal in seed, data, global batch and steps. Speed is that of the loop
 with its saves and log lines, after the warm-up, by the clock and by the main process's processor time; losses and the
-recipe's own figures are at the last step.
+recipe's own figures are at the last step. An option that does equal work must leave them alone, within the tolerance of
+`accel-train compare`; one that skips work or rounds elsewhere is named as that, and not held to it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
+from accel_train.metrics.compare import Request
+from accel_train.strict_yaml import read_yaml
 from benchmarks.method import ROOT, Row, row, write_results
 
 SKIPS = {
@@ -27,16 +33,41 @@ SKIPS = {
     "objective.queries": "skips work: fewer points decoded",
 }
 """Options that are faster because they do less, and what they leave out."""
+ROUNDS_ELSEWHERE = {"precision": "another precision"}
+"""Options that change the result by design."""
 ON_TOP = {
     "mmdit": ("compile.mode=off,on", "precision=fp32,bf16"),
     "pde": ("compile.mode=off,on", "precision=fp32,bf16", "activation_checkpointing.mode=none,full"),
 }
 """Tried on the optimised preset, which has none of them, in `ROUNDS_ON_TOP` rounds."""
+ON_A_GPU = ("precision=bf16,fp16", "attention=auto,flex")
+"""The same where there is a GPU."""
 ROUNDS_ON_TOP = 2
+CHECKPOINTED = "activation checkpointing with a doubled micro-batch"
+EQUAL_WORK = "all at equal work (without `objective.inverse_every` and `objective.queries`)"
+COMBINED: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "mmdit": {CHECKPOINTED: ("baseline", {"activation_checkpointing.mode": "full", "micro_batch_size": 32})},
+    "pde": {
+        EQUAL_WORK: ("optimized", {"objective.inverse_every": 1, "objective.queries": None}),
+        CHECKPOINTED: ("baseline", {"activation_checkpointing.mode": "full", "micro_batch_size": 16}),
+    },
+}
+"""Several options at once against the baseline: a preset, and what is changed in it."""
+ABSENT = {
+    "FSDP2": "needs two GPUs; what it exchanges on CPU processes is under Scaling",
+    "optimizer state in host memory": "needs a GPU: on a CPU it is there already; G8",
+}
+WITHOUT_A_GPU = {
+    "fp16 against bf16": "needs a GPU: loss scaling has no CPU form",
+    "FlexAttention": "needs a GPU: no backward on a CPU",
+}
+"""What is absent, with the reason."""
 QUALITY = {"mmdit": ("loss", "l2t_nll", "t2l_cosine"), "pde": ("loss", "mean_nrmse")}
 """Of each recipe, what must not get worse; the loss is that of the last step."""
 AT_MOST = "<= 0.03"
 """Of each figure of `QUALITY`: how much worse all options together may make it, as a share."""
+EQUAL = f"<= {Request.tolerance:g}"
+"""Of each figure of `QUALITY`: by how much an option that does equal work may change it, as a share."""
 COUNTED_UP = ("t2l_cosine",)
 """Figures of which more is better."""
 
@@ -64,14 +95,27 @@ def worse(first: Mapping[str, Any], other: Mapping[str, Any], name: str) -> list
     return [sign * (b - a) / abs(a) for a, b in pairs]
 
 
+def apart(recipe: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Largest difference of a figure in a round, as a share of the baseline's."""
+    return max(abs(value) for name in QUALITY[recipe] for value in worse(first, other, name))
+
+
+def unequal(name: str) -> str | None:
+    """Why an option, named as `accel-train compare` does, is not held to equal figures; None where it is."""
+    option = re.split("[:=]", name)[0]
+    return SKIPS.get(option) or ROUNDS_ELSEWHERE.get(option)
+
+
 def words(name: str) -> str:
-    """An option as the table has it, with what it leaves out."""
-    skipped = SKIPS.get(name.partition(":")[0])
-    return f"`{name}`" + (f" ({skipped})" if skipped else "")
+    """An option as the table has it, with what it leaves out or changes."""
+    reason = unequal(name)
+    return f"`{name}`" + (f" ({reason})" if reason else "")
 
 
-def record(recipe: str, option: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the table."""
+def record(
+    recipe: str, option: str, first: Mapping[str, Any], other: Mapping[str, Any], reason: str | None
+) -> dict[str, Any]:
+    """A line of the table; ``reason`` is why the option need not leave the figures alone."""
     speed = row("ablation", "speed", ratios(first, other, "loop_step_seconds"))
     processor = row("ablation", "processor time", ratios(first, other, "loop_step_cpu_seconds"))
     memory = "memory_peak_gib" if "memory_peak_gib" in other["values"] else "process_rss_gib"
@@ -81,29 +125,61 @@ def record(recipe: str, option: str, first: Mapping[str, Any], other: Mapping[st
         "processor": [processor.value, processor.interval],
         "memory": median([1 / r for r in ratios(first, other, memory)]),
         "worse": {name: median(worse(first, other, name)) for name in QUALITY[recipe]},
+        "apart": apart(recipe, first, other),
+        "unequal": reason,
     }
 
 
 def rows_of(
-    recipe: str, found: Mapping[str, Any], on_top: Sequence[Mapping[str, Any]]
+    recipe: str,
+    found: Mapping[str, Any],
+    on_top: Sequence[Mapping[str, Any]],
+    combined: Mapping[str, Mapping[str, Any]],
 ) -> tuple[list[Row], list[dict[str, Any]]]:
-    """The rows of all options together, and the table. ``found`` is the ablation, ``on_top`` what was varied."""
+    """The rows of all options together and of equality, and the table. ``found`` is the ablation, ``on_top`` what was
+    varied, ``combined`` what was compared with the baseline."""
     first, *single, last = found["variants"]
-    table = [record(recipe, words(variant["name"]), first, variant) for variant in single]
-    table.append(record(recipe, "all together", first, last))
+    reasons = [reason for variant in single if (reason := unequal(variant["name"]))]
+    table = [record(recipe, words(v["name"]), first, v, unequal(v["name"])) for v in single]
+    for name, pair in combined.items():
+        plain, changed = pair["variants"]
+        table.append(record(recipe, name, plain, changed, None))
+    table.append(record(recipe, "all together", first, last, "; ".join(reasons) or None))
     for varied in on_top:
         plain, *others = varied["variants"]
-        table += [record(recipe, f"on top of all: {words(v['name'])}", plain, v) for v in others]
+        table += [record(recipe, f"on top of all: {words(v['name'])}", plain, v, unequal(v["name"])) for v in others]
     figures = {name: worse(first, last, name) for name in QUALITY[recipe]}
+    held = {f"{line['option']}: change of a figure": line["apart"] for line in table if line["unequal"] is None}
     return [
         row("ablation", f"{recipe}: speed of all options together", ratios(first, last, "loop_step_seconds")),
         row("ablation", f"{recipe}: the same in processor time", ratios(first, last, "loop_step_cpu_seconds")),
         *(row("ablation", f"{recipe}: {n} worse by, as a share", v, "", AT_MOST) for n, v in figures.items()),
+        *(row("ablation", f"{name}, largest, as a share", change, "", EQUAL) for name, change in held.items()),
     ], table
 
 
+def write_preset(recipe: str, side: str, changes: Mapping[str, Any], folder: Path) -> Path:
+    """A preset of the recipe with some of its options changed, as a file."""
+    tree: dict[str, Any] = read_yaml(ROOT / "recipes" / "presets" / f"{recipe}_{side}.yaml")
+    for name, value in changes.items():
+        *groups, leaf = name.split(".")
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[leaf] = value
+    path = folder / "changed.yaml"
+    path.write_text(json.dumps(tree))  # which is YAML, and says what is a number
+    return path
+
+
+def compare_changed(recipe: str, baseline: str, side: str, changes: Mapping[str, Any], *how: Any) -> dict[str, Any]:
+    """The baseline against a preset with some options changed."""
+    with tempfile.TemporaryDirectory() as folder:
+        return compare(recipe, [baseline, str(write_preset(recipe, side, changes, Path(folder)))], *how)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it and write the result; exit code 1 where a quality is worse than allowed."""
+    """Run it and write the result; exit code 1 where a figure is worse, or other, than allowed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", choices=QUALITY)
     parser.add_argument("--rounds", type=int, default=5)
@@ -113,11 +189,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recipe, presets = options.recipe, [f"{options.recipe}_baseline", f"{options.recipe}_optimized"]
     rounds, steps = options.rounds, options.max_steps
     found = compare(recipe, [*presets, "--ablate"], rounds, steps)
-    less = min(rounds, ROUNDS_ON_TOP)
-    on_top = [compare(recipe, [presets[1], "--vary", varied], less, steps) for varied in ON_TOP[recipe]]
-    rows, table = rows_of(recipe, found, on_top)
+    combined = {
+        name: compare_changed(recipe, presets[0], *changed, rounds, steps) for name, changed in COMBINED[recipe].items()
+    }
+    gpu = torch.cuda.is_available()
+    tried = [*ON_TOP[recipe], *(ON_A_GPU if gpu else ())]
+    on_top = [compare(recipe, [presets[1], "--vary", varied], min(rounds, ROUNDS_ON_TOP), steps) for varied in tried]
+    rows, table = rows_of(recipe, found, on_top, combined)
     about = {"recipe": recipe, "rounds": found["rounds"], "window": found["window"], "options": table}
-    passed = write_results(options.output, f"Options of recipes/{recipe}.py, one by one", rows, {"ablation": about})
+    title = f"Options of recipes/{recipe}.py, one by one"
+    passed = write_results(options.output, title, rows, {"ablation": about}, ABSENT | ({} if gpu else WITHOUT_A_GPU))
     return 0 if passed else 1
 
 

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -45,12 +45,14 @@ class Task(nn.Module):
         return sum((x.square().sum() for x in self.model(self.tokens, self.conditioning, None)), torch.zeros(()))
 
 
-def step_of(accelerator: Accelerator, model: Any, policy: SyncPolicy) -> Callable[[], object]:
+def step_of(
+    accelerator: Accelerator, model: Any, policy: SyncPolicy, micro_batches: int = MICRO_BATCHES
+) -> Callable[[], object]:
     """The gradient of one optimizer step."""
     count = torch.tensor(2.0)
 
     def step() -> object:
-        window = GradientWindow(accelerator, model, [({}, {"main": count})] * MICRO_BATCHES, {"main": 1.0}, 0, policy)
+        window = GradientWindow(accelerator, model, [({}, {"main": count})] * micro_batches, {"main": 1.0}, 0, policy)
         for _ in window:
             window.backward({"main": model()})
         result = window.finish(0.0)
@@ -115,31 +117,52 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
     ]
 
 
-def main() -> int:
-    """Start the processes and print what the first one found."""
-    parser = parser_of(__doc__, rounds=12)
-    parser.add_argument("--worker", action="store_true", help="be one of the processes")
-    options = parser.parse_args()
-    width, depth = (32, 2) if options.tiny else (192, 7)
-    if options.worker:
-        found = work(width, depth, 2 if options.tiny else options.rounds)
-        if found["rank"] == 0:
-            print(f"RESULT {json.dumps(found)}", flush=True)
-        sys.stdout.flush()
-        os._exit(0)  # gloo's threads race with the end of the interpreter
+def on_processes(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run a script with `--worker` on two processes; what the first of them found."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={PROCESSES}"]
-    command += ["-m", "benchmarks.accumulation", "--worker", "--rounds", str(options.rounds)]
     given = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
-        [*command, *(["--tiny"] if options.tiny else [])],
+        [*command, "-m", module, "--worker", *arguments],
         capture_output=True, text=True, check=False, cwd=ROOT, env=given,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
         raise RuntimeError(done.stderr[-3000:])
-    found = json.loads(lines[-1].removeprefix("RESULT "))
-    return 0 if write_results(options.output, "C8: gradient accumulation", rows_of(found), found) else 1
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def answer(found: dict[str, Any]) -> NoReturn:
+    """End a process of `on_processes`; the first one says what it found."""
+    if found["rank"] == 0:
+        print(f"RESULT {json.dumps(found)}", flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads race with the end of the interpreter
+
+
+def run(
+    doc: str | None,
+    module: str,
+    title: str,
+    work: Callable[[int, int, int], dict[str, Any]],
+    rows_of: Callable[[dict[str, Any]], list[Row]],
+    rounds: int,
+    absent: dict[str, str] | None = None,
+) -> int:
+    """The command of a benchmark of several processes: start them and write what the first one found."""
+    parser = parser_of(doc, rounds=rounds)
+    parser.add_argument("--worker", action="store_true", help="be one of the processes")
+    options = parser.parse_args()
+    width, depth = (32, 2) if options.tiny else (192, 7)
+    if options.worker:
+        answer(work(width, depth, 2 if options.tiny else options.rounds))
+    found = on_processes(module, ["--rounds", str(options.rounds), *(["--tiny"] if options.tiny else [])])
+    return 0 if write_results(options.output, title, rows_of(found), found, absent) else 1
+
+
+def main() -> int:
+    """C8."""
+    return run(__doc__, "benchmarks.accumulation", "C8: gradient accumulation", work, rows_of, 12)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -6,6 +6,8 @@ An MMDiT of 6 blocks, forward and backward on one thread in fp32. Each way compi
 empty cache (cold), the smallest size again in a second one (warm); one compilation thread. Compile times are the
 processor time of the first step with that of the compilers it starts: less disturbed by other processes than the clock.
 The step: eager and compiled in turns in one process. The whole model is compiled at the first size only.
+`compile.optimize max-autotune-no-cudagraphs` at the last size; `compile.dynamic` there with three lengths of text in a
+step, against one compilation for each length.
 """
 
 from __future__ import annotations
@@ -27,24 +29,34 @@ from accel_train.models.compile import CompileConfig, CompiledBlocks, apply_comp
 from accel_train.models.mmdit import MMDiT, MMDiTConfig
 from benchmarks.method import ROOT, Row, in_turns, parser_of, row, write_results
 
-WAYS = ("regional", "full")
+WAYS = {
+    "regional": CompileConfig("on"),
+    "autotune": CompileConfig("on", optimize="max-autotune-no-cudagraphs"),
+    "dynamic": CompileConfig("on", dynamic=True),
+    "full": None,
+}
+"""Block by block with these options, or the whole model."""
+TEXTS = (77, 61, 45)
+"""Lengths of text; the first alone where shapes do not vary."""
 SIZES = {"15M": (256, ">= 1.03"), "2M": (96, ">= 1.15")}
 """Width, and the target of the step's speed."""
 
 
-def build(width: int, depth: int) -> tuple[MMDiT, Callable[[nn.Module], list[Tensor]]]:
-    """A model away from its start, and a step of it."""
+def build(width: int, depth: int, texts: int = 1) -> tuple[MMDiT, Callable[[nn.Module], list[Tensor]]]:
+    """A model away from its start, and a step of it: a forward for each of so many lengths of text."""
     torch.manual_seed(0)
     model = MMDiT(MMDiTConfig(width, depth, heads=4))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=width**-0.5)
-    tokens = [torch.randn(2, length, width, requires_grad=True) for length in (256, 77)]
-    conditioning, weights = torch.randn(2, width), [torch.randn_like(x) for x in tokens]
+    image, text = (torch.randn(2, length, width, requires_grad=True) for length in (256, max(TEXTS)))
+    conditioning, weights = torch.randn(2, width), [torch.randn_like(x) for x in (image, text)]
 
     def step(model: nn.Module) -> list[Tensor]:
-        outputs = zip(model(tokens, conditioning, None), weights, strict=True)
-        loss = sum(((x * weight).mean() for x, weight in outputs), torch.zeros(()))
+        loss = torch.zeros(())
+        for length in TEXTS[:texts]:
+            outputs = model([image, text[:, :length].contiguous()], conditioning, None)
+            loss = sum(((x * w[:, : x.shape[1]]).mean() for x, w in zip(outputs, weights, strict=True)), loss)
         return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
     return model, step
@@ -56,15 +68,15 @@ def processor_seconds() -> float:
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
-def compile_once(way: str, width: int, depth: int, rounds: int) -> dict[str, Any]:
+def compile_once(way: str, width: int, depth: int, rounds: int, texts: int = 1) -> dict[str, Any]:
     """Compile in this process, then time steps against eager ones. For a process of its own."""
-    eager, step = build(width, depth)
-    model, _ = build(width, depth)
+    eager, step = build(width, depth, texts)
+    model, _ = build(width, depth, texts)
     expected = step(eager)
     watch: CompiledBlocks | None = None
     wall, cpu = time.perf_counter(), processor_seconds()
-    if way == "regional":
-        watch = apply_compile(model, CompileConfig("on"), torch.device("cpu"))
+    if (config := WAYS[way]) is not None:
+        watch = apply_compile(model, config, torch.device("cpu"))
     else:
         model.compile(fullgraph=True, dynamic=False)
     found = step(model)
@@ -85,9 +97,10 @@ def compile_once(way: str, width: int, depth: int, rounds: int) -> dict[str, Any
     return result
 
 
-def in_own_process(way: str, width: int, depth: int, rounds: int, cache: str) -> dict[str, Any]:
+def in_own_process(way: str, width: int, depth: int, rounds: int, cache: str, texts: int = 1) -> dict[str, Any]:
     """`compile_once` with this directory as the compiler's cache."""
-    numbers = ["--width", str(width), "--depth", str(depth), "--rounds", str(rounds)]
+    given_numbers = {"width": width, "depth": depth, "rounds": rounds, "texts": texts}
+    numbers = [word for name, value in given_numbers.items() for word in (f"--{name}", str(value))]
     given = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -101,11 +114,30 @@ def in_own_process(way: str, width: int, depth: int, rounds: int, cache: str) ->
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def cold(way: str, width: int, depth: int, rounds: int, warm: bool = False) -> list[dict[str, Any]]:
+def cold(way: str, width: int, depth: int, rounds: int, warm: bool = False, texts: int = 1) -> list[dict[str, Any]]:
     """With an empty cache; and again with what it left there."""
     with tempfile.TemporaryDirectory() as cache:
-        found = [in_own_process(way, width, depth, rounds, cache)]
+        found = [in_own_process(way, width, depth, rounds, cache, texts)]
         return found + ([in_own_process(way, width, depth, 0, cache)] if warm else [])
+
+
+def options_of(name: str, depth: int, rounds: int, usual: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
+    """`compile.optimize` and `compile.dynamic` at one size; ``usual`` is what was found with neither."""
+    width, many = SIZES[name][0], len(TEXTS)
+    (tuned,) = cold("autotune", width, depth, rounds)
+    (each,), (dynamic,) = (cold(way, width, depth, rounds, texts=many) for way in ("regional", "dynamic"))
+    chosen, varied = f"{name}, max-autotune-no-cudagraphs", f"{name}, {many} lengths"
+    share, other = tuned["cpu_seconds"] / usual["cpu_seconds"], dynamic["cpu_seconds"] / each["cpu_seconds"]
+    rows = [
+        row("C6", f"{chosen}: speed of a step over eager", tuned["step_speedups"]),
+        row("C6", f"{chosen}: cold compile over the default's", share),
+        row("C6", f"{varied}: graphs with compile.dynamic", dynamic["compile_graphs"], "count", f"<= {many - 1}"),
+        row("C6", f"{varied}: graphs without", each["compile_graphs"], "count"),
+        row("C6", f"{varied}: cold compile with compile.dynamic over without", other),
+        row("C6", f"{varied}: speed of a step over eager with compile.dynamic", dynamic["step_speedups"]),
+        row("C6", f"{varied}: speed of a step over eager without", each["step_speedups"]),
+    ]
+    return rows, {"autotune": [tuned], "each length": [each], "dynamic": [dynamic]}
 
 
 def measure(sizes: list[str], depth: int, rounds: int) -> tuple[list[Row], dict[str, Any]]:
@@ -135,7 +167,8 @@ def measure(sizes: list[str], depth: int, rounds: int) -> tuple[list[Row], dict[
     (deep,) = details["twice the depth"] = cold("regional", width, 2 * depth, 0)
     flat = deep["cpu_seconds"] / details[sizes[-1]][0]["cpu_seconds"]
     rows.append(row("C6", f"{sizes[-1]}: cold compile, block by block, twice the depth over once", flat))
-    return rows, details
+    found, others = options_of(sizes[-1], depth, rounds, details[sizes[-1]][0])
+    return rows + found, details | others
 
 
 def main() -> int:
@@ -145,12 +178,13 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--way", choices=WAYS, help="compile once in this process and print JSON")
     parser.add_argument("--width", type=int, help="with --way")
+    parser.add_argument("--texts", type=int, default=1, help="with --way: lengths of text in a step")
     options = parser.parse_args()
     if options.tiny:
         options.depth, options.sizes, options.rounds = 1, ["2M"], 2
     torch.set_num_threads(1)
     if options.way:
-        print(json.dumps(compile_once(options.way, options.width, options.depth, options.rounds)))
+        print(json.dumps(compile_once(options.way, options.width, options.depth, options.rounds, options.texts)))
         return 0
     rows, details = measure(options.sizes, options.depth, options.rounds)
     return 0 if write_results(options.output, "C6: compiling", rows, details) else 1

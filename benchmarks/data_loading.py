@@ -5,6 +5,9 @@
 A sample is a latent of 131 kB and text features of 473 kB, two tensors of 2 bytes a value, as diffusion training caches
 them. Every way gives the same tensors, which is checked. Samples per second are those of thread time with one thread.
 The recipe's own rows read one fp32 latent of the same size, normalise it, and tokenise nothing. Needs 1 GB of disk.
+
+`loader.prefetch_factor`: time by the clock of steps of 8 ms (the process sleeps) with one worker, which reads the
+recipe's samples alike, or waits 40 ms for one of them, as for a cold disk: one micro-batch in ten.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import io
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -36,6 +40,10 @@ from benchmarks.method import Row, in_turns, parser_of, row, write_results
 
 BATCH = 16
 OURS, PER_FILE = "ours", "torch.load per file"
+PREFETCH = (1, 2, 8)
+"""Of `loader.prefetch_factor`; 2 is the default."""
+ALONE = LoaderConfig(num_workers=0)
+STEP_SECONDS, WAIT_SECONDS = 0.008, 0.04
 BATCHED, SINGLE = "the recipe's loader", "the recipe's loader, sample by sample"
 Sample = Mapping[str, Tensor]
 Read = Callable[[list[int]], Sample]
@@ -185,7 +193,16 @@ class OneByOne:
         return self._dataset[index]
 
 
-def loader_steps(dataset: TextLatentDataset | OneByOne) -> Iterator[Sample]:
+class Uneven(OneByOne):
+    """One sample that takes long."""
+
+    def __getitem__(self, index: int) -> Sample:
+        if index == 0:
+            time.sleep(WAIT_SECONDS)
+        return super().__getitem__(index)
+
+
+def loader_steps(dataset: TextLatentDataset | OneByOne, config: LoaderConfig = ALONE) -> Iterator[Sample]:
     steps = iterate_steps(
         dataset,
         StepSampler(len(dataset), BATCH, seed=0),
@@ -193,7 +210,7 @@ def loader_steps(dataset: TextLatentDataset | OneByOne) -> Iterator[Sample]:
         start_step=0,
         max_steps=1_000_000,
         device=torch.device("cpu"),
-        config=LoaderConfig(num_workers=0),
+        config=config,
     )
     return (step.micro_batches[0] for step in steps)
 
@@ -229,10 +246,14 @@ def epochs(read: Read, samples: int) -> Callable[[], None]:
     return run
 
 
-def steps_of(steps: Iterator[Sample], count: int) -> Callable[[], None]:
+def steps_of(steps: Iterator[Sample], count: int, seconds: float = 0.0) -> Callable[[], None]:
+    """So many steps, each of which takes this long beside the reading."""
+
     def run() -> None:
         for _ in range(count):
             next(steps)
+            if seconds:
+                time.sleep(seconds)
 
     return run
 
@@ -254,8 +275,27 @@ def measure(folder: Path, sizes: Sizes, rounds: int) -> tuple[list[Row], dict[st
     rows += [row("C7", f"mapped rows over {name}", found.ratios(name, OURS)) for name in peers]
     rows.append(row("C7", f"{BATCHED}, batches read whole, on one core", rates[BATCHED], "samples/s"))
     rows.append(row("C7", f"{BATCHED}, batches read whole over sample by sample", found.ratios(SINGLE, BATCHED)))
-    details = {"samples": sizes.samples, "batch": BATCH, **found.summary()}
-    return rows, details
+    ahead, times = prefetched(dataset, rounds)
+    details = {"samples": sizes.samples, "batch": BATCH, **found.summary(), "prefetch": times}
+    return rows + ahead, details
+
+
+def prefetched(dataset: TextLatentDataset, rounds: int) -> tuple[list[Row], dict[str, Any]]:
+    """Each `loader.prefetch_factor` over the default, with reads that are alike and with one that takes long."""
+    rows: list[Row] = []
+    times: dict[str, Any] = {}
+    kinds = {"reads alike": OneByOne(dataset), "one read in ten takes 5 steps": Uneven(dataset)}
+    for kind, samples in kinds.items():
+        ways: dict[str, Callable[[], object]] = {}
+        for factor in PREFETCH:
+            config = LoaderConfig(num_workers=1, prefetch_factor=factor)
+            ways[str(factor)] = steps_of(loader_steps(samples, config), len(dataset) // BATCH, STEP_SECONDS)
+        found = in_turns(ways, rounds, clock=time.perf_counter)
+        for factor in (f for f in PREFETCH if f != 2):
+            name = f"prefetch_factor {factor} over 2, {kind}: speed of a step"
+            rows.append(row("C7", name, found.ratios("2", str(factor))))
+        times[kind] = found.summary()
+    return rows, times
 
 
 def main() -> int:

@@ -40,7 +40,7 @@ class Row:
     """One figure of the page."""
 
     id: str
-    """Row of the suite: C1 to C9, G0 to G8, or `scaling`."""
+    """Row of the suite: C1 to C10, G0 to G8, or `scaling`."""
     name: str
     """What is measured, in words; against what."""
     unit: str

@@ -1,6 +1,6 @@
 """The CPU suite: every row of docs/performance.md that needs no GPU, in one command, then the page.
 
-    python -m benchmarks.suite                     # about ten minutes on two quiet cores
+    python -m benchmarks.suite                     # about twenty minutes on two quiet cores
     python -m benchmarks.suite --only loop gemm
     python -m benchmarks.suite --tiny --directory /tmp/check
 
@@ -31,10 +31,11 @@ SCRIPTS = {
     "data_loading": "data_loading_cpu.json",
     "accumulation": "accumulation_cpu.json",
     "gemm": "gemm_cpu.json",
+    "exchange": "exchange_cpu.json",
     "scaling": "scaling_cpu.json",
     "rng": "rng_cpu.json",
 }
-"""Script, and the file it writes: C1 to C9 in order, then what has no target."""
+"""Script, and the file it writes: C1 to C10 in order, then what has no target."""
 
 
 def run(name: str, directory: Path, tiny: bool) -> tuple[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from accel_train.runtime.distributed_options import (
 )
 from tests.distributed.launching import Layout, run_recipe
 from tests.distributed.test_contract import work
+from tests.options_page import texts
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"gradient_as_bucket_view": False},
@@ -32,9 +34,16 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def handlers(strategy: str = "ddp", *, on_device: bool = True, accumulation_steps: int = 1, **options: Any) -> Any:
-    config = DistributedConfig(**options)
-    return ddp_handlers(config, strategy, on_device=on_device, accumulation_steps=accumulation_steps)
+def handlers(
+    strategy: str = "ddp",
+    *,
+    precision: str = "fp32",
+    on_device: bool = True,
+    accumulation_steps: int = 1,
+    **options: Any,
+) -> Any:
+    config, steps = DistributedConfig(**options), accumulation_steps
+    return ddp_handlers(config, strategy, precision=precision, on_device=on_device, accumulation_steps=steps)
 
 
 def test_defaults_of_ddp() -> None:
@@ -78,6 +87,36 @@ def test_what_fails_later_is_refused_now() -> None:
     for values in ({"bucket_cap_mb": 0}, {"comm_hook": "fp16"}, {"comm_hook": "powersgd", "powersgd_rank": 0}):
         with pytest.raises(ValidationError):
             TypeAdapter(DistributedConfig).validate_python(values)
+
+
+def test_powersgd_is_refused_where_a_gradient_may_overflow() -> None:
+    """What the hook keeps would be NaN from the first overflow on, and of another loss scale before."""
+    for precision in ("fp32", "bf16"):
+        assert handlers(comm_hook="powersgd", precision=precision)
+    for hook in ("none", "bf16"):
+        assert handlers(comm_hook=hook, precision="fp16")
+    words = (
+        r"comm_hook: powersgd with precision: fp16: .*--precision bf16 or fp32.*--distributed\.comm_hook bf16 or none"
+    )
+    with pytest.raises(UsageError, match=words):
+        handlers(comm_hook="powersgd", precision="fp16")
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_torch_counts_reductions_and_the_option_says_so() -> None:
+    """Two micro-batches that are both reduced are two of ``powersgd_start_step``, one that is held back is none."""
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    (asked,) = handlers(comm_hook="powersgd", powersgd_start_step=4)
+    asked.register_comm_hook(model)
+    ((_, state),) = model._comm_hooks  # type: ignore[misc]
+    for step in range(4):
+        for reduced in (step >= 2, True):  # two steps with one reduction, two with two
+            with contextlib.nullcontext() if reduced else model.no_sync():
+                model(torch.randn(2, 8)).sum().backward()
+        assert (state.iter, len(state.error_dict)) == ((1, 0), (2, 0), (4, 0), (6, 1))[step]
+    text = " ".join(texts(DistributedConfig)["powersgd_start_step"].split())
+    assert "one in each optimizer step, one for each micro-batch with sync every" in text
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero"])

@@ -1,6 +1,7 @@
 """Groups, learning rate, freezing and every AdamW against torch.optim.AdamW used by hand; the table of combinations."""
 
 import math
+import tomllib
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
@@ -19,6 +20,7 @@ from accel_train.training.optimizers import (
     set_learning_rate,
 )
 from accel_train.training.shards import Shards
+from tests import optimizer_table
 
 CPU = torch.device("cpu")
 
@@ -273,6 +275,24 @@ def test_every_combination_is_in_the_table():
     listed = list(optimizer_choice.rows())
     assert len(listed) == len(TABLE) * len(STRATEGIES) * len(PRECISIONS)
     assert {remark for *_, precision, allowed, remark in listed if allowed and precision == "fp16"} == {"not run"}
+
+
+def test_the_table_of_the_page_is_the_one_that_runs_are_checked_against():
+    text = optimizer_table.PAGE.read_text()
+    assert text == optimizer_table.page(text), "run: python -m tests.optimizer_table"
+
+
+def test_what_was_run_only_with_another_package_says_so():
+    """The dev extra does not bring it, so no run of the tests by itself has seen those rows."""
+    extras = tomllib.loads((optimizer_table.PAGE.parents[1] / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    for name, strategy, _, allowed, remark in optimizer_choice.rows():
+        package = TABLE[name][strategy].package
+        assert (name == "adamw8bit" and allowed) == bool(package)
+        if package and remark != "not run":
+            assert remark == f"run by tests on CPU where {package} is installed"
+            assert extras[package][0].startswith(package)
+            assert not any(dependency.startswith(package) for dependency in extras["dev"])
 
 
 @pytest.mark.parametrize(("name", "strategy", "precision", "allowed", "remark"), list(optimizer_choice.rows()))

@@ -63,7 +63,7 @@ def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, e
             for name, whole in _read(checkpoint, weight_map):
                 shards.set_state(name, key, shards.cut(name, whole))
         shards.set_step(int(index["step"]))
-    if ema is not None:
+    if ema is not None and ema.shards:
         stem = "ema" if any(name.startswith("ema") for name in checkpoint.manifest["files"]) else "model"
         fallback = exact_average or (exact if stem == "model" else None)
         for name, whole in _read(checkpoint, fallback or _weight_map(checkpoint, stem, shards)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import socket
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ REPLACED = {
 _CANNOT_RUN = (RuntimeError, ImportError, NotImplementedError)
 _WRONG_FUNCTION = (TypeError, ValueError)
 """What a function of somebody's own raises where it takes other arguments or shapes; a `UsageError` is one of these."""
+T = TypeVar("T")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -41,16 +44,21 @@ def resolve_attention(name: str, needs: AttentionNeeds) -> tuple[Attention, str]
 
     `name`: auto (by the table), tune (the fastest of all that can run, measured on these shapes; some seconds), a
     kernel of the table, or a function of your own as module:function. A named kernel that cannot run or that the
-    proof refutes is a `UsageError` with the reason and what can run instead. Every process calls it; with tune all
-    processes take the same kernel, by a collective where torch.distributed is initialised.
+    proof refutes is a `UsageError` with the reason and what can run instead. Every process calls it. Where
+    torch.distributed is initialised, auto and tune are collective: all processes take the same kernel, one that every
+    one of them can run and has proven, whatever is installed on their hosts.
     """
+    machine = machine_of(needs.device)
     if name == "auto":
-        return _chosen(preferred(needs, machine_of(needs.device)), needs, "auto: first of the table for")
+        names, lacking = _common(name, preferred(needs, machine), needs)
+        return _chosen(names, needs, "auto: first of the table for", lacking)
     if name == "tune":
-        return _chosen(*_by_time(needs))
+        names, lacking = _common(name, able(needs, machine), needs)
+        names, times = _by_time(names, needs)
+        return _chosen(names, needs, times, lacking)
     check_name(name)
     own = ":" in name
-    reason = None if own else why_not(name, needs, machine_of(needs.device))
+    reason = None if own else why_not(name, needs, machine)
     if reason is None:
         try:
             return _proven(name, needs, "as asked, for")
@@ -60,7 +68,7 @@ def resolve_attention(name: str, needs: AttentionNeeds) -> tuple[Attention, str]
             reason = " ".join(str(error).split())[:500]
     raise UsageError(
         f"attention {name}: cannot be used: {reason}. Needed: {needs}. "
-        f"Use auto, or one that can: {', '.join(n for n in able(needs, machine_of(needs.device)) if n != name)}."
+        f"Use auto, or one that can: {', '.join(n for n in able(needs, machine) if n != name)}."
     )
 
 
@@ -104,25 +112,46 @@ def _sentence(built: Attention, proof: Proof, needs: AttentionNeeds, why: str) -
     )
 
 
-def _chosen(names: tuple[str, ...], needs: AttentionNeeds, why: str) -> tuple[Attention, str]:
-    """The first that builds and is right; the sentence names those that were not."""
-    failed: list[str] = []
+def _chosen(names: tuple[str, ...], needs: AttentionNeeds, why: str, failed: list[str]) -> tuple[Attention, str]:
+    """The first that builds and is right on every process; the sentence names those that were not, and where."""
     for name in names:
+        found, problem = None, ""
         try:
-            chosen, sentence = _proven(name, needs, why)
-            return chosen, "; ".join((sentence, *failed))
+            found = _proven(name, needs, why)
         except (*_CANNOT_RUN, UsageError) as error:
-            failed.append(f"{name} failed: {' '.join(str(error).split())[:300]}")
+            problem = f"{name} failed{_place()}: {' '.join(str(error).split())[:300]}"
+        problems = [words for words in _of_every_process(problem) if words]
+        if found is not None and not problems:
+            return found[0], "; ".join((found[1], *failed))
+        failed = [*failed, problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")]
     raise UsageError(f"attention: nothing can run for {needs}: {'; '.join(failed)}")
 
 
-def _by_time(needs: AttentionNeeds) -> tuple[tuple[str, ...], AttentionNeeds, str]:
-    """Kernels by their time here, fastest first."""
-    seconds = {name: _seconds_or_never(name, needs) for name in able(needs, machine_of(needs.device))}
-    together = _slowest_of_all_processes(list(seconds.values()), needs.device)
-    times = {n: s for n, s in sorted(zip(seconds, together, strict=True), key=lambda x: x[1]) if s != float("inf")}
+def _common(option: str, names: tuple[str, ...], needs: AttentionNeeds) -> tuple[tuple[str, ...], list[str]]:
+    """Those that every process has, in the order of the first one, and of the others who lacks them.
+
+    Hosts may differ in packages and devices, and a step is one function of all ranks: two kernels in one run would
+    differ in what they round, and lists of two lengths cannot be reduced.
+    """
+    everyone = _of_every_process((_place(), names))
+    lacking = {name: [place for place, theirs in everyone if name not in theirs] for name in everyone[0][1]}
+    common = tuple(name for name, places in lacking.items() if not places)
+    if not common:
+        found = "; ".join(f"{', '.join(theirs) or 'none'}{place}" for place, theirs in everyone)
+        raise UsageError(
+            f"attention {option}: no kernel can run on every process, and one for all is required: {found}. Needed: "
+            f"{needs}. Install the same packages on all hosts, and start the run on devices of one kind."
+        )
+    return common, [f"{name} cannot run{places[0]}" for name, places in lacking.items() if places]
+
+
+def _by_time(names: tuple[str, ...], needs: AttentionNeeds) -> tuple[tuple[str, ...], str]:
+    """Kernels by their time here, fastest first, and the times in words. The same names on every process."""
+    seconds = [_seconds_or_never(name, needs) for name in names]
+    together = _slowest_of_all_processes(seconds, needs.device)
+    times = {n: s for n, s in sorted(zip(names, together, strict=True), key=lambda x: x[1]) if s != float("inf")}
     shown = ", ".join(f"{name} {1000 * s:.3g} ms" for name, s in times.items())
-    return tuple(times), needs, f"tune: {shown}, for"
+    return tuple(times), f"tune: {shown}, for"
 
 
 def _seconds_or_never(name: str, needs: AttentionNeeds) -> float:
@@ -133,9 +162,26 @@ def _seconds_or_never(name: str, needs: AttentionNeeds) -> float:
 
 
 def _slowest_of_all_processes(seconds: list[float], device: torch.device) -> list[float]:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not _several():
         return seconds
     times = torch.tensor(seconds, device=device, dtype=torch.float32)
-    distributed.all_reduce(times, distributed.ReduceOp.MAX)
+    torch.distributed.all_reduce(times, torch.distributed.ReduceOp.MAX)
     return times.tolist()
+
+
+def _of_every_process(value: T) -> list[T]:
+    """What each process gives, by rank. A collective where there are several."""
+    if not _several():
+        return [value]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, value)
+    return everyone
+
+
+def _place() -> str:
+    """Where this is, for a message: nothing where there is one process."""
+    return f" on process {torch.distributed.get_rank()} ({socket.gethostname()})" if _several() else ""
+
+
+def _several() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

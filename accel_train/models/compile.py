@@ -32,8 +32,8 @@ class CompileConfig:
     where a step is bound by launches and elementwise work (small models on a GPU; not yet measured), little where
     matrix products dominate; measure with `accel-train compare`. Evaluation and sampling run uncompiled."""
     optimize: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead"] = "default"
-    """torch's mode. max-autotune-no-cudagraphs tries kernels: compiles 4 times longer. reduce-overhead replays CUDA
-    graphs: it needs a GPU and one micro-batch per step."""
+    """torch's mode. max-autotune-no-cudagraphs tries kernels and compiles longer where there are several, on a GPU.
+    reduce-overhead replays CUDA graphs: it needs a GPU and one micro-batch per step."""
     dynamic: bool = False
     """False: one compilation per shape. True: where a second shape comes, one compilation for all further ones:
     for batches whose lengths vary, at some speed."""

@@ -76,8 +76,9 @@ def build_accelerator(
     if requested.strategy == "deepspeed":
         plugin = zero_plugin(requested, precision, max_grad_norm, micro_batch_size, world_size)
     kind = {"fsdp": "fsdp2", "deepspeed": "zero", None: "ddp" if world_size > 1 else "single"}[requested.strategy]
+    exchange, on_device = distributed or DistributedConfig(), not _on_cpu()
     handlers = ddp_handlers(
-        distributed or DistributedConfig(), kind, on_device=not _on_cpu(), accumulation_steps=accumulation_steps
+        exchange, kind, precision=precision, on_device=on_device, accumulation_steps=accumulation_steps
     )
     _silence_known_warnings()
     _connect(requested, timedelta(seconds=collective_timeout_seconds))

@@ -45,15 +45,16 @@ class DistributedConfig:
 
     comm_hook: Literal["none", "bf16", "powersgd"] = "none"
     """DDP, for slow links between hosts: bf16 halves the bytes and rounds gradients to 8 bits of fraction, GPUs only;
-    powersgd sends low-rank factors and keeps what they miss for the next step, in memory as large as the gradients.
-    Both change the result with the number of processes."""
+    powersgd sends low-rank factors and keeps what they miss for the next step, in memory as large as the gradients; not
+    with precision fp16. Both change the result with the number of processes."""
 
     powersgd_rank: PositiveInt | None = None
     """powersgd: rank of the factors of each matrix; twice the rank is twice the bytes. None = 1."""
 
     powersgd_start_step: PositiveInt | None = None
-    """powersgd: optimizer steps with whole gradients before the first factors, counted anew from each start, for what
-    the hook has kept is in no checkpoint. At least 2. None = 1000."""
+    """powersgd: reductions of whole gradients before the first factors: one in each optimizer step, one for each
+    micro-batch with sync every. Counted anew from each start, for what the hook has kept is in no checkpoint. At least
+    2. None = 1000."""
 
     static_graph: bool = False
     """DDP: promise that the same parameters take part in the same way in every step. Not with accumulation."""
@@ -69,17 +70,18 @@ class DistributedConfig:
             raise UsageError(f"{values}: comm_hook {self.comm_hook} does not read it; leave it out, or use powersgd")
         if self.powersgd_start_step is not None and self.powersgd_start_step < 2:
             raise UsageError(
-                f"distributed.powersgd_start_step: {self.powersgd_start_step}: at least 2 is needed, because the first "
-                "factors start from a step with whole gradients; give 2 or more, 1000 is usual"
+                f"distributed.powersgd_start_step: {self.powersgd_start_step}: at least 2 is needed, because DDP sorts "
+                "its buckets anew after the first reduction; give 2 or more, 1000 is usual"
             )
 
 
 def ddp_handlers(
-    config: DistributedConfig, strategy: str, *, on_device: bool, accumulation_steps: int
+    config: DistributedConfig, strategy: str, *, on_device: bool, accumulation_steps: int, precision: str = "fp32"
 ) -> list[DistributedDataParallelKwargs]:
     """What ``Accelerator(kwargs_handlers=...)`` takes: one handler for DDP, none elsewhere.
 
-    ``strategy`` is "single", "ddp", "fsdp2" or "zero". Raises ``UsageError`` for what would be ignored or fail.
+    ``strategy`` is "single", "ddp", "fsdp2" or "zero". Raises ``UsageError`` for what would be ignored, fail or spoil
+    the training.
     """
     set_here = {f.name: value for f in fields(config) if (value := getattr(config, f.name)) != f.default}
     if strategy != "fsdp2" and (ahead := set_here.pop("fsdp2_prefetch", None)) is not None:
@@ -97,6 +99,13 @@ def ddp_handlers(
         raise UsageError(
             "distributed.comm_hook: bf16 needs NCCL or XCCL: torch's bf16_compress_hook raises on gloo, which CPU "
             "processes use; leave it out here"
+        )
+    if config.comm_hook == "powersgd" and precision == "fp16":
+        raise UsageError(
+            "distributed.comm_hook: powersgd with precision: fp16: the hook adds what it kept of one step's gradient "
+            "to the next, and one that overflows, as loss scaling lets happen, would stay in it for good as NaN, and "
+            "what is finite at another loss scale; a precision without a loss scale is required: use --precision bf16 "
+            "or fp32, or --distributed.comm_hook bf16 or none"
         )
     if config.static_graph and accumulation_steps > 1:
         raise UsageError(

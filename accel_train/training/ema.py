@@ -24,14 +24,17 @@ class Ema:
     """Averaged weights. Elementwise on shards, so it costs no communication under any strategy.
 
     Every rank builds and updates it. ``shards`` are fp32 even where the model computes in bf16, because a
-    difference of 1 - decay is lost in bf16's 8 bits.
+    difference of 1 - decay is lost in bf16's 8 bits. With decay 0 there are none, at no cost: the average is the
+    weights.
     """
 
     def __init__(self, config: EmaConfig, shards: Shards) -> None:
         self.config = config
         self.view = shards
         """The parameters that are averaged, with their optimizer's state."""
-        self.shards = {name: shards.master(name).float().clone() for name in shards.parameters}
+        averaged = shards.parameters if config.decay > 0 else ()
+        self.shards = {name: shards.master(name).float().clone() for name in averaged}
+        """By parameter name."""
 
     def update(self, step: int) -> None:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
