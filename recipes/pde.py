@@ -48,6 +48,7 @@ class Config(experiment.ExperimentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.model.refuse_unread()
         operator_learning.check_residual(self.objective, self.evaluation, self.model.residual_depth)
 
 
@@ -165,7 +166,7 @@ def evaluate(
 
 # ------------------------------------------------------------------------------------------------------------ main
 def main(argv: Sequence[str]) -> int:
-    """Every process runs it. Raises ``UsageError`` (exit code 2) before anything is built."""
+    """Every process runs it. Raises ``UsageError`` (exit code 2) before a model is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
     accelerator = experiment.start(config)
     rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device

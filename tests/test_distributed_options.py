@@ -103,6 +103,20 @@ def test_powersgd_is_refused_where_a_gradient_may_overflow() -> None:
 
 
 @pytest.mark.usefixtures("one_process_group")
+def test_powersgd_over_gloo_wants_one_bucket() -> None:
+    """Reductions of several buckets begin in gloo's threads, in no common order; a run with them was seen to abort."""
+    for layers, said in ((1, ""), (2, r"of 1 MiB for 2\.0 MiB of gradients: .*--distributed\.bucket_cap_mb 2")):
+        layer = [torch.nn.Linear(512, 512, bias=False) for _ in range(layers)]
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Sequential(*layer), bucket_cap_mb=1, gradient_as_bucket_view=True
+        )
+        (asked,) = handlers(comm_hook="powersgd", bucket_cap_mb=1)
+        asked.register_comm_hook(model)
+        with pytest.raises(UsageError, match=said) if said else contextlib.nullcontext():
+            assert "buckets of 1 MiB" in verify_ddp(model, asked)
+
+
+@pytest.mark.usefixtures("one_process_group")
 def test_torch_counts_reductions_and_the_option_says_so() -> None:
     """Two micro-batches that are both reduced are two of ``powersgd_start_step``, one that is held back is none."""
     torch.manual_seed(0)

@@ -515,15 +515,30 @@ def test_every_option_of_the_architecture_is_used(change: dict[str, Any]) -> Non
         ({"attention": "channel_separated", "group_width": 12}, ("group_width 12", "head size 8", "16")),
         ({"attention": "channel_separated", "group_width": 32}, ("group_width 32", "head size 8", "16")),
         ({"operator": "pdet_unet", "depth": 4, "depths": (2, 2)}, ("depths (2, 2)", "odd")),
-        ({"depths": (1, 1, 1)}, ("depths (1, 1, 1)", "has no effect on operator pdet_stack")),
-        ({"operator": "pdet_unet"}, ("depth 2", "has no effect on operator pdet_unet")),
-        ({"group_width": 8}, ("group_width 8", "has no effect on attention standard")),
     ],
 )
 def test_impossible_shapes_are_refused(change: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(UsageError) as caught:
         replace(MODEL, **change)
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"depth": 4, "depths": (1, 1, 1)}, ("depths (1, 1, 1)", "has no effect on operator pdet_stack")),
+        ({"operator": "pdet_unet"}, ("depth 2", "has no effect on operator pdet_unet")),
+        ({"group_width": 8}, ("group_width 8", "has no effect on attention standard")),
+    ],
+)
+def test_options_that_are_not_read_are_refused_in_a_run_and_not_in_a_checkpoint(
+    change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    config = replace(MODEL, **change)
+    with pytest.raises(UsageError) as caught:
+        config.refuse_unread()
+    assert all(word in str(caught.value) for word in words)
+    MODEL.refuse_unread()
 
 
 @pytest.mark.parametrize(

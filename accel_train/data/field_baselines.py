@@ -12,6 +12,7 @@ RIDGES = (1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Relative to the mean square of the inputs."""
 MAX_TRAINING_ROWS = 8192
 MAX_FEATURES = 4096
+FEWEST_ROWS = 8
 BLOCK_NUMBERS = 1 << 22
 
 
@@ -36,15 +37,20 @@ def baselines(
     On one process, in float64. persistence: the input unchanged, where `same_fields` says that the target is the
     input's own fields later on. training_mean: the mean target of the training rows, point by point. linear_fit: ridge
     regression of the flattened target on the flattened input, the parameters and 1, its strength chosen on the last
-    eighth of the training rows; left out above 4096 inputs, where it would cost minutes. At most 8192 training rows are
-    read, evenly chosen, and held at once for the linear fit alone: 0.6 GB. `denormalise` is that of the target.
+    eighth of the training rows; left out above 4096 inputs or outputs, where it would cost minutes, and below 8 rows.
+    At most 8192 training rows are read, evenly chosen, and held at once for the linear fit alone: up to 0.6 GB.
+    `denormalise` is that of the target.
     """
     wanted = torch.linspace(0, len(train) - 1, min(len(train), MAX_TRAINING_ROWS)).round().long()
     wanted = wanted[torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0))]
     first = train.batch([0])
     shape, width = first["target"].shape[1:], first["input"].numel() + first["parameters"].numel() + 1
-    if width <= MAX_FEATURES:
-        features, targets = (torch.cat(parts) for parts in zip(*_matrices(train, wanted), strict=True))
+    if max(width, first["target"].numel()) <= MAX_FEATURES and len(wanted) >= FEWEST_ROWS:
+        features, targets = (torch.empty(len(wanted), n, dtype=torch.float64) for n in (width, first["target"].numel()))
+        start = 0
+        for given, sought in _matrices(train, wanted):
+            rows = slice(start, start := start + len(given))
+            features[rows], targets[rows] = given, sought
         mean, weights = targets.mean(0), ridge_fit(features, targets)
     else:
         mean, weights = sum(targets.sum(0) for _, targets in _matrices(train, wanted)) / len(wanted), None

@@ -6,9 +6,10 @@ import hashlib
 import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +18,11 @@ import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.data import field_notices
 from accel_train.data.artifacts import cached_folder
 from accel_train.data.field_files import FieldFacts, Fields, StoredFields, field_facts
 
 ASSETS_FORMAT = 1
-WIDE = 20.0
-"""Numbers of one kind that differ by more than this factor are called wide apart."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,13 @@ class FieldAssets:
         own = self.task(task)
         if any(own.logarithmic):
             chosen = torch.tensor(own.logarithmic, device=values.device)
-            values = torch.where(chosen, values.clamp(min=torch.finfo(values.dtype).tiny).log(), values)
+            if (values[..., chosen] <= 0).any():
+                raise UsageError(
+                    f"task {task}: parameters {', '.join(compress(own.parameters, own.logarithmic))} are read by their "
+                    f"logarithm and go down to {float(values[..., chosen].min()):g}; above 0 is required, as in the "
+                    "training split"
+                )
+            values = torch.where(chosen, values.log(), values)
         scaled = own.parameter.normalise(values, trailing=0)
         return torch.nn.functional.pad(scaled, (0, self.parameter_count - values.shape[-1]))
 
@@ -292,7 +298,10 @@ def build_field_data(
     assets = FieldAssets(
         tuple(_describe(s, data[name]["train"], facts[name]["train"], time_stride) for name, s in stored.items())
     )
-    digest = hashlib.sha256(json.dumps([facts, asdict(assets), time_stride]).encode())
+    described = asdict(assets)
+    for task in described["tasks"]:
+        _ = task["logarithmic"] or task.pop("logarithmic")  # it came later: what has none is the same data as before
+    digest = hashlib.sha256(json.dumps([facts, described, time_stride]).encode())
     rows: dict[str, dict[str, FieldRows]] = {"train": {}, "heldout": {}}
     for task in assets.tasks:
         for split, fields in data[task.name].items():
@@ -301,8 +310,8 @@ def build_field_data(
             parameters = assets.normalise_parameters(task.name, torch.from_numpy(values))
             rows[split][task.name] = FieldRows(task, fields, parameters, time_stride)
     train, heldout = rows["train"], rows["heldout"]
-    notices = [_notice(train[name], heldout[name]) for name in stored]
-    notices += [words for name, splits in stored.items() for words in _uneven(name, splits["train"], assets.task(name))]
+    notices = [field_notices.sizes(train[name], heldout[name]) for name in stored]
+    notices += [words for name in stored for words in field_notices.uneven(data[name]["train"], assets.task(name))]
     return FieldData(JoinedRows(tuple(train.values())), train, heldout, assets, digest.hexdigest(), tuple(notices))
 
 
@@ -352,7 +361,7 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
         )
     given, timed = header.input_channels, header.dt > 0
     values = np.concatenate([files.parameters for files in splits["train"]]).astype(np.float64)
-    wide = (values.min(0) > 0) & (values.max(0) > WIDE * values.min(0))
+    wide = (values.min(0) > 0) & (values.max(0) > field_notices.WIDE * values.min(0))
     values = np.where(wide, np.log(np.where(wide, values, 1.0)), values)
     deviation = values.std(0)
     return FieldTask(
@@ -370,28 +379,3 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
         parameter=Scale(tuple(values.mean(0).tolist()), tuple(np.where(deviation > 0, deviation, 1.0).tolist())),
         logarithmic=tuple(wide.tolist()) if wide.any() else (),
     )
-
-
-def _notice(train: FieldRows, heldout: FieldRows) -> str:
-    times = f" of {train.data.shape[0]} snapshots, {len(train):,} pairs" if train.task.has_time else ""
-    return f"{train.task.name}: {train.samples:,} training samples{times}; {heldout.samples:,} held out"
-
-
-def _uneven(name: str, files: Sequence[StoredFields], task: FieldTask) -> Iterator[str]:
-    """What the files of one task say by their sizes: all share one scale, and the loss is of normalised fields."""
-    if any(task.logarithmic):
-        yield f"{name}: {', '.join(task.parameters)} range over more than {WIDE:g} times: read by their logarithms"
-    sizes = {file.part.file.name: _size(Fields((file.part,)), task) for file in files}
-    small, large = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
-    if sizes[large] > WIDE * sizes[small]:
-        yield (
-            f"{name}: fields of {large} are {sizes[large] / max(sizes[small], 1e-30):.3g} times as large as those of "
-            f"{small}, and one scale is shared: errors of the small ones hardly count. Train them apart, each with a "
-            "--data.path of its own"
-        )
-
-
-def _size(fields: Fields, task: FieldTask) -> float:
-    """Root mean square of the first samples' targets."""
-    read = [fields.snapshots(sample, slice(0, 1))[:, -task.target_channels :] for sample in range(min(4, len(fields)))]
-    return float(np.sqrt(np.mean(np.square(read, dtype=np.float64))))

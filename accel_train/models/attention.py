@@ -54,8 +54,8 @@ def resolve_attention(name: str, needs: AttentionNeeds) -> tuple[Attention, str]
         return _chosen(names, needs, "auto: first of the table for", lacking)
     if name == "tune":
         names, lacking = _common(name, able(needs, machine), needs)
-        names, times = _by_time(names, needs)
-        return _chosen(names, needs, times, lacking)
+        names, times, failed = _by_time(names, needs)
+        return _chosen(names, needs, times, lacking + failed)
     check_name(name)
     own = ":" in name
     reason = None if own else why_not(name, needs, machine)
@@ -145,20 +145,22 @@ def _common(option: str, names: tuple[str, ...], needs: AttentionNeeds) -> tuple
     return common, [f"{name} cannot run{places[0]}" for name, places in lacking.items() if places]
 
 
-def _by_time(names: tuple[str, ...], needs: AttentionNeeds) -> tuple[tuple[str, ...], str]:
-    """Kernels by their time here, fastest first, and the times in words. The same names on every process."""
-    seconds = [_seconds_or_never(name, needs) for name in names]
-    together = _slowest_of_all_processes(seconds, needs.device)
+def _by_time(names: tuple[str, ...], needs: AttentionNeeds) -> tuple[tuple[str, ...], str, list[str]]:
+    """Kernels by their time here, fastest first, the times in words, and what failed. The same on every process."""
+    timed = [_seconds_or_never(name, needs) for name in names]
+    together = _slowest_of_all_processes([seconds for seconds, _ in timed], needs.device)
+    everyone = zip(*_of_every_process([problem for _, problem in timed]), strict=True)
+    failed = [next(filter(None, problems)) for problems in everyone if any(problems)]
     times = {n: s for n, s in sorted(zip(names, together, strict=True), key=lambda x: x[1]) if s != float("inf")}
     shown = ", ".join(f"{name} {1000 * s:.3g} ms" for name, s in times.items())
-    return tuple(times), f"tune: {shown}, for"
+    return tuple(times), f"tune: {shown}, for", failed
 
 
-def _seconds_or_never(name: str, needs: AttentionNeeds) -> float:
+def _seconds_or_never(name: str, needs: AttentionNeeds) -> tuple[float, str]:
     try:
-        return time_attention(build_attention(name), needs)
-    except (*_CANNOT_RUN, UsageError):
-        return float("inf")
+        return time_attention(build_attention(name), needs), ""
+    except (*_CANNOT_RUN, UsageError) as error:
+        return float("inf"), f"{name} failed{_place()}: {' '.join(str(error).split())[:300]}"
 
 
 def _slowest_of_all_processes(seconds: list[float], device: torch.device) -> list[float]:

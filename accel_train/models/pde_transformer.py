@@ -111,23 +111,7 @@ class PdeModelConfig:
 
     def __post_init__(self) -> None:
         head, group = max(1, self.head_width), self.group
-        stack, plain = self.operator == "pdet_stack", self.attention == "standard"
         faults = (
-            (
-                stack and self.depths != (2, 2, 2),
-                f"depths {self.depths}: has no effect on operator pdet_stack, which has depth. Leave depths at 2 2 2, "
-                "or choose pdet_unet.",
-            ),
-            (
-                not stack and self.depth != 4,
-                f"depth {self.depth}: has no effect on operator pdet_unet, which has depths {self.depths}. Leave depth "
-                "at 4, or choose pdet_stack.",
-            ),
-            (
-                plain and self.group_width != 32,
-                f"group_width {self.group_width}: has no effect on attention standard. Leave it at 32, or choose "
-                "channel_separated.",
-            ),
             (
                 self.width % (2 * self.heads),
                 f"width {self.width} with heads {self.heads}: a multiple of 2 * heads = {2 * self.heads} is required. "
@@ -152,6 +136,23 @@ class PdeModelConfig:
         for wrong, message in faults:
             if wrong:
                 raise UsageError(message)
+
+    def refuse_unread(self) -> None:
+        """Raise ``UsageError`` for options that this operator or attention does not read.
+
+        Of a run, not of a checkpoint, which was saved with whatever it had.
+        """
+        stack, plain = self.operator == "pdet_stack", self.attention == "standard"
+        faults = (
+            (stack, "depths", (2, 2, 2), "operator pdet_stack, which has depth", "pdet_unet"),
+            (not stack, "depth", 4, "operator pdet_unet, which has depths", "pdet_stack"),
+            (plain, "group_width", 32, "attention standard", "channel_separated"),
+        )
+        for unread, name, default, where, other in faults:
+            if unread and (value := getattr(self, name)) != default:
+                raise UsageError(
+                    f"model.{name} {value}: has no effect on {where}. Leave it at {default}, or choose {other}."
+                )
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ The search for unused parameters is off and no option: every parameter takes par
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -150,6 +151,13 @@ def verify_ddp(model: nn.parallel.DistributedDataParallel, asked: DistributedDat
                 f"distributed.{option}: {wanted} was asked for, but DDP has {real}; this version of accelerate or "
                 "torch does not pass it on: leave it out, or install the versions that the project names"
             )
+    needed = sum(p.numel() * p.element_size() for p in wrapped.module.parameters() if p.requires_grad) / 2**20
+    if name == "powersgd" and wrapped.device_type == "cpu" and needed > asked.bucket_cap_mb:
+        raise UsageError(
+            f"distributed.comm_hook: powersgd on CPU processes with buckets of {asked.bucket_cap_mb} MiB for "
+            f"{needed:.1f} MiB of gradients: torch's hook starts reductions of several buckets from gloo's threads, in "
+            f"no order that the processes share; give --distributed.bucket_cap_mb {math.ceil(needed)}, or leave it out"
+        )
     views = "gradients as views" if asked.gradient_as_bucket_view else "gradients beside them"
     return f"buckets of {asked.bucket_cap_mb} MiB, {views}" + (f", {hooks[0]}" if hooks else "")
 

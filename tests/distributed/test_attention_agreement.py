@@ -54,6 +54,17 @@ def slow(rank: int) -> None:
     vars(attention).update(time_attention=lambda built, _: times[built.name])
 
 
+def untimed(rank: int) -> None:
+    """The second process cannot run the fastest kernel at these shapes."""
+
+    def seconds(built: Any, _: Any) -> float:
+        if rank and built.name == "sdpa_math":
+            raise RuntimeError("no room")
+        return SECONDS[built.name]
+
+    vars(attention).update(time_attention=seconds)
+
+
 CASES: dict[str, tuple[str, Callable[[int], None]]] = {
     "alike": ("auto", lambda rank: None),
     "a package more": ("auto", table(("sdpa_flash", "sdpa"), ("sdpa",))),
@@ -64,6 +75,7 @@ CASES: dict[str, tuple[str, Callable[[int], None]]] = {
     "tune, a package more": ("tune", table(("sdpa", "sdpa_math", "sdpa_flash"), ("sdpa", "sdpa_flash"))),
     "tune, slow on one": ("tune", slow),
     "tune, wrong on one": ("tune", broken(("sdpa", "sdpa_math"))),
+    "tune, cannot be timed on one": ("tune", untimed),
 }
 
 
@@ -107,6 +119,7 @@ def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[st
         ("wrong on all", "sdpa_math", "; sdpa failed on process 0 ("),
         ("tune, a package more", "sdpa_flash", "; sdpa_math cannot run on process 1 ("),
         ("tune, slow on one", "sdpa_flash", "sdpa_math 9e+03 ms"),
+        ("tune, cannot be timed on one", "sdpa_flash", "; sdpa_math failed on process 1 ("),
         ("tune, wrong on one", "sdpa_flash", "; sdpa_math failed on process 1 ("),
     ],
 )

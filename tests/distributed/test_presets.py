@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, Layout, environment, run_recipe
 
 pytestmark = pytest.mark.distributed
-SLOW = {"zero2_offload", "fsdp2_offload", "single_gpu"}
+SLOW = {"zero2_offload", "zero3_offload", "fsdp2_offload", "single_gpu"}
 """What it has beyond others is in zero3_offload as well."""
 NAMES = sorted(p.stem for p in PRESETS.glob("*.yaml"))
 
@@ -65,6 +65,7 @@ def test_a_finished_run_says_so_goes_on_and_evaluates_alone(tmp_path: Path) -> N
     assert (run.directory / "metrics.jsonl").read_bytes() == lines
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_getting_better_does_not_go_on_unless_it_is_given_more_patience(tmp_path: Path) -> None:
     plain = ("--objective.residual_from", "None", "--objective.residual_steps", "1", "--model.residual_depth", "0")
     flags = (*plain, "--max_steps", "12", "--optimizer.lr", "1e-30", "--evaluation.every", "2")
@@ -106,6 +107,7 @@ def test_a_checkpoint_is_enough_to_sample_in_another_process(tmp_path: Path) -> 
     assert "sampled" in done.stdout
 
 
+@pytest.mark.slow
 def test_phases_with_a_frozen_part_are_the_same_on_two_processes(tmp_path: Path) -> None:
     phases = ("--modes.mode", "sequential", "--modes.phases", "mixed:12", "t2l:8:freeze=text", "--max_steps", "20")
     one = run_recipe(Layout("single", 1), tmp_path / "one" / "run", *phases, "--checkpoints.save_every", "12")
