@@ -369,7 +369,8 @@ def test_the_warning_stays_for_blocks_of_others(monkeypatch: pytest.MonkeyPatch)
     assert check(record("anything else", (), None))
 
 
-@pytest.mark.parametrize("mode", ["full", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "attention"])
 def test_compiled_blocks_compute_attention_on_the_memory_it_was_given(mode: str, tmp_path: Path) -> None:
     """torch 2.13 recomputes the CPU kernel on tensors of a layout that it cannot read, and nothing says so. What it
     reads beside them is whatever was there; here the allocator fills it, so that it shows every time."""

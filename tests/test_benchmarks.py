@@ -364,7 +364,8 @@ def test_the_large_model_has_sd3_mediums_parameters() -> None:
     assert counts[1] == pytest.approx(2028.3e6, rel=1e-4)
 
 
-DRY = Machine(torch.device("cpu"), tiny=True)
+DRY = Machine(torch.device("cpu"), tiny=True, limit_seconds=1e9)
+"""Its clock runs from here on, through all tests before these."""
 DRY_ABSENT = {
     "G1, float8": "needs an NVIDIA GPU",
     "G3, 24.3 GB of state": "a dry run saves some megabytes",

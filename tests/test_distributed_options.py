@@ -237,6 +237,7 @@ def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
     return max(abs(x - y) / abs(x) for x, y in zip(a["losses"], b["losses"], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes(tmp_path: Path) -> None:
     """The same losses whatever the buckets; PowerSGD only near them, with a part of the bytes."""

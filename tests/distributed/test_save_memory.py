@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout("fsdp2", 2), Layout("zero3", 2), pytest.param(Layout("zero2", 2), marks=pytest.mark.slow)],
+    [Layout("fsdp2", 2), *(pytest.param(Layout(f"zero{n}", 2), marks=pytest.mark.slow) for n in (2, 3))],
     ids=str,
 )
 def test_a_save_allocates_its_share_and_no_more(layout: Layout, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def pairs(row: tuple[str, ...]) -> set[tuple[str, str]]:
     return set(itertools.combinations(row, 2))
 
 
-QUICK = {("on", "selective", "ddp"), ("off", "full", "zero3")}
+QUICK = {("off", "attention", "ddp"), ("off", "full", "zero3")}
 
 
 def parameters() -> list[object]:
