@@ -25,9 +25,9 @@ class ActivationCheckpointingConfig:
     """What is computed again in the backward instead of kept in memory. Costs time, changes no result."""
 
     mode: Literal["none", "full", "every_nth", "attention", "ffn", "selective"] = "none"
-    """full: every block keeps its inputs only: 0.36 of the memory at its peak for a quarter more time. every_nth:
-    the same for one block in `every`. attention or ffn: that half of each block only. selective: all is computed
-    again but matrix products and attention: half of the memory for 9 % more time. Measured on a CPU by
+    """full: every block keeps its inputs only: a quarter of the memory at its peak for a third more time.
+    every_nth: the same for one block in `every`. attention or ffn: that half of each block only. selective: all is
+    computed again but matrix products and attention: half of the memory for 11 % more time. Measured on a CPU by
     benchmarks/activation_checkpointing.py; weights and optimizer are not in these shares. In compiled blocks what
     attention gave is kept in every mode."""
     every: PositiveInt = 2
