@@ -17,7 +17,7 @@ def cell(row: Row) -> str:
     """Precisions of one optimizer under one strategy; in brackets those that no test has run."""
     if not row.precisions:
         return "refused"
-    run = [f"{p} [1]" if row.package else p for p in row.precisions if p in row.run]
+    run = [p for p in row.precisions if p in row.run]
     return ", ".join([*run, *(f"({p})" for p in row.precisions if p not in row.run)])
 
 
@@ -34,7 +34,6 @@ def section() -> str:
     found = list(rows())
     allowed = [remark for *_, ok, remark in found if ok]
     ran = sum(remark == "run by tests on CPU" for remark in allowed)
-    packages = sorted({row.package for by_strategy in TABLE.values() for row in by_strategy.values() if row.package})
     never = [f"`{n}`" for n, rows_of in TABLE.items() if not any(row.run for row in rows_of.values())]
     lines = [
         HEADING,
@@ -48,8 +47,6 @@ def section() -> str:
         *(f"| `{name}` | {' | '.join(cell(by[s]) for s in STRATEGIES)} |" for name, by in TABLE.items()),
         "",
         f"- Without brackets: trained by the project's tests on CPU processes ({ran} combinations).",
-        f"- [1]: trained by them only where {', '.join(f'`{p}`' for p in packages)} is installed, which `[dev]` does"
-        f" not bring ({sum('where' in remark for remark in allowed)} combinations).",
         f"- In brackets: allowed, and run by no test ({allowed.count('not run')} combinations):"
         f" {PRECISIONS[-1]}, which needs a GPU, and {', '.join(never)}, of which only the arithmetic is tested, on CPU"
         " tensors.",

@@ -6,10 +6,12 @@ Most tests compile with aot_eager, which traces forward and backward as inductor
 from __future__ import annotations
 
 import copy
+import ctypes
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -302,6 +304,21 @@ def test_auto_goes_on_uncompiled_says_so_once_and_records_it(failure: str, caplo
     assert "run uncompiled from here on" in warning.getMessage()
     assert cause in warning.getMessage()
     assert cause in watch.fields()["compile_failure"]
+
+
+@pytest.mark.parametrize("left", [b"", b"\x7fELF", b"no library" * 100], ids=["empty", "short", "other"])
+def test_half_a_library_in_the_cache_is_named(left: bytes, tmp_path: Path) -> None:
+    """torch links compiled code in place: a process killed meanwhile leaves what every later one fails to load."""
+    library = tmp_path / "code.so"
+    library.write_bytes(left)
+
+    def load(_graph: Any, _inputs: Any) -> Any:
+        return ctypes.CDLL(str(library))
+
+    model = Stack()
+    compiled(model, ON, load)
+    with pytest.raises(UsageError, match=f"left half a library: delete {library} "):
+        model(torch.randn(4, 8))
 
 
 def test_an_error_of_the_model_itself_is_not_hidden() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from accel_train.runtime.signals import STOPPING, StopRequests
@@ -30,6 +35,55 @@ def test_a_signal_asks_to_save_and_the_handlers_are_given_back(tmp_path: Path, n
     assert requests.reason == number.name
     requests.close()
     assert signal.getsignal(number) == signal.SIG_DFL
+
+
+ORPHAN = """
+import os, sys, time
+from pathlib import Path
+from accel_train.runtime import signals
+
+signals.SAME_REQUEST_SECONDS = 0.0
+directory = Path(sys.argv[1])
+requests = signals.StopRequests(directory, main=False)
+(directory / "pid").write_text(str(os.getpid()))
+parent = os.getppid()
+while os.getppid() == parent:
+    time.sleep(0.01)
+time.sleep(0.2)  # the signal follows the new parent
+(directory / "orphan").write_text(str(requests.reason))
+time.sleep(60)
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[2:]], start_new_session=True)"
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_the_death_of_the_launcher_is_a_request_and_never_the_second(tmp_path: Path, interrupted: bool) -> None:
+    """Ctrl-C reaches launcher and process; a busy machine lets the launcher die long after that."""
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, "accelerate", ORPHAN, str(tmp_path)])
+    pid = int(appeared(tmp_path / "pid"))
+    try:
+        if interrupted:
+            os.kill(pid, signal.SIGINT)
+            time.sleep(0.1)
+        launcher.kill()
+        launcher.wait()
+        assert appeared(tmp_path / "orphan") == ("SIGINT" if interrupted else "SIGTERM")
+        os.kill(pid, signal.SIGTERM)  # this one is the second
+        gone = psutil.Process(pid)
+        psutil.wait_procs([gone], timeout=20)
+        assert not gone.is_running() or gone.status() == psutil.STATUS_ZOMBIE
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def appeared(file: Path) -> str:
+    """What a process has written, once it has."""
+    deadline = time.monotonic() + 60
+    while not (file.exists() and (text := file.read_text())):
+        assert time.monotonic() < deadline, file
+        time.sleep(0.01)
+    return text
 
 
 def test_under_nohup_the_end_of_the_terminal_is_no_request(tmp_path: Path) -> None:

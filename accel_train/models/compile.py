@@ -8,6 +8,7 @@ a directory that outlives the job, and a restart compiles in seconds.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ class CompiledBlocks:
         cause = _cause(error)
         if "deepspeed" in cause.lower():
             cause = f"ZeRO-3 fetches weights in hooks inside the block, which cannot be compiled as one graph ({cause})"
+        if torn := _torn_library(error):
+            cause = f"a process was killed while it compiled and left half a library: delete {torn} ({cause})"
         if self.config.mode == "on":
             raise UsageError(
                 f"compile.mode on: torch.compile failed: {cause}. Set compile.mode to auto to go on uncompiled, or "
@@ -228,9 +231,19 @@ def _reasons(count: int) -> list[str | None]:
     return [reason.splitlines()[0] if reason else None for reason in found]
 
 
-def _cause(error: BaseException) -> str:
-    """The innermost cause, on one line."""
+def _torn_library(error: BaseException) -> str | None:
+    """The file in torch's cache that the loader of libraries cannot read. torch links it in place."""
+    torn = re.search(r"(\S+\.so): (file too short|invalid ELF header|cannot read file data)", str(_innermost(error)))
+    return torn[1] if torn else None
+
+
+def _innermost(error: BaseException) -> BaseException:
     while (inner := error.__cause__) is not None:
         error = inner
-    error = getattr(error, "inner_exception", None) or error
+    return getattr(error, "inner_exception", None) or error
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost cause, on one line."""
+    error = _innermost(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}".rstrip(". ")

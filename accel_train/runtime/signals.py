@@ -57,7 +57,7 @@ class StopRequests:
 
     SIGTERM, SIGUSR1, SIGHUP (unless it is ignored, as under nohup) and the first SIGINT ask to save and stop; a
     second signal ends the process at once. Under a launcher the launcher's death counts as SIGTERM: ``accelerate
-    launch`` passes none on to a single process.
+    launch`` passes none on to a single process. It is never the second: Ctrl-C kills the launcher too, sooner or later.
     """
 
     def __init__(self, directory: Path, *, main: bool) -> None:
@@ -65,6 +65,7 @@ class StopRequests:
         self._since: float | None = None
         self._file = directory / STOP_FILE if main else None
         self._looked = 0.0
+        self._parent = os.getppid()
         self._before: dict[int, Any] = {
             number: signal.signal(number, self._on_signal)
             for number in STOPPING
@@ -74,6 +75,10 @@ class StopRequests:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
+        orphaned = os.getppid() != self._parent
+        self._parent = os.getppid()
+        if orphaned and self._since is not None:
+            return
         if self._since is not None and now - self._since > SAME_REQUEST_SECONDS:
             os.write(2, b"second signal: stopping at once; the last committed checkpoint stands\n")
             os._exit(128 + number)

@@ -31,12 +31,9 @@ class Row:
     """Why it is refused, and what to do."""
     run: tuple[str, ...] = ()
     """Precisions in which the project's own tests train it, on CPU processes. fp16 needs a GPU: not run."""
-    package: str = ""
-    """What those tests need beside the project's dev extra: without it they pass it over."""
 
 
 _RUNS = Row(PRECISIONS, run=("fp32", "bf16"))
-_EIGHT_BIT = Row(PRECISIONS, run=("fp32", "bf16"), package="bitsandbytes")
 _MUON_UNDER_ZERO = Row(
     (),
     "ZeRO hands the optimizer one flat vector of each group's parameters, cut across matrices, and Muon needs whole "
@@ -65,7 +62,7 @@ TABLE: dict[OptimizerName, dict[str, Row]] = {
     "adamw": dict.fromkeys(STRATEGIES, _RUNS),
     "muon": {"single": _RUNS, "ddp": _RUNS, "fsdp2": _RUNS}
     | dict.fromkeys(("zero1", "zero2", "zero3"), _MUON_UNDER_ZERO),
-    "adamw8bit": {"single": _EIGHT_BIT, "ddp": _EIGHT_BIT, "fsdp2": _EIGHT_BIT_UNDER_FSDP}
+    "adamw8bit": {"single": _RUNS, "ddp": _RUNS, "fsdp2": _EIGHT_BIT_UNDER_FSDP}
     | dict.fromkeys(("zero1", "zero2", "zero3"), _EIGHT_BIT_UNDER_ZERO),
     "adamw_offload": {"single": Row(PRECISIONS), "ddp": _OFFLOAD_ELSEWHERE, "fsdp2": _OFFLOAD_UNDER_FSDP}
     | dict.fromkeys(("zero1", "zero2", "zero3"), _OFFLOAD_UNDER_ZERO),
@@ -80,10 +77,9 @@ def rows() -> Iterator[tuple[OptimizerName, str, str, bool, str]]:
     """
     for name, by_strategy in TABLE.items():
         for strategy, row in by_strategy.items():
-            run = "run by tests on CPU" + (f" where {row.package} is installed" if row.package else "")
             for precision in PRECISIONS:
                 allowed = precision in row.precisions
-                remark = (run if precision in row.run else "not run") if allowed else row.reason
+                remark = ("run by tests on CPU" if precision in row.run else "not run") if allowed else row.reason
                 yield name, strategy, precision, allowed, remark
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,6 @@ def test_each_rank_orthogonalises_its_share(runs: dict[str, dict[str, Any]]) -> 
         assert runs[name]["orthogonalised"] == [total // 2, total // 2]
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_eight_bit_state_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """Its moments are in the checkpoint as fp32, under AdamW's names, and come back as the codes that they were."""
     found = train(DDP, tmp_path / "ddp", "ddp", name="adamw8bit")
@@ -122,18 +120,14 @@ def test_muon_in_bf16_is_outside_the_promise(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", [SINGLE, DDP, FSDP2, *(Layout(f"zero{n}", 2) for n in (1, 2, 3))], ids=str)
 def test_every_row_of_the_table(layout: Layout, precision: str, tmp_path: Path) -> None:
-    """What is allowed trains; what is refused says why. What has no device or package here is refused as well, which
-    is no run of it: the table says which package that is."""
+    """What is allowed trains; what is refused says why. What has no device here is refused as well: no run of it."""
     found = work(layout, tmp_path, "rows", precision)
     for name, result in found.items():
         row = TABLE[name][layout.strategy]
         if precision not in row.run:
             assert f"optimizer.name: {name}" in result
             assert not isinstance(result, list)
-        elif isinstance(result, str):
-            assert row.package
-            assert find_spec(row.package) is None
-            assert "it is not installed" in result
         else:
+            assert isinstance(result, list), result
             assert all(map(math.isfinite, result))
             assert result[-1] < result[0]
