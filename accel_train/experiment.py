@@ -17,7 +17,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import nn
 
+from accel_train.checkpoints.commit import checkpoint_name
 from accel_train.checkpoints.hub_options import HubConfig
+from accel_train.checkpoints.hub_repository import RUN_FILES
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.checkpoints.run import Run, open_run
@@ -188,7 +190,8 @@ def open_experiment(
     finished = run.start_step >= max_steps and not config.evaluate_only
     if finished:
         info(logger, f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on")
-        info(logger, "no evaluation.json there? --evaluate_only writes it")
+        if not (run.directory / "evaluation.json").exists():
+            info(logger, f"{run.directory} has no evaluation.json: --evaluate_only writes it")
     pieces = sampler.accumulation_steps(batch, world_size, config.micro_batch_size)
     return Opened(run, config.schedule, max_steps, decay_steps, pieces, finished)
 
@@ -334,5 +337,6 @@ def finish(accelerator: Accelerator, opened: Opened, step: int, stopped: bool) -
         info(logger, f"stopped at step {step} of {opened.max_steps} and saved; start again to go on (exit code 75)")
         return EXIT_PREEMPTED
     place = opened.run.directory
-    info(logger, f"finished: {place} holds the checkpoint, evaluation.json and the pictures")
+    there = [f"checkpoints/{checkpoint_name(step)}", *(name for name in RUN_FILES if (place / name).exists())]
+    info(logger, f"finished: {place} holds {', '.join(there)}")
     return 0

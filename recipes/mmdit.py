@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
             )
             log.advance(done)
             if log.due(done):
-                log.train(done, result.fields() | rates.read() | notes.fields(order.epoch(done)))
+                log.train(done, result.fields() | rates.read() | notes.fields(order.epoch(done)) | {"mode": mode})
             stop, figures = saver.boundary(done), dict[str, float]()  # asked to stop: all processes, at one step
             if config.evaluation.due(done, opened.max_steps) and not stop:
                 with rates.pause():

@@ -46,7 +46,7 @@ import os, sys, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from accel_train.config import expand_path, load_config, run_main
+from accel_train.config import UsageError, expand_path, load_config, run_main
 from accel_train.metrics.records import LineWriter, write_json
 
 
@@ -91,6 +91,8 @@ def main(argv):
     print("started with", *argv, flush=True)
     if config.ends == "crash":
         raise RuntimeError("the user's own mistake")
+    if config.ends == "refuse":
+        raise UsageError("ends: refuse is no end; give another")
     if config.ends == "hang":
         (out / "pid").write_text(str(os.getpid()))
         time.sleep(600)
@@ -132,6 +134,7 @@ FILES = {
     "other_data": "data: {length: 16}\n",
     "cached": "data: {cache: somewhere}\n",
     "crash": "ends: crash\n",
+    "refuse": "ends: refuse\n",
     "hang": "ends: hang\n",
     "empty": "ends: empty\n",
     "pushes": "hub: {repo_id: me/it}\n",
@@ -209,7 +212,9 @@ def test_a_failed_gate_is_exit_code_1(recipe: str, capsys: pytest.CaptureFixture
         "step_seconds<=0.06": "passed",
     }
     assert result["effects"]["B"]["loss"]["reading"] == "higher"
-    assert "gate speedup>=3: 2 [2, 2] FAILED: the interval excludes the target" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "gate speedup>=3: 2 [2, 2] FAILED: the interval excludes the target" in out
+    assert "  [range] " in out, "of two rounds"
     assert len(list(Path("out").rglob("checkpoints"))) == 4
 
 
@@ -408,6 +413,11 @@ def test_a_run_that_fails_is_shown_and_ends_the_comparison(recipe: str, capsys: 
     assert "written" not in shown.out
     assert call(recipe, "empty", "slow", output="other")[0] == 1
     assert "wrote no" in capsys.readouterr().err
+
+
+def test_what_a_recipe_refuses_in_its_run_is_wrong_usage(recipe: str) -> None:
+    with pytest.raises(UsageError, match=r"exit code 2.*\n.*B\.log[\s\S]*ends: refuse is no end; give another"):
+        call(recipe, "slow", "refuse")
 
 
 def _alive(pid: int) -> bool:

@@ -134,6 +134,11 @@ def test_a_stage_that_can_learn_is_not_refused() -> None:
 def test_a_run_that_ends_before_the_stage_says_so() -> None:
     (words,) = operator_learning.check_stages(ObjectiveConfig(residual_from=200), 5, 100, 5000)
     assert words.startswith("objective.residual_from 200: the run ends before it, at step 100")
+    both = operator_learning.check_stages(ObjectiveConfig(autoencode_steps=100, residual_from=200), 5, 100, 5000)
+    assert both[0].startswith("objective.autoencode_steps 100: the operator learns after it; the run ends before it")
+    assert both[1:] == [words]
+    assert operator_learning.check_stages(ObjectiveConfig(autoencode_steps=99), 5, 100, 100) == []
+    assert len(operator_learning.check_stages(ObjectiveConfig(autoencode_steps=100), 5, 100, 100)) == 1
 
 
 @pytest.mark.parametrize(

@@ -575,6 +575,11 @@ def test_plain_lines_where_there_is_no_terminal(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("name", ["mode", "task"])
+def test_a_loss_says_of_what_it_is(name: str) -> None:
+    assert progress.describe(FIELDS | {name: "l2t"}) == ["loss 3.412 (l2t)", "lr 1.2e-3", "412 samples/s"]
+
+
 def test_a_bar_keeps_its_lines_off_the_console(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,8 +37,12 @@ class Config:
     optimizer: Inner = field(default_factory=Inner)
 
 
-def start(accelerator: Accelerator, config: Config, data: str = "d" * 8, decay: int = 10) -> Run:
+def start(
+    accelerator: Accelerator, config: Config, data: str = "d" * 8, decay: int = 10, *, trains: bool = True
+) -> Run:
     run = open_run(config, accelerator, data, {"optimizer.decay_steps": decay})
+    if trains:
+        (run.directory / "metrics.jsonl").touch()  # as the records of every run that gets that far
     run.close()
     return run
 
@@ -74,6 +78,19 @@ def test_another_experiment_is_refused_and_can_be_allowed(
     key = str(refused.value).rsplit("--allow ", 1)[1]
     start(accelerator, replace(changed, allow=(key,)), data)
     start(accelerator, changed, data)  # what was allowed once is the experiment from then on
+
+
+def test_a_start_that_was_refused_before_it_trained_binds_nobody(accelerator: Accelerator, tmp_path: Path) -> None:
+    """Its options were wrong; those of the next start are another experiment, whatever they derive."""
+    config = Config(str(tmp_path / "run"))
+    refused = start(accelerator, replace(config, seed=1), "other", trains=False)
+    run = start(accelerator, config, decay=20, trains=False)
+    assert "fresh start" in run.decision
+    assert run.run_id != refused.run_id
+    assert run.resolved("optimizer.decay_steps") == 20
+    make(run.checkpoints, 3)
+    with pytest.raises(UsageError, match="seed: 0 there, 1 now"):  # now there is something to lose
+        start(accelerator, replace(config, seed=1))
 
 
 def test_resume_policies(accelerator: Accelerator, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_raising_max_steps_does_not_stretch_the_schedule():
         ({"kind": "constant", "floor": 0.1}, ["floor=0.1", "kind=constant", "default is floor=0.0"]),
         ({"kind": "constant", "decay_steps": 10}, ["decay_steps=10", "kind=constant"]),
         ({"kind": "inverse_sqrt", "warmup_steps": 1, "decay_steps": 10}, ["decay_steps=10"]),
-        ({"kind": "inverse_sqrt"}, ["warmup_steps=0", "at least 1"]),
+        ({"kind": "inverse_sqrt"}, ["schedule.warmup_steps=0", "at least 1"]),
         ({"kind": "cosine", "cycles": 2}, ["cycles=2", "kind=cosine_restarts"]),
         ({"kind": "cosine", "wsd_decay_fraction": 0.1}, ["wsd_decay_fraction=0.1", "kind=wsd"]),
         ({"kind": "cosine_restarts"}, ["exactly one"]),
@@ -177,7 +177,7 @@ def test_raising_max_steps_does_not_stretch_the_schedule():
         ({"floor": 1.5}, ["floor=1.5", "0 to 1"]),
         ({"floor": -0.1}, ["floor=-0.1"]),
         ({"floor": math.nan}, ["floor=nan"]),
-        ({"warmup_steps": 11, "decay_steps": 10}, ["warmup_steps=11", "decay_steps=10"]),
+        ({"warmup_steps": 11, "decay_steps": 10}, ["schedule.warmup_steps=11", "schedule.decay_steps=10"]),
         ({"kind": "wsd", "warmup_steps": 9, "decay_steps": 10}, ["wsd_decay_fraction=0.2", "2 steps"]),
     ],
 )
@@ -190,10 +190,10 @@ def test_refusals(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"warmup_steps": 101}, ["warmup_steps=101", "max_steps=100"]),
+        ({"warmup_steps": 101}, ["schedule.warmup_steps=101", "max_steps=100"]),
         ({"kind": "constant", "warmup_steps": 101}, ["warmup_steps=101", "max_steps=100"]),
         ({"kind": "wsd", "warmup_steps": 90}, ["warmup_steps=90", "20 steps", "max_steps=100"]),
-        ({"kind": "cosine_restarts", "warmup_steps": 1, "cycle_steps": 100}, ["cycle_steps=100", "to 99"]),
+        ({"kind": "cosine_restarts", "warmup_steps": 1, "cycle_steps": 100}, ["schedule.cycle_steps=100", "to 99"]),
     ],
 )
 def test_lengths_are_checked_against_max_steps(options, words):

@@ -213,7 +213,7 @@ def _decide(
     config: Any, directory: Path, data_fingerprint: str, resolved: dict[str, Any], free_to_change: Sequence[str]
 ) -> dict[str, Any]:
     """Main process: compare with what is there, choose the checkpoint, write run.json and config.yaml."""
-    used = (directory / "run.json").exists() or bool(commit.committed(directory / "checkpoints"))
+    used = _has_trained(directory) or bool(commit.committed(directory / "checkpoints"))
     experiment = flatten(experiment_tree(config)) | {"data_fingerprint": data_fingerprint}
     evaluating = bool(getattr(config, "evaluate_only", False))
     if not used:
@@ -250,6 +250,11 @@ def _decide(
     if checkpoint is not None and (extra := commit.unlisted(checkpoint)):
         logger.warning("%s holds files that its manifest does not list; they are not read: %s", checkpoint.path, extra)
     return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
+
+
+def _has_trained(directory: Path) -> bool:
+    """A start that was refused after it had written run.json leaves no records, and no experiment to be held to."""
+    return all((directory / name).exists() for name in ("run.json", "metrics.jsonl"))
 
 
 def _start(

@@ -32,15 +32,16 @@ class TaskSampler:
         weights = self._weights()
         if not self.sizes or len(weights) != len(self.sizes) or min(weights) < 1:
             raise UsageError(
-                f"weights={list(weights)} for {len(self.sizes)} task(s): at least one task is required, and for each "
-                "a whole number of steps, 1 or more. Leave a task without steps out."
+                f"task_weights {list(weights)} for {len(self.sizes)} task(s): at least one task is required, and for "
+                "each a whole number of steps, 1 or more. Give one for each of data.tasks, in its order; leave a task "
+                "without steps out of data.tasks, or leave task_weights out for one step of each."
             )
         for task, size in enumerate(self.sizes):
             if size < self.global_batch_size:
                 raise UsageError(
-                    f"global_batch_size={self.global_batch_size}: task {task} of {len(self.sizes)} has {size} samples, "
-                    f"at least one global batch of each task is needed. Lower it to {min(self.sizes)} or less, or use "
-                    "more data."
+                    f"global_batch_size={self.global_batch_size}: task {task + 1} of {len(self.sizes)} has {size} "
+                    "samples, at least one global batch of each task is needed. Lower it to "
+                    f"{min(self.sizes)} or less, or use more data."
                 )
         object.__setattr__(self, "_samplers", tuple(self._sampler(task) for task in range(len(self.sizes))))
 

@@ -271,21 +271,25 @@ def check_tasks(objective: ObjectiveConfig, evaluation: EvaluationConfig, tasks:
 
 
 def check_stages(objective: ObjectiveConfig, warmup_steps: int, max_steps: int, decay_steps: int) -> list[str]:
-    """Refuse a residual's stage that cannot learn; a line for the log where a run ends before it.
+    """Refuse a residual's stage that cannot learn; lines for the log where a run ends before a stage.
 
     ``decay_steps`` is where the schedule ends.
     """
-    start = objective.residual_from
+    start, first = objective.residual_from, objective.autoencode_steps
+    ends = f"the run ends before it, at step {max_steps}"
+    lines = [f"objective.autoencode_steps {first}: the operator learns after it; {ends}, so it learns nothing"]
+    lines *= max_steps <= first
     if start is None:
-        return []
+        return lines
     if start < warmup_steps or decay_steps - start <= warmup_steps:
         raise UsageError(
             f"objective.residual_from {start}: the learning rate begins anew there, and warms up for {warmup_steps} "
             f"steps before and after; the schedule ends at step {decay_steps}. Move it, or lower "
             "schedule.warmup_steps."
         )
-    late = f"objective.residual_from {start}: the run ends before it, at step {max_steps}; the residual learns nothing"
-    return [late] if max_steps <= start else []
+    if max_steps <= start:
+        lines.append(f"objective.residual_from {start}: {ends}; the residual learns nothing")
+    return lines
 
 
 def mirrored(values: Tensor, draws: Tensor, share: float) -> Tensor:

@@ -95,7 +95,8 @@ def text(result: Result) -> list[str]:
 
 def _pair_table(result: Result) -> list[str]:
     (found,) = result.effects
-    rows = [["metric", "A", "B", "B against A", f"[{LEVEL:.0%} interval]", "reading"]]
+    few = 1 < result.plan.rounds < ROUNDS_FOR_LEVEL
+    rows = [["metric", "A", "B", "B against A", "[range]" if few else f"[{LEVEL:.0%} interval]", "reading"]]
     for effect in found:
         sign = "x " if effect.form == "ratio" else ""
         middle = f"{sign}{_short(effect.estimate.median, signed=not sign)}"

@@ -114,8 +114,8 @@ def _option(found: re.Match[str]) -> tuple[str, Any]:
 def run_once(command: Sequence[str], log: Path) -> tuple[float, float]:
     """Run ``command`` to its end with its output in ``log``; seconds by the clock and of processor time.
 
-    Whatever ends this function ends the processes it started. Raises ``RunFailedError`` with the last lines of the
-    output for every exit code but 0.
+    Whatever ends this function ends the processes it started. Raises with the last lines of the output:
+    ``UsageError`` where the recipe refused its options, ``RunFailedError`` for every other exit code but 0.
     """
     started, used = time.perf_counter(), _cpu_seconds_of_children()
     with log.open("wb") as output:
@@ -132,7 +132,7 @@ def run_once(command: Sequence[str], log: Path) -> tuple[float, float]:
             _end_group(child)
             raise
     if code:
-        raise RunFailedError(
+        raise (UsageError if code == 2 else RunFailedError)(
             f"the run ended with exit code {code}: {' '.join(command)}\nthe last lines of {log}:\n"
             f"{_tail(log.read_text(errors='replace'))}"
         )

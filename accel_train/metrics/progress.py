@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 FILE_ONLY = "file_only"
 """Attribute of a log record that belongs into the log file and not on the console."""
 
+LOSS_OF = ("mode", "task")
+"""Fields of a training line that say which of several losses this step had: those of two steps may be of two kinds."""
+
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
@@ -64,10 +67,11 @@ def _on_terminal() -> bool:
 
 
 def describe(fields: Mapping[str, object]) -> list[str]:
-    """``["loss 3.412", "lr 1.2e-3", "412 samples/s"]``, of what is there."""
+    """``["loss 3.412 (l2t)", "lr 1.2e-3", "412 samples/s"]``, of what is there."""
     shown: list[str] = []
     if isinstance(loss := fields.get("loss"), (int, float)):
-        shown.append(f"loss {loss:#.4g}")
+        of = next((f" ({fields[name]})" for name in LOSS_OF if name in fields), "")
+        shown.append(f"loss {loss:#.4g}{of}")
     if isinstance(lr := fields.get("lr"), (int, float)):
         shown.append(f"lr {short_exponent(lr)}")
     if isinstance(rate := fields.get("samples_per_second"), (int, float)):

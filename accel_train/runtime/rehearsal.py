@@ -54,9 +54,9 @@ def adapt(machine: MachineConfig, environment: dict[str, str], num_processes: in
     environment["DS_ACCELERATOR"] = "cpu"
     environment.setdefault("OMP_NUM_THREADS", "1")
     width = 78
-    changes.append("nothing in output_dir: give --output_dir to keep the rehearsal apart from the real run")
+    place = "output_dir is that of the recipe: give --output_dir to keep the rehearsal apart from the real run"
     title = f"REHEARSAL of {machine.path}: {machine.strategy} for real, not at its speed"
-    return ["=" * width, title, *(f"  changed: {change}" for change in changes), "=" * width]
+    return ["=" * width, title, *(f"  changed: {change}" for change in changes), f"  {place}", "=" * width]
 
 
 def check_version() -> None:

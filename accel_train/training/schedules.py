@@ -59,22 +59,22 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= 1:
             raise UsageError(
-                f"floor={self.floor}: must be from 0 to 1, it is a fraction of the peak learning rate. "
+                f"schedule.floor={self.floor}: must be from 0 to 1, it is a fraction of the peak learning rate. "
                 "Give for example 0.1 for a tenth of the peak."
             )
         self._refuse_unread_options()
         if self.kind == "cosine_restarts" and (self.cycles is None) == (self.cycle_steps is None):
             raise UsageError(
-                f"cycles={self.cycles}, cycle_steps={self.cycle_steps}: kind=cosine_restarts needs exactly "
-                "one of the two. Give cycles (how many) or cycle_steps (length of the first)."
+                f"schedule.cycles={self.cycles}, schedule.cycle_steps={self.cycle_steps}: kind=cosine_restarts "
+                "needs exactly one of the two. Give cycles (how many) or cycle_steps (length of the first)."
             )
         if self.kind == "inverse_sqrt" and self.warmup_steps == 0:
             raise UsageError(
-                "warmup_steps=0: kind=inverse_sqrt decays as sqrt(warmup_steps / step) and needs at least 1. "
+                "schedule.warmup_steps=0: kind=inverse_sqrt decays as sqrt(warmup_steps / step) and needs at least 1. "
                 "Give a warm-up, 1000 to 10000 steps is usual."
             )
         if self.decay_steps is not None:
-            _check_lengths(self, self.decay_steps, "decay_steps")
+            _check_lengths(self, self.decay_steps, "schedule.decay_steps")
 
     def _refuse_unread_options(self) -> None:
         given = [name for name in _OWN_KIND if getattr(self, name) is not None]
@@ -84,7 +84,7 @@ class ScheduleConfig:
         if self.kind == "constant" and self.floor != 0:
             unread.append("floor")
         if unread:
-            values = ", ".join(f"{name}={getattr(self, name)}" for name in unread)
+            values = ", ".join(f"schedule.{name}={getattr(self, name)}" for name in unread)
             wanted = sorted({_OWN_KIND[name] for name in unread if name in _OWN_KIND})
             hint = f", or use kind={' or '.join(wanted)}" if wanted else ""
             default = ", ".join(f"{name}={getattr(type(self), name)}" for name in unread)
@@ -177,18 +177,18 @@ def _check_lengths(config: ScheduleConfig, decay_steps: int, option: str) -> Non
     warmup = config.warmup_steps
     if warmup > decay_steps:
         raise UsageError(
-            f"warmup_steps={warmup}: must not be more than {option}={decay_steps}, "
+            f"schedule.warmup_steps={warmup}: must not be more than {option}={decay_steps}, "
             "the peak would never be reached. Lower the one or raise the other."
         )
     if config.cycle_steps is not None and warmup + config.cycle_steps > decay_steps:
         raise UsageError(
-            f"cycle_steps={config.cycle_steps}: with warmup_steps={warmup} one cycle ends at step "
+            f"schedule.cycle_steps={config.cycle_steps}: with warmup_steps={warmup} one cycle ends at step "
             f"{warmup + config.cycle_steps}, after {option}={decay_steps}. Shorten it to "
             f"{decay_steps - warmup} or less, or give cycles instead."
         )
     if config.kind == "wsd" and warmup + _wsd_steps(config, decay_steps) > decay_steps:
         raise UsageError(
-            f"wsd_decay_fraction={_wsd_fraction(config)}: a decay of "
+            f"schedule.wsd_decay_fraction={_wsd_fraction(config)}: a decay of "
             f"{_wsd_steps(config, decay_steps)} steps and warmup_steps={warmup} are more than "
             f"{option}={decay_steps}. Shorten the warm-up or the decay."
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_train.diffusion import modes
 from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, Layout, environment, run_recipe
 
 pytestmark = pytest.mark.distributed
@@ -44,13 +45,18 @@ def test_a_finished_run_says_so_goes_on_and_evaluates_alone(tmp_path: Path) -> N
     figures = json.loads((run.directory / "evaluation.json").read_text())
     assert {"l2t_nll", "l2t_nll_shuffled", "t2l_cosine", "t2l_cosine_shuffled"} <= figures.keys()
 
+    files = "evaluation.json, curves.png, samples.md"
+    assert {"checkpoints/checkpoint_00000020", *files.split(", ")} <= set(held(run.output))
+    assert {line["mode"] for line in run.train_lines().values()} == set(modes.MODES)
     again = run_recipe(one, tmp_path / "run", "--max_steps", "20")
     assert "the run is finished: step 20 of 20; raise --max_steps" in again.output
+    assert "evaluation.json" not in again.output
     further = run_recipe(one, tmp_path / "run", "--max_steps", "22")
     assert sorted(further.train_lines()) == list(range(1, 23))
     assert further.train_lines()[22]["lr"] == 0  # past the schedule's own end it holds its floor
 
     (run.directory / "evaluation.json").unlink()
+    assert "has no evaluation.json" in run_recipe(one, tmp_path / "run", "--max_steps", "22").output
     lines = (run.directory / "metrics.jsonl").read_bytes()
     alone = subprocess.run(
         [sys.executable, str(RECIPE), str(run.directory / "config.yaml"), "--evaluate_only"],
@@ -63,6 +69,12 @@ def test_a_finished_run_says_so_goes_on_and_evaluates_alone(tmp_path: Path) -> N
     assert alone.returncode == 0, alone.stderr
     assert json.loads((run.directory / "evaluation.json").read_text())["step"] == 22
     assert (run.directory / "metrics.jsonl").read_bytes() == lines
+
+
+def held(output: str) -> list[str]:
+    """What a finished run says that its directory holds."""
+    (line,) = [line for line in output.splitlines() if "finished: " in line]
+    return line.partition(" holds ")[2].split(", ")
 
 
 @pytest.mark.slow
