@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accel_train.data import progress
 from accel_train.data.heldout import heldout_batches
 from accel_train.diffusion.latents import LatentDiffusionConfig
 from accel_train.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
@@ -91,6 +92,16 @@ def test_every_rank_runs_equally_many_batches_and_each_sample_once() -> None:
     assert sorted(counted) == list(range(21))
     partners = [(int(x["sample"][0]), int(y["sample"][0])) for b in ranks for x, y in b]
     assert all(a != b for a, b in partners)
+
+
+def test_the_first_process_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    for rank in (0, 1):
+        assert len(list(heldout_batches(Data(30), 21, 4, rank, 2, torch.device("cpu")))) == 3
+    lines = [line.split(" samples")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [f"evaluation: {done} of 21" for done in (8, 16, 21)]
 
 
 def test_sampling_in_both_directions() -> None:

@@ -21,7 +21,8 @@ class Progress:
         if self.enabled and sys.stdout.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self.total, desc=self.label, unit="sample", file=sys.stdout, delay=1)
+            # leave=None: stays where it is the only bar, goes where it was drawn below that of training
+            self._bar = tqdm(total=self.total, desc=self.label, unit="sample", file=sys.stdout, delay=1, leave=None)
         return self
 
     def update(self, count: int) -> None:
