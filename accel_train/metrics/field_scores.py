@@ -112,10 +112,11 @@ class Rollouts:
         truth = self.task.target.denormalise(self.truth[0])[1:, 0].cpu()
         made = self.task.target.denormalise(found[0])[:, 0].cpu()
         if self.task.grid[0] == 1:
-            truth, made = truth[:, 0], made[:, 0]
+            truth, made, down = truth[:, 0], made[:, 0], "step in time"
         else:
-            truth, made = truth[-1], made[-1]
-        return [Panel("rollout: truth", truth, "u"), Panel("prediction", made, "u"), Panel("error", made - truth, "e")]
+            truth, made, down = truth[-1], made[-1], "y (points)"
+        named = [("rollout: truth", truth, "u"), ("prediction", made, "u"), ("error", made - truth, "e")]
+        return [Panel(*panel, down) for panel in named]
 
 
 def rollout_batches(task: FieldTask, rows: FieldRows, options: EvaluationConfig, place: Place) -> Iterator[Rollouts]:

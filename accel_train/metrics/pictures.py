@@ -22,6 +22,8 @@ class Panel(NamedTuple):
     """(H, W): rows downwards, as an image."""
     group: str
     """Panels of a row with the same group share one colour scale, so that truth and prediction can be compared."""
+    down: str = "y (points)"
+    """What the rows of ``values`` are."""
 
 
 class Lines(NamedTuple):
@@ -60,11 +62,16 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]
             low, high = limits[panel.group]
             image = axis.imshow(panel.values.numpy(), vmin=low, vmax=high, aspect="auto", interpolation="nearest")
             axis.set_title(panel.title, fontsize=9)
+            axis.set_xlabel("x (points)", fontsize=8)
+            axis.set_ylabel(panel.down, fontsize=8)
+            axis.locator_params(integer=True)
             axis.tick_params(labelsize=7)
             figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
         for axis in axes[len(panels) :]:
             axis.set_axis_off()
-        axes[0].set_ylabel(label, fontsize=9)
+        axes[0].annotate(
+            label, (0, 0.5), (-42, 0), "axes fraction", "offset points", rotation=90, ha="right", va="center"
+        )
     try:
         temporary = path.with_name(f".{path.stem}.tmp.png")
         figure.savefig(temporary, dpi=100)
