@@ -124,8 +124,7 @@ def main(argv: Sequence[str]) -> int:
     barrier = accelerator.wait_for_everyone
     data = prepare.prepare_data(config.data, rank=rank, world_size=world_size, barrier=barrier, device=str(device))
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
-    words = [*data.notices, *modes.notices(config.modes)]
-    opened = experiment.open_experiment(config, accelerator, len(data.train), data.fingerprint, words)
+    opened = experiment.open_experiment(config, accelerator, len(data.train), data.fingerprint, data.notices)
     if opened.finished:
         return 0
 

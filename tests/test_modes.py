@@ -30,7 +30,7 @@ def test_mixed_follows_its_weights_and_depends_on_seed_and_step_alone() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_given_modality_is_not_learned(mode: str) -> None:
-    config = ModeConfig(mode=mode, latent_weight=3.0)  # type: ignore[arg-type]
+    config = ModeConfig(mode=mode, latent_weight=1.0 if mode == "l2t" else 3.0)  # type: ignore[arg-type]
     expected = {"unconditional": (1, 3), "l2t": (1, 0), "t2l": (0, 3)}[mode]
     assert coefficients(config, mode_of_step(config, 0, 5)) == dict(zip(("text", "latent"), expected, strict=True))
 
@@ -56,6 +56,16 @@ def test_phases_follow_each_other_and_start_again() -> None:
         ({"mode": "sequential", "phases": ("t2l:4:freeze=text",)}, "conditioned on the text part"),
         ({"mode": "sequential", "phases": ("l2t:4:freeze=latent", "t2l:4")}, "conditioned on the latent part"),
         ({"mode": "sequential", "phases": ("mixed:4:freeze=latent",)}, "random initial values"),
+        (
+            {"mode": "l2t", "weights": (0.1, 1.2, 1), "latent_weight": 4.0},
+            r"modes.weights 0.1 1.2 1, modes.latent_weight 4: not read by modes.mode l2t.*"
+            r"--modes.weights 1 1 1 --modes.latent_weight 1",
+        ),
+        ({"mode": "unconditional", "conditioning_dropout": 0.2}, r"conditioning_dropout 0.2: not read.*dropout 0.1"),
+        (
+            {"mode": "sequential", "phases": ("t2l:4",), "weights": (1, 2, 1)},
+            r"weights 1 2 1: not read by .*sequential",
+        ),
     ],
 )
 def test_refusals(options: dict[str, object], message: str) -> None:

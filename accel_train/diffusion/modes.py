@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from accel_train import rng
 from accel_train.config import Fraction, NonNegativeFloat, PositiveFloat, UsageError
@@ -66,23 +66,28 @@ class ModeConfig:
                 "none; give --modes.mode sequential --modes.phases t2l:500 mixed:500, or leave phases out"
             )
         refuse_random_conditions(self.parsed())
+        self._refuse_unread()
+
+    def _refuse_unread(self) -> None:
+        modes = {phase.mode for phase in self.parsed()} or {self.mode}
+        learned = set(MODES) if "mixed" in modes else modes
+        read = {
+            "weights": "mixed" in modes,
+            "latent_weight": learned != {"l2t"},
+            "conditioning_dropout": learned != {"unconditional"},
+        }
+        unread = [name for name in read if not read[name] and getattr(self, name) != getattr(type(self), name)]
+        if unread:
+            given = ", ".join(f"modes.{name} {_as_flag(getattr(self, name))}" for name in unread)
+            back = " ".join(f"--modes.{name} {_as_flag(getattr(type(self), name))}" for name in unread)
+            raise UsageError(
+                f"{given}: not read by modes.mode {self.mode}. Leave it out; where a preset gives it, take it back "
+                f"with {back}."
+            )
 
     def parsed(self) -> list[Phase]:
         """The phases of ``sequential``, checked."""
         return [_parse(text) for text in self.phases]
-
-
-def notices(config: ModeConfig) -> list[str]:
-    """A line for the log for options that the mode does not read."""
-    modes = {phase.mode for phase in config.parsed()} or {config.mode}
-    learned = set(MODES) if "mixed" in modes else modes
-    unread = {
-        "weights": "mixed" not in modes and config.weights != (1.0, 1.0, 1.0),
-        "latent_weight": learned == {"l2t"} and config.latent_weight != 1.0,
-        "conditioning_dropout": learned == {"unconditional"} and config.conditioning_dropout != 0.1,
-    }
-    said = [f"modes.{name} {getattr(config, name)}" for name, ignored in unread.items() if ignored]
-    return [f"{', '.join(said)}: not read by modes.mode {config.mode}"] if said else []
 
 
 def mode_of_step(config: ModeConfig, seed: int, step: int) -> Mode:
@@ -137,6 +142,10 @@ def refuse_random_conditions(phases: Sequence[Phase]) -> None:
             trained.add("text")
         if phase.frozen != "latent":
             trained.add("latent")
+
+
+def _as_flag(value: Any) -> str:
+    return " ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else f"{value:g}"
 
 
 def _parse(text: str) -> Phase:
