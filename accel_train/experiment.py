@@ -92,9 +92,9 @@ class ExperimentConfig:
     allow: tuple[str, ...] = ()
     """Options that may differ from the saved experiment when resuming, on purpose."""
     overwrite: bool = False
-    """Delete what is in output_dir and start anew."""
+    """Delete checkpoints, records and pictures of output_dir and start anew; logs and trackers stay."""
     init_from: str | None = None
-    """Checkpoint directory (or any with model.safetensors) to take the weights from, and nothing else."""
+    """Run, checkpoint, or any directory with model.safetensors to take the weights from, and nothing else."""
     evaluate_only: bool = False
     """Evaluate and sample from the newest checkpoint in output_dir; train nothing."""
     collective_timeout_seconds: PositiveInt = 1800
