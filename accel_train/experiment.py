@@ -18,11 +18,12 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from accel_train.checkpoints.commit import checkpoint_name
+from accel_train.checkpoints.hub import push_the_rest
 from accel_train.checkpoints.hub_options import HubConfig
 from accel_train.checkpoints.hub_repository import RUN_FILES
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.restore import load_initial_weights, restore
-from accel_train.checkpoints.run import Run, open_run
+from accel_train.checkpoints.run import Run, kept, open_run
 from accel_train.checkpoints.state import Saver
 from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, to_tree
 from accel_train.data import sampler
@@ -167,9 +168,9 @@ def start(config: ExperimentConfig) -> Accelerator:
 
 
 def lengths(config: ExperimentConfig, dataset_size: int) -> tuple[int, int]:
-    """Optimizer steps in all, and those of the schedule where this is the first start. Raises ``UsageError``."""
+    """Optimizer steps in all, and those of the schedule: of the first start that trained. Raises ``UsageError``."""
     max_steps = config.max_steps or math.ceil((config.max_epochs or 0) * dataset_size / config.global_batch_size)
-    return max_steps, resolve_decay_steps(config.schedule, max_steps)
+    return max_steps, resolve_decay_steps(config.schedule, kept(config, "schedule.decay_steps") or max_steps)
 
 
 def open_experiment(
@@ -328,6 +329,14 @@ def open_training(
     rates = Throughput(device, world_size=world_size, precision=config.precision)
     with garbage.frozen(), log, closing(steps), saver:
         yield Training(steps, log, saver, rates)
+
+
+def nothing_to_do(config: ExperimentConfig, accelerator: Accelerator, opened: Opened) -> int:
+    """Instead of training, where no step is left: push what an earlier start left to be pushed. Returns exit code 0."""
+    if accelerator.is_main_process and opened.run.checkpoint is not None:
+        best, mode = config.checkpoints.best_metric, config.checkpoints.best_mode
+        push_the_rest(opened.run.directory, opened.run.checkpoint, config.hub, best, mode)
+    return 0
 
 
 def finish(accelerator: Accelerator, opened: Opened, step: int, stopped: bool) -> int:

@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
     opened = experiment.open_experiment(config, accelerator, len(data.train), data.fingerprint, data.notices)
     if opened.finished:
-        return 0
+        return experiment.nothing_to_do(config, accelerator, opened)
 
     torch.manual_seed(config.seed)  # the same initial weights on every process
     shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape)

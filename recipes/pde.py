@@ -177,11 +177,10 @@ def main(argv: Sequence[str]) -> int:
     lengths = experiment.lengths(config, sum(sizes))
     words = operator_learning.check_stages(config.objective, config.schedule.warmup_steps, *lengths)
     opened = experiment.open_experiment(config, accelerator, sum(sizes), data.fingerprint, [*data.notices, *words])
-    early = early_stopping.EarlyStopping(
-        config.evaluation.patience, "mean_nrmse", opened.run.directory, opened.start_step
-    )
+    patience, operator_from = config.evaluation.patience, config.objective.autoencode_steps
+    early = early_stopping.EarlyStopping(patience, "mean_nrmse", opened.run.directory, opened.start_step, operator_from)
     if opened.finished or (early.exhausted and not config.evaluate_only):
-        return 0
+        return experiment.nothing_to_do(config, accelerator, opened)
 
     torch.manual_seed(config.seed)  # the same initial weights on every process
     shape = pde_transformer.PdeTransformerConfig(tuple(map(task_shape, tasks)), config.model)
@@ -240,7 +239,7 @@ def main(argv: Sequence[str]) -> int:
                 with rates.pause():
                     figures = evaluate(config, accelerator, model, average, data)
                     log.evaluation(done, figures)  # the report too
-            ended = early.ended(figures)
+            ended = early.ended(done, figures)
             if stop or ended or saver.due(done, opened.max_steps):
                 with rates.pause():
                     stop = saver.save(done, result.checked(figures))

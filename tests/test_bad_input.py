@@ -77,8 +77,10 @@ def refused_start(folder: Path) -> None:
 
 def used_run(folder: Path) -> None:
     """A directory in which the experiment of ``BASE`` was trained before."""
-    refused_start(folder)
-    (folder / "run" / "metrics.jsonl").touch()
+    with pytest.raises(ModelReachedError):
+        recipe.main(words("", folder))
+    OPENED[-1].note_training()
+    reset()
 
 
 def unfinished(here: Path) -> None:
@@ -264,6 +266,7 @@ RESUMING = [
     Row("I33-another-allowed", "--seed 1 --allow precision", r"seed: 0 there, 1 now", prepare=used_run),
     Row("I33-machine-only", "--micro_batch_size 4 --max_steps 50", "no checkpoint yet", None, used_run),
     Row("I33-after-a-refusal", "--seed 1", "fresh start", None, refused_start),
+    Row("I33-shorter-than-the-warm-up", "--max_steps 10", "no checkpoint yet", None, used_run),
     Row("I33-overwrite", "--seed 1 --overwrite", "fresh start", None, used_run),
     Row("I34-must", "--resume must", r"resume: must, but .*run holds no run; give the --output_dir"),
     Row("I34-must-no-checkpoint", "--resume must", r"holds no checkpoint yet; train first", prepare=used_run),

@@ -136,10 +136,10 @@ def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: p
 
 def test_a_run_ends_when_it_stops_getting_better(tmp_path: Path) -> None:
     early = EarlyStopping(2, "error", tmp_path, 0)
-    assert [early.ended({"error": value}) for value in (0.5, 0.4, 0.45)] == [False, False, False]
-    assert not early.ended({})
-    assert early.ended({"error": 0.41})
-    assert not EarlyStopping(None, "error", tmp_path, 0).ended({"error": 1.0})
+    assert [early.ended(1, {"error": value}) for value in (0.5, 0.4, 0.45)] == [False, False, False]
+    assert not early.ended(1, {})
+    assert early.ended(1, {"error": 0.41})
+    assert not EarlyStopping(None, "error", tmp_path, 0).ended(1, {"error": 1.0})
 
 
 def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path) -> None:
@@ -148,7 +148,18 @@ def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path) -> None:
         writer.write({"event": "evaluation", "step": step, "error": value})
     early = EarlyStopping(2, "error", tmp_path, 30)  # what lies beyond step 30 is done again
     assert not early.exhausted
-    assert early.ended({"error": 0.42})
+    assert early.ended(40, {"error": 0.42})
+
+
+def test_evaluations_before_the_operator_learns_do_not_count(tmp_path: Path) -> None:
+    writer = LineWriter(tmp_path / "metrics.jsonl")
+    for step in (10, 20, 30, 40):
+        writer.write({"event": "evaluation", "step": step, "error": 0.1})
+    assert EarlyStopping(2, "error", tmp_path, 40).exhausted
+    early = EarlyStopping(2, "error", tmp_path, 40, after=30)
+    assert not early.exhausted
+    assert not early.ended(30, {"error": 0.2})
+    assert [early.ended(step, {"error": 0.2}) for step in (50, 60)] == [False, True]
 
 
 def test_a_field_that_cannot_be_moved_has_as_many_candidates_as_may_be_asked_for() -> None:

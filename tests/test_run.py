@@ -6,14 +6,18 @@ import errno
 import fcntl
 import json
 import multiprocessing
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 
+from accel_train.checkpoints import commit
 from accel_train.checkpoints import lock as locks
+from accel_train.checkpoints import run as runs
 from accel_train.checkpoints.run import CheckpointsUnusableError, Run, open_run
 from accel_train.config import UsageError
 from tests.test_commit import make
@@ -42,7 +46,7 @@ def start(
 ) -> Run:
     run = open_run(config, accelerator, data, {"optimizer.decay_steps": decay})
     if trains:
-        (run.directory / "metrics.jsonl").touch()  # as the records of every run that gets that far
+        run.note_training()
     run.close()
     return run
 
@@ -91,6 +95,95 @@ def test_a_start_that_was_refused_before_it_trained_binds_nobody(accelerator: Ac
     make(run.checkpoints, 3)
     with pytest.raises(UsageError, match="seed: 0 there, 1 now"):  # now there is something to lose
         start(accelerator, replace(config, seed=1))
+
+
+def test_a_checkpoint_that_was_set_aside_stops_every_start(accelerator: Accelerator, tmp_path: Path) -> None:
+    """Three starts died while they loaded the only one: neither the next start nor a later one begins at step 0."""
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    path = make(run.checkpoints, 3)
+    for _ in range(3):
+        run = open_run(config, accelerator, "d" * 8)
+        with pytest.raises(KeyboardInterrupt), run.loading(last=False):
+            raise KeyboardInterrupt
+        run.close()
+    for _ in range(2):
+        with pytest.raises(CheckpointsUnusableError, match=r"checkpoint_00000003\.bad: .*set aside"):
+            start(accelerator, config)
+    path.with_name(f"{path.name}.bad").rename(path)
+    assert start(accelerator, config).start_step == 3
+
+
+def test_a_full_device_is_not_the_fault_of_the_checkpoint(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    make(start(accelerator, config).checkpoints, 3)
+    for _ in range(4):
+        run = open_run(config, accelerator, "d" * 8)
+        with pytest.raises(torch.OutOfMemoryError), run.loading(last=False):
+            raise torch.OutOfMemoryError
+        run.close()
+    assert start(accelerator, config).start_step == 3
+
+
+def test_nothing_is_deleted_for_a_place_that_may_not_be_there(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    path = make(start(accelerator, config).checkpoints, 3)
+    for place in (str(path), str(tmp_path / "typing-error"), "hub:org/name@3"):
+        with pytest.raises(UsageError, match=r"overwrite: true with resume: .*unused --output_dir"):
+            start(accelerator, replace(config, resume=place, overwrite=True))
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(UsageError, match="would delete the weights of init_from"):
+        start(accelerator, WithWeights(str(tmp_path / "link"), overwrite=True, init_from=str(path)))
+    assert commit.verify(path).step == 3
+
+
+@dataclass(frozen=True)
+class WithWeights(Config):
+    """A config that may take weights from elsewhere."""
+
+    init_from: str | None = None
+
+
+def test_the_weights_to_begin_from_are_not_asked_for_later(accelerator: Accelerator, tmp_path: Path) -> None:
+    source = make(tmp_path / "other" / "checkpoints", 9)
+    config = WithWeights(str(tmp_path / "run"), init_from=str(source))
+    run = start(accelerator, config)
+    assert run.initial_weights == source
+    shutil.rmtree(source)
+    with pytest.raises(UsageError, match="does not exist"):
+        start(accelerator, config)
+    make(run.checkpoints, 3)
+    again = start(accelerator, config)
+    assert (again.start_step, again.initial_weights) == (3, None)
+
+
+def test_a_derived_value_may_be_changed_on_purpose_with_a_checkpoint_from_elsewhere(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    first = start(accelerator, Config(str(tmp_path / "first")))
+    source = make(first.checkpoints, 3)
+    manifest = json.loads((source / "manifest.json").read_text())
+    manifest |= {"experiment": first.saved["experiment"], "resolved": {"optimizer.decay_steps": 10}}
+    commit.write_json(source / "manifest.json", manifest)
+    second = Config(str(tmp_path / "second"), resume=str(source), optimizer=Inner(decay_steps=30))
+    with pytest.raises(UsageError, match="decay_steps: 10 there, 30 now"):
+        start(accelerator, second)
+    second = replace(second, allow=("optimizer.decay_steps",))
+    run = start(accelerator, second)
+    assert (run.start_step, run.resolved("optimizer.decay_steps")) == (3, 30)
+    assert start(accelerator, replace(second, allow=())).resolved("optimizer.decay_steps") == 30
+
+
+def test_what_an_earlier_start_derived_is_known_before_the_run_is_opened(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    config, key = Config(str(tmp_path / "run")), "optimizer.decay_steps"
+    assert runs.kept(config, key) is None
+    start(accelerator, config, trains=False)
+    assert runs.kept(config, key) is None
+    start(accelerator, config)
+    assert runs.kept(config, key) == 10
+    assert runs.kept(replace(config, overwrite=True), key) is None
 
 
 def test_resume_policies(accelerator: Accelerator, tmp_path: Path) -> None:
@@ -168,3 +261,10 @@ def test_a_file_system_without_locks_is_a_warning_and_no_refusal(
     monkeypatch.setattr(fcntl, "flock", flock)
     locks.take(tmp_path).close()
     assert "its file system has no locks" in caplog.text
+
+
+def test_a_lock_that_cannot_be_written_is_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+    """As that of another user is; a directory in its place stands for it, because root may write anything."""
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"cannot be locked: .*\.lock"):
+        start(accelerator, Config(str(tmp_path / "run")))

@@ -102,6 +102,23 @@ def test_when_it_saves(toy: Toy, options: dict[str, Any], steps: list[int]) -> N
     assert toy.committed == steps
 
 
+def test_the_clock_asks_for_one_save_where_processes_hear_of_it_a_step_late(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with several processes. It is always time, so one save in two steps is all that this can give."""
+    with toy.saver(CheckpointConfig(keep_last=0, save_every_minutes=1e-9)) as saver:
+        late: list[list[int]] = [[-1] * 5]
+        monkeypatch.setattr(saver._agreement, "exchange", lambda values: late.append(values) or late[-2])
+        asked: list[int] = []
+        for step in range(1, 10):
+            toy.step(step)
+            saver.boundary(step)
+            if saver.due(step, 100):
+                asked.append(step)
+                saver.save(step)
+    assert asked == [2, 4, 6, 8]
+
+
 def test_the_save_under_way_is_finished_and_none_is_skipped(toy: Toy) -> None:
     """A save at every step: each waits for the one before, and all are there."""
     assert toy.train(CheckpointConfig(keep_last=0, save_every=1), 12) == list(range(1, 13))

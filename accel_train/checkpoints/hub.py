@@ -225,6 +225,19 @@ class Pusher:
             logger.warning("hub: %s", describe(error).reason)
 
 
+def push_the_rest(
+    run: Path, newest: Checkpoint, config: HubConfig, best_metric: str | None, best_mode: Literal["min", "max"]
+) -> HubStatus:
+    """For a run that has no step left: push what its last start had no time for, as its end would have. Main process.
+
+    That start may have been asked to stop in its last step, which leaves ``push: last`` to the next one, or have ended
+    with a queue. Raises and waits as ``Pusher`` does.
+    """
+    pusher = Pusher(run, config, is_main=True, best_metric=best_metric, best_mode=best_mode)
+    pusher.offer(newest)
+    return pusher.finish()
+
+
 def _start_worker(run: Path) -> subprocess.Popen[bytes]:
     """Not in a session of its own: it ends with the training process, and its pipe is how it knows."""
     package = str(Path(accel_train.__file__).parents[1])

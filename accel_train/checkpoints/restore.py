@@ -16,12 +16,23 @@ from torch import Tensor, nn
 from accel_train.checkpoints import weights
 from accel_train.checkpoints.commit import Checkpoint
 from accel_train.checkpoints.run import Run
-from accel_train.checkpoints.state import layout_of
 from accel_train.config import UsageError
+from accel_train.runtime.accelerator import strategy_of
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
 
 logger = logging.getLogger(__name__)
+
+
+def layout_of(accelerator: Accelerator) -> dict[str, Any]:
+    """What a run must share with the one that saved for its continuation to be the same bit for bit."""
+    return {
+        "strategy": strategy_of(accelerator),
+        "world_size": accelerator.num_processes,
+        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type,
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }
 
 
 def load_initial_weights(model: nn.Module, run: Run) -> None:
@@ -56,6 +67,8 @@ def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, e
     exact, exact_average = state.pop("master", None), state.pop("master_ema", None)
     for name, whole in _read(checkpoint, exact or _weight_map(checkpoint, "model", shards)):
         shards.master(name).copy_(shards.cut(name, whole))
+    if exact:  # before `prepare` the model got the rounded ones, and ZeRO's forward reads others than its masters
+        shards.show({name: shards.master(name) for name in shards.parameters})
     if state:
         shards.create_state()
         _refuse_foreign_state(checkpoint, state, shards.state_names())

@@ -10,11 +10,12 @@ import socket
 import time
 import uuid
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
@@ -23,42 +24,26 @@ from accel_train.checkpoints import lock as locks
 from accel_train.checkpoints.commit import Checkpoint
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
 from accel_train.checkpoints.hub_repository import RUN_FILES
-from accel_train.config import UsageError, expand_path, experiment_tree, flatten, write_config
+from accel_train.checkpoints.run_file import (
+    FREE_TO_CHANGE,
+    RUN_FILE,
+    has_trained,
+    new_run,
+    read_run,
+    refuse_changes,
+    renew_run,
+)
+from accel_train.config import UsageError, expand_path, experiment_tree, flatten
 
 PATIENCE_SECONDS = 5.0
 LOADING_FILE = "loading.json"
 LOADING_ATTEMPTS = 3
 """A checkpoint under which the process died this often while loading is set aside."""
 
-FREE_TO_CHANGE = (
-    "output_dir",
-    "max_steps",
-    "max_epochs",
-    "micro_batch_size",
-    "sync",
-    "attention",
-    "activation_checkpointing",
-    "compile",
-    "distributed.gradient_as_bucket_view",
-    "distributed.bucket_cap_mb",
-    "distributed.static_graph",
-    "distributed.fsdp2_prefetch",
-    "collective_timeout_seconds",
-    "loader",
-    "log",
-    "checkpoints",
-    "hub",
-    "evaluation",
-    "data.cache_dir",
-    "data.encoder_batch_size",
-    "data.workers",
-)
-"""Options (or groups) that do not change the trajectory, or only prolong it. All others are the experiment."""
-
 POLICIES = ("auto", "must", "never")
 """What ``resume`` may be beside the place of a checkpoint."""
 
-OWN_FILES = (LOADING_FILE, "run.json", "metrics.jsonl", *RUN_FILES)
+OWN_FILES = (LOADING_FILE, RUN_FILE, "metrics.jsonl", *RUN_FILES)
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +79,7 @@ class Run:
         self._note_attempts(attempts + 1)
         try:
             yield
-        except UsageError:
+        except (UsageError, torch.OutOfMemoryError):  # a device that is too full is not the checkpoint's fault
             self._note_attempts(attempts)
             raise
         self._note_attempts(0 if last else attempts)
@@ -107,12 +92,20 @@ class Run:
             note = {"checkpoint": self.checkpoint.path.name, "attempts": attempts}
             commit.replace_json(self.directory / LOADING_FILE, note)
 
+    def note_training(self) -> None:
+        """From now on the directory is held to this experiment. Main process, after the first step; cheap afterwards.
+        A disk that fails is left to the next save, which says so."""
+        if not self.saved.get("trained"):
+            self.saved = dict(self.saved) | {"trained": True}
+            with suppress(OSError):
+                commit.replace_json(self.directory / RUN_FILE, dict(self.saved))
+
     def restore_directory(self) -> None:
         """Make the directory again if somebody deleted it while the run went on. Main process; raises ``OSError``."""
-        if not (self.directory / "run.json").exists() or not self.checkpoints.is_dir():
+        if not (self.directory / RUN_FILE).exists() or not self.checkpoints.is_dir():
             logger.warning("%s or part of it was deleted while the run went on; it is made again", self.directory)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            commit.replace_json(self.directory / "run.json", dict(self.saved))
+            commit.replace_json(self.directory / RUN_FILE, dict(self.saved))
 
     @property
     def checkpoints(self) -> Path:
@@ -148,14 +141,20 @@ def open_run(
     directory = expand_path(config.output_dir)
     if config.overwrite and (config.resume == "must" or getattr(config, "evaluate_only", False)):
         raise UsageError("overwrite: true deletes what --resume must or --evaluate_only needs; leave one of them out")
+    if config.overwrite and config.resume not in POLICIES:
+        raise UsageError(
+            f"overwrite: true with resume: {config.resume} would delete before it is known whether that can be read; "
+            "leave --overwrite out and give an unused --output_dir"
+        )
     opened: dict[str, Any] = {}
     lock: Any = None
     if accelerator.is_main_process:
         try:
-            if (hub_config := getattr(config, "hub", None)) is not None:
+            if (hub_config := getattr(config, "hub", None)) is not None and not getattr(config, "evaluate_only", False):
                 hub_options.check_repository(hub_config)
-            weights, notes = fetch.find_weights(getattr(config, "init_from", None))
-            if config.overwrite and weights is not None and weights.is_relative_to(directory):
+            begins = config.overwrite or not commit.committed(directory / "checkpoints")  # else nobody asks for weights
+            weights, notes = fetch.find_weights(getattr(config, "init_from", None) if begins else None)
+            if config.overwrite and weights is not None and weights.resolve().is_relative_to(directory.resolve()):
                 raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
             lock = _prepare_directory(directory, overwrite=config.overwrite)
             opened = _decide(config, directory, data_fingerprint, dict(resolved or {}), free_to_change)
@@ -192,6 +191,11 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
         raise UsageError(
             f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first"
         ) from None
+    except OSError as error:
+        raise UsageError(
+            f"output_dir: {directory} cannot be locked: {error.filename}: {error.strerror}; it may be another user's: "
+            "ask for the right to write, or give another --output_dir"
+        ) from None
     if overwrite:
         if (directory / "checkpoints").exists():
             try:
@@ -213,10 +217,9 @@ def _decide(
     config: Any, directory: Path, data_fingerprint: str, resolved: dict[str, Any], free_to_change: Sequence[str]
 ) -> dict[str, Any]:
     """Main process: compare with what is there, choose the checkpoint, write run.json and config.yaml."""
-    used = _has_trained(directory) or bool(commit.committed(directory / "checkpoints"))
     experiment = flatten(experiment_tree(config)) | {"data_fingerprint": data_fingerprint}
     evaluating = bool(getattr(config, "evaluate_only", False))
-    if not used:
+    if not _is_used(directory):
         if config.resume == "must" or evaluating:
             asked = "evaluate_only: true" if evaluating else "resume: must"
             raise UsageError(
@@ -229,12 +232,12 @@ def _decide(
             f"resume: never, but {directory} is already used; give another --output_dir, or --overwrite to delete "
             "what is there and start anew"
         )
-    saved = _read_run(directory)
+    saved = read_run(directory)
     refuse_changes(saved, experiment, config.allow, (*FREE_TO_CHANGE, *free_to_change), directory)
     if config.resume not in POLICIES:
         _refuse_another_origin(config.resume, saved, directory)
     checkpoint, reasons = _newest_loadable(directory, with_state=not evaluating)
-    if checkpoint is None and reasons:
+    if checkpoint is None and (reasons := reasons or _set_aside(directory)):
         raise CheckpointsUnusableError(
             f"{directory}: checkpoints exist and none can be loaded; training does not start again by itself:\n  "
             + "\n  ".join(reasons)
@@ -243,18 +246,13 @@ def _decide(
         asked = "evaluate_only: true" if evaluating else "resume: must"
         raise UsageError(f"{asked}, but {directory} holds no checkpoint yet; train first, with --resume auto")
     if not evaluating:  # looking at a run leaves it as it is
-        saved = _renew_run(directory, config, saved, experiment)
+        saved = renew_run(directory, config, saved, experiment)
     decision = f"resuming {directory} at step {checkpoint.step}" if checkpoint else f"{directory} has no checkpoint yet"
     if reasons:
         decision += "; newer checkpoints were refused: " + "; ".join(reasons)
     if checkpoint is not None and (extra := commit.unlisted(checkpoint)):
         logger.warning("%s holds files that its manifest does not list; they are not read: %s", checkpoint.path, extra)
     return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
-
-
-def _has_trained(directory: Path) -> bool:
-    """A start that was refused after it had written run.json leaves no records, and no experiment to be held to."""
-    return all((directory / name).exists() for name in ("run.json", "metrics.jsonl"))
 
 
 def _start(
@@ -272,7 +270,8 @@ def _start(
         except UsageError:
             commit.remove(checkpoint.path)
             raise
-    saved = _new_run(directory, config, experiment, resolved, origin)
+        resolved |= {key: experiment[key] for key in resolved if experiment.get(key) is not None}  # as allowed
+    saved = new_run(directory, config, experiment, resolved, origin)
     decision = f"fresh start in {directory}"
     if checkpoint is not None:
         decision = f"fresh start in {directory} from step {checkpoint.step} of {origin}"
@@ -303,75 +302,34 @@ def _newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint |
     return checkpoint, [reason, *reasons, *more]
 
 
+def _is_used(directory: Path) -> bool:
+    """Whether a run is there that could be lost: it has trained, has a checkpoint, or one that was set aside."""
+    return has_trained(directory) or bool(commit.committed(directory / "checkpoints") or _set_aside(directory))
+
+
+def kept(config: Any, key: str) -> Any:
+    """What an earlier start in ``config.output_dir`` derived and this one keeps, such as ``schedule.decay_steps``; None
+    where this one begins. Every process may ask, before ``open_run``."""
+    directory = expand_path(config.output_dir)
+    if config.overwrite or not _is_used(directory):
+        return None
+    with suppress(UsageError):  # `open_run` says it
+        return read_run(directory)["resolved"].get(key)
+    return None
+
+
+def _set_aside(directory: Path) -> list[str]:
+    """What was set aside, and how to bring it back: without these a run would start again from step 0."""
+    found = sorted((directory / "checkpoints").glob("checkpoint_*.bad"))
+    return [f"{path}: set aside, because starts ended while it was loaded; rename it to try again" for path in found]
+
+
 def _loading_attempts(directory: Path, checkpoint: Checkpoint) -> int:
     try:
         note: Any = json.loads((directory / LOADING_FILE).read_text())
         return int(note["attempts"]) if note["checkpoint"] == checkpoint.path.name else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0
-
-
-def refuse_changes(
-    saved: Mapping[str, Any], experiment: Mapping[str, Any], allow: Sequence[str], free: Sequence[str], directory: Path
-) -> None:
-    """Refuse a different experiment in a used directory, with both values of each difference."""
-    if unknown := [k for k in allow if not any(name == k or name.startswith(f"{k}.") for name in experiment)]:
-        raise UsageError(f"allow: {unknown[0]!r} is no option of this experiment; name the option that has changed")
-    before = dict(saved["experiment"]) | dict(saved.get("resolved", {}).items())
-    changed: list[str] = []
-    for key in sorted(before.keys() | experiment.keys()):
-        now = experiment.get(key)
-        if before.get(key) == now or (now is None and key in saved.get("resolved", {})):
-            continue
-        if any(key == name or key.startswith(f"{name}.") for name in (*free, *allow)):
-            continue
-        changed.append(f"{key}: {before.get(key)!r} there, {now!r} now")
-    if changed:
-        first = changed[0].split(":", 1)[0]
-        raise UsageError(
-            f"output_dir: {directory} holds a different experiment:\n  " + "\n  ".join(changed) + "\ngive another "
-            f"--output_dir, go back to the saved values, or take the change on purpose with --allow {first}"
-        )
-
-
-def _new_run(
-    directory: Path, config: Any, experiment: Mapping[str, Any], resolved: dict[str, Any], origin: str | None
-) -> dict[str, Any]:
-    saved: dict[str, Any] = {
-        "schema": commit.SCHEMA,
-        "run_id": uuid.uuid4().hex[:12],
-        "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "experiment": dict(experiment),
-        "resolved": resolved,
-    }
-    if origin is not None:
-        saved["origin"] = origin
-    (directory / "checkpoints").mkdir(exist_ok=True)
-    write_config(config, directory / "config.yaml")
-    commit.replace_json(directory / "run.json", saved)
-    return saved
-
-
-def _renew_run(directory: Path, config: Any, saved: Mapping[str, Any], experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """Take over the free changes, so that config.yaml always says how the last start was made."""
-    given = {key: experiment[key] for key in saved["resolved"] if experiment.get(key) is not None}
-    renewed = dict(saved) | {"experiment": dict(experiment), "resolved": saved["resolved"] | given}
-    write_config(config, directory / "config.yaml")
-    commit.replace_json(directory / "run.json", renewed)
-    return renewed
-
-
-def _read_run(directory: Path) -> dict[str, Any]:
-    try:
-        saved: Any = json.loads((directory / "run.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"output_dir: {directory} holds checkpoints but run.json cannot be read ({error}); restore it from a "
-            "backup or give another --output_dir"
-        ) from None
-    if saved.get("schema") != commit.SCHEMA:
-        raise UsageError(f"{directory}/run.json has schema {saved.get('schema')}; this version reads {commit.SCHEMA}")
-    return saved
 
 
 def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: Accelerator) -> None:

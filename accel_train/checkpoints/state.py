@@ -27,24 +27,13 @@ from accel_train.checkpoints.background import Writer
 from accel_train.checkpoints.commit import Checkpoint, CheckpointWriteError
 from accel_train.checkpoints.hub import HubConfig, Pusher
 from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.checkpoints.restore import layout_of
 from accel_train.checkpoints.run import Run
-from accel_train.runtime.accelerator import strategy_of
 from accel_train.runtime.signals import Agreement, StopRequests, explain
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
 
 logger = logging.getLogger(__name__)
-
-
-def layout_of(accelerator: Accelerator) -> dict[str, Any]:
-    """What a run must share with the one that saved for its continuation to be the same bit for bit."""
-    return {
-        "strategy": strategy_of(accelerator),
-        "world_size": accelerator.num_processes,
-        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type,
-        "threads": torch.get_num_threads(),
-        "torch": str(torch.__version__),
-    }
 
 
 @dataclass
@@ -114,12 +103,15 @@ class Saver:
         Commits a finished write; raises ``CheckpointWriteError`` on every rank for a failed one.
         """
         self._take_answer(wait=False)
+        if self._main:
+            self._run.note_training()
         if self._main and self._config.save_every_minutes > 0:
             due = time.monotonic() - self._last_save >= 60 * self._config.save_every_minutes
             self._clock_due = self._clock_due or due
-        mine = [self._requests.requested, -self._written, self._failed, self._committed, self._clock_due]
+        asked = self._number + 1 if self._clock_due else 0  # by its number: what is read late asks for no second one
+        mine = [self._requests.requested, -self._written, self._failed, self._committed, asked]
         stop, written, failed, committed, clock = self._agreement.exchange([int(v) for v in mine])
-        self._stopping, self._save_by_clock = stop > 0, clock > 0
+        self._stopping, self._save_by_clock = stop > 0, clock > self._number
         pending = self._pending
         if pending is not None and pending.number in (failed, committed if pending.committing else -written):
             self._advance()
@@ -141,7 +133,8 @@ class Saver:
         self.finish()
         if step == self._saved_step:
             return self._stopping
-        began = time.monotonic()
+        began = self._last_save = time.monotonic()
+        self._number += 1
         self._clock_due = self._save_by_clock = False
         keys = self._shards.state_names() if step > 0 and self._config.save_state else {}
         collections = self._collections(keys)
@@ -152,7 +145,6 @@ class Saver:
         taken.take()
         failpoints.hit("after_snapshot", self._rank)
         texts = self._texts(step, planned)
-        self._number += 1
         manifest = self._manifest(step, metrics or {})
         self._pending = pending = _Pending(self._number, step, temporary, manifest, began, sum(planned.sizes))
         pending.job = {
@@ -165,7 +157,7 @@ class Saver:
             "needed_bytes": pending.needed_bytes,
         }
         self._take_answer(wait=False)  # submits the job, unless the snapshot is still on its way from the device
-        self._saved_step, self._last_save = step, time.monotonic()
+        self._saved_step = step
         if not self._config.asynchronous:
             self.finish()
             self._release()

@@ -211,7 +211,8 @@ class EvaluationConfig:
     """Held-out trajectories of each task with time that are rolled out, over all processes."""
     conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
     patience: PositiveInt | None = None
-    """Evaluations without a better mean error of all tasks after which the run ends. None: it runs to its end."""
+    """Evaluations without a better mean error of all tasks after which the run ends; those of the first stage do not
+    count. None: it runs to its end."""
 
     def __post_init__(self) -> None:
         if self.patience is not None and self.every == 0:

@@ -16,12 +16,13 @@ class EarlyStopping:
     It keeps no state of its own: a resumed run reads its earlier evaluations from ``metrics.jsonl``.
     """
 
-    def __init__(self, patience: int | None, metric: str, directory: Path, start_step: int) -> None:
-        """``patience`` evaluations without a lower ``metric`` end the run; None: nothing does."""
-        self.patience, self.metric = patience, metric
+    def __init__(self, patience: int | None, metric: str, directory: Path, start_step: int, after: int = 0) -> None:
+        """``patience`` evaluations without a lower ``metric`` end the run; None: nothing does. Those of the first
+        ``after`` steps, in which what the metric measures is not trained, do not count."""
+        self.patience, self.metric, self.after = patience, metric, after
         path = directory / "metrics.jsonl"
         records = read_metrics(path) if patience is not None and start_step and path.exists() else []
-        found = [r for r in records if r["event"] == "evaluation" and r["step"] <= start_step and metric in r]
+        found = [r for r in records if r["event"] == "evaluation" and after < r["step"] <= start_step and metric in r]
         self._values = list({r["step"]: float(r[metric]) for r in found}.values())
         if self.exhausted:
             logger.info(f"the run has ended at step {start_step}: no better {metric} for {patience} evaluations")
@@ -34,9 +35,9 @@ class EarlyStopping:
         since_best = len(self._values) - 1 - self._values.index(min(self._values))
         return since_best >= self.patience
 
-    def ended(self, figures: dict[str, float]) -> bool:
-        """Take the figures of an evaluation, empty where there was none in this step, and say whether to end."""
-        if not figures or self.patience is None:
+    def ended(self, step: int, figures: dict[str, float]) -> bool:
+        """Take the figures of an evaluation after ``step`` steps, empty where there was none: whether to end."""
+        if not figures or self.patience is None or step <= self.after:
             return False
         self._values.append(figures[self.metric])
         if self.exhausted:

@@ -42,13 +42,18 @@ GONE = (
     "Host is down",
 )
 """How gloo and NCCL say it."""
-LAUNCHERS = ("accelerate", "torchrun", "torch.distributed", "accel-train", "accel_train", "deepspeed")
-"""In the parent's command line: it is a launcher, not a shell that may end while training goes on."""
+LAUNCHERS = {
+    *("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli"),
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
+    *("accel-train", "accel_train.cli", "deepspeed", "deepspeed.launcher.launch"),
+}
+"""Programs and modules of the parent's command line that are launchers: a shell may end while training goes on."""
 
 
 def end_with_the_launcher() -> None:
     """From now on the death of this process's launcher, if it has one, counts as SIGTERM."""
-    if any(name in word for word in next(iter(parent_command_lines(1)), []) for name in LAUNCHERS):
+    parent = next(iter(parent_command_lines(1)), [])
+    if LAUNCHERS & {Path(word).name for word in parent[:6]}:  # interpreter and its options, then the program
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -179,11 +179,25 @@ class GradientWindow:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield each micro-batch's inputs; the body of the loop runs without reduction until the last."""
+        if _lays_out_anew(self.model, self.accelerator.num_processes):
+            yield from self._rehearsal()
         yield from self._attempt()
         while self._overflowed():
             self._overflows += 1
             self._sums, self._totals, self._norm = [], None, None
             yield from self._attempt()
+
+    def _rehearsal(self) -> Iterator[Batch]:
+        """One backward that is thrown away, its draws too: a process's first, under DDP (``_lays_out_anew``)."""
+        on_device = torch.cuda.is_initialized()
+        states = torch.get_rng_state(), torch.cuda.get_rng_state() if on_device else None
+        self._is_last = True
+        yield self.inputs[0]
+        self.model.zero_grad(set_to_none=True)
+        self._sums, self._totals = [], None
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.cuda.set_rng_state(states[1])
 
     def _attempt(self) -> Iterator[Batch]:
         engine: Any = self.model
@@ -285,6 +299,16 @@ class GradientWindow:
         norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateUsage]
         norm = torch.linalg.vector_norm(torch.stack(list(norms)))
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _lays_out_anew(model: nn.Module, processes: int) -> bool:
+    """Whether DDP will lay out its buckets anew after the next backward, as torch's ``Reducer`` does after the first.
+
+    Where in a bucket an element stands decides in which order three processes or more add it up. So the first step
+    after a start would not have the bits of the same step within a run, and a resume would not be exact.
+    """
+    ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    return ddp and processes > 2 and not getattr(model, "_has_rebuilt_buckets", True)
 
 
 def _require_prepared(accelerator: Accelerator, model: object) -> None:

@@ -34,6 +34,7 @@ LAYOUTS = {
 SLOW = {
     "3 processes",
     "4 processes",
+    "ragged micro-batches of 3",
     "micro-batches of 1, 2 processes",
     "3 processes, ragged",
     "ZeRO-1",
@@ -43,7 +44,7 @@ SLOW = {
 """Each of these is between two others; they run with -m slow."""
 
 
-QUICK_PDE = {"3 processes, ragged", "FSDP2"}
+QUICK_PDE = {"3 processes, ragged"}
 
 
 def cases() -> list[object]:

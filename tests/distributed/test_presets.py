@@ -13,7 +13,7 @@ from accel_train.diffusion import modes
 from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, Layout, environment, run_recipe
 
 pytestmark = pytest.mark.distributed
-SLOW = {"zero2_offload", "zero3_offload", "fsdp2_offload", "single_gpu"}
+SLOW = {"zero2_offload", "zero3_offload", "fsdp2_offload", "fsdp2", "single_gpu"}
 """What it has beyond others is in zero3_offload as well."""
 NAMES = sorted(p.stem for p in PRESETS.glob("*.yaml"))
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from accel_train.checkpoints import commit, retention
-from accel_train.checkpoints.hub import HubConfig, HubStatus, Pusher, check_repository, download
+from accel_train.checkpoints.hub import HubConfig, HubStatus, Pusher, check_repository, download, push_the_rest
 from accel_train.checkpoints.hub_queue import HubQueue
 from accel_train.checkpoints.state import CheckpointConfig
 from tests.hub_server import Fault, HubServer, serving
@@ -91,6 +92,18 @@ def test_trouble_is_tried_again(server: HubServer, run: Path, fault: Fault, trie
     assert len(server.titles(REPO)) == 1
     assert pending(run) == {"repo_id": REPO, "pending": [], "failed": {}}
     assert server.repositories[REPO].branches["step-00000001"] == server.repositories[REPO].branches["main"]
+
+
+def test_what_a_last_start_left_is_pushed_by_one_that_has_nothing_to_train(server: HubServer, run: Path) -> None:
+    """Asked to stop in the last step, a run leaves ``push: last`` to the next start, which finds it finished."""
+    last = replace(CONFIG, push="last")
+    pusher, checkpoint = Pusher(run, last, is_main=True), make_checkpoint(run, 1)
+    pusher.offer(checkpoint)
+    assert pusher.finish(preempted=True).pushed == ()
+    for _ in range(2):
+        status = push_the_rest(run, checkpoint, last, None, "min")
+        assert (status.code, status.pushed) == (0, (NAME,))
+    assert len(server.titles(REPO)) == 1
 
 
 @pytest.mark.fault("F55", injected="429 with Retry-After", outcome="no request before the time it names; then pushed")
