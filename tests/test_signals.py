@@ -77,6 +77,20 @@ def test_the_death_of_the_launcher_is_a_request_and_never_the_second(tmp_path: P
             os.kill(pid, signal.SIGKILL)
 
 
+def test_a_script_that_starts_it_is_no_launcher_whatever_its_path_is(tmp_path: Path) -> None:
+    """It may start a run in the background and end: not the end of the run."""
+    script = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, "/work/accel_train/accelerate_all.py", ORPHAN, str(tmp_path)]
+    )
+    pid = int(appeared(tmp_path / "pid"))
+    try:
+        script.kill()
+        script.wait()
+        assert appeared(tmp_path / "orphan") == "None"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
 def appeared(file: Path) -> str:
     """What a process has written, once it has."""
     deadline = time.monotonic() + 60
