@@ -86,6 +86,7 @@ def test_every_layout_follows_the_same_trajectory(
         assert relative_difference(reference.tensors(steps, stem), run.tensors(steps, stem)) < 1e-4, stem
 
 
+@pytest.mark.slow  # a resume that has the same bits shows it every day
 def test_the_same_layout_twice_is_bit_identical(reference: Finished, tmp_path: Path) -> None:
     again, steps = train(Layout("single", 1), tmp_path), STEPS["mmdit"]
     assert [x.hex() for x in again.losses()] == [x.hex() for x in reference.losses()]

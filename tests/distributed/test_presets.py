@@ -13,8 +13,6 @@ from accel_train.diffusion import modes
 from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, Layout, environment, run_recipe
 
 pytestmark = pytest.mark.distributed
-SLOW = {"zero2_offload", "zero3_offload", "fsdp2_offload", "fsdp2", "single_gpu"}
-"""What it has beyond others is in zero3_offload as well."""
 NAMES = sorted(p.stem for p in PRESETS.glob("*.yaml"))
 
 
@@ -22,9 +20,8 @@ def test_the_presets_are_these() -> None:
     assert NAMES == ["ddp", "fsdp2", "fsdp2_offload", "multi_node", "single_gpu", "zero2_offload", "zero3_offload"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in NAMES if n != "multi_node"]
-)
+@pytest.mark.slow  # every other run of these tests is a rehearsal of its own launch file
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "multi_node"])
 def test_every_preset_trains_in_rehearsal(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accel_train.cli", "rehearse", "--config_file", str(PRESETS / f"{name}.yaml")]
     command += ["--num_processes", "1" if name == "single_gpu" else "2", str(RECIPE), "demo", *SMALL]

@@ -84,7 +84,7 @@ def pairs(row: tuple[str, ...]) -> set[tuple[str, str]]:
     return set(itertools.combinations(row, 2))
 
 
-QUICK = {("off", "attention", "ddp"), ("off", "full", "zero3")}
+QUICK = {("off", "attention", "ddp"), ("off", "selective", "single")}
 
 
 def parameters() -> list[object]:
