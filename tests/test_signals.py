@@ -80,7 +80,7 @@ def test_the_death_of_the_launcher_is_a_request_and_never_the_second(tmp_path: P
 def test_a_script_that_starts_it_is_no_launcher_whatever_its_path_is(tmp_path: Path) -> None:
     """It may start a run in the background and end: not the end of the run."""
     script = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, "/work/accel_train/accelerate_all.py", ORPHAN, str(tmp_path)]
+        [sys.executable, "-c", LAUNCHER, "/home/me/accel_train/accelerate_all.py", ORPHAN, str(tmp_path)]
     )
     pid = int(appeared(tmp_path / "pid"))
     try:

@@ -88,7 +88,7 @@ def new_run(
         saved["origin"] = origin
     (directory / "checkpoints").mkdir(exist_ok=True)
     write_config(config, directory / "config.yaml")
-    commit.replace_json(directory / "run.json", saved)
+    commit.replace_json(directory / RUN_FILE, saved)
     return saved
 
 
@@ -97,14 +97,14 @@ def renew_run(directory: Path, config: Any, saved: Mapping[str, Any], experiment
     given = {key: experiment[key] for key in saved["resolved"] if experiment.get(key) is not None}
     renewed = dict(saved) | {"experiment": dict(experiment), "resolved": saved["resolved"] | given}
     write_config(config, directory / "config.yaml")
-    commit.replace_json(directory / "run.json", renewed)
+    commit.replace_json(directory / RUN_FILE, renewed)
     return renewed
 
 
 def read_run(directory: Path) -> dict[str, Any]:
     """``run.json`` as it stands. Raises ``UsageError`` where it cannot be read."""
     try:
-        saved: Any = json.loads((directory / "run.json").read_text())
+        saved: Any = json.loads((directory / RUN_FILE).read_text())
     except (OSError, ValueError) as error:
         raise UsageError(
             f"output_dir: {directory} holds checkpoints but run.json cannot be read ({error}); restore it from a "
