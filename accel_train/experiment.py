@@ -41,7 +41,13 @@ from accel_train.models.compile import CompileConfig, CompiledBlocks
 from accel_train.models.float8 import Float8, refuse_float8
 from accel_train.models.speed import SpeedOptions, apply_speed_options
 from accel_train.runtime import garbage, lookups
-from accel_train.runtime.accelerator import Precision, build_accelerator, strategy_of, verify_prepared
+from accel_train.runtime.accelerator import (
+    Precision,
+    build_accelerator,
+    name_what_is_in_vain,
+    strategy_of,
+    verify_prepared,
+)
 from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
 from accel_train.runtime.signals import EXIT_PREEMPTED
 from accel_train.training.accumulation import SyncPolicy, resolve_sync
@@ -163,6 +169,7 @@ def start(config: ExperimentConfig) -> Accelerator:
     )
     refuse_float8(config.float8, accelerator.device, config.precision, strategy_of(accelerator))
     setup_logging(expand_path(config.output_dir), accelerator.process_index, accelerator.num_processes)
+    name_what_is_in_vain()
     resolve_loader(config.loader, accelerator.device)
     return accelerator
 

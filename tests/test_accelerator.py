@@ -12,8 +12,10 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
+from accel_train import experiment
 from accel_train.config import UsageError
 from accel_train.runtime import accelerator as machine
+from accel_train.runtime.check import check
 from accel_train.runtime.launch import Launch, accelerate_environment, accelerate_settings
 from accel_train.runtime.machine_config import read_machine_config
 from accel_train.runtime.requested import Requested
@@ -72,8 +74,22 @@ def test_the_timeout_reaches_deepspeed_in_minutes() -> None:
 def test_misleading_variables_are_named(caplog: pytest.LogCaptureFixture) -> None:
     os.environ["NCCL_TIMEOUT"] = "7200"
     with caplog.at_level(logging.WARNING):
-        build()
+        machine.name_what_is_in_vain()
     assert "NCCL_TIMEOUT=7200 is read by neither NCCL nor torch" in caplog.text
+
+
+def test_a_start_and_check_name_what_the_file_asks_in_vain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "vain.yaml"
+    file.write_text("distributed_type: 'NO'\nuse_cpu: true\nrdzv_backend: c10d\nenable_cpu_affinity: true\n")
+    recipe = ROOT / "recipes" / "mmdit.py"
+    said = check(Launch(str(file), str(recipe)))
+    noted = [line.removeprefix("  note: ") for line in said.splitlines() if line.startswith("  note: ")]
+    assert [note.split(":")[0] for note in noted] == ["rdzv_backend", "enable_cpu_affinity"]
+
+    os.environ["ACCEL_TRAIN_MACHINE_FILE"] = str(file)
+    experiment.start(experiment.ExperimentConfig(output_dir=str(tmp_path / "run"), max_steps=1))
+    shown, logged = capsys.readouterr().out, (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert all(f"warning: {note}\n" in shown and note in logged for note in noted)
 
 
 def test_a_difference_that_only_shows_afterwards_is_refused() -> None:

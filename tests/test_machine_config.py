@@ -29,6 +29,7 @@ from accel_train.runtime.machine_config import (
     default_machine_config_path,
     read_machine_config,
 )
+from accel_train.runtime.requested import notices
 
 PRESETS = sorted((Path(__file__).parent.parent / "accelerate_configs").glob("*.yaml"))
 STRATEGIES = {
@@ -117,11 +118,12 @@ ROWS = [
     ("I17", ZERO + "  zero_stage: 0\n", r"stage 0 shards nothing.*MULTI_GPU"),
     ("I17", ZERO + "  zero_stage: three\n", r"must be a whole number"),
     ("I17", ZERO + "  zero_stage: auto\n", r"must be a whole number"),
-    ("I17", ZERO + "  offload_optimizer_device: gpu\n", r"must be one of none, cpu, nvme"),
+    ("I17", ZERO + "  offload_optimizer_device: gpu\n", r"must be one of none, cpu; "),
     ("I17", ZERO + "  zero_stage: 2\n  offload_param_device: cpu\n", r"offloaded in stage 3 only"),
-    ("I17", ZERO + "  offload_optimizer_device: nvme\n", r"offload_optimizer_nvme_path` is missing.*a directory"),
-    ("I17", ZERO + "  offload_optimizer_nvme_path: /nvme\n", r"if and only if offload_optimizer_device is nvme"),
-    ("I17", ZERO + "  zero3_init_flag: true\n", r"false with stage 2"),
+    ("I17", ZERO + "  offload_optimizer_device: nvme\n", r":5: `.*_device: nvme`: must be none or cpu"),
+    ("I17", ZERO + "  zero_stage: 3\n  offload_param_device: NVME\n", r"must be none or cpu: .*; write cpu, or"),
+    ("I17", ZERO + "  offload_optimizer_nvme_path: /nvme\n", r"must be absent or none: .*; delete the line"),
+    ("I17", ZERO + "  zero3_init_flag: maybe\n", r"must be true or false"),
     ("I17", ZERO + "  zero_stage: 1\n  zero3_save_16bit_model: true\n", r"false with stage 1"),
     ("I17", ZERO + "  gradient_clipping: 0\n", r"above 0: .*clips at 1.0; delete the line"),
     ("I17", ZERO + "  gradient_clipping: -1.0\n", r"above 0"),
@@ -246,7 +248,7 @@ def test_number_of_presets() -> None:
 def test_presets(file: Path) -> None:
     machine = read_machine_config(file)
     assert machine.strategy == STRATEGIES[file.stem]
-    assert machine.notes == ()
+    assert notices(machine, {}) == []
     arguments = accelerate_accepts(file)
     assert arguments.num_processes == machine.num_processes
     assert arguments.num_machines == machine.num_machines
@@ -267,12 +269,10 @@ def test_presets_say_nothing_about_the_experiment(file: Path) -> None:
     if machine.deepspeed is not None:
         assert machine.deepspeed.gradient_clipping is None
         assert machine.deepspeed.gradient_accumulation_steps is None
-        assert machine.deepspeed.zero3_init is not True
     if machine.fsdp is not None:
         assert machine.fsdp.auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
         assert machine.fsdp.transformer_layers == ()
         assert not machine.fsdp.activation_checkpointing
-        assert not machine.fsdp.cpu_ram_efficient_loading
 
 
 def test_no_class_named_means_the_models_no_split_modules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,23 +317,20 @@ def test_settings_are_read(tmp_path: Path) -> None:
     assert machine.fsdp.transformer_layers == ("A", "B")
     assert machine.fsdp.state_dict_type == "FULL_STATE_DICT"
     assert machine.fsdp.activation_checkpointing
-    assert machine.fsdp.cpu_ram_efficient_loading, "the launcher's default"
     assert (machine.fsdp.dp_replicate_size, machine.fsdp.dp_shard_size) == (2, 2)
 
     machine = read_machine_config(
         write(
             tmp_path,
-            ZERO + "  zero_stage: 3\n  offload_optimizer_device: nvme\n  offload_optimizer_nvme_path: /nvme\n"
+            ZERO + "  zero_stage: 3\n  offload_optimizer_device: none\n"
             "  offload_param_device: CPU\n  gradient_clipping: 1\n  gradient_accumulation_steps: auto\n"
             "  zero3_init_flag: 'false'\n  zero3_save_16bit_model: true\n",
         )
     )
     assert machine.deepspeed is not None
-    assert machine.deepspeed.offload_optimizer_nvme_path == "/nvme"
     assert machine.deepspeed.offload_param_device == "cpu"
     assert machine.deepspeed.gradient_clipping == 1.0
     assert machine.deepspeed.gradient_accumulation_steps is None
-    assert machine.deepspeed.zero3_init is False
 
     machine = read_machine_config(
         write(tmp_path, NODES + "machine_rank: 1\ngpu_ids: '2,3'\ndynamo_backend: INDUCTOR\ndebug: yes\n")
@@ -391,14 +388,29 @@ def test_number_of_processes_from_the_command_line(tmp_path: Path) -> None:
 
 def test_what_the_launcher_ignores_is_noted(tmp_path: Path) -> None:
     file = write(tmp_path, NODES + "rdzv_backend: c10d\nenable_cpu_affinity: true\n")
-    rdzv, affinity = read_machine_config(file).notes
+    machine = read_machine_config(file)
+    rdzv, affinity = notices(machine, {})
     assert "--rdzv_backend c10d" in rdzv
     assert "--enable_cpu_affinity" in affinity
+    assert notices(machine, {}, {"rdzv_backend": "c10d", "enable_cpu_affinity": True}) == []
     arguments = accelerate_accepts(file)
     assert arguments.rdzv_backend == "static", "Accelerate obeys the file now: drop the note"
     assert not arguments.enable_cpu_affinity, "Accelerate obeys the file now: drop the note"
-    cpus = write(tmp_path, DDP.replace("_GPU", "_CPU") + "use_cpu: true\n")
-    assert "ONE process" in read_machine_config(cpus).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (ZERO + "  zero3_init_flag: true\n", "zero3_init_flag: true is off here"),
+        (ZERO + "  zero_stage: 3\n  zero3_init_flag: true\n", "zero3_init_flag: true is off here"),
+        (ZERO + "  zero_stage: 3\n", None),
+        (FSDP2 + "  fsdp_cpu_ram_efficient_loading: true\n", "fsdp_cpu_ram_efficient_loading: true is off here"),
+        (FSDP2, None),
+    ],
+)
+def test_what_the_recipe_does_not_follow_is_noted(asked: str, said: str | None, tmp_path: Path) -> None:
+    found = notices(read_machine_config(write(tmp_path, asked)), {})
+    assert [line.split(":")[0] + ": true is off here" for line in found] == ([said] if said else [])
 
 
 def test_default_path_is_accelerates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +530,6 @@ WIZARD: dict[str, tuple[dict[str, Any], str]] = {
         ZERO_ANSWERS | {"ZeRO optimization stage": 3, "offload optimizer": "cpu", "offload parameters": "cpu"},
         "zero3",
     ),
-    "ZeRO-3 nvme": (ZERO_ANSWERS | {"ZeRO optimization stage": 3, "offload optimizer": "nvme"}, "zero3"),
     "ZeRO on one GPU": (
         {"Which type of machine": "No distributed training", "use DeepSpeed?": "yes"},
         "zero2",

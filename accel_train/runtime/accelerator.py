@@ -28,8 +28,8 @@ from accel_train.runtime.distributed_options import DistributedConfig, ddp_handl
 from accel_train.runtime.requested import (
     Requested,
     clear_environment,
-    misleading_variables,
-    overridden,
+    launcher_flags,
+    notices,
     parent_command_lines,
     read_request,
     refuse_accumulation,
@@ -67,10 +67,6 @@ def build_accelerator(
     refuse_accumulation(requested, os.environ, accumulation_steps)
     _refuse_wrong_machine(requested, world_size, precision)
     clear_environment(os.environ)  # what would beat an explicit constructor argument
-    for sentence in overridden(requested.machine):
-        logger.info("%s", sentence)
-    for sentence in misleading_variables(os.environ):
-        logger.warning("%s", sentence)
 
     plugin = None
     if requested.strategy == "deepspeed":
@@ -93,6 +89,14 @@ def build_accelerator(
     if requested.threads_unasked and accelerator.device.type == "cpu" and world_size == 1:
         _use_every_core()
     return accelerator
+
+
+def name_what_is_in_vain() -> None:
+    """Log what was asked of the machine and is not followed. Every process, once logging is set up."""
+    command_lines = parent_command_lines()
+    machine = read_request(os.environ, command_lines).machine
+    for sentence in notices(machine, os.environ, launcher_flags(command_lines)):
+        logger.warning("%s", sentence)
 
 
 def _silence_known_warnings() -> None:
@@ -229,6 +233,7 @@ def zero_plugin(
     because ZeRO clips in its own step and ignores ``clip_grad_norm_`` (an omitted value means 1.0 there).
     A DeepSpeed file that says otherwise is refused.
     """
+    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # one path for every strategy: built, loaded, then sharded
     try:
         plugin = DeepSpeedPlugin()
     except ImportError as error:
@@ -236,7 +241,6 @@ def zero_plugin(
             f"distributed_type: DEEPSPEED in {requested.source} needs deepspeed, which is not installed; "
             "run `pip install 'accel-train[deepspeed]'`"
         ) from error
-    plugin.zero3_init_flag = False  # the whole model is built, loaded, then sharded: one path for every strategy
     settings = plugin.deepspeed_config
     generated: dict[str, Any] = {
         "gradient_accumulation_steps": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from accel_train.config import UsageError, expand_path, load_config
 from accel_train.runtime.accelerator import check_batch_sizes, refuse_zero_contradictions
 from accel_train.runtime.launch import Launch
 from accel_train.runtime.machine_config import MachineConfig, read_machine_config
-from accel_train.runtime.requested import Requested, refuse_accumulation, refuse_experiment_settings
+from accel_train.runtime.requested import Requested, notices, refuse_accumulation, refuse_experiment_settings
 
 
 def check(request: Launch) -> str:
@@ -35,7 +36,7 @@ def check(request: Launch) -> str:
     lines = [
         f"machine: {path}",
         f"  strategy {machine.strategy}, {processes} process(es) on {machine.num_machines} machine(s)",
-        *(f"  note: {note}" for note in machine.notes),
+        *(f"  note: {note}" for note in [*notices(machine, os.environ), *_other_launcher(machine)]),
         f"experiment: {request.recipe} {' '.join(request.arguments)}",
         f"  global batch {config.global_batch_size} = {processes} process(es) x {accumulation} micro-batch(es) of at "
         f"most {config.micro_batch_size}; precision {config.precision}",
@@ -43,6 +44,16 @@ def check(request: Launch) -> str:
         "nothing was run; everything that can be read is consistent",
     ]
     return "\n".join(lines)
+
+
+def _other_launcher(machine: MachineConfig) -> list[str]:
+    """What a start by plain `accelerate launch` refuses and one by `accel-train launch` obeys."""
+    if machine.distributed_type != "MULTI_CPU" or machine.mpirun_hostfile or (machine.num_processes or 1) == 1:
+        return []
+    return [
+        f"num_processes: {machine.num_processes} with MULTI_CPU starts ONE process under `accelerate launch`; "
+        f"use `accel-train launch` or `torchrun --nproc_per_node {machine.num_processes}`"
+    ]
 
 
 def _accumulation(config: Any, processes: int) -> int:

@@ -94,8 +94,8 @@ class MachineConfig:
     deepspeed: DeepSpeedSettings | None
     dynamo: DynamoSettings
     mpirun_hostfile: str | None
-    notes: tuple[str, ...]
-    """What plain `accelerate launch` will not obey in this file: one sentence each, to be printed once."""
+    notes: Mapping[str, str]
+    """What no launcher obeys in this file unless a flag says it again: key and sentence."""
     raw: Mapping[str, object]
     """The file as read."""
 
@@ -148,7 +148,7 @@ def read_machine_config(path: str | os.PathLike[str], *, num_processes: int | No
         deepspeed=deepspeed,
         dynamo=_dynamo(sections["dynamo_config"]),
         mpirun_hostfile=sections["mpirun_config"].text("mpirun_hostfile"),
-        notes=_notes(top, kind, processes, sections),
+        notes=_notes(top),
         raw=document.values,
     )
 
@@ -349,16 +349,13 @@ def _dynamo(section: Section) -> DynamoSettings:
     )
 
 
-def _notes(top: Section, kind: str, processes: int | None, sections: Mapping[str, Section]) -> tuple[str, ...]:
-    notes: list[str] = []
-    ignored = "is read by `accelerate launch` 1.15 from the command line only, not from the file; add"
+def _notes(top: Section) -> dict[str, str]:
+    notes: dict[str, str] = {}
+    ignored = "is not obeyed: `accelerate launch` 1.15 reads it from the command line only; give it"
     if (backend := top.text("rdzv_backend") or "static") != "static":
-        notes.append(f"rdzv_backend: {backend} {ignored} `--rdzv_backend {backend}`")
-    if top.boolean("enable_cpu_affinity", False):
-        notes.append(f"enable_cpu_affinity: true {ignored} `--enable_cpu_affinity`")
-    if kind == "MULTI_CPU" and (processes or 1) > 1 and not sections["mpirun_config"].values:
-        notes.append(
-            f"num_processes: {processes} with MULTI_CPU starts ONE process under `accelerate launch`; "
-            f"use `torchrun --nproc_per_node {processes}` or `accel-train launch`"
+        notes["rdzv_backend"] = (
+            f"rdzv_backend: {backend} {ignored} `--rdzv_backend {backend}` (`accel-train launch` always takes static)"
         )
-    return tuple(notes)
+    if top.boolean("enable_cpu_affinity", False):
+        notes["enable_cpu_affinity"] = f"enable_cpu_affinity: true {ignored} `--enable_cpu_affinity`"
+    return notes

@@ -184,16 +184,24 @@ def refuse_accumulation(requested: Requested, environment: Mapping[str, str], ac
             )
 
 
-def overridden(machine: MachineConfig | None) -> list[str]:
-    """Settings of the launch file that are not followed, and why."""
-    if machine is None:
-        return []
-    said: list[str] = list(machine.notes)
-    if machine.fsdp is not None and machine.fsdp.cpu_ram_efficient_loading:
-        said.append("fsdp_cpu_ram_efficient_loading is off here: every process builds the same weights from the seed")
-    if machine.deepspeed is not None and machine.deepspeed.zero3_init and machine.strategy == "zero3":
-        said.append("zero3_init_flag is off here: the whole model is built or loaded, then sharded")
-    return said
+def notices(
+    machine: MachineConfig | None, environment: Mapping[str, str], flags: Mapping[str, Any] | None = None
+) -> list[str]:
+    """What is asked for in vain, one sentence each: settings of the launch file that neither the launcher nor the
+    recipe follows, and variables set to no good effect. A start and `accel-train check` name the same.
+
+    `flags` are those of `accelerate launch`, which obeys there what it does not read from the file.
+    """
+    said: list[str] = []
+    if machine is not None:
+        said += [text for key, text in machine.notes.items() if (flags or {}).get(key) != machine.raw.get(key)]
+    if machine is not None and machine.fsdp is not None and machine.fsdp.cpu_ram_efficient_loading:
+        said.append(
+            "fsdp_cpu_ram_efficient_loading: true is off here: every process builds the same weights from the seed"
+        )
+    if machine is not None and machine.deepspeed is not None and machine.deepspeed.zero3_init:
+        said.append("zero3_init_flag: true is off here: the whole model is built or loaded, then sharded")
+    return said + misleading_variables(environment)
 
 
 def clear_environment(environment: MutableMapping[str, str]) -> None:

@@ -24,7 +24,7 @@ _REPLACED_BY_DEEPSPEED_FILE = (
     "zero3_save_16bit_model",
 )
 """What `DeepSpeedPlugin` refuses beside a deepspeed_config_file, but only once the processes run."""
-_DEVICES = ("none", "cpu", "nvme")
+_NO_NVME = "optimizer and weights are offloaded to host memory only, from where checkpoints are written"
 _MESH = "parallelism_config_"
 
 
@@ -42,7 +42,7 @@ class FsdpSettings:
     """For SIZE_BASED_WRAP."""
     state_dict_type: str
     cpu_ram_efficient_loading: bool
-    """The launcher's default is True: `from_pretrained` then loads weights on process 0 only."""
+    """Whether the file asks for it; the launcher's own default is True as well."""
     activation_checkpointing: bool
     activation_checkpointing_offload: bool
     dp_replicate_size: int | None
@@ -57,15 +57,12 @@ class DeepSpeedSettings:
     zero_stage: int
     offload_optimizer_device: str
     offload_param_device: str
-    """none, cpu or nvme."""
-    offload_optimizer_nvme_path: str | None
-    offload_param_nvme_path: str | None
-    """Accelerate 1.15 does not hand the nvme paths to the processes: whoever builds the plugin must."""
+    """none or cpu."""
     gradient_accumulation_steps: int | None
     gradient_clipping: float | None
     """None where the file leaves them out or says `auto`."""
-    zero3_init: bool | None
-    """None: Accelerate's default, on for stage 3."""
+    zero3_init: bool
+    """Whether the file asks for it, at any stage; Accelerate's own default is on for stage 3."""
     config_file: Path | None
     config_values: Mapping[str, object]
     """Content of the deepspeed_config_file; empty without one."""
@@ -104,7 +101,7 @@ def read_fsdp(section: Section, mesh: Section, processes: int | None) -> FsdpSet
         transformer_layers=layers,
         min_num_params=section.integer("fsdp_min_num_params", 10**8, low=1),
         state_dict_type=str(section.choice("fsdp_state_dict_type", FSDP2_STATE_DICT_TYPE, "SHARDED_STATE_DICT")),
-        cpu_ram_efficient_loading=section.boolean("fsdp_cpu_ram_efficient_loading", True),
+        cpu_ram_efficient_loading=section.boolean("fsdp_cpu_ram_efficient_loading", False),
         activation_checkpointing=checkpointing,
         activation_checkpointing_offload=offload_inputs,
         dp_replicate_size=replicate,
@@ -203,12 +200,6 @@ def read_deepspeed(section: Section, top: Section, machines: int) -> DeepSpeedSe
     _check_multinode(section, machines)
     settings = _settings_of_file(section, file, values) if file else _settings_of_keys(section)
     _check_offload(section, settings)
-    if settings.zero3_init and settings.zero_stage != 3:
-        raise section.refuse(
-            "zero3_init_flag",
-            f"false with stage {settings.zero_stage}: it acts in stage 3 only",
-            "write false",
-        )
     if section.boolean("zero3_save_16bit_model", False) and settings.zero_stage != 3:
         raise section.refuse(
             "zero3_save_16bit_model",
@@ -231,13 +222,11 @@ def _settings_of_keys(section: Section) -> DeepSpeedSettings:
         zero_stage=_stage(section, "zero_stage", 2),
         offload_optimizer_device=_device(section, "offload_optimizer_device"),
         offload_param_device=_device(section, "offload_param_device"),
-        offload_optimizer_nvme_path=_nvme_path(section, "offload_optimizer"),
-        offload_param_nvme_path=_nvme_path(section, "offload_param"),
         gradient_accumulation_steps=None
         if accumulation in (None, "auto")
         else section.integer("gradient_accumulation_steps", 1, low=1),
         gradient_clipping=float(clipping) if isinstance(clipping, int | float) else None,
-        zero3_init=_zero3_init(section),
+        zero3_init=section.boolean("zero3_init_flag", False),
         config_file=None,
         config_values={},
     )
@@ -255,18 +244,18 @@ def _settings_of_file(section: Section, file: Path, values: dict[str, object]) -
         if not isinstance(part, dict):
             raise inner.refuse(name, 'a mapping such as {"device": "cpu"}', "correct it, or delete it")
         offload[name] = Section(file, f"zero_optimization.{name}", dict[str, object](part), {})
+        if offload[name].text("nvme_path") is not None:
+            raise offload[name].refuse("nvme_path", f"absent: {_NO_NVME}", "delete it")
     accumulation, clipping = values.get("gradient_accumulation_steps"), values.get("gradient_clipping")
     return DeepSpeedSettings(
         zero_stage=_stage(inner, "stage", 0),
         offload_optimizer_device=_device(offload["offload_optimizer"], "device"),
         offload_param_device=_device(offload["offload_param"], "device"),
-        offload_optimizer_nvme_path=offload["offload_optimizer"].text("nvme_path"),
-        offload_param_nvme_path=offload["offload_param"].text("nvme_path"),
         gradient_accumulation_steps=None
         if accumulation in (None, "auto")
         else top.integer("gradient_accumulation_steps", 1, low=1),
         gradient_clipping=float(clipping) if isinstance(clipping, int | float) else None,
-        zero3_init=_zero3_init(section),
+        zero3_init=section.boolean("zero3_init_flag", False),
         config_file=file,
         config_values=values,
     )
@@ -307,18 +296,9 @@ def _stage(section: Section, key: str, default: int) -> int:
 
 
 def _device(section: Section, key: str) -> str:
-    return str(section.choice(key, _DEVICES, "none"))
-
-
-def _zero3_init(section: Section) -> bool | None:
-    value = section.values.get("zero3_init_flag")
-    return None if value is None else section.boolean("zero3_init_flag", False)
-
-
-def _nvme_path(section: Section, what: str) -> str | None:
-    key = f"{what}_nvme_path"
-    path = section.text(key)
-    return None if path == "none" else path
+    if str(section.values.get(key)).lower() == "nvme":
+        raise section.refuse(key, f"none or cpu: {_NO_NVME}", "write cpu, or `distributed_type: FSDP` on more GPUs")
+    return str(section.choice(key, ("none", "cpu"), "none"))
 
 
 def _check_offload(section: Section, settings: DeepSpeedSettings) -> None:
@@ -329,15 +309,9 @@ def _check_offload(section: Section, settings: DeepSpeedSettings) -> None:
             f"none with stage {settings.zero_stage}: parameters are offloaded in stage 3 only",
             "write none, or stage 3",
         )
-    for what in ("optimizer", "param"):
-        device = getattr(settings, f"offload_{what}_device")
-        path = getattr(settings, f"offload_{what}_nvme_path")
-        if (device == "nvme") != (path is not None):
-            raise place.refuse(
-                f"offload_{what}_nvme_path",
-                f"a directory if and only if offload_{what}_device is nvme (here {device})",
-                "write both or neither",
-            )
+    for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
+        if section.text(key) not in (None, "none"):
+            raise section.refuse(key, f"absent or none: {_NO_NVME}", "delete the line")
 
 
 def _check_multinode(section: Section, machines: int) -> None:
