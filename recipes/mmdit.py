@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +25,7 @@ from accel_train.data import heldout, prepare, sampler
 from accel_train.diffusion import latents, masked_text, modes, text_latent, timesteps
 from accel_train.metrics import logs, records, report, samples
 from accel_train.models import flops, mmdit
-from accel_train.training import accumulation, ema, optimizers
+from accel_train.training import accumulation, ema, evaluation, optimizers
 
 logger = logging.getLogger("recipes.mmdit")
 
@@ -96,21 +95,17 @@ def evaluate(
 ) -> dict[str, float]:
     """Held-out figures and samples.md, with the averaged weights; the same on any layout. All ranks."""
     options, device = config.evaluation, accelerator.device
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    place = accelerator.process_index, accelerator.num_processes, device
     both = text_latent.BothWays(model, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent)
-    with average.applied():
-        pairs = heldout.heldout_batches(data.heldout, options.samples, options.batch_size, rank, world_size, device)
-        parts = [both.figures(batch, shuffled, options.timesteps) for batch, shuffled in pairs]
-        shown, _ = next(heldout.heldout_batches(data.heldout, options.shown, options.shown, 0, 1, device))
+    with evaluation.evaluating(model, average):
+        pairs = heldout.heldout_pairs(data.heldout, options.samples, options.batch_size, *place)
+        sums = evaluation.weighted_sums(accelerator, pairs, lambda pair: both.figures(*pair, options.timesteps))
+        shown = next(heldout.heldout_batches(data.heldout, options.shown, options.shown, 0, 1, device))
         tokens, sampled = both.sample_text(shown), both.sample_latents(shown)
-    totals: Any = accelerator.reduce(
-        torch.stack([accumulation.widest(torch.stack([p[k] for p in parts])).sum() for k in parts[0]])
-    )
-    sums: dict[str, float] = dict(zip(parts[0], totals.tolist(), strict=True))
     if accelerator.is_main_process:
         texts = [data.tokenizer.decode(row) for row in tokens.cpu()]
         samples.write_samples(expand_path(config.output_dir), data.heldout.texts, texts, data.nearest_texts(sampled))
-    figures = text_latent.figures_from_sums(sums, options.timesteps)
+    figures = text_latent.figures_from_sums({k: float(v) for k, v in sums.items()}, options.timesteps)
     logs.info(logger, *text_latent.summary(figures))
     return figures
 

@@ -27,7 +27,7 @@ from accel_train.data import field_rows, heldout, pde, task_sampler
 from accel_train.diffusion import fields, operator_learning, residual
 from accel_train.metrics import early_stopping, field_scores, logs, pictures, records, report
 from accel_train.models import field_tokens, pde_flops, pde_prediction, pde_transformer, token_blocks
-from accel_train.training import accumulation, ema, optimizers, schedules
+from accel_train.training import accumulation, ema, evaluation, optimizers, schedules
 
 logger = logging.getLogger("recipes.pde")
 DEFAULT_PRESET = "pde_demo"
@@ -130,31 +130,27 @@ def task_shape(task: field_rows.FieldTask) -> pde_transformer.TaskShape:
     )  # fmt: skip
 
 
-@torch.no_grad()
 def evaluate(
     config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: field_rows.FieldData
 ) -> dict[str, float]:
     """Held-out figures of every task and pictures, with the averaged weights. All ranks."""
-    options, figures, rows = config.evaluation, dict[str, float](), list[tuple[str, list[Any]]]()
+    options, figures, rows = config.evaluation, dict[str, float](), list[tuple[str, Any]]()
     place = accelerator.process_index, accelerator.num_processes, accelerator.device
-
-    def total(sums: Tensor) -> Any:
-        return accelerator.reduce(sums, "sum")
-
-    with average.applied():
+    with evaluation.evaluating(model, average):
         for number, task in enumerate(data.tasks):
-            rowset, sums, panels = data.heldout[task.name], list[Tensor](), list[Any]()
-            for batch, _ in heldout.heldout_batches(rowset, options.samples, options.batch_size, *place):
-                found, size, correct = pde_prediction.predict(model, batch, number, task.grid)
-                panels = panels or field_scores.row_panels(task, batch, found)
-                drawn = config.objective.residual_steps, config.seed, batch["sample"]
-                both = [found] if size is None else [found, residual.refined(correct, found, size, *drawn)]
-                sums.append(torch.stack([field_scores.row_sums(task, made, batch) for made in both]))
-            figures |= field_scores.row_figures(task, *total(torch.stack(sums).sum(0)).tolist())
+            rowset = data.heldout[task.name]
+            batches = heldout.heldout_batches(rowset, options.samples, options.batch_size, *place)
+            draws = config.objective.residual_steps, config.seed
+            sums_of = partial(field_scores.error_sums, model, number, task, *draws)
+            figures |= field_scores.row_figures(task, **evaluation.weighted_sums(accelerator, batches, sums_of))
             if task.has_time:
                 step_of = partial(pde_prediction.stepper, model, dt=task.dt, task=number, grid=task.grid)
-                found, panels = field_scores.rolled_out(task, rowset, options, place, step_of, total, config.seed)
+                found, panels = field_scores.rolled_out(accelerator, task, rowset, options, step_of, config.seed)
                 figures |= found
+            else:
+                first = next(heldout.heldout_batches(rowset, 1, 1, 0, 1, accelerator.device))
+                found, _, _ = pde_prediction.predict(model, first, number, task.grid)
+                panels = field_scores.row_panels(task, first, found)
             rows.append((task.name, panels))
     figures["mean_nrmse"] = field_scores.mean_nrmse(data, figures)
     if accelerator.is_main_process:

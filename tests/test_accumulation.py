@@ -122,3 +122,21 @@ def test_the_policy_says_why(accelerator: Accelerator) -> None:
         "every",
         "asked for: gradients are reduced on every micro-batch",
     )
+
+
+def test_a_loss_of_one_term_is_named_by_its_coefficient_alone(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(nn.Linear(6, 2))
+    x, y, _ = batch()
+    named = [({"x": x, "y": y}, {"main": torch.tensor(13.0)})]
+    plain = [({"x": x, "y": y}, torch.tensor(13.0))]
+    losses = []
+    for parts, wrap in ((named, lambda v: {"main": v}), (plain, lambda v: v)):
+        window = GradientWindow(accelerator, model, parts, {"main": 1.0}, step=0)
+        for inputs in window:
+            window.backward(wrap((model(inputs["x"]) - inputs["y"]).square().sum()))
+        losses.append(float(window.finish(0.0).loss))
+    assert losses[0] == losses[1]
+    two = GradientWindow(accelerator, model, plain, WEIGHTS, step=0)
+    for _ in two:
+        with pytest.raises(ValueError, match="one tensor for 2 loss terms"):
+            two.backward(torch.tensor(1.0, requires_grad=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -112,7 +113,8 @@ def test_commands_are_accepted(words: list[str], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.distributed
-def test_the_recipe_of_your_own_trains_resumes_and_follows_the_same_trajectory_on_two_processes(tmp_path: Path) -> None:
+def test_the_recipe_of_your_own_trains_resumes_evaluates_and_loads(tmp_path: Path) -> None:
+    """The same trajectory and the same metrics on two processes, the latter for any batch size as well."""
     fences = [text for _, text in blocks(ROOT / "docs" / "recipes.md")[1]]
     script, preset = tmp_path / "train.py", tmp_path / "presets" / "default.yaml"
     script.write_text(next(text for text in fences if "(experiment.ExperimentConfig)" in text))
@@ -120,22 +122,39 @@ def test_the_recipe_of_your_own_trains_resumes_and_follows_the_same_trajectory_o
     preset.write_text(next(text for text in fences if text.startswith("# presets/default.yaml")))
     launch_file = tmp_path / "two.yaml"
     launch_file.write_text("num_machines: 1\nnum_processes: 2\ndistributed_type: MULTI_GPU\n")
-    rehearse = ["-m", "accel_train.cli", "rehearse", "--config_file", str(launch_file)]
+    rehearse = ["-m", "accel_train.cli", "rehearse", "--config_file", str(launch_file), str(script)]
 
-    def losses(name: str, *command: str) -> list[float]:
-        flags = ["--output_dir", str(tmp_path / name), "--log.log_every", "1"]
+    def run(*command: str) -> str:
         done = subprocess.run(
-            [sys.executable, *command, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environment(PYTHONPATH=str(ROOT)),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        lines = [r for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["event"] == "train"]
+        return done.stdout
+
+    def losses(name: str, *command: str) -> list[float]:
+        run(*command, "--output_dir", f"runs/{name}", "--log.log_every", "1")
+        lines = [r for r in read_metrics(tmp_path / "runs" / name / "metrics.jsonl") if r["event"] == "train"]
         return [line["loss"] for line in lines]
 
-    one = losses("one", str(script))
+    def evaluation(*command: str) -> dict[str, float]:
+        run(*command, "--output_dir", "runs/classify", "--max_steps", "32", "--evaluate_only")
+        return json.loads((tmp_path / "runs" / "classify" / "evaluation.json").read_text())
+
+    one = losses("classify", str(script))
     assert len(one) == 30
     assert one[-1] < one[0]
-    assert losses("two", *rehearse, str(script)) == pytest.approx(one, rel=1e-6)
-    assert len(losses("one", str(script), "--max_steps", "32")) == 32
+    assert losses("two", *rehearse) == pytest.approx(one, rel=1e-6)
+    assert len(losses("classify", str(script), "--max_steps", "32")) == 32
+    metrics = json.loads((tmp_path / "runs" / "classify" / "evaluation.json").read_text())
+    assert metrics["step"] == 32
+    assert metrics["heldout_accuracy"] > 0.25  # five classes
+    assert evaluation(*rehearse, "--micro_batch_size", "7") == pytest.approx(metrics, rel=1e-7)
+    assert run("-c", next(text for text in fences if "import Vectors" in text)).startswith("tensor(")
 
 
 @pytest.mark.distributed

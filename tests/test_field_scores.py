@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from accel_train.data.field_rows import FieldData
@@ -33,7 +34,7 @@ def test_row_figures_are_those_of_the_physical_fields(data: FieldData) -> None:
     task, rows = data.tasks[0], data.heldout["advection"]
     batch = rows.batch([0, 1, 2, 3]) | {"weight": torch.tensor([1.0, 1.0, 1.0, 0.0])}
     prediction = batch["target"] + 0.1 * torch.randn(batch["target"].shape, generator=torch.Generator().manual_seed(0))
-    found = field_scores.row_figures(task, field_scores.row_sums(task, prediction, batch).tolist())
+    found = field_scores.row_figures(task, field_scores.row_sums(task, prediction, batch))
 
     true, made = (x.double().numpy() * task.target.std[0] + task.target.mean[0] for x in (batch["target"], prediction))
     given = batch["input"].double().numpy() * task.input.std[0] + task.input.mean[0]
@@ -43,11 +44,12 @@ def test_row_figures_are_those_of_the_physical_fields(data: FieldData) -> None:
     assert found["advection_nrmse_pooled"] == pytest.approx(pooled, rel=1e-5)
     gaps = [abs(made[i].mean() - given[i].mean()) / np.abs(given[i]).mean() for i in range(3)]
     assert found["advection_conservation_gap"] == pytest.approx(np.mean(gaps), rel=1e-4)
-    assert "darcy_conservation_gap" not in field_scores.row_figures(data.tasks[1], [1.0] * 6)
+    assert "darcy_conservation_gap" not in field_scores.row_figures(data.tasks[1], torch.ones(6))
 
 
 def test_refined_figures_stand_beside_the_plain_ones(data: FieldData) -> None:
-    plain, refined = [4.0, 0.8, 9.0, 9.0, 0.4, 0.1], [4.0, 0.6, 9.0, 9.0, 0.5, 0.1]
+    plain = torch.tensor([4.0, 0.8, 9.0, 9.0, 0.4, 0.1], dtype=torch.float64)
+    refined = torch.tensor([4.0, 0.6, 9.0, 9.0, 0.5, 0.1], dtype=torch.float64)
     found = field_scores.row_figures(data.tasks[0], plain, refined)
     assert found["advection_nrmse"] == pytest.approx(0.2)
     assert found["advection_refined_nrmse"] == pytest.approx(0.15)
@@ -115,9 +117,8 @@ def test_what_needs_no_model_stands_beside_the_model(data: FieldData) -> None:
 def test_pictures_are_written_whole(tmp_path: Path, data: FieldData) -> None:
     task, rows = data.tasks[1], data.heldout["darcy"]
     batch = rows.batch([0])
-    options, place = EvaluationConfig(trajectories=2), (0, 1, torch.device("cpu"))
-    first = data.tasks[0], data.heldout["advection"]
-    figures, panels = field_scores.rolled_out(*first, options, place, lambda _: exact, lambda sums: sums, 0)
+    first = data.tasks[0], data.heldout["advection"], EvaluationConfig(trajectories=2)
+    figures, panels = field_scores.rolled_out(Accelerator(cpu=True), *first, lambda _: exact, 0)
     rows = [("a", panels), ("d", field_scores.row_panels(task, batch, batch["target"]))]
     write_fields(tmp_path / "fields.png", rows)
     assert (tmp_path / "fields.png").read_bytes()[:4] == b"\x89PNG"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.data import progress
-from accel_train.data.heldout import heldout_batches
+from accel_train.data.heldout import heldout_batches, heldout_pairs
 from accel_train.diffusion.latents import LatentDiffusionConfig
 from accel_train.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
 from accel_train.diffusion.text_latent import BothWays, EvaluationConfig, figures_from_sums, summary
@@ -62,7 +62,7 @@ def both(guidance: float = 1.0) -> BothWays:
 def total(world_size: int, count: int = 21, batch_size: int = 4, timesteps: int = 4) -> dict[str, float]:
     sums: dict[str, float] = {}
     for rank in range(world_size):
-        for batch, shuffled in heldout_batches(Data(30), count, batch_size, rank, world_size, torch.device("cpu")):
+        for batch, shuffled in heldout_pairs(Data(30), count, batch_size, rank, world_size, torch.device("cpu")):
             for name, value in both().figures(batch, shuffled, timesteps).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
     return sums
@@ -86,7 +86,7 @@ def test_figures_do_not_depend_on_the_number_of_processes(world_size: int, batch
 
 
 def test_every_rank_runs_equally_many_batches_and_each_sample_once() -> None:
-    ranks = [list(heldout_batches(Data(30), 21, 4, r, 4, torch.device("cpu"))) for r in range(4)]
+    ranks = [list(heldout_pairs(Data(30), 21, 4, r, 4, torch.device("cpu"))) for r in range(4)]
     assert len({len(batches) for batches in ranks}) == 1
     counted = [int(s) for b in ranks for x, _ in b for s, w in zip(x["sample"], x["weight"], strict=True) if w]
     assert sorted(counted) == list(range(21))
@@ -105,7 +105,7 @@ def test_the_first_process_says_how_far_it_is(
 
 
 def test_sampling_in_both_directions() -> None:
-    batch, _ = next(heldout_batches(Data(30), 6, 6, 0, 1, torch.device("cpu")))
+    batch = next(heldout_batches(Data(30), 6, 6, 0, 1, torch.device("cpu")))
     assert torch.equal(both().sample_text(batch), batch["tokens"])
     assert torch.allclose(both(guidance=1.0).sample_latents(batch), batch["latent"], atol=1e-5)
     assert torch.allclose(both(guidance=2.0).sample_latents(batch), 2 * batch["latent"], atol=1e-4)

@@ -119,7 +119,7 @@ class Reader:
         """The DataLoader's name for reading a whole batch at once."""
         worker = get_worker_info()
         if worker is None:
-            with contextlib.nullcontext() if self._whole else _random_states_kept():
+            with contextlib.nullcontext() if self._whole else random_states_kept():
                 return self._read(request, np.empty(3, np.int64), "the training process")
         row = self.progress[worker.id].numpy()
         row[0] = os.getpid()
@@ -149,7 +149,7 @@ class Reader:
         samples: list[Mapping[str, Tensor]] = []
         for draw, key in zip(request.draws, keys, strict=True):
             row[2] = draw.sample
-            _seed_generators(key)
+            seed_generators(key)
             samples.append(self._dataset[draw.sample])
         row[2] = NOTHING
         return self._collate(samples)
@@ -159,7 +159,7 @@ class Reader:
         try:
             batch = dict(read([draw.sample for draw in request.draws]))
         except Exception:
-            with _random_states_kept():
+            with random_states_kept():
                 self._each(request, row)  # names the sample, where one is to blame
             row[2] = WHOLE
             raise
@@ -306,7 +306,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _seed_generators(key: int) -> None:
+def seed_generators(key: int) -> None:
     """About 14 µs; torch.manual_seed would also visit every accelerator, for ten times that."""
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
@@ -314,7 +314,7 @@ def _seed_generators(key: int) -> None:
 
 
 @contextlib.contextmanager
-def _random_states_kept() -> Generator[None, None, None]:
+def random_states_kept() -> Generator[None, None, None]:
     """About 0.15 ms, so once for each micro-batch."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

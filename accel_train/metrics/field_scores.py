@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from torch import Tensor, nn
 
 from accel_train.data.field_baselines import baselines
 from accel_train.data.field_rows import FieldData, FieldRows, FieldTask
-from accel_train.diffusion import fields, rollout
+from accel_train.diffusion import fields, residual, rollout
 from accel_train.diffusion.operator_learning import EvaluationConfig
 from accel_train.metrics.pictures import Lines, Panel
+from accel_train.models import pde_prediction
+from accel_train.training.evaluation import weighted_sums
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +46,24 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -
     return (torch.stack(each).double() * batch["weight"].double()).sum(1)
 
 
-def row_figures(task: FieldTask, sums: Sequence[float], refined: Sequence[float] | None = None) -> dict[str, float]:
+def error_sums(
+    model: nn.Module, number: int, task: FieldTask, residual_steps: int, seed: int, batch: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """``row_sums`` of what the model predicts for a batch of task ``number``: plain, and refined where it has a
+    residual. Keyed as ``row_figures`` takes them."""
+    found, size, correct = pde_prediction.predict(model, batch, number, task.grid)
+    sums = {"plain": row_sums(task, found, batch)}
+    if size is None:
+        return sums
+    refined = residual.refined(correct, found, size, residual_steps, seed, batch["sample"])
+    return sums | {"refined": row_sums(task, refined, batch)}
+
+
+def row_figures(task: FieldTask, plain: Tensor, refined: Tensor | None = None) -> dict[str, float]:
     """From the sums over all processes: ``TASK_nrmse`` is the mean of each sample's root mean squared error over its
     root mean square, as PDEBench has it; ``TASK_nrmse_pooled`` the same of all samples as one field. ``refined`` are
     the sums of refined predictions, for ``TASK_refined_gain`` and its like."""
-    count, relative, squared, square, spectral, gap = sums
+    count, relative, squared, square, spectral, gap = plain.tolist()
     figures = {
         f"{task.name}_nrmse": relative / count,
         f"{task.name}_nrmse_pooled": fields.nrmse(squared, square),
@@ -57,9 +73,9 @@ def row_figures(task: FieldTask, sums: Sequence[float], refined: Sequence[float]
     if refined is None:
         return figures
     return figures | {
-        f"{task.name}_refined_nrmse": refined[1] / count,
-        f"{task.name}_refined_spectral_error": refined[4] / count,
-        f"{task.name}_refined_gain": 1 - refined[1] / max(relative, 1e-12),
+        f"{task.name}_refined_nrmse": float(refined[1]) / count,
+        f"{task.name}_refined_spectral_error": float(refined[4]) / count,
+        f"{task.name}_refined_gain": 1 - float(refined[1]) / max(relative, 1e-12),
     }
 
 
@@ -128,31 +144,32 @@ def rollout_batches(task: FieldTask, rows: FieldRows, options: EvaluationConfig,
 
 
 def rolled_out(
+    accelerator: Accelerator,
     task: FieldTask,
     rows: FieldRows,
     options: EvaluationConfig,
-    place: Place,
     step_of: Callable[[Tensor], rollout.Step],
-    total: Callable[[Tensor], Tensor],
     seed: int,
 ) -> tuple[dict[str, float], list[Panel | Lines]]:
     """``rollout_figures`` of held-out trajectories, and what to look at: the first one, and the error against time.
 
-    ``step_of`` makes a step for samples with these parameters (B, P), ``total`` sums over processes. All ranks.
+    ``step_of`` makes a step for samples with these parameters (B, P). All ranks.
     """
-    plain, chosen, panels = list[Tensor](), list[Tensor](), list[Panel | Lines]()
-    for paths in rollout_batches(task, rows, options, place):
+    panels: list[Panel | Lines] = []
+
+    def sums_of(paths: Rollouts) -> dict[str, Tensor]:
         step = step_of(paths.parameters)
         made = paths.plain(step)
-        panels = panels or [*paths.panels(made)]
-        plain.append(paths.sums(made))
-        if task.conserved:
-            chosen.append(paths.sums(paths.conditioned(step, options.conditioning, seed)))
-    both = [total(torch.stack(sums).sum(0)) for sums in (plain, chosen) if sums]
-    lines = {name: (sums[1] / sums[0]).tolist() for name, sums in zip(("rollout", "conditioned"), both, strict=False)}
-    times = [task.dt * (1 + number) for number in range(both[0].shape[1])]
+        panels.extend([] if panels else paths.panels(made))
+        chosen = {"conditioned": paths.sums(paths.conditioned(step, options.conditioning, seed))}
+        return {"rollout": paths.sums(made)} | (chosen if task.conserved else {})
+
+    place = accelerator.process_index, accelerator.num_processes, accelerator.device
+    sums = weighted_sums(accelerator, rollout_batches(task, rows, options, place), sums_of)
+    lines = {name: (error / weight).tolist() for name, (weight, error, _) in sums.items()}
+    times = [task.dt * (1 + number) for number in range(sums["rollout"].shape[1])]
     panels.append(Lines("rollout: error against time", "time", "nRMSE", times, lines))
-    return rollout_figures(task, both[0], both[1] if task.conserved else None), panels
+    return rollout_figures(task, sums["rollout"], sums.get("conditioned")), panels
 
 
 def rollout_figures(task: FieldTask, plain: Tensor, conditioned: Tensor | None) -> dict[str, float]:

@@ -136,10 +136,11 @@ class GradientWindow:
         result = window.finish(max_grad_norm)               # agree, clip
         optimizer.step()
 
-    Each micro-batch is (inputs, {term: weight}); weights that belong to no term are counts, summed alike. Every rank
-    must run the same number of micro-batches. Costs two small reductions a step (weights, losses). A step that is not
-    finite must not move the optimizer: with ``guard`` the device sees to it (``resolve_step_guard``), without one
-    ``finish`` waits for the device in every step.
+    Each micro-batch is (inputs, {term: weight}); weights that belong to no term are counts, summed alike. A weight that
+    is one tensor is that of every term, and the sum of a loss of one term may be a tensor as well, so that
+    ``coefficients`` alone names it. Every rank must run the same number of micro-batches. Costs two small reductions a
+    step (weights, losses). A step that is not finite must not move the optimizer: with ``guard`` the device sees to it
+    (``resolve_step_guard``), without one ``finish`` waits for the device in every step.
 
     In fp16 the loop over the window ends with a wait of its own. Where the gradient has overflowed, the loss scale
     falls and the same micro-batches come again, so a scale that is too high costs time and no step: step, schedule,
@@ -152,7 +153,7 @@ class GradientWindow:
         self,
         accelerator: Accelerator,
         model: nn.Module,
-        micro_batches: Sequence[tuple[Batch, Mapping[str, Tensor]]],
+        micro_batches: Sequence[tuple[Batch, Mapping[str, Tensor] | Tensor]],
         coefficients: Mapping[str, float],
         step: int,
         policy: SyncPolicy = "auto",
@@ -169,7 +170,8 @@ class GradientWindow:
         self.sync = _when(policy, self._zero_stage)
         self._coalesced = self.sync == "last" and self._zero_stage >= 2
         self._steps_in_backward = self._zero_stage > 0 and not self._coalesced
-        self.weights = _global_weights(accelerator, [weights for _, weights in micro_batches])
+        named = [dict.fromkeys(coefficients, w) if isinstance(w, Tensor) else w for _, w in micro_batches]
+        self.weights = _global_weights(accelerator, named)
         self._factors = [_factor(c * accelerator.num_processes, self.weights[k]) for k, c in self.coefficients.items()]
         self._sums: list[list[Tensor]] = []
         self._totals: Tensor | None = None
@@ -235,11 +237,18 @@ class GradientWindow:
             return _reduce_without_step(self.accelerator)
         return no_sync(self.accelerator, self.model) if hold else nullcontext()
 
-    def backward(self, sums: Mapping[str, Tensor]) -> None:
-        """Backward of this micro-batch's share of the loss. ``sums`` must hold every term, in every step.
+    def backward(self, sums: Mapping[str, Tensor] | Tensor) -> None:
+        """Backward of this micro-batch's share of the loss. ``sums`` must hold every term, in every step; a tensor is
+        the sum of the only one.
 
         The number of processes is in the factors: it undoes the averaging of DDP, FSDP2 and ZeRO.
         """
+        if isinstance(sums, Tensor) and len(self.coefficients) == 1:
+            sums = dict.fromkeys(self.coefficients, sums)
+        if isinstance(sums, Tensor):
+            raise ValueError(
+                f"one tensor for {len(self.coefficients)} loss terms; give {sorted(self.coefficients)} each"
+            )
         if sums.keys() != self.coefficients.keys():
             raise ValueError(f"loss terms {sorted(sums)} do not match the coefficients {sorted(self.coefficients)}")
         terms = [sums[k].float() for k in self.coefficients]

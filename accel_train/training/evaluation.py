@@ -1,0 +1,55 @@
+"""Held-out metrics that do not depend on the number of processes, on the batch size or on what training left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train.training.accumulation import widest
+from accel_train.training.ema import Ema
+
+B = TypeVar("B")
+
+
+@contextmanager
+def evaluating(model: nn.Module, average: Ema) -> Generator[None]:
+    """Run the body with the averaged weights, in eval mode, without gradients. All processes.
+
+    The trained weights come back bit for bit, and every module's mode as it was.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with average.applied(), torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def weighted_sums(
+    accelerator: Accelerator, batches: Iterable[B], sums_of: Callable[[B], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Add ``sums_of(batch)`` over the batches of all processes: name -> fp64 sum, on the CPU.
+
+    All processes call it with equally many batches (``heldout_batches``), because a forward of a sharded model waits
+    for the others. Each value is a sum over the batch's samples of weight x figure, of any shape, the same in every
+    batch; with the sum of the weights among them, the caller divides. A mean over a batch would count the samples of a
+    short batch for more. No gradients; one reduction, and one wait for the device, whatever the number of batches.
+    """
+    totals: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for batch in batches:
+            for name, value in sums_of(batch).items():
+                totals[name] = totals[name] + widest(value) if name in totals else widest(value)
+    if not totals:
+        raise ValueError("no batch to evaluate: the held-out set is empty, or sums_of returned nothing")
+    local = torch.cat([value.flatten() for value in totals.values()])
+    reduced: Any = accelerator.reduce(local, "sum")
+    parts = reduced.cpu().double().split([value.numel() for value in totals.values()])
+    return {name: part.view(value.shape) for part, (name, value) in zip(parts, totals.items(), strict=True)}
