@@ -45,23 +45,39 @@ def test_reading_leaves_out_what_is_torn(tmp_path: Path) -> None:
 
 
 def test_every_value_has_its_panel() -> None:
-    panels = panels_of([train(10), train(20, loss_text=None, loss_latent=math.nan), evaluation(20)])
+    lines = [train(10), evaluation(10), train(20, loss_text=2.0, loss_latent=math.nan), evaluation(20)]
+    panels = panels_of([*lines, train(30)])
     drawn = {p.title: {label: (s.steps, s.values) for label, s in p.drawn().items()} for p in panels}
-    both = [10, 20]
-    assert drawn.pop("Throughput") == {"samples/s (median 400; 8k tokens/s)": (both, [400.0, 400.0])}
+    all_three, both = [10, 20, 30], [10, 20]
+    assert drawn.pop("Throughput") == {"samples/s (median 400; 8k tokens/s)": (all_three, [400.0] * 3)}
     step_time = drawn.pop("Step time")
-    assert step_time["whole step"] == (both, pytest.approx([200.0, 200.0]))
-    assert step_time["of it waiting for data"] == (both, pytest.approx([50.0, 50.0]))
+    assert step_time["whole step"] == (all_three, pytest.approx([200.0] * 3))
+    assert step_time["of it waiting for data"] == (all_three, pytest.approx([50.0] * 3))
     assert drawn == {
-        "Loss": {"training loss": (both, [3.99, 3.98])},
-        "Loss terms": {"loss_text": ([10], [3.0]), "loss_latent": ([10], [0.5])},
-        "Evaluation: NLL": {"l2t nll": ([20], [3.0]), "l2t nll shuffled": ([20], [4.0])},
-        "Evaluation: cosine": {"t2l cosine": ([20], [0.9])},
-        "Gradient norm": {"grad_norm": (both, [1.0, 1.0])},
-        "Learning rate": {"lr": (both, [1e-3, 1e-3])},
-        "Memory": {"memory peak": (both, [3.0, 3.0])},
+        "Loss": {"training loss": (all_three, [3.99, 3.98, 3.97])},
+        "Loss terms": {"loss_text": (all_three, [3.0, 2.0, 3.0]), "loss_latent": ([10, 30], [0.5, 0.5])},
+        "Evaluation: NLL": {"l2t nll": (both, [3.0, 3.0]), "l2t nll shuffled": (both, [4.0, 4.0])},
+        "Evaluation: cosine": {"t2l cosine": (both, [0.9, 0.9])},
+        "Gradient norm": {"grad_norm": (all_three, [1.0] * 3)},
+        "Learning rate": {"lr": (all_three, [1e-3] * 3)},
+        "Memory": {"memory peak": (all_three, [3.0] * 3)},
     }
     assert [p.title for p in panels][:4] == ["Loss", "Loss terms", "Evaluation: NLL", "Evaluation: cosine"]
+
+
+def test_losses_of_different_modes_are_lines_of_their_own() -> None:
+    modes = ("l2t", "t2l", "l2t", "unconditional", "t2l")
+    records = [train(step, mode=mode) for step, mode in enumerate(modes, 1)]
+    panels = {panel.title: panel.drawn() for panel in panels_of(records)}
+    for title in ("Loss", "Gradient norm"):
+        assert {label: line.steps for label, line in panels[title].items()} == {"l2t": [1, 3], "t2l": [2, 5]}
+
+
+def test_a_single_point_is_no_curve() -> None:
+    """One evaluation is told in words; one training line has no picture."""
+    (panel,) = panels_of([train(20), evaluation(20)])
+    assert panel.title == "Evaluation at step 20"
+    assert panel.text.splitlines() == ["l2t nll: 3", "l2t nll shuffled: 4", "t2l cosine: 0.9"]
 
 
 def test_steps_done_again_are_drawn_once_as_last_done() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from accel_train.metrics.progress import LOSS_OF
 from accel_train.metrics.records import read_metrics
 
 __all__ = ["plot_curves", "read_metrics"]
@@ -40,7 +41,7 @@ class Series:
 
 @dataclass
 class Panel:
-    """One set of axes; lines by label."""
+    """One set of axes; lines by label, or text."""
 
     title: str
     unit: str
@@ -48,9 +49,11 @@ class Panel:
     smooth: bool = False
     from_zero: bool = False
     last_value: bool = False
+    text: str = ""
 
     def drawn(self) -> dict[str, Series]:
-        return {label: series for label, series in self.lines.items() if series.values}
+        """The lines of two points or more: a single one is no curve."""
+        return {label: series for label, series in self.lines.items() if len(series.values) > 1}
 
 
 def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLike[str]) -> Path:
@@ -72,12 +75,13 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
     used = list(axes[: len(panels)])
     for axis, panel in zip(used, panels, strict=True):
         _draw(axis, panel)
+    used = [axis for axis, panel in zip(used, panels, strict=True) if not panel.text]
     _draw_marks(used, _marks(records))
     for axis in used:
         axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axis.set_xlim(0, 1.02 * max(_last_step(records), 1))
-        if len(axis.get_legend_handles_labels()[1]) > 1 or axis.get_title() != "Learning rate":
-            axis.legend(fontsize=7.5, loc="best", framealpha=0.85)
+        if (labels := len(axis.get_legend_handles_labels()[1])) > 1 or axis.get_title() != "Learning rate":
+            axis.legend(fontsize=7.5 if labels <= 5 else 5.5, loc="best", framealpha=0.85)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     if not panels:
@@ -93,7 +97,7 @@ def panels_of(records: Records) -> list[Panel]:
     """What there is to draw, in order: losses, evaluations, then how the run went."""
     losses, course = _train_panels(last_pass(records, "train"))
     evaluations = _evaluation_panels(last_pass(records, "evaluation"))
-    return [panel for panel in losses + evaluations + course if panel.drawn()]
+    return [panel for panel in losses + evaluations + course if panel.drawn() or panel.text]
 
 
 def last_pass(records: Records, event: str) -> list[Mapping[str, Any]]:
@@ -120,17 +124,26 @@ def _keys(lines: Records) -> list[str]:
     return list(dict.fromkeys(key for line in lines for key in line if key not in HEAD))
 
 
+def _by_kind(lines: Records, key: str, label: str) -> dict[str, Series]:
+    """A line for each mode or task, where the steps are of several: their losses have nothing in common."""
+    of = next((name for name in LOSS_OF if any(name in line for line in lines)), None)
+    kinds = sorted({str(line[of]) for line in lines if of in line}) if of else []
+    if len(kinds) < 2:
+        return {label: _column(lines, key)}
+    return {kind: _column([line for line in lines if str(line.get(of or "")) == kind], key) for kind in kinds}
+
+
 def _train_panels(lines: Records) -> tuple[list[Panel], list[Panel]]:
     terms = [key for key in _keys(lines) if key.startswith("loss_") or key.endswith("_loss")]
     memory = [key for key in _keys(lines) if key.endswith("_gib")]
     losses = [
-        Panel("Loss", "loss", {"training loss": _column(lines, "loss")}, smooth=True),
+        Panel("Loss", "loss", _by_kind(lines, "loss", "training loss"), smooth=True),
         Panel("Loss terms", "loss", {key: _column(lines, key) for key in terms}, smooth=True),
     ]
-    norm, lr = _column(lines, "grad_norm"), _column(lines, "lr")
+    norm, lr = _by_kind(lines, "grad_norm", "grad_norm"), _column(lines, "lr")
     used = {_words(key.removesuffix("_gib")): _column(lines, key) for key in memory}
     return losses, [
-        Panel("Gradient norm", "L2 norm before clipping", {"grad_norm": norm}, smooth=True),
+        Panel("Gradient norm", "L2 norm before clipping", norm, smooth=True),
         Panel("Learning rate", "learning rate", {"lr": lr}, from_zero=True),
         _throughput_panel(lines),
         _step_time_panel(lines),
@@ -157,12 +170,15 @@ def _throughput_panel(lines: Records) -> Panel:
 
 
 def _evaluation_panels(lines: Records) -> list[Panel]:
-    """One panel for each last word of a name: ``l2t_nll`` and ``l2t_nll_shuffled`` are compared in one."""
+    """One panel for each last word of a name: ``l2t_nll`` and ``l2t_nll_shuffled`` are compared in one. Of a single
+    evaluation the values in words."""
     panels: dict[str, Panel] = {}
-    for key in _keys(lines):
-        kind = key.removesuffix("_shuffled").rsplit("_", 1)[-1]
-        if kind in NOT_DRAWN:
-            continue
+    names = {key: key.removesuffix("_shuffled").rsplit("_", 1)[-1] for key in _keys(lines)}
+    names = {key: kind for key, kind in names.items() if kind not in NOT_DRAWN}
+    if len(lines) == 1:
+        values = [f"{_words(k)}: {lines[0][k]:.4g}" for k in names if isinstance(lines[0][k], (int, float))]
+        return [Panel(f"Evaluation at step {lines[0]['step']:,}", "", {}, text="\n".join(values))] if values else []
+    for key, kind in names.items():
         unit = EVALUATION_UNITS.get(kind, kind)
         name = "NLL" if kind == "nll" else kind
         panel = panels.setdefault(kind, Panel(f"Evaluation: {name}", unit, {}, last_value=True))
@@ -180,13 +196,17 @@ def _marks(records: Records) -> list[tuple[int, str, str]]:
 
 def _draw(axis: Any, panel: Panel) -> None:
     lines = panel.drawn()
+    axis.set_title(panel.title, fontsize=10)
+    if panel.text:
+        axis.set_axis_off()
+        axis.text(0.02, 0.98, panel.text, fontsize=7, va="top", transform=axis.transAxes)
+        return
     colours: dict[str, str] = {}
     for label, series in lines.items():
         partner = label.removesuffix(" shuffled")  # the same colour, dashed
         colour = colours.setdefault(partner, f"C{len(colours)}")
         _draw_series(axis, series, panel, label, {"color": colour, "linestyle": "-" if label == partner else "--"})
     _set_scale(axis, panel, [v for series in lines.values() for v in series.values])
-    axis.set_title(panel.title, fontsize=10)
     axis.set_xlabel("step", fontsize=8)
     axis.set_ylabel(panel.unit, fontsize=8)
     axis.tick_params(labelsize=8)
