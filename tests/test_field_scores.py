@@ -17,7 +17,7 @@ from accel_train.diffusion.operator_learning import EvaluationConfig
 from accel_train.diffusion.rollout import MOST_CANDIDATES, ConditioningConfig
 from accel_train.metrics import field_scores
 from accel_train.metrics.early_stopping import EarlyStopping
-from accel_train.metrics.pictures import Panel, write_fields
+from accel_train.metrics.pictures import Panel, limits, write_fields
 from accel_train.metrics.records import LineWriter
 
 
@@ -128,6 +128,21 @@ def test_pictures_are_written_whole(tmp_path: Path, data: FieldData) -> None:
     assert np.mean(curve["lines"]["rollout"]) == pytest.approx(figures["advection_rollout_nrmse"])
     assert curve["lines"]["rollout"][-1] == pytest.approx(figures["advection_rollout_nrmse_last"])
     assert np.mean(curve["lines"]["conditioned"]) == pytest.approx(figures["advection_conditioned_nrmse"])
+
+
+def test_errors_are_drawn_around_zero_with_their_nrmse(data: FieldData) -> None:
+    batch = data.heldout["darcy"].batch([0])
+    *_, truth, prediction, error = field_scores.row_panels(data.tasks[1], batch, batch["target"] + 0.5)
+    nrmse = float((prediction.values - truth.values).norm() / truth.values.norm())
+    assert error.title == f"error (nRMSE {nrmse:.3g})"
+    assert error.signed
+    assert not truth.signed
+    assert not prediction.signed
+    low, high = limits([error])
+    assert low == -high
+    assert high == pytest.approx(float(error.values.abs().max()))
+    low, high = limits([truth, prediction])
+    assert (low, high) == (float(truth.values.min()), float(prediction.values.max()))
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

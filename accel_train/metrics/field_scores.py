@@ -131,8 +131,8 @@ class Rollouts:
             truth, made, down = truth[:, 0], made[:, 0], "step in time"
         else:
             truth, made, down = truth[-1], made[-1], "y (points)"
-        named = [("rollout: truth", truth, "u"), ("prediction", made, "u"), ("error", made - truth, "e")]
-        return [Panel(*panel, down) for panel in named]
+        named = [("rollout: truth", truth, "u"), ("prediction", made, "u")]
+        return [*(Panel(*panel, down) for panel in named), _error_panel(made, truth, down)]
 
 
 def rollout_batches(task: FieldTask, rows: FieldRows, options: EvaluationConfig, place: Place) -> Iterator[Rollouts]:
@@ -193,8 +193,14 @@ def row_panels(task: FieldTask, batch: Mapping[str, Tensor], prediction: Tensor)
     given = task.input.denormalise(batch["input"][0])[0].cpu()
     true = task.target.denormalise(batch["target"][0])[0].cpu()
     found = task.target.denormalise(prediction[0].float())[0].cpu()
-    pairs = [Panel("truth", true, "u"), Panel("prediction", found, "u"), Panel("error", found - true, "e")]
+    pairs = [Panel("truth", true, "u"), Panel("prediction", found, "u"), _error_panel(found, true)]
     return [Panel("input", given, "a"), *pairs]
+
+
+def _error_panel(found: Tensor, true: Tensor, down: str = "y (points)") -> Panel:
+    """Signed, with the nRMSE of what is shown."""
+    nrmse = float((found - true).double().norm() / true.double().norm().clamp_min(1e-12))
+    return Panel(f"error (nRMSE {nrmse:.3g})", found - true, "e", down, signed=True)
 
 
 @lru_cache(maxsize=1)

@@ -24,6 +24,8 @@ class Panel(NamedTuple):
     """Panels of a row with the same group share one colour scale, so that truth and prediction can be compared."""
     down: str = "y (points)"
     """What the rows of ``values`` are."""
+    signed: bool = False
+    """An error, whose sign matters: colours that diverge from 0, which is white."""
 
 
 class Lines(NamedTuple):
@@ -54,13 +56,14 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]
     )
     for (label, panels), axes in zip(rows, grid, strict=True):
         fields = [p for p in panels if isinstance(p, Panel)]
-        limits = {p.group: _limits([q for q in fields if q.group == p.group]) for p in fields}
+        scales = {p.group: limits([q for q in fields if q.group == p.group]) for p in fields}
         for axis, panel in zip(axes, panels, strict=False):
             if isinstance(panel, Lines):
                 _draw_lines(axis, panel)
                 continue
-            low, high = limits[panel.group]
-            image = axis.imshow(panel.values.numpy(), vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+            low, high = scales[panel.group]
+            colours = {"vmin": low, "vmax": high, "cmap": "RdBu_r" if panel.signed else "viridis"}
+            image = axis.imshow(panel.values.numpy(), aspect="auto", interpolation="nearest", **colours)
             axis.set_title(panel.title, fontsize=9)
             axis.set_xlabel("x (points)", fontsize=8)
             axis.set_ylabel(panel.down, fontsize=8)
@@ -96,5 +99,10 @@ def _draw_lines(axis: Any, panel: Lines) -> None:
     axis.legend(fontsize=7)
 
 
-def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
-    return min(float(p.values.min()) for p in panels), max(float(p.values.max()) for p in panels)
+def limits(panels: Sequence[Panel]) -> tuple[float, float]:
+    """Ends of the colour scale that these panels share; of signed ones 0 is in the middle."""
+    low, high = min(float(p.values.min()) for p in panels), max(float(p.values.max()) for p in panels)
+    if any(p.signed for p in panels):
+        high = max(abs(low), abs(high)) or 1.0
+        low = -high
+    return low, high
