@@ -114,3 +114,16 @@ def test_sampling_in_both_directions() -> None:
 def test_evaluation_is_due_at_the_end_and_on_the_way() -> None:
     assert [s for s in range(1, 11) if EvaluationConfig().due(s, 10)] == [10]
     assert [s for s in range(1, 11) if EvaluationConfig(every=4).due(s, 10)] == [4, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [(0.211, "(21.1% less)"), (-0.0004, "(0.0% less)"), (0.0, "(0.0% less)"), (-0.052, "(5.2% more)")],
+)
+def test_a_summary_has_no_negative_zero(gain: float, words: str) -> None:
+    names = ("l2t_nll", "l2t_nll_shuffled", "unconditional_nll", "l2t_accuracy", "t2l_cosine")
+    figures = dict.fromkeys(names, 1.0) | {"l2t_gain": gain, "t2l_cosine_shuffled": -0.0001}
+    text, latent = summary(figures)
+    assert words in text
+    assert latent.endswith("0.000 against shuffled ones")
+    assert "-0.0" not in text + latent

@@ -159,10 +159,12 @@ class EvaluationConfig:
 
 def summary(figures: dict[str, float]) -> list[str]:
     """The proof of multimodal learning in two sentences."""
+    gain = round(100 * figures["l2t_gain"], 1)
+    effect = f"{abs(gain):.1f}% {'more' if gain < 0 else 'less'}"
     return [
         f"l2t: {figures['l2t_nll']:.3f} nats per token with the right latent, {figures['l2t_nll_shuffled']:.3f} with a "
-        f"shuffled one ({figures['l2t_gain']:.1%} less), {figures['unconditional_nll']:.3f} without; masked-token "
-        f"accuracy {figures['l2t_accuracy']:.1%}",
-        f"t2l: cosine {figures['t2l_cosine']:.3f} between sampled and true latents, "
-        f"{figures['t2l_cosine_shuffled']:.3f} against shuffled ones",
+        f"shuffled one ({effect}), {figures['unconditional_nll']:.3f} without; masked-token accuracy "
+        f"{figures['l2t_accuracy']:.1%}",
+        f"t2l: cosine {figures['t2l_cosine']:z.3f} between sampled and true latents, "
+        f"{figures['t2l_cosine_shuffled']:z.3f} against shuffled ones",
     ]
