@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
@@ -21,6 +23,12 @@ def fresh() -> Iterator[None]:
     forget()
     yield
     forget()
+
+
+@pytest.fixture
+def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each legend takes ten seconds: above one, matplotlib warns of the default place."""
+    monkeypatch.setattr("matplotlib.legend.time", SimpleNamespace(perf_counter=itertools.count(0, 10).__next__))
 
 
 @pytest.fixture

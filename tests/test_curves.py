@@ -115,6 +115,7 @@ RUNS = {
 }
 
 
+@pytest.mark.usefixtures("busy_machine")
 @pytest.mark.parametrize("name", list(RUNS))
 def test_any_run_gives_a_picture(tmp_path: Path, name: str) -> None:
     source = write(tmp_path / "metrics.jsonl", RUNS[name], tail='{"event": "tra')

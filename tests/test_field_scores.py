@@ -114,6 +114,7 @@ def test_what_needs_no_model_stands_beside_the_model(data: FieldData) -> None:
     assert field_scores.mean_nrmse(data, figures) == pytest.approx(0.02)
 
 
+@pytest.mark.usefixtures("busy_machine")
 def test_pictures_are_written_whole(tmp_path: Path, data: FieldData) -> None:
     task, rows = data.tasks[1], data.heldout["darcy"]
     batch = rows.batch([0])

@@ -298,7 +298,7 @@ def draw(result: Result, path: Path) -> None:
     panels[0].axvline(result.window.first, color="0.55", linestyle=":", label="warm-up ends")
     panels[0].set_ylim(bottom=0, top=_ceiling(result))
     for axis in panels:
-        axis.legend(fontsize=7.5, framealpha=0.85)
+        axis.legend(fontsize=7.5, loc="best", framealpha=0.85)  # the default warns where the machine is busy
     figure.savefig(path, format="png")
 
 

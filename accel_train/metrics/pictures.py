@@ -96,7 +96,7 @@ def _draw_lines(axis: Any, panel: Lines) -> None:
     axis.set_ylim(bottom=0)
     axis.tick_params(labelsize=7)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=7, loc="best")  # the default warns where the machine is busy
 
 
 def limits(panels: Sequence[Panel]) -> tuple[float, float]:
