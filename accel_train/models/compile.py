@@ -233,7 +233,7 @@ def _reasons(count: int) -> list[str | None]:
 
 def _torn_library(error: BaseException) -> str | None:
     """The file in torch's cache that the loader of libraries cannot read. torch links it in place."""
-    torn = re.search(r"(\S+\.so): (file too short|invalid ELF header|cannot read file data)", str(_innermost(error)))
+    torn = re.search(r"(/.+?\.so): (file too short|invalid ELF header|cannot read file data)", str(_innermost(error)))
     return torn[1] if torn else None
 
 

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from accel_train.metrics.records import read_metrics
+from tests import compiling
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "mmdit.py"
@@ -97,6 +99,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 def command(layout: Layout, arguments: list[str], folder: Path, recipe: Path | None = None) -> list[str]:
     """How a person would start it: plain Python for one process, a rehearsal of a launch file for several."""
+    if layout.strategy.startswith("zero"):
+        compiling.skip_without_deepspeed()
     recipe = recipe or RECIPE.with_stem(layout.recipe)
     if layout.strategy == "single":
         return [sys.executable, str(recipe), *arguments]
@@ -111,7 +115,7 @@ def run_recipe(
     directory: Path,
     *arguments: str,
     ok: bool = True,
-    timeout: float = 300,
+    timeout: float = PATIENCE_SECONDS,
     extra: dict[str, str] | None = None,
 ) -> Finished:
     """Run the demo to its end; asserts success unless told otherwise."""
