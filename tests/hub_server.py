@@ -25,6 +25,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 import yaml
 
+from tests.waiting import PATIENCE_SECONDS
+
 WRITER, READER = "hf_writerWriterWriter", "hf_readerReaderReader"
 PAGE = 3
 """Commits per page: small, so that paging is tested too."""
@@ -37,10 +39,13 @@ class Fault:
     endpoint: str
     """Name of the handler: commit, preupload, lfs_batch, lfs_put, commits, whoami, create, ..."""
     kind: int | str
-    """A status, or drop_before, drop_after, slow, slow_after (applied, then slow to answer), cut (half an upload)."""
+    """A status, or drop_before, drop_after, cut (half an upload), held, held_after (applied, then no answer)."""
     count: int = 1
     headers: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
+    release: threading.Event = field(default_factory=threading.Event)
+    """What is held goes on when this is set."""
+    answered: threading.Event = field(default_factory=threading.Event)
+    """Whether what was held has been applied since."""
 
 
 @dataclass
@@ -197,16 +202,18 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(kind, int):
             assert fault is not None
             return self._send(kind, {"error": f"injected {kind}"}, fault.headers)
-        if kind == "slow":
+        if kind == "held":
             assert fault is not None
-            time.sleep(fault.seconds)
+            fault.release.wait(PATIENCE_SECONDS)
         with hub.lock:
             status, value = self._call(name, arguments, query, body)
+        if fault is not None:
+            fault.answered.set()
         if kind == "drop_after":
             return self._close()
-        if kind == "slow_after":
+        if kind == "held_after":
             assert fault is not None
-            time.sleep(fault.seconds)
+            fault.release.wait(PATIENCE_SECONDS)
         if isinstance(value, tuple):
             return self._send(status, value[0], value[1])
         return self._send(status, value)
@@ -419,7 +426,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[HubServer]:
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "ACCEL_TRAIN_HUB_BACKOFF_SECONDS": "0.05",
-        "ACCEL_TRAIN_HUB_TIMEOUT_SECONDS": "20",
+        "ACCEL_TRAIN_HUB_TIMEOUT_SECONDS": "120",
     }.items():
         monkeypatch.setenv(name, value)
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_OIDC_RESOURCE", "NO_PROXY", "HTTP_PROXY", "http_proxy"):

@@ -2,8 +2,9 @@
 
 ``ACCEL_TRAIN_FAILPOINTS`` holds ``name[@rank][#n][=action]``, several separated by commas: at the n-th passage
 (from 1; the first unless told) of that place on that rank (every rank unless told) the action happens: ``kill``
-(SIGKILL to the trainer and its writer; the default), ``sleep:SECONDS``, or the name of an errno such as ``ENOSPC``,
-which is raised. Without the variable a passage costs one look at the environment.
+(SIGKILL to the trainer and its writer; the default), ``sleep:SECONDS``, ``hold`` (wait for the file that
+``ACCEL_TRAIN_FAILPOINTS_GO`` names, after making the same name with ``.held``), or the name of an errno such as
+``ENOSPC``, which is raised. Without the variable a passage costs one look at the environment.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 VARIABLE = "ACCEL_TRAIN_FAILPOINTS"
+GO_VARIABLE = "ACCEL_TRAIN_FAILPOINTS_GO"
 
 NAMES = (
     "after_mkdir",
@@ -68,6 +71,11 @@ def _act(action: str, name: str) -> None:
             os.kill(process, signal.SIGKILL)
     elif action.startswith("sleep:"):
         time.sleep(float(action.removeprefix("sleep:")))
+    elif action == "hold":
+        go = Path(os.environ[GO_VARIABLE])
+        go.with_name(f"{go.name}.held").touch()
+        while not go.exists():
+            time.sleep(0.01)
     else:
         code = getattr(errno, action)
         raise OSError(code, f"{os.strerror(code)} (failpoint {name})")

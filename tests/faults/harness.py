@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from accel_train.checkpoints import commit, failpoints
+from tests.waiting import PATIENCE_SECONDS, free_port, until
 
 EVERY = ("--checkpoints.save_every", "5", "--checkpoints.keep_last", "2")
 """Of 20 steps: saves after 5, 10, 15 and 20, of which two are kept."""
@@ -48,7 +48,7 @@ class Trainer:
                 self.codes[pid] = code
         return len(self.codes) == len(self.pids)
 
-    def wait(self, timeout: float = 60) -> list[int]:
+    def wait(self, timeout: float = PATIENCE_SECONDS) -> list[int]:
         """Exit codes in rank order (negative: the signal); kills and fails after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not self.poll():
@@ -68,17 +68,29 @@ class Trainer:
     def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def until(self, path: Path, text: str = "", timeout: float = 30) -> None:
+    def until(self, path: Path, text: str = "") -> None:
         """Wait until ``path`` exists and holds ``text``."""
-        deadline = time.monotonic() + timeout
-        while not (path.exists() and (not text or text in path.read_text())):
-            assert time.monotonic() < deadline, f"no {text!r} in {path} after {timeout} s:\n{self.output()[-3000:]}"
-            assert not self.poll(), f"the run ended before {text!r} was in {path}:\n{self.output()[-3000:]}"
-            time.sleep(0.005)
 
-    def until_step(self, step: int, timeout: float = 30) -> None:
+        def there() -> bool:
+            if path.exists() and (not text or text in path.read_text()):
+                return True
+            assert not self.poll(), f"the run ended before {text!r} was in {path}:\n{self.output()[-3000:]}"
+            return False
+
+        until(there, lambda: f"no {text!r} in {path}:\n{self.output()[-3000:]}")
+
+    def until_step(self, step: int) -> None:
         """Wait until ``step`` optimizer steps are done."""
-        self.until(self.out / "losses.txt", f"\n{step} " if step > 1 else f"{step} ", timeout)
+        self.until(self.out / "losses.txt", f"\n{step} " if step > 1 else f"{step} ")
+
+    def until_held(self) -> None:
+        """Wait until a failpoint holds a process (``=hold``)."""
+        go = go_file(self.out)
+        self.until(go.with_name(f"{go.name}.held"))
+
+    def go(self) -> None:
+        """Let go what a failpoint holds, and the ranks that pause."""
+        go_file(self.out).touch()
 
 
 class Zygote:
@@ -114,11 +126,12 @@ class Zygote:
         log = out.with_name(f"{out.name}.log")
         log.unlink(missing_ok=True)
         variables = {"MASTER_PORT": str(free_port()), failpoints.VARIABLE: failpoint, "FAULT_PATCH": patch} | env
+        variables[failpoints.GO_VARIABLE] = str(no_go_file(out))
         argv = ["--output_dir", str(out), *arguments]
         pids = self.ask({"argv": argv, "ranks": ranks, "env": variables, "log": str(log)})
         return Trainer(self, pids, out, log)
 
-    def run(self, out: Path, *arguments: str, timeout: float = 60, **options: Any) -> Trainer:
+    def run(self, out: Path, *arguments: str, timeout: float = PATIENCE_SECONDS, **options: Any) -> Trainer:
         """Start it and wait for its end."""
         trainer = self.start(out, *arguments, **options)
         trainer.wait(timeout)
@@ -140,10 +153,17 @@ class Zygote:
             self._process.stdin.close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def go_file(out: Path) -> Path:
+    """What a held or pausing process of the run in ``out`` waits for."""
+    return out.with_name(f"{out.name}.go")
+
+
+def no_go_file(out: Path) -> Path:
+    """The same, not there, and nobody waiting for it."""
+    go = go_file(out)
+    for path in (go, go.with_name(f"{go.name}.held")):
+        path.unlink(missing_ok=True)
+    return go
 
 
 def acknowledged(out: Path) -> list[int]:
@@ -232,6 +252,7 @@ def damage(path: Path, *, flip: bool = False, cut: int = 0) -> None:
 
 def launch(out: Path, *arguments: str, command: Sequence[str] = (sys.executable,), **options: Any) -> Any:
     """Start the toy run as a person would, through a launcher; a ``Popen`` in its own session."""
+    options[failpoints.GO_VARIABLE] = str(no_go_file(out))
     return subprocess.Popen(
         [*command, str(TRAINER), "--output_dir", str(out), *arguments],
         stdout=subprocess.PIPE,

@@ -17,7 +17,7 @@ AFTER_THE_RENAME = ("after_rename", "before_retention", "before_rmtree", "after_
 def survives(zygote: Zygote, out: Path, whole: Path, *arguments: str, failpoint: str, at: int = 10) -> None:
     """Save step 5, kill at ``failpoint`` during the save of step ``at``, look, start again, compare with ``whole``."""
     ranks = 2 if "two" in whole.parent.name else 1
-    flags = (*EVERY, *arguments, "--collective_timeout_seconds", "20")
+    flags = (*EVERY, *arguments)
     zygote.stopped(out, 5, ranks)
     codes = zygote.run(out, *flags, ranks=ranks, failpoint=failpoint).wait()
     assert -9 in codes

@@ -220,7 +220,7 @@ def test_two_crashes_are_not_enough(zygote: Zygote, half: Path, whole: Path) -> 
 # ------------------------------------------------------------------------------------------------ shared directories
 @pytest.mark.fault("F39", injected="a second run in the same directory", outcome="exit 2 naming process and host")
 def test_two_runs_in_one_directory(zygote: Zygote, out: Path, whole: Path, tmp_path: Path) -> None:
-    first = zygote.start(out, *EVERY, "--step_seconds", "0.1")
+    first = zygote.start(out, *EVERY, "--pause_at", "3")
     first.until_step(3)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "run").symlink_to(out)  # by another name, and with its own log
@@ -228,13 +228,14 @@ def test_two_runs_in_one_directory(zygote: Zygote, out: Path, whole: Path, tmp_p
     assert second.wait() == [2]
     holder = f"is in use by process {first.pids[0]} on {socket.gethostname()}; give another --output_dir"
     assert holder in second.output()
+    first.go()
     assert first.wait() == [0]
     same_run(out, whole)
 
 
 @pytest.mark.fault("F40", injected="the lock of a run that was killed", outcome="no hindrance")
 def test_a_stale_lock(zygote: Zygote, out: Path, whole: Path) -> None:
-    run = zygote.start(out, *EVERY, "--step_seconds", "0.1")
+    run = zygote.start(out, *EVERY, "--pause_at", "7")
     run.until(out / "acknowledged.txt", "5")
     run.kill()
     run.wait()

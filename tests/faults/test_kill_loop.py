@@ -18,13 +18,13 @@ import pytest
 
 from accel_train.checkpoints import commit, failpoints
 from tests.faults.harness import Trainer, Zygote, acknowledged, debris, digests, first_difference, losses
+from tests.waiting import PATIENCE_SECONDS
 
 STEPS, KEEP = 45, 2
 FLAGS = (
-    f"--max_steps {STEPS} --checkpoints.save_every 3 --checkpoints.keep_last {KEEP} --step_seconds 0.01 --hidden 512 "
-    "--collective_timeout_seconds 20"
+    f"--max_steps {STEPS} --checkpoints.save_every 3 --checkpoints.keep_last {KEEP} --step_seconds 0.01 --hidden 512"
 ).split()
-PATIENCE_SECONDS = 1.5
+ALONE_SECONDS = 1.5
 """After the death of one process: what the others get to end by themselves before all are killed, as torchrun does."""
 LIFE_SECONDS = 1.5
 """Kills come at a uniform instant of this; a run takes about as long."""
@@ -89,13 +89,13 @@ class Loop:
 
     def end(self, run: Trainer) -> list[int]:
         """Wait for the end; where one process was killed the others end by themselves, or after a while are ended."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         patience = None
         while not run.poll():
             now = time.monotonic()
             assert now < deadline, run.output()
             if run.codes and patience is None:
-                patience = now + PATIENCE_SECONDS
+                patience = now + ALONE_SECONDS
             if patience is not None and now > patience:
                 self.counts["waited for"] += 1
                 run.kill()

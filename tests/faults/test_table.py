@@ -8,14 +8,15 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from accel_train.checkpoints import failpoints
 from tests.faults import table
-from tests.faults.harness import EVERY, ROOT, TRAINER, Zygote, acknowledged, checkpoints, losses, same_run
+from tests.faults.harness import EVERY, ROOT, TRAINER, Zygote, acknowledged, checkpoints, go_file, losses, same_run
+from tests.waiting import PATIENCE_SECONDS, until
 
 PAGE = table.PAGE.read_text()
 
@@ -56,11 +57,12 @@ def test_the_batch_script_stops_saves_and_requeues(zygote: Zygote, out: Path, wh
     """With stand-ins for SLURM's commands and the recipe; the trap, the waits and the code are those of the page."""
     bin_folder = out.with_name("bin")
     trainer = f"{shlex.quote(sys.executable)} {shlex.quote(str(TRAINER))}"
+    pause = "--pause_at 7" if told else ""
     bin_folder.mkdir()
     for name, text in {
         "srun": 'exec "$@"',
         "scontrol": 'case $1 in show) echo first;; *) echo "$@" >> "$CALLS";; esac',
-        "accel-train": f'exec {trainer} --output_dir "$RUN" {" ".join(EVERY)} --step_seconds 0.1',
+        "accel-train": f'exec {trainer} --output_dir "$RUN" {" ".join(EVERY)} {pause}',
     }.items():
         (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (bin_folder / name).chmod(0o755)
@@ -68,17 +70,19 @@ def test_the_batch_script_stops_saves_and_requeues(zygote: Zygote, out: Path, wh
     script.write_text(block("bash").replace("runs/mmdit-base", str(out)))
     variables = {"SLURM_JOB_ID": "42", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "first", "CALLS": f"{out}.calls"}
     variables |= {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables[failpoints.GO_VARIABLE] = str(go_file(out))
     job = subprocess.Popen(
         ["bash", str(script)], env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    deadline = time.monotonic() + 60
-    while acknowledged(out)[:1] != [5]:
-        assert time.monotonic() < deadline
+
+    def saved() -> bool:
         assert job.poll() is None, job.communicate()[0]
-        time.sleep(0.02)
+        return acknowledged(out) == [5]
+
     if told:
+        until(saved)
         job.send_signal(signal.SIGUSR1)
-    output = job.communicate(timeout=60)[0]
+    output = job.communicate(timeout=PATIENCE_SECONDS)[0]
     if told:
         assert job.returncode == 75, output
         assert Path(f"{out}.calls").read_text() == "requeue 42\n"

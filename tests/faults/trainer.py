@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train import rng
-from accel_train.checkpoints import hub_options, policy, restore, state
+from accel_train.checkpoints import failpoints, hub_options, policy, restore, state
 from accel_train.checkpoints import run as runs
 from accel_train.config import expand_path, load_config, run_main
 from accel_train.metrics import logs
@@ -27,6 +27,7 @@ from accel_train.runtime import signals
 from accel_train.training import accumulation, ema, shards
 
 SAMPLES, WIDTH = 96, 24
+PAUSES = ("step_seconds", "pause_at", "pause_rank")
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,15 @@ class Config:
     allow: tuple[str, ...] = ()
     overwrite: bool = False
     init_from: str | None = None
-    collective_timeout_seconds: int = 60
+    collective_timeout_seconds: int = 1800
+    """Longer than a test waits: what ends by it alone has failed."""
     hidden: int = 32
     """Width of the inner layer: how large a checkpoint is."""
     step_seconds: float = 0.0
     """Pause in every step, so that signals and kills find one."""
+    pause_at: int = -1
+    """After so many steps finish the save that is under way, and wait until told to go on or to stop."""
+    pause_rank: int = 0
     save_first: bool = False
     """Save before the first step."""
     raise_at: int = -1
@@ -102,6 +107,14 @@ def append(path: Path, line: str) -> None:
     os.close(descriptor)
 
 
+def pause(saver: state.Saver, mine: bool) -> None:
+    """Until the test says go, or this process has been asked to stop. Where it is not ``mine``: go on, to the next
+    collective."""
+    go = Path(os.environ[failpoints.GO_VARIABLE])
+    while mine and not go.exists() and not saver._requests.requested:
+        time.sleep(0.01)
+
+
 def main(argv: Sequence[str]) -> int:
     config = load_config(Config, argv, presets=Path(__file__).parent).config
     accelerator = machine.build_accelerator(
@@ -115,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
     out = expand_path(config.output_dir)
     logs.setup_logging(out, rank, world_size)
     run = runs.open_run(
-        config, accelerator, "toy", free_to_change=("step_seconds", "save_first", "raise_at", "raise_rank", "hang_at")
+        config, accelerator, "toy", free_to_change=(*PAUSES, "save_first", "raise_at", "raise_rank", "hang_at")
     )
     if accelerator.is_main_process:
         print(run.decision, flush=True)
@@ -159,6 +172,9 @@ def main(argv: Sequence[str]) -> int:
             if rank == 0:
                 append(out / "losses.txt", f"{done} {float(result.loss).hex()}")
             time.sleep(config.step_seconds)
+            if done == config.pause_at:
+                saver.finish()
+                pause(saver, rank == config.pause_rank)
             stop = saver.boundary(done)
             if stop or saver.due(done, config.max_steps):
                 stop = saver.save(done, {"loss": float(result.loss)})
