@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -75,9 +76,10 @@ def test_the_proof_asks_for_what_is_needed_only(fault: str, without_mask: bool) 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 64, 128, 129, 4250])
 def test_the_sample_is_small_for_any_length(length: int) -> None:
+    started = time.process_time()
     proof = prove_attention(build_attention("sdpa"), replace(NEEDS, length=length))
     assert proof.forward_error <= proof.tolerance
-    assert proof.seconds < 5  # milliseconds; the first use of a function of torch's may take one
+    assert time.process_time() - started < 5  # milliseconds; the first use of a function of torch's may take one second
 
 
 def test_the_reference_is_the_definition() -> None:
@@ -102,7 +104,7 @@ def test_what_ran_is_recorded() -> None:
 def test_time_grows_with_the_work() -> None:
     sdpa = build_attention("sdpa_math")
     long = replace(NEEDS, length=700)
-    assert time_attention(sdpa, long, seconds=0.2) > 5 * time_attention(sdpa, NEEDS, seconds=0.05)
+    assert time_attention(sdpa, long, seconds=0.2) > 5 * time_attention(sdpa, NEEDS, seconds=0.5)
 
 
 def test_the_table_of_a_cpu() -> None:

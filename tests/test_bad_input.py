@@ -27,6 +27,7 @@ from accel_train.config import UsageError
 from accel_train.metrics import logs
 from accel_train.runtime import accelerator as machine
 from recipes import mmdit as recipe
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "mmdit.py"
@@ -597,7 +598,8 @@ def test_a_process_sees_what_the_launcher_really_did(
         (here / name).write_text(text)
     parent = dict(row.environment).get("ACCEL_TRAIN_TEST_PARENT")
     if parent is not None:
-        line = ["/usr/bin/python", "/usr/bin/accelerate", *parent.replace("{}", str(here)).split()[1:], str(RECIPE)]
+        told = [word.replace("{}", str(here)) for word in parent.split()[1:]]
+        line = ["/usr/bin/python", "/usr/bin/accelerate", *told, str(RECIPE)]
         monkeypatch.setattr(machine, "parent_command_lines", lambda: [line])
     test_the_recipe_answers(row, here, capsys)
 
@@ -669,7 +671,7 @@ def run(command: list[str], here: Path) -> tuple[int, str]:
         start_new_session=True,
     )
     try:
-        output, _ = child.communicate(timeout=120)
+        output, _ = child.communicate(timeout=PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         output, _ = child.communicate()

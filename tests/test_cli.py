@@ -16,6 +16,7 @@ from accel_train import __version__, cli
 from accel_train.config import UsageError
 from accel_train.models import attention_table
 from accel_train.runtime import doctor
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "accelerate_configs"
@@ -172,7 +173,7 @@ def test_the_process_ends_with_2_and_one_line(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         cwd=tmp_path,
         check=False,
     )

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from accel_train.metrics.compare_runs import Run, read_config
 from accel_train.metrics.gates import SIGNS, decide, read_gate, values_of
 from accel_train.metrics.throughput import Throughput
 from accel_train.strict_yaml import read_yaml
+from tests.waiting import PATIENCE_SECONDS, until
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "recipes" / "presets"
@@ -95,7 +95,7 @@ def main(argv):
         raise UsageError("ends: refuse is no end; give another")
     if config.ends == "hang":
         (out / "pid").write_text(str(os.getpid()))
-        time.sleep(600)
+        time.sleep(1800)
     if config.ends == "empty":
         return 0
     factor = 1 + 0.01 * int(out.parent.name.removeprefix("round_"))
@@ -281,6 +281,7 @@ def test_one_round_has_intervals_over_log_intervals(recipe: str, capsys: pytest.
     assert "not told apart from betas=0.9 0.95" in shown or "not told apart from betas=0.8 0.9" in shown
 
 
+@pytest.mark.usefixtures("busy_machine")
 @pytest.mark.parametrize("key", ["global_batch_size", "max_epochs", "data.length"])
 def test_what_must_be_equal_may_be_varied(key: str, recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, result = call(recipe, "slow", "--vary", f"{key}=2,4", "--rounds", "1")
@@ -428,15 +429,6 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
-def _until(condition: Any, seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux ends children of a killed process")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_children_end_with_us(number: signal.Signals, recipe: str, tmp_path: Path) -> None:
@@ -445,14 +437,14 @@ def test_children_end_with_us(number: signal.Signals, recipe: str, tmp_path: Pat
         us = subprocess.Popen(command, stdout=shown, stderr=shown)
     note = tmp_path / "out" / "round_1" / "A" / "pid"
     try:
-        assert _until(lambda: note.exists() and note.read_text()), (tmp_path / "shown").read_text()
+        until(lambda: note.exists() and note.read_text(), (tmp_path / "shown").read_text)
         child = int(note.read_text())
         assert _alive(child)
         us.send_signal(number)
-        code = us.wait(30)
+        code = us.wait(PATIENCE_SECONDS)
     finally:
         us.kill()
-    assert _until(lambda: not _alive(child), 5.0)
+    until(lambda: not _alive(child))
     assert code == (-number if number == signal.SIGKILL else 1)
     if number != signal.SIGKILL:
         assert f"broken off by {number.name}" in (tmp_path / "shown").read_text()
@@ -461,12 +453,12 @@ def test_children_end_with_us(number: signal.Signals, recipe: str, tmp_path: Pat
 def test_what_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_runs, "SECONDS_TO_LEAVE", 0.5)
     stubborn = (
-        "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
+        "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(1800)"
     )
     log = tmp_path / "log"
 
     def interrupt_it() -> None:
-        _until(lambda: log.exists() and log.read_text())
+        until(lambda: log.exists() and log.read_text())
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)

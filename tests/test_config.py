@@ -27,6 +27,7 @@ from accel_train.config import (
     to_tree,
     write_config,
 )
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -344,7 +345,7 @@ def test_the_exit_code_leaves_the_process_and_reaches_the_launcher(
         env={"PYTHONPATH": str(ROOT), "ACCEL_TRAIN_EXIT_CODE_FILE": str(file)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert (done.returncode, done.stdout + done.stderr) == (code, printed)

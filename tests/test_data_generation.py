@@ -11,6 +11,7 @@ import pytest
 
 from accel_train.data import generation
 from accel_train.data.generation import blocks_in_order
+from tests.waiting import until
 
 
 def square_and_process(number: int) -> tuple[int, int]:
@@ -48,6 +49,7 @@ def test_auto_starts_workers_for_long_work_only(monkeypatch: pytest.MonkeyPatch)
         generation, "_made_by", lambda make, numbers, workers: started.append(workers) or map(make, numbers)
     )
     monkeypatch.setattr(generation, "usable_cores", lambda: 8)
+    monkeypatch.setattr(generation, "SECONDS_WORTH_WORKERS", 600.0)
     assert [square for square, _ in blocks_in_order(square_and_process, 5, "auto")] == [0, 1, 4, 9, 16]
     assert started == []
     monkeypatch.setattr(generation, "SECONDS_WORTH_WORKERS", 0.05)
@@ -59,7 +61,7 @@ def test_auto_starts_workers_for_long_work_only(monkeypatch: pytest.MonkeyPatch)
 
 def slow(number: int, folder: Path) -> int:
     (folder / f"{os.getpid()}").touch()
-    time.sleep(0.0 if number < 2 else 60.0)
+    time.sleep(0.0 if number < 2 else 1800.0)
     return number
 
 
@@ -76,21 +78,14 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path / "pids")], env={**os.environ, "PYTHONPATH": root}
     )
-    workers = _until(lambda: [int(f.name) for f in (tmp_path / "pids").iterdir() if int(f.name) != parent.pid], 2)
+
+    def workers() -> list[int]:
+        return [int(f.name) for f in (tmp_path / "pids").iterdir() if int(f.name) != parent.pid]
+
+    until(lambda: len(workers()) == 2)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    deadline = time.monotonic() + 20
-    while any(psutil.pid_exists(worker) for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [worker for worker in workers if psutil.pid_exists(worker)]
-
-
-def _until(found, count):
-    deadline = time.monotonic() + 60
-    while len(found()) < count and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(found()) == count
-    return found()
+    until(lambda: not [worker for worker in workers() if psutil.pid_exists(worker)])
 
 
 def test_what_is_made_can_be_a_partial() -> None:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from accel_train.config import UsageError
 from accel_train.data import latent_cache
 from accel_train.data.latent_cache import BatchMemory, LatentTable, cached_latents, latent_key
+from tests.waiting import PATIENCE_SECONDS
 
 TEXTS = [f"{'long ' * (i % 5)}text {i}" for i in range(50)]
 ROWS = 8
@@ -211,7 +212,7 @@ def test_two_processes_build_it_together(tmp_path: Path, disk: str) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(120)
+        worker.join(PATIENCE_SECONDS)
     assert [worker.exitcode for worker in workers] == [0, 0]
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert all(torch.equal(result["latents"], Encoder().all(TEXTS)) for result in results)

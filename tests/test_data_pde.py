@@ -20,6 +20,7 @@ from accel_train.data.loader import LoaderConfig, iterate_steps
 from accel_train.data.pde import PdeDataConfig, prepare_pde, solve_burgers, solve_darcy
 from accel_train.data.sampler import Cut
 from accel_train.data.task_sampler import TaskSampler
+from tests.waiting import PATIENCE_SECONDS
 
 Float = NDArray[np.float64]
 
@@ -245,7 +246,7 @@ def test_rank_0_generates_and_the_others_wait(tmp_path: Path) -> None:
     ranks = [context.Process(target=prepared_by_rank, args=(r, tmp_path, barrier, results)) for r in range(2)]
     for process in ranks:
         process.start()
-    found = sorted(results.get(timeout=120) for _ in ranks)
+    found = sorted(results.get(timeout=PATIENCE_SECONDS) for _ in ranks)
     for process in ranks:
         process.join()
     assert [made for _, made, _ in found] == [["advection", "darcy"], []]

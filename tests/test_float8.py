@@ -31,6 +31,7 @@ from accel_train.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMD
 from accel_train.training.parameter_kinds import kinds
 from recipes import mmdit
 from tests.distributed.launching import ROOT, Finished, Layout, command, environment
+from tests.waiting import PATIENCE_SECONDS
 
 CUDA = torch.device("cuda")
 RECIPES = ("tensorwise", "rowwise")
@@ -456,7 +457,7 @@ def run(strategy: str, folder: Path, *flags: str) -> Finished:
     arguments = ["demo", *SHORT, "--output_dir", str(folder / "run"), *flags]
     done = subprocess.run(
         command(layout, arguments, folder, program), env=environment(), capture_output=True, text=True, check=False,
-        timeout=300, cwd=ROOT,
+        timeout=PATIENCE_SECONDS, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return Finished(folder / "run", done.stdout + done.stderr, done.returncode)

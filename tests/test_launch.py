@@ -22,6 +22,7 @@ from accel_train.runtime.launch import (
     torchrun_command,
 )
 from accel_train.runtime.machine_config import read_machine_config
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "accelerate_configs"
@@ -143,7 +144,7 @@ def main(argv):
         import signal, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
         os.write(1, b"ready\\n")  # in one piece, beside the other process
-        time.sleep(60)
+        time.sleep(1800)
     return int(argv[0]) if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK", "0") else 0
 
 run_main(main)
@@ -217,7 +218,7 @@ def test_a_signal_reaches_the_recipe(number: signal.Signals, file: str, files: P
             assert line, "it ended before it was ready"
             waiting -= line == "ready\n"
         child.send_signal(number)
-        assert child.wait(timeout=30) == 75
+        assert child.wait(timeout=PATIENCE_SECONDS) == 75
 
 
 def test_a_deepspeed_file_gives_its_own_keys(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from accel_train.config import UsageError
 from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps, resolve_loader, usable_cores
 from accel_train.data.sampler import Cut, StepSampler
+from tests.waiting import until
 
 CPU = torch.device("cpu")
 WHOLE = Cut(rank=0, world_size=1, micro_batch_size=4)
@@ -37,6 +38,19 @@ class Noisy:
         time.sleep(self.seconds)
         noise = [random.random(), np.random.normal(), float(torch.randn(())), random.random()]
         return {"value": torch.tensor(index), "noise": torch.tensor(noise)}
+
+
+class Counted(Noisy):
+    """Counts what is read in any process."""
+
+    def __init__(self, size: int, seconds: float) -> None:
+        super().__init__(size, seconds)
+        self.count = multiprocessing.Value("i", 0)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        self.count.value += 1
+        return sample
 
 
 def collect(
@@ -146,14 +160,14 @@ def test_nothing_left_to_do():
 def test_data_wait_is_what_the_loop_waited():
     slow = collect(stop=2, dataset=Noisy(40, seconds=0.005))
     assert all(step.data_wait_seconds >= 14 * 0.005 for step in slow)
-    dataset = Noisy(40, seconds=0.005)
+    dataset = Counted(40, seconds=0.03)
     config = LoaderConfig(num_workers=1, prefetch_factor=4)
     waits: list[float] = []
     arguments = {"start_step": 0, "max_steps": 3, "device": CPU, "config": config}
     for step in iterate_steps(dataset, StepSampler(40, 14, seed=0), Cut(0, 1, 14), **arguments):
         waits.append(step.data_wait_seconds)
-        time.sleep(0.4)  # the worker reads the next step meanwhile
-    assert max(waits[1:]) < 14 * 0.005
+        until(lambda: dataset.count.value == 3 * 14)  # the worker has read the next steps meanwhile
+    assert max(waits[1:]) < 14 * 0.03
 
 
 def test_own_collate():

@@ -458,7 +458,7 @@ def test_rendezvous(tmp_path: Path) -> None:
 
 def test_reading_imports_no_accelerate_before_it_is_needed() -> None:
     code = "import sys, accel_train.runtime.machine_config; assert not {'torch', 'accelerate'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_known_keys_come_from_accelerate() -> None:

@@ -33,6 +33,7 @@ from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.records import LineWriter, encode, read_metrics, repair_metrics, write_json
 from accel_train.metrics.samples import write_samples
 from accel_train.metrics.throughput import Throughput
+from tests.waiting import PATIENCE_SECONDS, free_port
 
 FIELDS: dict[str, object] = {
     "loss": 3.4118273,
@@ -521,12 +522,7 @@ with setup_logging(folder, accelerator.process_index, accelerator.num_processes)
 
 @pytest.mark.distributed
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
+    processes, port = [], free_port()
     for rank in range(2):
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
         variables = {k: str(v) for k, v in names.items()} | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
@@ -540,7 +536,7 @@ def test_only_the_main_process_writes(tmp_path: Path) -> None:
                 text=True,
             )
         )
-    outputs = [p.communicate(timeout=120) for p in processes]
+    outputs = [p.communicate(timeout=PATIENCE_SECONDS) for p in processes]
     assert [p.returncode for p in processes] == [0, 1], outputs
     events = [r["event"] for r in read_metrics(tmp_path / "metrics.jsonl")]
     assert events == ["environment", "train", "train", "train", "evaluation", "end"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from accel_train.checkpoints.state import Saver
 from accel_train.config import UsageError
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards
+from tests.waiting import until
 
 
 class Toy:
@@ -207,8 +207,7 @@ def test_a_failed_write_is_heard_within_a_step(toy: Toy, monkeypatch: pytest.Mon
         toy.step(1)
         saver.save(1)
         assert saver._writer is not None
-        while not saver._writer._connection.poll():
-            time.sleep(0.01)
+        until(saver._writer._connection.poll)
         if policy == "stop":
             with pytest.raises(CheckpointWriteError, match=r"rank 0: .*Input/output error"):
                 saver.boundary(1)

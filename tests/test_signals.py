@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from accel_train.runtime.signals import STOPPING, StopRequests
+from tests.waiting import PATIENCE_SECONDS, until
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ while os.getppid() == parent:
     time.sleep(0.01)
 time.sleep(0.2)  # the signal follows the new parent
 (directory / "orphan").write_text(str(requests.reason))
-time.sleep(60)
+time.sleep(1800)
 """
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[2:]], start_new_session=True)"
 
@@ -70,7 +71,7 @@ def test_the_death_of_the_launcher_is_a_request_and_never_the_second(tmp_path: P
         assert appeared(tmp_path / "orphan") == ("SIGINT" if interrupted else "SIGTERM")
         os.kill(pid, signal.SIGTERM)  # this one is the second
         gone = psutil.Process(pid)
-        psutil.wait_procs([gone], timeout=20)
+        psutil.wait_procs([gone], timeout=PATIENCE_SECONDS)
         assert not gone.is_running() or gone.status() == psutil.STATUS_ZOMBIE
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -93,11 +94,7 @@ def test_a_script_that_starts_it_is_no_launcher_whatever_its_path_is(tmp_path: P
 
 def appeared(file: Path) -> str:
     """What a process has written, once it has."""
-    deadline = time.monotonic() + 60
-    while not (file.exists() and (text := file.read_text())):
-        assert time.monotonic() < deadline, file
-        time.sleep(0.01)
-    return text
+    return until(lambda: file.exists() and file.read_text(), lambda: str(file))
 
 
 def test_under_nohup_the_end_of_the_terminal_is_no_request(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import distributed, multiprocessing
 from accel_train.config import UsageError
 from accel_train.models import attention
 from accel_train.models.attention_table import AttentionNeeds
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.distributed
 NEEDS = AttentionNeeds(torch.device("cpu"), torch.float32, 8, heads=2, length=12, batch=2)
@@ -82,7 +83,7 @@ CASES: dict[str, tuple[str, Callable[[int], None]]] = {
 def work(rank: int, folder: str) -> None:
     """Every case in turn; a case that leaves a collective of one process behind spoils those after it."""
     found: dict[str, Any] = {}
-    timeout, kept = timedelta(seconds=20), dict(vars(attention))
+    timeout, kept = timedelta(seconds=PATIENCE_SECONDS), dict(vars(attention))
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timeout
     )

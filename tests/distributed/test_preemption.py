@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from accel_train.checkpoints import commit
 from tests.distributed.launching import RECIPE, ROOT, SMALL, environment
+from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.distributed
 LITTLE_AHEAD = ("--loader.num_workers", "1", "--loader.prefetch_factor", "1", "--micro_batch_size", "1")
@@ -25,12 +25,15 @@ def test_readers_go_on_until_the_step_is_saved(tmp_path: Path) -> None:
     given = environment() | {"ACCELERATE_USE_CPU": "true"}
     with (tmp_path / "log").open("w") as log:
         child = subprocess.Popen([*command, *flags], cwd=ROOT, env=given, stdout=log, stderr=subprocess.STDOUT)
-        metrics, until = run / "metrics.jsonl", time.monotonic() + 180
-        while not (metrics.exists() and '"step": 3,' in metrics.read_text()) and time.monotonic() < until:
+        metrics = run / "metrics.jsonl"
+
+        def in_step_4() -> bool:
             assert child.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.2)
+            return metrics.exists() and '"step": 3,' in metrics.read_text()
+
+        until(in_step_4)
         child.send_signal(signal.SIGTERM)
-        child.wait(timeout=120)
+        child.wait(timeout=PATIENCE_SECONDS)
     said = (tmp_path / "log").read_text()
     assert "start again to go on (exit code 75)" in said, said[-3000:]
     assert "LoadingError" not in said

@@ -11,6 +11,7 @@ import pytest
 
 from accel_train.diffusion import modes
 from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, Layout, environment, run_recipe
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.distributed
 NAMES = sorted(p.stem for p in PRESETS.glob("*.yaml"))
@@ -27,7 +28,7 @@ def test_every_preset_trains_in_rehearsal(name: str, tmp_path: Path) -> None:
     command += ["--num_processes", "1" if name == "single_gpu" else "2", str(RECIPE), "demo", *SMALL]
     command += ["--max_steps", "20", "--global_batch_size", "4", "--output_dir", str(tmp_path / "run")]
     done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
+        command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"REHEARSAL of {PRESETS / name}.yaml" in done.stdout
@@ -60,7 +61,7 @@ def test_a_finished_run_says_so_goes_on_and_evaluates_alone(tmp_path: Path) -> N
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert alone.returncode == 0, alone.stderr

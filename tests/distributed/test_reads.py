@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launching import DEMOS, ROOT, Layout, command, environment
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.distributed
 WORKER = ROOT / "tests" / "distributed" / "reads_worker.py"
@@ -33,7 +34,7 @@ def test_a_step_that_neither_logs_nor_saves_waits_for_nothing(recipe: str, tmp_p
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launching import ROOT, Layout, command, environment
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.distributed
 
@@ -25,7 +26,7 @@ def test_a_save_allocates_its_share_and_no_more(layout: Layout, tmp_path: Path) 
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
         cwd=ROOT,
         check=False,
     )

@@ -16,6 +16,7 @@ import pytest
 
 from accel_train.metrics.records import read_metrics
 from tests.distributed.launching import Finished, Layout, run_recipe
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.distributed
 
@@ -104,7 +105,7 @@ def test_every_pair_of_values_is_in_some_run() -> None:
 
 def train(folder: Path, strategy: str, *flags: str, ok: bool = True, recipe: str = "mmdit") -> Finished:
     layout = Layout(strategy, 1 if strategy == "single" else 2, recipe)
-    short, timeout = (SHORT, 300) if recipe == "mmdit" else (SHORT_PDE, 1200)
+    short, timeout = (SHORT, PATIENCE_SECONDS) if recipe == "mmdit" else (SHORT_PDE, 1200)
     return run_recipe(layout, folder / "run", *short, *flags, ok=ok, timeout=timeout)
 
 

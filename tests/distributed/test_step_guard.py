@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launching import ROOT, Layout, command, environment
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.distributed
 WORKER = ROOT / "tests" / "distributed" / "guard_worker.py"
@@ -22,7 +23,7 @@ def work(layout: Layout, folder: Path) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

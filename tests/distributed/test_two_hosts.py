@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, Finished, Layout, environment, run_recipe
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = [
     pytest.mark.distributed,
@@ -71,7 +72,7 @@ def test_two_hosts_follow_the_trajectory_of_one_process(hosts: tuple[str, str], 
         start(host, rank, f"{'va' if rank == 0 else 'vb'}{tag}", file, tmp_path / "run", *flags)
         for rank, host in enumerate(hosts)
     ]
-    outputs = [process.communicate(timeout=300)[0] for process in started]
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], "\n".join(o[-3000:] for o in outputs)
     found = Finished(tmp_path / "run", "\n".join(outputs), 0)
     alone = run_recipe(Layout("single", 1), tmp_path / "alone" / "run", *flags)
