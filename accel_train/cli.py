@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from accel_train import __version__
-from accel_train.config import run_main
+from accel_train.runtime.exiting import run_main
 
 
 def main() -> None:

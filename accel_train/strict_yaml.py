@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,9 @@ _TAG_REFUSED = "unsupported tag `{}`; remove it, settings are plain values"
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 
 
-Lines = dict[tuple[str, ...], int]
+_Places = dict[tuple[str, ...], tuple[int, int]]
+Places = Mapping[tuple[str, ...], tuple[int, int]]
+"""Line and column (from 1) of each key, by its path from the top."""
 
 
 class YamlError(ValueError):
@@ -43,8 +45,13 @@ class Document:
     """The values of a file, and where each key stands."""
 
     values: dict[str, object]
-    lines: Lines
-    """Line (from 1) of each key, by its path from the top; empty for JSON."""
+    places: Places
+    """Empty for JSON."""
+
+    @property
+    def lines(self) -> dict[tuple[str, ...], int]:
+        """The line of each key."""
+        return {path: line for path, (line, _) in self.places.items()}
 
 
 def read_yaml(path: Path) -> dict[str, object]:
@@ -53,7 +60,7 @@ def read_yaml(path: Path) -> dict[str, object]:
 
 
 def read_document(path: Path) -> Document:
-    """`read_yaml`, with the line of every key, for errors that point at it."""
+    """`read_yaml`, with the place of every key, for errors that point at it."""
     text = _read_text(path)
     if not text.strip():
         raise YamlError(f"{path}: the file is empty; write `key: value` lines, or give another file")
@@ -114,8 +121,8 @@ def _parse_yaml(path: Path, text: str) -> Document:
         if not isinstance(root, yaml.MappingNode):
             kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
             raise YamlError(f"{path}: the top is {kind}, not a mapping; write `key: value` lines")
-        lines: Lines = {}
-        return Document(_mapping(root, (), lines), lines)
+        places: _Places = {}
+        return Document(_mapping(root, (), places), places)
     except yaml.reader.ReaderError as error:
         line, column = _position(text, error.position)
         raise YamlError(
@@ -149,7 +156,7 @@ def _refuse(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-def _mapping(node: yaml.MappingNode, path: tuple[str, ...], lines: Lines) -> dict[str, object]:
+def _mapping(node: yaml.MappingNode, path: tuple[str, ...], places: _Places) -> dict[str, object]:
     if node.tag != _TAG + "map":
         raise _refuse(node, _TAG_REFUSED.format(node.tag.replace(_TAG, "!!")))
     result: dict[str, object] = {}
@@ -159,22 +166,21 @@ def _mapping(node: yaml.MappingNode, path: tuple[str, ...], lines: Lines) -> dic
             shown = repr(key) if isinstance(key, str) else "a list or mapping"
             raise _refuse(key_node, f"key {shown} is not text; write a name, or quote it")
         here = (*path, key)
-        line = key_node.start_mark.line + 1
-        if here in lines:
+        if here in places:
             name = ".".join(here)
-            raise _refuse(key_node, f"key `{name}` is given twice, first at line {lines[here]}; keep one")
-        lines[here] = line
-        result[key] = _value(value_node, here, lines)
+            raise _refuse(key_node, f"key `{name}` is given twice, first at line {places[here][0]}; keep one")
+        places[here] = key_node.start_mark.line + 1, key_node.start_mark.column + 1
+        result[key] = _value(value_node, here, places)
     return result
 
 
-def _value(node: yaml.Node, path: tuple[str, ...], lines: Lines) -> object:
+def _value(node: yaml.Node, path: tuple[str, ...], places: _Places) -> object:
     if isinstance(node, yaml.MappingNode):
-        return _mapping(node, path, lines)
+        return _mapping(node, path, places)
     if isinstance(node, yaml.SequenceNode):
         if node.tag != _TAG + "seq":
             raise _refuse(node, _TAG_REFUSED.format(node.tag.replace(_TAG, "!!")))
-        return [_value(item, (*path, str(index)), lines) for index, item in enumerate(node.value)]
+        return [_value(item, (*path, str(index)), places) for index, item in enumerate(node.value)]
     return _scalar(node)
 
 
@@ -207,6 +213,13 @@ def _float(text: str) -> float:
     if not (_FLOAT.fullmatch(text) or _INT.fullmatch(text)):
         raise ValueError(text)
     return float(text.replace(".", "", 1) if text.lower().endswith(("inf", "nan")) else text)
+
+
+def read_number(text: str) -> int | float | None:
+    """The number that a bare word of a file is, so that a flag means what the file means; None for other words."""
+    if _INT.fullmatch(text) and not _LEADING_ZERO.fullmatch(text):
+        return _integer(text)
+    return _float(text) if _FLOAT.fullmatch(text) else None
 
 
 def _none(text: str) -> None:

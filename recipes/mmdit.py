@@ -20,11 +20,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, rng
-from accel_train.config import expand_path, load_config, run_main, to_tree
+from accel_train.config import expand_path, load_config, to_tree
 from accel_train.data import heldout, prepare, sampler
 from accel_train.diffusion import latents, masked_text, modes, text_latent, timesteps
 from accel_train.metrics import logs, records, report, samples
 from accel_train.models import flops, mmdit
+from accel_train.runtime.exiting import run_main
 from accel_train.training import accumulation, ema, evaluation, optimizers
 
 logger = logging.getLogger("recipes.mmdit")

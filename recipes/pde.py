@@ -22,11 +22,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, rng
-from accel_train.config import PositiveInt, expand_path, load_config, run_main, to_tree
+from accel_train.config import PositiveInt, expand_path, load_config, to_tree
 from accel_train.data import field_rows, heldout, pde, task_sampler
 from accel_train.diffusion import fields, operator_learning, residual
 from accel_train.metrics import early_stopping, field_scores, logs, pictures, records, report
 from accel_train.models import field_tokens, pde_flops, pde_prediction, pde_transformer, token_blocks
+from accel_train.runtime.exiting import run_main
 from accel_train.training import accumulation, ema, evaluation, optimizers, schedules
 
 logger = logging.getLogger("recipes.pde")

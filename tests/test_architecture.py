@@ -18,7 +18,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
 ROWS = (
-    {"config", "rng", "strict_yaml"},
+    {"config", "flags", "rng", "strict_yaml"},
     {"models", "diffusion"},
     {"training", "data", "runtime"},
     {"checkpoints", "metrics"},
@@ -29,6 +29,8 @@ ROWS = (
 
 NEIGHBOURS_ALLOWED = {
     ("config", "strict_yaml"): "the reading of a file, kept apart because launch files are read with it as well",
+    ("config", "flags"): "the reading of the command line, kept apart because it is a topic of its own",
+    ("flags", "strict_yaml"): "numbers, which mean the same after a flag and in a file",
     ("rng", "config"): "UsageError alone: the one type for what a person can put right",
 }
 """Imports along a row, each with its reason; a dotted target allows that module only."""

@@ -127,12 +127,12 @@ CONFIG = "data: {path: texts.jsonl, vocab_size: 300, latent_dim: 4, heldout_frac
 CONFIG += "global_batch_size: 8\nmicro_batch_size: 8\noutput_dir: run\n"
 
 FLAGS = [
-    Row("I24-flag", "--optmizer.lr 1e-3", r"Unrecognized options: --optmizer\.lr.*Perhaps you meant: --optimizer\.lr"),
+    Row("I24-flag", "--optmizer.lr 1e-3", r"--optmizer\.lr: unknown option: did you mean --optimizer\.lr\?"),
     Row("I24-preset", "dmeo", r"preset 'dmeo' does not exist: did you mean 'demo'\?.*presets are base, demo"),
     Row(
         "I24-yaml",
         "{}/c.yaml",
-        r"c\.yaml: unknown option 'max_step': 5.*'max_steps'",
+        r"c\.yaml:1:1: unknown option 'max_step': 5.*'max_steps'",
         prepare=write("c.yaml", "max_step: 5"),
     ),
     Row(
@@ -141,8 +141,8 @@ FLAGS = [
         r"unknown option 'optimizer\.learning_rate': 1e-06; use --optimizer\.lr",
         prepare=write("c.yaml", "optimizer: {learning_rate: 1e-6}"),
     ),
-    Row("I25", "--a.b.c 1", r"Unrecognized options: --a\.b\.c"),
-    Row("I25-nearest", "--optimiser.lr 1", r"Perhaps you meant: --optimizer\.lr"),
+    Row("I25", "--a.b.c 1", r"--a\.b\.c: unknown option"),
+    Row("I25-nearest", "--optimiser.lr 1", r"did you mean --optimizer\.lr\?"),
     Row(
         "I25-yaml",
         "{}/c.yaml",
@@ -156,19 +156,23 @@ FLAGS = [
         prepare=write("c.yaml", "keep_last: 3"),
     ),
     Row("I25-value-for-group", "{}/c.yaml", r"optimizer: 3 must be a mapping", prepare=write("c.yaml", "optimizer: 3")),
-    Row("I26-lr", "--optimizer.lr fast", r"--optimizer\.lr: could not convert string to float: 'fast'.*FLOAT"),
-    Row("I26-steps", "--max_steps 1.5", r"--max_steps.*INT.*'1\.5'"),
-    Row("I26-choice", "--precision bf32", r"'bf32'.*--precision.*'fp32', 'bf16', 'fp16'"),
+    Row(
+        "I26-lr",
+        "--optimizer.lr fast",
+        r"optimizer\.lr: 'fast' is refused: a number is required; correct --",
+    ),
+    Row("I26-steps", "--max_steps 1.5", r"max_steps: 1\.5 is refused: an integer"),
+    Row("I26-choice", "--precision bf32", r"precision: 'bf32' is refused: 'fp32' or 'bf16' or 'fp16' is required"),
     Row(
         "I26-yaml",
         "{}/c.yaml",
-        r"optimizer\.lr: 'fast' is refused: .*valid number",
+        r"c\.yaml:1:13: optimizer\.lr: 'fast' is refused: a number is required",
         prepare=write("c.yaml", "optimizer: {lr: fast}"),
     ),
     Row(
         "I26-yaml-steps",
         "{}/c.yaml",
-        r"max_steps: 1\.5 is refused: .*valid integer",
+        r"c\.yaml:1:1: max_steps: 1\.5 is refused: an integer",
         prepare=write("c.yaml", "max_steps: 1.5"),
     ),
     Row("I26-yaml-bool", "{}/c.yaml", r"max_steps: true is refused", prepare=write("c.yaml", "max_steps: true")),
@@ -179,10 +183,10 @@ FLAGS = [
         0,
         write("c.yaml", f"{CONFIG}optimizer: {{lr: 1e-4}}"),
     ),
-    Row("I28-zero", "--optimizer.lr 0", r"optimizer\.lr: 0\.0 is refused: .*greater than 0.*--optimizer\.lr"),
+    Row("I28-zero", "--optimizer.lr 0", r"optimizer\.lr: 0 is refused: .*greater than 0.*--optimizer\.lr"),
     Row("I28-negative", "--optimizer.lr=-1e-3", r"optimizer\.lr: -0\.001 is refused: .*greater than 0"),
-    Row("I28-nan", "--optimizer.lr nan", r"optimizer\.lr: nan is refused: .*finite"),
-    Row("I28-inf", "--optimizer.lr inf", r"optimizer\.lr: inf is refused: .*finite"),
+    Row("I28-nan", "--optimizer.lr nan", r"optimizer\.lr: 'nan' is refused: a number"),
+    Row("I28-inf", "--optimizer.lr inf", r"optimizer\.lr: 'inf' is refused: a number"),
     Row(
         "I28-yaml-nan", "{}/c.yaml", r"optimizer\.lr: nan is refused", prepare=write("c.yaml", "optimizer: {lr: .nan}")
     ),
@@ -192,7 +196,7 @@ FLAGS = [
         r"optimizer\.betas\.1: 1\.0 is refused: .*less than 1.*--optimizer\.betas$",
     ),
     Row("I28-warmup", "--schedule.warmup_steps 41", r"warmup_steps=41.*40"),
-    Row("I28-floor", "--schedule.floor 2", r"floor=2\.0: must be from 0 to 1"),
+    Row("I28-floor", "--schedule.floor 2", r"schedule\.floor: 2 is refused: .*less than or equal to 1"),
     Row("I28-steps-twice", "--max_epochs 2", r"max_steps: 40, max_epochs: 2\.0: exactly one of the two"),
     Row(
         "I29", "--gradient_accumulation_steps 4", r"--global_batch_size and --micro_batch_size: accumulation is derived"
@@ -399,7 +403,7 @@ DATA = [
         r"load\.py' is a dataset script: code from a dataset is never run",
         prepare=write("load.py", "raise SystemExit(9)"),
     ),
-    Row("I51-flag", "--data.trust_remote_code True", r"Unrecognized options: --data\.trust_remote_code"),
+    Row("I51-flag", "--data.trust_remote_code True", r"--data\.trust_remote_code: unknown option"),
     Row("I53-epochs", "--max_steps None", r"max_steps: None, max_epochs: None: exactly one of the two"),
 ]
 
@@ -462,8 +466,8 @@ def here(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def plain(text: str) -> str:
-    """Without tyro's boxes, on one line."""
-    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+    """On one line."""
+    return " ".join(text.split())
 
 
 def outcome(argv: list[str]) -> tuple[int | None, str]:
@@ -685,7 +689,10 @@ def accelerate(*arguments: str) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--optmizer.lr", "1"], r"Perhaps you meant: --optimizer\.lr"),
+        (
+            ["--optmizer.lr", "1"],
+            r"exit code 2\): --optmizer\.lr: .* did you mean --optimizer\.lr\?",
+        ),
         (["--seed=-1"], r"error \(wrong usage, exit code 2\): command line: seed: -1 is refused"),
     ],
     ids=["I24", "I41"],

@@ -23,7 +23,6 @@ from accel_train.config import (
     flatten,
     load_config,
     option_names,
-    spell_for_tyro,
     to_tree,
     write_config,
 )
@@ -177,17 +176,19 @@ def test_print_config_shows_everything_and_ends(presets: Path, capsys: pytest.Ca
         ("--optimizer.lr 1e-5", "optimizer.lr", 1e-5),
         ("--optimizer.inner.rate 0", "optimizer.inner.rate", 0.0),
         ("--seed 4294967295", "seed", 2**32 - 1),
+        ("--seed 0x10", "seed", 16),
+        ("--every 1 --every 2", "every", 2),
+        ("--name 1e3", "name", "1e3"),
+        ("--name ~", "name", "~"),
+        ("--name=a=true", "name", "a=true"),
+        ("--tags 1 --name x", "tags", ["1"]),
+        ("--tags -1 -x", "tags", ["-1", "-x"]),
     ],
 )
 def test_flags(flags: str, name: str, expected: object, presets: Path) -> None:
     value = flatten(to_tree(load(presets, *flags.split()).config))[name]
     assert value == expected
     assert type(value) is type(expected)
-
-
-def test_only_the_word_after_its_own_flag_is_read_as_a_truth() -> None:
-    words = ["demo", "--tags", "true", "false", "--verbose", "--seed", "true", "--x", "null", "--name=a=true"]
-    assert spell_for_tyro(Config, words) == words
 
 
 @pytest.mark.parametrize(
@@ -211,21 +212,37 @@ def test_yaml_values(text: str, expected: Config, presets: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sed: 1", r"own\.yaml: unknown option 'sed': 1; .*did you mean 'seed'\?"),
-        ("optimiser: {lr: 1}", r"unknown option 'optimiser\.lr': 1.*'optimizer\.lr'"),
+        ("sed: 1", r"own\.yaml:1:1: unknown option 'sed': 1; .*did you mean 'seed'\?"),
+        ("steps: 3\noptimiser:\n  lr: 1", r"own\.yaml:3:3: unknown option 'optimiser\.lr': 1.*'optimizer\.lr'"),
+        (
+            "optimizer.lr: 1",
+            r"unknown option 'optimizer\.lr': 1; in a file groups are mappings: optimizer: {lr: ",
+        ),
         ("lr: 1", r"unknown option 'lr': 1.*'optimizer\.lr'"),
         ("optimizer: {lr: {a: 1}}", r"unknown option 'optimizer\.lr\.a'"),
         ("optimizer: [1]", r"optimizer: \[1\] must be a mapping"),
         ("optimizer: null", r"optimizer: None must be a mapping"),
-        ("zzz: 1", r"unknown option 'zzz': 1; remove it or correct it$"),
+        ("zzz: 1", r"unknown option 'zzz': 1; remove it or correct it\. Presets of this recipe"),
         ("batch_size: 3\nlearning_rate: 1", r"unknown option 'batch_size'"),
-        ("learning_rate: 1", r"use --optimizer\.lr$"),
-        ("optimizer: {lr: fast}", r"own\.yaml: optimizer\.lr: 'fast' is refused: .*number; .*--optimizer\.lr$"),
+        ("learning_rate: 1", r"use --optimizer\.lr\."),
+        (
+            "optimizer: {lr: fast}",
+            r"own\.yaml:1:13: optimizer\.lr: 'fast' is refused: a number is required; .*--optimizer",
+        ),
         ("optimizer: {lr: true}", r"optimizer\.lr: true is refused"),
         ("steps: 1.5", r"steps: 1\.5 is refused: .*integer"),
         ("steps: true", r"steps: true is refused"),
         ("steps: [1]", r"steps: \[1\] is refused"),
-        ("name: 3", r"name: 3 is refused: .*string"),
+        ("steps: 1e1", r"steps: 10\.0 is refused: an integer or null is required \(write 10\)"),
+        ('steps: "8"', r"steps: '8' is refused: an integer or null is required \(leave the quotes out\)"),
+        ('optimizer: {lr: "1"}', r"optimizer\.lr: '1' is refused: a number is required \(leave the quotes out\)"),
+        ("verbose: yes", r"verbose: 'yes' is refused: true or false is required \(write true or false"),
+        ('verbose: "on"', r"verbose: 'on' is refused: true or false"),
+        ('verbose: "1"', r"verbose: '1' is refused: true or false"),
+        ("verbose: 1", r"verbose: 1 is refused: true or false"),
+        ("optimizer: {fused: atuo}", r"fused: 'atuo' is refused: 'auto' or true or false .*did you mean 'auto'\?"),
+        ('optimizer: {betas: [0.1, "0.2"]}', r"betas: '0\.2' is refused: a list with a number for each element"),
+        ("name: 3", r"name: 3 is refused: text or null is required"),
         ("name: true", r"name: true is refused"),
         ("tags: a", r"tags: 'a' is refused"),
         ("optimizer: {betas: [0.1]}", r"optimizer\.betas.* is refused"),
@@ -233,7 +250,7 @@ def test_yaml_values(text: str, expected: Config, presets: Path) -> None:
             "optimizer: {betas: [0.1, 1.0]}",
             r"optimizer\.betas\.1: 1\.0 is refused: .*less than 1; .*--optimizer\.betas$",
         ),
-        ("optimizer: {betas: [0.9, 0.1]}", r"own\.yaml: optimizer: betas \(0\.9, 0\.1\): .*; swap them$"),
+        ("optimizer: {betas: [0.9, 0.1]}", r"own\.yaml:1:1: optimizer: betas \(0\.9, 0\.1\): .*; swap them$"),
         ("optimizer: {inner: {rate: 1.1}}", r"optimizer\.inner\.rate: 1\.1 is refused: .*less than or equal to 1"),
         ("optimizer: {lr: .inf}", r"optimizer\.lr: inf is refused: .*finite"),
         ("seed: -1", r"seed: -1 is refused"),
@@ -256,33 +273,66 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("some/where", r"there is no such file"),
         ("demo --learning_rate 1", r"--learning_rate is a name of other scripts; here use --optimizer\.lr"),
         ("demo --gradient-accumulation-steps=4", r"--global_batch_size and --micro_batch_size"),
+        (
+            "demo --optimizer.learning_rate 1",
+            r"--optimizer\.learning_rate is a name of other.*--optimizer\.lr",
+        ),
         ("demo --seed=-1", r"command line: seed: -1 is refused"),
-        ("demo --optimizer.lr inf", r"optimizer\.lr: inf is refused: .*finite"),
+        ("demo --seed -1", r"command line: seed: -1 is refused"),
+        ("demo --optimizer.lr .inf", r"optimizer\.lr: inf is refused: .*finite"),
+        ("demo --optimizer.lr inf", r"optimizer\.lr: 'inf' is refused: a number is required"),
+        ("demo --optimzer.lr 1", r"--optimzer\.lr: unknown option: did you mean --optimizer\.lr\?"),
+        ("demo --zzz 1", r"--zzz: unknown option; --help lists all"),
+        ("demo --optimizer 1", r"--optimizer is a group of options and no option; write --optimizer\.lr VALUE"),
+        ("demo --seed fast", r"seed: 'fast' is refused: an integer is required; correct --seed$"),
+        ("demo --seed", r"--seed has no value; write --seed VALUE"),
+        ("demo --seed 007", r"seed: '007' is refused: an integer"),
+        ("demo --seed 1_000", r"seed: '1_000' is refused: an integer"),
+        ("demo --seed 1e3", r"seed: 1000\.0 is refused: an integer is required \(write 1000\)"),
+        ("demo --verbose yes", r"verbose: 'yes' is refused: true or false is required \(write true or false"),
+        ("demo --optimizer.betas 0.9 0.1", r"command line: optimizer: betas \(0\.9, 0\.1\): .*; swap them$"),
+        ("demo --steps 1.5", r"steps: 1\.5 is refused: an integer or null is required"),
+        ("demo large", r"'large': the preset or file comes first, before every flag; write large --flag value"),
+        ("--seed 3 large", r"'large': the preset or file comes first"),
+        ("--verbose my.yaml", r"'my\.yaml': the preset or file comes first"),
+        ("steps=10", r"'steps=10': an option begins with two dashes; write --steps 10$"),
+        ("steps 10", r"'steps': an option begins with two dashes; write --steps 10$"),
+        ("demo optimizer.lr=1", r"'optimizer\.lr=1': .*write --optimizer\.lr 1$"),
+        ("demo -steps 10", r"'-steps': .*write --steps 10$"),
+        ("demo --seed 1 2", r"'2' belongs to no option"),
+        ("other", r"other\.yaml:1:1: unknown option 'modes': 1; .*\. Presets of this recipe are demo, large$"),
+        (
+            "{presets}/machine.yaml",
+            r"a launch file of accelerate .*accelerate launch --config_file .*machine\.yaml ",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_refused(argv: str, message: str, presets: Path) -> None:
+    (presets / "other.yaml").write_text("modes: 1\n")  # of another recipe: never offered
+    (presets / "machine.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     with pytest.raises(UsageError, match=message):
-        load(presets, *argv.split())
+        load(presets, *argv.replace("{presets}", str(presets)).split())
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--optimzer.lr 1", "--optimizer.lr"),
-        ("--seed fast", "--seed"),
-        ("--optimizer.betas 0.9 0.1", "swap them"),
-        ("--steps 1.5", "--steps"),
-        ("demo large", "large"),
-    ],
-)
-def test_tyro_refuses_the_rest_with_2(
-    argv: str, message: str, presets: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        load(presets, *argv.split())
-    assert left.value.code == 2
-    captured = capsys.readouterr()
-    assert message in captured.out + captured.err
+WORDS = "8 -8 +8 8.0 1e0 1e3 .5 5. 0x10 0o10 010 1_0 10_ .inf .nan inf true False null None yes on auto"
+
+
+@pytest.mark.parametrize("name", ["seed", "steps", "verbose", "optimizer.lr", "optimizer.fused"])
+def test_a_word_means_the_same_in_a_file_and_after_a_flag(name: str, presets: Path) -> None:
+    """Accepted with the same value or refused, whatever the word and the type of the option."""
+    (presets / "empty.yaml").write_text("every: 0\n")
+
+    def outcome(*argv: str) -> object:
+        try:
+            return load(presets, *argv).config
+        except UsageError:
+            return "refused"
+
+    for word in WORDS.split():
+        group, _, leaf = name.rpartition(".")
+        (presets / "own.yaml").write_text(f"{group}: {{{leaf}: {word}}}\n" if group else f"{leaf}: {word}\n")
+        if (name, word) != ("steps", "None"):  # YAML's word for it is null
+            assert outcome("own") == outcome("empty", f"--{name}={word}"), word
 
 
 @pytest.mark.parametrize(
@@ -310,7 +360,8 @@ def test_paths_are_expanded_against_the_directory_of_the_start(tmp_path: Path, m
 
 MAIN = """
 import sys
-from accel_train.config import UsageError, run_main
+from accel_train.config import UsageError
+from accel_train.runtime.exiting import run_main
 
 def main(argv):
     if argv == ["usage"]:

@@ -433,7 +433,7 @@ import sys
 sys.path.insert(0, {root!r})
 from functools import partial
 from accel_train import experiment
-from accel_train.config import run_main
+from accel_train.runtime.exiting import run_main
 from accel_train.models import float8, speed
 from recipes import mmdit
 

@@ -124,7 +124,8 @@ def files(tmp_path: Path) -> Path:
 WORKER = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from accel_train.config import UsageError, run_main
+from accel_train.config import UsageError
+from accel_train.runtime.exiting import run_main
 
 def main(argv):
     if argv[0] == "usage":

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import EXIT_CODE_VARIABLE, UsageError, expand_path
+from accel_train.config import UsageError, expand_path
+from accel_train.runtime.exiting import EXIT_CODE_VARIABLE
 from accel_train.runtime.machine_config import MachineConfig, check_rendezvous, read_machine_config
 from accel_train.runtime.requested import MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from accel_train.config import run_main
 from accel_train.runtime.accelerator import build_accelerator
+from accel_train.runtime.exiting import run_main
 from accel_train.training.accumulation import GradientWindow, NonFiniteError
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepGuard, resolve_step_guard

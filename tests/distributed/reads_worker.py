@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from accel_train import experiment, rng
-from accel_train.config import run_main
 from accel_train.data.task_sampler import TaskSampler
+from accel_train.runtime.exiting import run_main
 from benchmarks.reads import HostReads
 
 OF_STEPS: dict[str, Counter[str]] = {}

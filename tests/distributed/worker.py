@@ -21,9 +21,10 @@ from accel_train.checkpoints.hub import HubConfig
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.state import Saver
-from accel_train.config import UsageError, run_main
+from accel_train.config import UsageError
 from accel_train.runtime.accelerator import build_accelerator, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig
+from accel_train.runtime.exiting import run_main
 from accel_train.training import muon
 from accel_train.training.accumulation import GradientWindow, NonFiniteError
 from accel_train.training.ema import Ema, EmaConfig

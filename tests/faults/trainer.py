@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from accel_train import rng
 from accel_train.checkpoints import failpoints, hub_options, policy, restore, state
 from accel_train.checkpoints import run as runs
-from accel_train.config import expand_path, load_config, run_main
+from accel_train.config import expand_path, load_config
 from accel_train.metrics import logs
 from accel_train.runtime import accelerator as machine
 from accel_train.runtime import signals
+from accel_train.runtime.exiting import run_main
 from accel_train.training import accumulation, ema, shards
 
 SAMPLES, WIDTH = 96, 24

@@ -1,0 +1,105 @@
+"""How a process of a recipe or command ends: its exit code, and the text of a wrong usage where a person reads it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from accel_train.config import UsageError, asked_output_dir
+
+SECONDS_TO_BE_HEARD = 5
+EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
+"""Where a worker tells ``accel-train launch`` its exit code, which torchrun would turn into 1."""
+
+
+def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
+    """Call ``main(argv)`` and exit with its code; a ``UsageError`` becomes its text and exit code 2.
+
+    Launchers turn a child's 2 into 1, so the text says which it was. Before the processes know of each other all of
+    them meet the same error, and torchrun ends all when the first leaves: one a host is heard first, the others wait.
+    """
+    try:
+        code = main(sys.argv[1:])
+    except UsageError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0" and not _processes_are_connected():
+            time.sleep(SECONDS_TO_BE_HEARD)
+        _report(f"error (wrong usage, exit code 2): {error}")
+        code = 2
+    except SystemExit as left:  # argparse's 2, 0 after --help
+        if not isinstance(left.code, int):
+            raise
+        code = left.code
+    _leave(int(code or 0))
+
+
+def _report(text: str) -> None:
+    """Tell the terminal, the log of the run where there is one, and torchrun, which repeats it below its traceback."""
+    rank = os.environ.get("RANK", "0")
+    own = f"[rank {rank}] {text}" if rank != "0" else text
+    launcher = _launcher()
+    note = (
+        f"\n(what follows is a report of {launcher}: it can be ignored, the error is the one above)" if launcher else ""
+    )
+    print(own + note, file=sys.stderr, flush=True)
+    _log(text)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        seconds = str(int(time.time()))
+        message = {"message": text, "errorCode": 2, "extraInfo": {"py_callstack": text, "timestamp": seconds}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def _launcher() -> str | None:
+    """Who started this process and answers its exit code 2 with a traceback."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    loud = {"-q", "--quiet"}.isdisjoint(words)
+    programs = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
+    return "accelerate launch" if loud and any(Path(word).name in programs for word in words[1:3]) else None
+
+
+def _log(text: str) -> None:
+    """Into the log of this process where the run is set up, else below the output directory where one is there."""
+    record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (text,), None)
+    files = [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+    for handler in files:
+        handler.handle(record)
+    directory = asked_output_dir()
+    path = directory / "logs" / f"rank_{os.environ.get('RANK', '0')}.log" if directory else None
+    if path and not files and path.is_file():
+        when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
+        with suppress(OSError), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            print(f"{when} ERROR {__name__}: {text}", file=file)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit; several CPU processes leave at once, without tearing torch down.
+
+    gloo's threads race with the interpreter's end and abort now and then (torch 2.13), which would fail a finished run.
+    """
+    if code and (path := os.environ.get(EXIT_CODE_VARIABLE)):
+        Path(path).write_text(str(code))
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    torch = sys.modules.get("torch")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch is not None and not torch.accelerator.is_available():
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def _processes_are_connected() -> bool:
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
