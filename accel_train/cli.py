@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from accel_train import __version__
-from accel_train.runtime.exiting import run_main
+from accel_train.runtime.exiting import exit_with
 
 
 def main() -> None:
     """Entry point of the ``accel-train`` command."""
-    run_main(_main)
+    exit_with(_main)
 
 
 def _main(argv: Sequence[str]) -> int:

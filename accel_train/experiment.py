@@ -49,7 +49,7 @@ from accel_train.runtime.accelerator import (
     verify_prepared,
 )
 from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
-from accel_train.runtime.signals import EXIT_PREEMPTED
+from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.training.accumulation import SyncPolicy, resolve_sync
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer

@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_train.runtime.signals import STOPPING, StopRequests
+from accel_train.runtime.early_stop import STOPPING
+from accel_train.runtime.signals import StopRequests
 from tests.waiting import PATIENCE_SECONDS, until
 
 

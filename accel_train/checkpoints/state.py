@@ -83,7 +83,7 @@ class Saver:
         self._pusher = Pusher(run.directory, hub_config, is_main=self._main, best_metric=best, best_mode=mode)
         if run.checkpoint is not None:
             self._pusher.offer(run.checkpoint)  # the process may have died between its commit and its offer
-        self._requests = StopRequests(run.directory, main=self._main)
+        self._requests = StopRequests(run.directory, main=self._main, alone=accelerator.num_processes == 1)
         self._writer: Writer | None = None
         self._snapshot: tuple[dict[str, list[str]], snapshot.Plan, snapshot.Snapshot] | None = None
         self._pending: _Pending | None = None
@@ -102,6 +102,7 @@ class Saver:
         What the processes tell each other is read one step later: requests to stop, the clock, and how the write goes.
         Commits a finished write; raises ``CheckpointWriteError`` on every rank for a failed one.
         """
+        self._requests.begin()
         self._take_answer(wait=False)
         if self._main:
             self._run.note_training()

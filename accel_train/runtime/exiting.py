@@ -16,10 +16,25 @@ from accel_train.config import UsageError, asked_output_dir
 
 SECONDS_TO_BE_HEARD = 5
 EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
-"""Where a worker tells ``accel-train launch`` its exit code, which torchrun would turn into 1."""
+"""Names the file in which a worker tells ``accel-train launch`` its exit code, which torchrun would turn into 1."""
+EXIT_PREEMPTED = 75
+"""EX_TEMPFAIL of sysexits.h: saved, start again to go on."""
 
 
 def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
+    """Run a recipe: call ``main(argv)`` and exit with its code, as ``exit_with`` does.
+
+    A stop (SIGTERM, SIGUSR1, Ctrl-C, the launcher's death) that comes before there is anything to save ends the process
+    at once with exit code 75.
+    """
+    from accel_train.runtime.early_stop import leave_when_asked
+
+    report_exit_code(1)  # until something better is known: a launcher tells a crash from a stop during the imports
+    leave_when_asked()
+    exit_with(main)
+
+
+def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Call ``main(argv)`` and exit with its code; a ``UsageError`` becomes its text and exit code 2.
 
     Launchers turn a child's 2 into 1, so the text says which it was. Before the processes know of each other all of
@@ -36,6 +51,10 @@ def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         if not isinstance(left.code, int):
             raise
         code = left.code
+    except Exception:
+        if not _stopped_before_the_first_step():
+            raise
+        code = EXIT_PREEMPTED
     _leave(int(code or 0))
 
 
@@ -83,13 +102,33 @@ def _log(text: str) -> None:
             print(f"{when} ERROR {__name__}: {text}", file=file)
 
 
+def report_exit_code(code: int) -> None:
+    """Tell ``accel-train launch``, if it started this process; the last word of each rank counts. Safe in a handler."""
+    if path := os.environ.get(EXIT_CODE_VARIABLE):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.write(file, f"{os.environ.get('RANK', '0')} {code}\n".encode())
+        os.close(file)
+
+
+def reported_exit_code(path: Path, *, stopped: bool) -> int | None:
+    """What the ranks of a failed launch said, as one code; None where none of them came as far as ``run_main``.
+
+    ``stopped``: the launcher passed a stop on. Otherwise a rank that leaves with 75 may only have been ended by
+    torchrun because another one failed.
+    """
+    if not path.exists():
+        return None
+    codes = set(dict(line.split() for line in path.read_text().splitlines()).values())
+    preference = ("2", "75", "1") if stopped else ("2", "1", "75")
+    return next((int(code) for code in preference if code in codes), max(map(int, codes)))
+
+
 def _leave(code: int) -> NoReturn:
     """Exit; several CPU processes leave at once, without tearing torch down.
 
     gloo's threads race with the interpreter's end and abort now and then (torch 2.13), which would fail a finished run.
     """
-    if code and (path := os.environ.get(EXIT_CODE_VARIABLE)):
-        Path(path).write_text(str(code))
+    report_exit_code(code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -97,6 +136,11 @@ def _leave(code: int) -> NoReturn:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch is not None and not torch.accelerator.is_available():
         os._exit(code)
     raise SystemExit(code)
+
+
+def _stopped_before_the_first_step() -> bool:
+    signals = sys.modules.get("accel_train.runtime.signals")
+    return signals is not None and signals.stopped_before_the_first_step()
 
 
 def _processes_are_connected() -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
-from accel_train.runtime.exiting import EXIT_CODE_VARIABLE
+from accel_train.runtime.exiting import EXIT_CODE_VARIABLE, EXIT_PREEMPTED, reported_exit_code
 from accel_train.runtime.machine_config import MachineConfig, check_rendezvous, read_machine_config
 from accel_train.runtime.requested import MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE
 
@@ -32,6 +32,7 @@ FORWARDED: dict[signal.Signals, signal.Signals] = {
 }
 """As what a signal is passed on: SIGUSR1 would end torchrun and leave the workers behind."""
 PR_SET_PDEATHSIG = 1
+STOPPED_EARLY = "asked to stop before training began; start again to go on (exit code 75)"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,13 @@ class Launch:
 
 def launch(request: Launch, *, rehearsal: bool = False) -> int:
     """Run the recipe to its end and return its exit code (0 done, 2 wrong usage, 75 preempted, else 1)."""
+    with _Relay() as relay:  # before Accelerate is imported, which takes a while
+        command, environment = _prepared(request, rehearsal=rehearsal)
+        return _run(command, environment, relay)
+
+
+def _prepared(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, str]]:
+    """The command to run and its environment. Raises ``UsageError``."""
     path = expand_path(request.config_file)
     machine = read_machine_config(path, num_processes=request.num_processes)
     if not expand_path(request.recipe).is_file():
@@ -68,7 +76,7 @@ def launch(request: Launch, *, rehearsal: bool = False) -> int:
             print(line, flush=True)
         environment[REHEARSAL_VARIABLE] = "1"
     command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)
-    return _run([*command, str(expand_path(request.recipe)), *request.arguments], environment)
+    return [*command, str(expand_path(request.recipe)), *request.arguments], environment
 
 
 def accelerate_settings(path: Path, machine: MachineConfig, request: Launch) -> Namespace:
@@ -149,20 +157,47 @@ def _end_with_the_launcher() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+class _Relay:
+    """Passes the signals that this launcher gets on to its child; before there is one, a signal ends the launcher."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> _Relay:
+        heard = [s for s in FORWARDED if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]  # nohup
+        self._previous = {s: signal.signal(s, self._on_signal) for s in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def wait_for(self, child: subprocess.Popen[bytes]) -> int:
+        """The child's exit code."""
+        self._child = child
+        return child.wait()
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self.stopped = True
+        if self._child is None:  # one that is just being started ends with this process
+            print(STOPPED_EARLY, file=sys.stderr, flush=True)
+            raise SystemExit(EXIT_PREEMPTED)
+        self._child.send_signal(FORWARDED[signal.Signals(number)])
+
+
+def _run(command: Sequence[str], environment: dict[str, str], relay: _Relay) -> int:
     """Run to the end, passing signals on; the exit code that a worker reported wins over torchrun's 1."""
     with tempfile.TemporaryDirectory(prefix="accel-train-") as folder:
-        reported = Path(folder) / "exit_code"
+        reported = Path(folder) / "exit_codes"
         child = subprocess.Popen(
             command, env=environment | {EXIT_CODE_VARIABLE: str(reported)}, preexec_fn=_end_with_the_launcher
         )
-        heard = [s for s in FORWARDED if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]  # nohup
-        previous = {s: signal.signal(s, lambda n, _: child.send_signal(FORWARDED[signal.Signals(n)])) for s in heard}
-        try:
-            code = child.wait()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        if code != 0 and reported.exists():
-            return int(reported.read_text())
-    return code if code >= 0 else 1
+        code = relay.wait_for(child)
+        said = reported_exit_code(reported, stopped=relay.stopped)
+    if code == 0:
+        return 0
+    if said is None and relay.stopped:
+        print(STOPPED_EARLY, file=sys.stderr, flush=True)
+        return EXIT_PREEMPTED
+    return said or (code if code > 0 else 1)

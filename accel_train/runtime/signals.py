@@ -1,17 +1,19 @@
 """When to stop: signals and a ``STOP`` file become one decision that every process takes at the same step.
 
-A handler sets a flag and nothing else. At every step boundary the processes reduce one small vector on the host and
-read it a step late, so nobody waits: the device goes on computing, and all save the same step and leave together.
+Until the first step of a start is done there is nothing to save, and a stop ends the process at once
+(``early_stop``). From then on a handler sets a flag and nothing else. At every step boundary the processes reduce
+one small vector on the host and read it a step late, so nobody waits: the device goes on computing, and all save the
+same step and leave together. An evaluation asks between two forwards (``stopping_point``).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -21,15 +23,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from accel_train.runtime.requested import parent_command_lines
+from accel_train.runtime import early_stop
+from accel_train.runtime.early_stop import STOP_FILE, end_with_the_launcher, leave, listened
 
-EXIT_PREEMPTED = 75
-"""EX_TEMPFAIL of sysexits.h: saved, start again to go on."""
-STOP_FILE = "STOP"
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 2.0
 """A terminal and torchrun both pass on one Ctrl-C; what follows that soon is the same request."""
-PR_SET_PDEATHSIG = 1
 STUCK = ("Timed out waiting", "timed out after", "Wait timeout", "Application timeout")
 GONE = (
     "Connection closed by peer",
@@ -42,19 +40,6 @@ GONE = (
     "Host is down",
 )
 """How gloo and NCCL say it."""
-LAUNCHERS = {
-    *("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli"),
-    *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
-    *("accel-train", "accel_train.cli", "deepspeed", "deepspeed.launcher.launch"),
-}
-"""Programs and modules of the parent's command line that are launchers: a shell may end while training goes on."""
-
-
-def end_with_the_launcher() -> None:
-    """From now on the death of this process's launcher, if it has one, counts as SIGTERM."""
-    parent = next(iter(parent_command_lines(1)), [])
-    if LAUNCHERS & {Path(word).name for word in parent[:6]}:  # interpreter and its options, then the program
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class StopRequests:
@@ -63,22 +48,33 @@ class StopRequests:
     SIGTERM, SIGUSR1, SIGHUP (unless it is ignored, as under nohup) and the first SIGINT ask to save and stop; a
     second signal ends the process at once. Under a launcher the launcher's death counts as SIGTERM: ``accelerate
     launch`` passes none on to a single process. It is never the second: Ctrl-C kills the launcher too, sooner or later.
+
+    With ``alone`` (one process) the first signal ends the process at once until ``begin`` is called, if a recipe was
+    started by ``run_main``: the first step may compile for minutes, and there is nothing to save.
     """
 
-    def __init__(self, directory: Path, *, main: bool) -> None:
+    def __init__(self, directory: Path, *, main: bool, alone: bool = False) -> None:
+        global _last
         self.reason: str | None = None
+        self.begun = False
+        """Whether this start has done something that can be lost."""
+        self._leaves = alone and early_stop.EARLY.installed
         self._since: float | None = None
         self._file = directory / STOP_FILE if main else None
         self._looked = 0.0
         self._parent = os.getppid()
-        self._before: dict[int, Any] = {
-            number: signal.signal(number, self._on_signal)
-            for number in STOPPING
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-        }
+        early_stop.EARLY.end()
+        self._before: dict[int, Any] = {number: signal.signal(number, self._on_signal) for number in listened()}
         end_with_the_launcher()
+        _last = self
+
+    def begin(self) -> None:
+        """From now on there is something to save. Cheap; after every step."""
+        self.begun = True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._leaves and not self.begun:
+            leave(number)
         now = time.monotonic()
         orphaned = os.getppid() != self._parent
         self._parent = os.getppid()
@@ -107,6 +103,55 @@ class StopRequests:
             signal.signal(number, handler)
         if self._file is not None and self.reason is not None:
             self._file.unlink(missing_ok=True)
+
+
+_last: StopRequests | None = None
+
+
+def stopped_before_the_first_step() -> bool:
+    """Whether this start was asked to stop before it had done anything: an error after that is the stop's doing, such
+    as a collective whose other processes have left."""
+    return _last is not None and _last.reason is not None and not _last.begun
+
+
+class EvaluationStopped(BaseException):
+    """A stop was asked for during an evaluation: every process raises it, at the same forward. Not an ``Exception``,
+    so that nobody's ``except Exception`` goes on."""
+
+
+_asked: Callable[[], bool] | None = None
+
+
+@contextmanager
+def stoppable(asked: Callable[[], bool]) -> Generator[None]:
+    """Inside, ``stopping_point`` raises ``EvaluationStopped`` once ``asked`` says so, which every process must be told
+    alike."""
+    global _asked
+    before, _asked = _asked, asked
+    try:
+        yield
+    finally:
+        _asked = before
+
+
+def stopping_point() -> None:
+    """A place where an evaluation may end: raises ``EvaluationStopped`` on all processes if one was asked to stop.
+
+    Every process must come by equally often: it is a small collective on the host. Nothing outside of training.
+    """
+    if _asked is not None and _asked():
+        raise EvaluationStopped
+
+
+def interruptible(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` with a ``stopping_point`` before each call: an evaluation or a sampler ends between two forwards.
+    Every process must call it equally often, as a sharded model demands anyway."""
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        stopping_point()
+        return forward(*inputs, **named)
+
+    return call
 
 
 class Agreement:
@@ -145,6 +190,14 @@ class Agreement:
         mine = torch.tensor(list(values), dtype=torch.int64)
         self._pending = (dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group, async_op=True), mine)
         return agreed
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank's flag is set. Every rank; waits for all of them, on the host."""
+        if self._world_size == 1:
+            return flag
+        mine = torch.tensor([int(flag)])
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group)
+        return bool(mine)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. Waits for all of them."""

@@ -23,8 +23,7 @@ from accel_train.checkpoints import run as runs
 from accel_train.config import expand_path, load_config
 from accel_train.metrics import logs
 from accel_train.runtime import accelerator as machine
-from accel_train.runtime import signals
-from accel_train.runtime.exiting import run_main
+from accel_train.runtime.exiting import EXIT_PREEMPTED, run_main
 from accel_train.training import accumulation, ema, shards
 
 SAMPLES, WIDTH = 96, 24
@@ -185,7 +184,7 @@ def main(argv: Sequence[str]) -> int:
     run.close()
     if stop and accelerator.is_main_process:  # as the recipes say it
         print(f"stopped at step {done} and saved; start again to go on (exit code 75)", flush=True)
-    return signals.EXIT_PREEMPTED if stop else 0
+    return EXIT_PREEMPTED if stop else 0
 
 
 def commit_config(folder: Path, config: Config) -> None:
