@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,7 +24,6 @@ from accel_train.config import (
     to_tree,
     write_config,
 )
-from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -356,48 +353,3 @@ def test_paths_are_expanded_against_the_directory_of_the_start(tmp_path: Path, m
     assert expand_path("runs/") == tmp_path / "runs"
     assert expand_path("~/a") == Path("/home/somebody/a")
     assert expand_path("$PLACE/../b") == tmp_path / "b"
-
-
-MAIN = """
-import sys
-from accel_train.config import UsageError
-from accel_train.runtime.exiting import run_main
-
-def main(argv):
-    if argv == ["usage"]:
-        raise UsageError("--x 1: must be 2; write 2")
-    if argv == ["exit"]:
-        raise SystemExit(2)
-    if argv == ["words"]:
-        raise SystemExit("words")
-    return int(argv[0])
-
-run_main(main)
-"""
-
-
-@pytest.mark.parametrize(
-    ("argument", "code", "reported", "printed"),
-    [
-        ("0", 0, None, ""),
-        ("75", 75, "75", ""),
-        ("usage", 2, "2", "error (wrong usage, exit code 2): --x 1: must be 2; write 2\n"),
-        ("exit", 2, "2", ""),
-        ("words", 1, None, "words\n"),
-    ],
-)
-def test_the_exit_code_leaves_the_process_and_reaches_the_launcher(
-    argument: str, code: int, reported: str | None, printed: str, tmp_path: Path
-) -> None:
-    script, file = tmp_path / "main.py", tmp_path / "code"
-    script.write_text(MAIN)
-    done = subprocess.run(
-        [sys.executable, str(script), argument],
-        env={"PYTHONPATH": str(ROOT), "ACCEL_TRAIN_EXIT_CODE_FILE": str(file)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert (done.returncode, done.stdout + done.stderr) == (code, printed)
-    assert (file.read_text() if file.exists() else None) == reported
