@@ -90,7 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--config_file", required=True, help="accelerate launch file (YAML or JSON)")
+        instead = "" if name == "rehearse" else "; as `accelerate launch` takes it where none is named"
+        command.add_argument(
+            "--config_file", required=name == "rehearse", help=f"accelerate launch file (YAML or JSON){instead}"
+        )
         command.add_argument("--num_processes", type=int, help="processes over all machines; as the file says")
         command.add_argument("--machine_rank", type=int, help="number of this machine, from 0")
         command.add_argument("--main_process_ip", help="address of machine 0")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accel_train.config import UsageError
 from accel_train.runtime.launch import (
@@ -19,9 +21,10 @@ from accel_train.runtime.launch import (
     accelerate_settings,
     free_port,
     launch,
+    read_machine,
     torchrun_command,
 )
-from accel_train.runtime.machine_config import read_machine_config
+from accel_train.runtime.machine_config import read_machine_config, visible_machine
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -141,6 +144,15 @@ def main(argv):
               f"DeepSpeed {{os.environ['DEEPSPEED_TIMEOUT']}} min", flush=True)
         accelerator.wait_for_everyone()  # one that leaves first would cut the connection of the other
         return 0
+    if argv[0] == "save":  # as a recipe does: it takes a while after the signal
+        import pathlib, signal, time
+        def save(*_):
+            time.sleep(1)
+            pathlib.Path(__file__).with_name("saved").touch()
+            sys.exit(75)
+        signal.signal(signal.SIGINT, save)
+        os.write(1, b"ready\\n")
+        time.sleep(60)
     if argv[0] == "wait":
         import signal, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
@@ -220,6 +232,84 @@ def test_a_signal_reaches_the_recipe(number: signal.Signals, file: str, files: P
             waiting -= line == "ready\n"
         child.send_signal(number)
         assert child.wait(timeout=PATIENCE_SECONDS) == 75
+
+
+def test_ctrl_c_gives_the_prompt_back_after_the_save(files: Path, worker: str) -> None:
+    """A terminal sends SIGINT to the launcher and the recipe at once, and shows its prompt when the launcher ends."""
+    head = [sys.executable, "-m", "accel_train.cli", "launch", "--config_file", str(files / "one.yaml")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*head, worker, "save"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline() == b"ready\n"
+        os.killpg(child.pid, signal.SIGINT)
+        assert child.wait(timeout=PATIENCE_SECONDS) == 75
+        assert (files / "saved").exists()
+        assert child.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "asked", "kind", "processes", "says"),
+    [
+        (0, None, "NO", 1, "one process, CPU (no accelerator is visible)"),
+        (0, 2, "MULTI_CPU", 2, "2 processes, DDP, CPU (as --num_processes says)"),
+        (1, None, "NO", 1, "one process, accelerator (as many as there are accelerators)"),
+        (4, None, "MULTI_GPU", 4, "4 processes, DDP, accelerator (as many as there are accelerators)"),
+        (4, 1, "NO", 1, "one process, accelerator (as --num_processes says)"),
+    ],
+)
+def test_without_a_file_the_visible_accelerators_count(
+    accelerators: int, asked: int | None, kind: str, processes: int, says: str, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path))
+        patch.setattr(torch.accelerator, "is_available", lambda: accelerators > 0)
+        patch.setattr(torch.accelerator, "device_count", lambda: accelerators)
+        path, machine, words = read_machine(Launch(None, str(RECIPE), num_processes=asked))
+    assert path is None
+    assert (machine.distributed_type, machine.num_processes, machine.use_cpu) == (kind, processes, not accelerators)
+    assert words is not None
+    assert words.endswith(says)
+
+
+def test_without_a_file_more_processes_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match=r"num_processes: 3 without a launch file: .* 2 are visible"):
+        visible_machine(3)
+
+
+def test_the_default_file_of_accelerate_config_is_read_and_named(
+    files: Path, worker: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(files))
+    assert launch(Launch(None, worker, ("75",))) == 75
+    assert "no --config_file and no default file" in capfd.readouterr().out
+    (files / "accelerate").mkdir()
+    default = (files / "one.yaml").rename(files / "accelerate" / "default_config.yaml")
+    assert launch(Launch(None, worker, ("75",))) == 75
+    assert capfd.readouterr().out == f"no --config_file: {default} is read, the default file of `accelerate config`\n"
+    with pytest.raises(UsageError, match=r"machine_rank: 1 .*num_machines: 1"):
+        launch(Launch(None, worker, machine_rank=1))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("given", [False, True])
+def test_a_port_that_is_in_use(given: bool, files: Path, worker: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rehearsal takes another than the file's; one that a flag names is refused, and a launch refuses both."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with (files / "two.yaml").open("a") as file:
+            file.write(f"main_process_port: {port}\n")
+        request = Launch(str(files / "two.yaml"), worker, ("0",), main_process_port=port if given else None)
+        for rehearsal in (False, True):
+            if rehearsal and not given:
+                assert launch(request, rehearsal=True) == 0
+                continue
+            with pytest.raises(UsageError, match=rf"main_process_port: {port}`: must be a free port .* give another"):
+                launch(request, rehearsal=rehearsal)
 
 
 def test_a_deepspeed_file_gives_its_own_keys(tmp_path: Path) -> None:

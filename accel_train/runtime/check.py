@@ -12,8 +12,8 @@ from typing import Any
 
 from accel_train.config import UsageError, expand_path, load_config
 from accel_train.runtime.accelerator import check_batch_sizes, refuse_zero_contradictions
-from accel_train.runtime.launch import Launch
-from accel_train.runtime.machine_config import MachineConfig, read_machine_config
+from accel_train.runtime.launch import Launch, read_machine
+from accel_train.runtime.machine_config import MachineConfig
 from accel_train.runtime.requested import Requested, notices, refuse_accumulation, refuse_experiment_settings
 
 
@@ -23,8 +23,7 @@ def check(request: Launch) -> str:
     The recipe is a file with a ``Config`` and a directory ``presets`` beside it; its ``DEFAULT_PRESET``, else demo, is
     taken where none is given.
     """
-    path = expand_path(request.config_file)
-    machine = read_machine_config(path, num_processes=request.num_processes)
+    path, machine, words = read_machine(request)
     recipe = _import(expand_path(request.recipe))
     presets = expand_path(request.recipe).parent / "presets"
     default = getattr(recipe, "DEFAULT_PRESET", "demo")
@@ -32,9 +31,9 @@ def check(request: Launch) -> str:
     config: Any = loaded.config
     processes = machine.num_processes or 1
     accumulation = _accumulation(config, processes)
-    _refuse_contradictions(machine, config, accumulation, str(path))
+    _refuse_contradictions(machine, config, accumulation, str(machine.path))
     lines = [
-        f"machine: {path}",
+        f"machine: {words or path}",
         f"  strategy {machine.strategy}, {processes} process(es) on {machine.num_machines} machine(s)",
         *(f"  note: {note}" for note in [*notices(machine, os.environ), *_other_launcher(machine)]),
         f"experiment: {request.recipe} {' '.join(request.arguments)}",

@@ -15,13 +15,19 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
 from accel_train.runtime.exiting import EXIT_CODE_VARIABLE, EXIT_PREEMPTED, reported_exit_code
-from accel_train.runtime.machine_config import MachineConfig, check_rendezvous, read_machine_config
+from accel_train.runtime.machine_config import (
+    MachineConfig,
+    check_rendezvous,
+    default_machine_config_path,
+    read_machine_config,
+    visible_machine,
+)
 from accel_train.runtime.requested import MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE
 
 FORWARDED: dict[signal.Signals, signal.Signals] = {
@@ -39,7 +45,8 @@ STOPPED_EARLY = "asked to stop before training began; start again to go on (exit
 class Launch:
     """What to start where."""
 
-    config_file: str
+    config_file: str | None
+    """None: the default file of `accelerate config` where there is one, else the accelerators that are visible."""
     recipe: str
     arguments: tuple[str, ...] = ()
     num_processes: int | None = None
@@ -58,17 +65,21 @@ def launch(request: Launch, *, rehearsal: bool = False) -> int:
 
 def _prepared(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, str]]:
     """The command to run and its environment. Raises ``UsageError``."""
-    path = expand_path(request.config_file)
-    machine = read_machine_config(path, num_processes=request.num_processes)
+    path, machine, words = read_machine(request)
+    if words is not None:
+        print(words, flush=True)
     if not expand_path(request.recipe).is_file():
         raise UsageError(f"recipe {request.recipe!r}: there is no such file; give the path of a recipe")
-    if machine.num_machines > 1:
-        _check_meeting_point(machine, request)
+    if rehearsal and request.main_process_port is None and machine.num_machines == 1:
+        request = replace(request, main_process_port=free_port())  # the file's may be that of a run beside this one
+    _check_meeting_point(machine, request)
     settings = accelerate_settings(path, machine, request)
     environment = accelerate_environment(settings)
     if machine.use_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
-    environment[MACHINE_FILE_VARIABLE] = str(path)
+    environment.pop(MACHINE_FILE_VARIABLE, None)  # of a launch around this one
+    if path is not None:
+        environment[MACHINE_FILE_VARIABLE] = str(path)
     if rehearsal:
         from accel_train.runtime import rehearsal as rehearsals
 
@@ -79,16 +90,40 @@ def _prepared(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str,
     return [*command, str(expand_path(request.recipe)), *request.arguments], environment
 
 
-def accelerate_settings(path: Path, machine: MachineConfig, request: Launch) -> Namespace:
+def read_machine(request: Launch) -> tuple[Path | None, MachineConfig, str | None]:
+    """The launch file, the machine, and where no file was named one line that says what is taken instead."""
+    if request.config_file is not None:
+        path = expand_path(request.config_file)
+        return path, read_machine_config(path, num_processes=request.num_processes), None
+    if (default := default_machine_config_path()) is not None:
+        machine = read_machine_config(default, num_processes=request.num_processes)
+        return default, machine, f"no --config_file: {default} is read, the default file of `accelerate config`"
+    for name in ("machine_rank", "main_process_ip"):
+        if (value := getattr(request, name)) is not None:
+            raise UsageError(
+                f"{name}: {value} without --config_file: several machines need a launch file; copy "
+                "accelerate_configs/multi_node.yaml and give it with --config_file"
+            )
+    machine = visible_machine(request.num_processes)
+    kind = "accelerator" if not machine.use_cpu else "CPU"
+    processes = "one process" if machine.num_processes == 1 else f"{machine.num_processes} processes, DDP"
+    asked = "as --num_processes says" if request.num_processes is not None else "as many as there are accelerators"
+    if request.num_processes is None and machine.use_cpu:
+        asked = "no accelerator is visible"
+    return None, machine, f"no --config_file and no default file of `accelerate config`: {processes}, {kind} ({asked})"
+
+
+def accelerate_settings(path: Path | None, machine: MachineConfig, request: Launch) -> Namespace:
     """The launch settings as Accelerate's own parser and validation see them."""
     from accelerate.commands.launch import (
         _validate_launch_command,  # pyright: ignore[reportPrivateUsage]
         launch_command_parser,
     )
 
-    flags = ["--config_file", str(path), "--mixed_precision", "no"]
+    flags = ["--config_file", str(path)] if path is not None else _flags_instead_of_a_file(machine)
+    flags += ["--mixed_precision", "no"]
     for name in ("num_processes", "machine_rank", "main_process_ip", "main_process_port"):
-        if (value := getattr(request, name)) is not None:
+        if (value := getattr(request, name)) is not None and f"--{name}" not in flags:
             flags += [f"--{name}", str(value)]
     settings: Any = launch_command_parser().parse_args([*flags, request.recipe, *request.arguments])
     settings, _, _ = _validate_launch_command(settings)
@@ -99,6 +134,13 @@ def accelerate_settings(path: Path, machine: MachineConfig, request: Launch) -> 
     given: Any = machine.raw.get("deepspeed_config") or {}
     settings.deepspeed_fields_from_accelerate_config = ",".join(given)
     return settings
+
+
+def _flags_instead_of_a_file(machine: MachineConfig) -> list[str]:
+    """All that Accelerate would say it had to assume."""
+    flags = ["--num_processes", str(machine.num_processes), "--num_machines", "1", "--dynamo_backend", "no"]
+    kind = ["--cpu"] if machine.use_cpu else ["--multi_gpu"] if machine.strategy == "ddp" else []
+    return [*flags, *kind]
 
 
 def accelerate_environment(settings: Any) -> dict[str, str]:
@@ -136,8 +178,6 @@ def free_port() -> int:
 
 
 def _check_meeting_point(machine: MachineConfig, request: Launch) -> None:
-    from dataclasses import replace
-
     changes = {
         name: getattr(request, name)
         for name in ("machine_rank", "main_process_ip", "main_process_port")

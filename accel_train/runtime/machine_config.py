@@ -21,10 +21,12 @@ from typing import Literal, cast
 from accel_train.config import UsageError
 from accel_train.runtime.launch_section import Section, nearest, read_sections
 from accel_train.runtime.sharding_settings import DeepSpeedSettings, FsdpSettings, read_deepspeed, read_fsdp
-from accel_train.strict_yaml import YamlError, read_document
+from accel_train.strict_yaml import Document, YamlError, read_document
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 MachinePrecision = Literal["no", "fp16", "bf16", "fp8"]
+NO_FILE = "no launch file"
+"""In messages, in place of a path."""
 DEFAULT_PORT = 29500
 """Where Accelerate meets when the file names no port."""
 
@@ -119,6 +121,28 @@ def read_machine_config(path: str | os.PathLike[str], *, num_processes: int | No
         document = read_document(path)
     except YamlError as error:
         raise UsageError(str(error)) from error
+    return _read(path, document, num_processes)
+
+
+def visible_machine(num_processes: int | None = None) -> MachineConfig:
+    """What starts without a launch file: DDP over the visible accelerators, else on the CPU; one process unless there
+    are more accelerators, or `num_processes` is given. Imports torch.
+    """
+    import torch
+
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    processes = num_processes if num_processes is not None else max(count, 1)
+    if count and processes > count:
+        raise UsageError(
+            f"num_processes: {processes} without a launch file: one accelerator for each process is required, and "
+            f"{count} are visible; give --num_processes {count} or fewer"
+        )
+    kind = "NO" if processes == 1 else "MULTI_GPU" if count else "MULTI_CPU"
+    values: dict[str, object] = {"distributed_type": kind, "num_processes": processes, "use_cpu": count == 0}
+    return _read(Path(NO_FILE), Document(values, {}), None)
+
+
+def _read(path: Path, document: Document, num_processes: int | None) -> MachineConfig:
     top, sections = read_sections(path, document)
     _refuse_other_environments(top)
     kind = _distributed_type(top)
@@ -158,7 +182,7 @@ def check_rendezvous(machine: MachineConfig) -> None:
 
     Asks the name service and binds the port for a moment: call it once per machine, before processes start.
     """
-    section = Section(machine.path, "", dict(machine.raw), {})
+    section = Section(machine.path, "", dict(machine.raw) | {"main_process_port": machine.main_process_port}, {})
     port = machine.main_process_port if machine.main_process_port is not None else DEFAULT_PORT
     if machine.num_machines > 1:
         host = str(machine.main_process_ip)
@@ -180,7 +204,7 @@ def check_rendezvous(machine: MachineConfig) -> None:
             raise section.refuse(
                 "main_process_port",
                 f"a free port on the main machine, but {port} cannot be bound ({error.strerror})",
-                "end the process that holds it, or write another port in every machine's file",
+                "end the process that holds it, or give another --main_process_port, the same on every machine",
             ) from error
 
 
