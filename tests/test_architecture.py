@@ -18,7 +18,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
 ROWS = (
-    {"config", "flags", "rng", "strict_yaml"},
+    {"config", "flags", "rng", "strict_json", "strict_yaml"},
     {"models", "diffusion"},
     {"training", "data", "runtime"},
     {"checkpoints", "metrics"},

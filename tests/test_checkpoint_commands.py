@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from accel_train import cli
+from accel_train import cli, strict_json
 from accel_train.checkpoints import commit, compare, fetch, snapshot, weights
 from accel_train.checkpoints.hub_queue import Entry, HubQueue
 from accel_train.checkpoints.policy import CheckpointConfig
@@ -657,9 +657,9 @@ def test_an_export_of_a_run_takes_the_newest_that_verifies(
 
 def test_without_an_average_none_is_exported(run: Path, tmp_path: Path) -> None:
     place = run / "checkpoints" / name(30)
-    manifest = json.loads((place / "manifest.json").read_text())
-    del manifest["files"]["ema.safetensors"]
-    (place / "manifest.json").write_text(json.dumps(manifest))
+    files = dict(commit.opened(place).manifest["files"])
+    del files["ema.safetensors"]
+    commit.rewrite_manifest(place, {"files": files})
     (place / "ema.safetensors").unlink()
     with pytest.raises(UsageError, match=r"has no ema.safetensors.*export --weights model"):
         call("export", place, tmp_path / "out", "--weights", "ema")
@@ -930,12 +930,13 @@ def test_a_manifest_that_leads_out_of_a_checkpoint_is_not_followed(run: Path, tm
     place = run / "checkpoints" / name(30)
     outside = tmp_path / "secret"
     outside.write_text("secret")
-    manifest = json.loads((place / "manifest.json").read_text())
+    sound = commit.opened(place).manifest
     for listed in ("assets/../../../../secret", str(outside)):
-        manifest["files"][listed] = commit.seal_file(outside)
-    (place / "manifest.json").write_text(json.dumps(manifest))
-    call("export", place, tmp_path / "a" / "b" / "out")
-    assert not [p for p in (tmp_path / "a").rglob("*") if p.name == "secret"]
+        files = sound["files"] | {listed: commit.seal_file(outside)}
+        commit.write_json(place / "manifest.json", strict_json.sealed(sound | {"files": files}))
+        with pytest.raises(UsageError, match="which is no name of a file in a checkpoint"):
+            call("export", place, tmp_path / "a" / "b" / "out")
+    assert not (tmp_path / "a").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- push

@@ -19,6 +19,7 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.numpy import save_file
 
+from accel_train import strict_json
 from accel_train.checkpoints import commit, hub
 from accel_train.checkpoints.hub import HubConfig, HubError, Pusher, check_repository, download, push_now
 from accel_train.checkpoints.hub_errors import describe, redact
@@ -75,7 +76,7 @@ def make_checkpoint(
         for path in sorted(temporary.rglob("*"))
         if path.is_file()
     }
-    facts = {"schema": commit.SCHEMA, "accel_train": "0.1.0", "run_id": run_id, "step": step, "state": True}
+    facts = {"accel_train": "0.1.0", "run_id": run_id, "step": step, "state": True}
     final = directory / commit.checkpoint_name(step)
     commit.commit(temporary, final, facts | {"metrics": {}} | manifest | {"files": files})
     return commit.verify(final)
@@ -295,8 +296,8 @@ def test_every_nth_is_counted_over_restarts(run: Path) -> None:
 @pytest.mark.parametrize(("mode", "best"), [("min", ["1", "3"]), ("max", ["1", "2", "5"])])
 def test_best_is_the_best_so_far_over_restarts(run: Path, mode: Any, best: list[str]) -> None:
     config = replace(CONFIG, push="best")
-    figures = [2.0, 3.0, 1.0, float("nan"), 4.0]
-    points = [make_checkpoint(run, step, metrics={"loss": f}) for step, f in enumerate(figures, 1)]
+    figures = [2.0, 3.0, 1.0, None, 4.0]
+    points = [make_checkpoint(run, step, metrics={"loss": f} if f else {}) for step, f in enumerate(figures, 1)]
     offered(run, config, *points[:2], best_metric="loss", best_mode=mode)
     assert offered(run, config, *points[2:], best_metric="loss", best_mode=mode) == best
     assert offered(run, config, make_checkpoint(run, 9), best_metric="loss", best_mode=mode) == best  # no figure
@@ -333,16 +334,58 @@ def test_the_queue_gives_way_to_the_newest_but_keeps_best_and_hand(run: Path) ->
     assert "behind: checkpoint_00000050 is newer" in events[0]["reason"]
 
 
+@pytest.mark.fault(
+    "R1",
+    injected="files of the Hub's queue cut, changed by a bit, of wrong types, nested deeply; a directory, a FIFO, a "
+    "link in their place",
+    outcome="set aside, with the reason; the others are pushed",
+)
 def test_a_damaged_queue_file_does_not_block_the_others(run: Path) -> None:
     queue = HubQueue(run)
     queue.add(entry_of(make_checkpoint(run, 2)))
-    for name, text in (("checkpoint_00000001.json", "{"), ("checkpoint_00000003.json", '{"step": 3}')):
-        (run / "hub" / "queue" / name).write_text(text)
+    sound = (run / "hub" / "queue" / "checkpoint_00000002.json").read_text()
+    own = json.dumps({key: value for key, value in json.loads(sound).items() if key != strict_json.SEAL})
+    texts = {
+        "cut": sound[:50],
+        "a bit": sound.replace('"step": 2', '"step": 3'),
+        "another": own,
+        "type": own.replace('"step": 2', '"step": "2"'),
+        "huge": own.replace('"step": 2', '"step": 1' + "0" * 30),
+        "repository": own.replace(f'"{REPO}"', "7"),
+        "reason": own.replace('"every"', '"whim"'),
+        "deep": "[" * 100_000,
+        "twice": own.replace('"step": 2', '"step": 2, "step": 2'),
+        "lacking": '{"step": 3}',
+    }
+    damaged = {f"checkpoint_{step:08d}" for step in range(10, 10 + len(texts) + 3)}
+    for name, text in zip(sorted(damaged), texts.values(), strict=False):
+        renamed = text if name == "checkpoint_00000012" else text.replace("checkpoint_00000002", name)
+        (run / "hub" / "queue" / f"{name}.json").write_text(renamed)
+    directory, fifo, link = (run / "hub" / "queue" / f"{name}.json" for name in sorted(damaged)[-3:])
+    directory.mkdir()
+    os.mkfifo(fifo)
+    link.symlink_to("/nowhere")
     assert [entry.step for entry in queue.entries()] == [2]
     assert queue.names() == {"checkpoint_00000002"}
-    assert set(queue.failed()) == {"checkpoint_00000001", "checkpoint_00000003"}
+    assert set(queue.failed()) == damaged
+    assert all("cannot be read" in reason for reason in queue.failed().values())
+    assert len(list((run / "hub" / "queue").glob("*.aside-*"))) == len(damaged)
     queue.retry_failed()
     assert queue.names() == {"checkpoint_00000002"}
+
+
+def test_other_files_of_the_queue_may_be_damaged(run: Path) -> None:
+    queue = HubQueue(run)
+    queue.save_offers({"run_id": "abc123", "committed": 4, "last": "checkpoint_00000004", "best": 1.5})
+    assert queue.offers("abc123")["committed"] == 4
+    file = run / "hub" / "offers.json"
+    file.write_text(file.read_text().replace('"committed": 4', '"committed": 5'))
+    assert queue.offers("abc123") == {"run_id": "abc123", "committed": 0}
+    (run / "hub" / "pushed").mkdir()
+    os.mkfifo(run / "hub" / "pushed" / "checkpoint_00000004.json")
+    assert queue.pushed() == {"checkpoint_00000004": {}}
+    (run / "hub" / "log.jsonl").write_text('NaN\n{"event": "pushed"}\n' + "[" * 100_000 + "\n")
+    assert queue.events(0)[0] == [{"event": "pushed"}]
 
 
 @pytest.mark.usefixtures("sleeping")
@@ -529,8 +572,9 @@ def test_a_download_that_does_not_verify_leaves_nothing(server: HubServer, run: 
         download("org/model", tmp_path / "there")
     outside = json.loads(files["manifest.json"])
     outside["files"]["../../escaped"] = outside["files"]["config.json"]
-    server.repositories[REPO].add("main", "hostile", "", files | {"manifest.json": json.dumps(outside).encode()})
-    with pytest.raises(UsageError, match="outside the checkpoint"):
+    hostile = json.dumps(strict_json.sealed(outside)).encode()
+    server.repositories[REPO].add("main", "hostile", "", files | {"manifest.json": hostile})
+    with pytest.raises(UsageError, match=r"\.\./\.\./escaped', which is no name of a file in a checkpoint"):
         download("org/model", tmp_path / "there")
     assert list((tmp_path / "there").iterdir()) == []
 
@@ -571,10 +615,8 @@ def test_from_pretrained_loads_what_was_pushed(server: HubServer, run: Path) -> 
     checkpoint = make_checkpoint(run, 1)
     model.save_pretrained(checkpoint.path)
     (checkpoint.path / "config.json").write_text(json.dumps(to_tree(shape)))
-    manifest = dict(checkpoint.manifest)
-    for name in ("model.safetensors", "config.json"):
-        manifest["files"][name] = commit.seal_file(checkpoint.path / name)
-    commit.write_json(checkpoint.path / "manifest.json", manifest)
+    changed = {name: commit.seal_file(checkpoint.path / name) for name in ("model.safetensors", "config.json")}
+    commit.rewrite_manifest(checkpoint.path, {"files": checkpoint.manifest["files"] | changed})
     push(commit.verify(checkpoint.path))
     card = server.files(REPO)["README.md"].decode()
     assert 'MultimodalMMDiT.from_pretrained("org/model", revision="step-00000001")' in card

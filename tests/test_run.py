@@ -6,7 +6,9 @@ import errno
 import fcntl
 import json
 import multiprocessing
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from accel_train import strict_json
 from accel_train.checkpoints import commit
 from accel_train.checkpoints import lock as locks
 from accel_train.checkpoints import run as runs
+from accel_train.checkpoints.places import find_place
 from accel_train.checkpoints.run import CheckpointsUnusableError, Run, open_run
 from accel_train.config import UsageError
 from tests.test_commit import make
@@ -82,6 +86,72 @@ def test_another_experiment_is_refused_and_can_be_allowed(
     key = str(refused.value).rsplit("--allow ", 1)[1]
     start(accelerator, replace(changed, allow=(key,)), data)
     start(accelerator, changed, data)  # what was allowed once is the experiment from then on
+
+
+RUN_JSON = [
+    ("cut", lambda p: p.write_text(p.read_text()[:100])),
+    ("emptied", lambda p: p.write_text("")),
+    ("a bit", lambda p: p.write_text(p.read_text().replace('"seed": 0', '"seed": 1'))),
+    ("a type", lambda p: p.write_text('{"schema": 1, "run_id": "a", "experiment": [], "resolved": {}}')),
+    ("lacking", lambda p: p.write_text('{"schema": 1}')),
+    ("deep", lambda p: p.write_text("[" * 100_000)),
+    ("twice", lambda p: p.write_text('{"schema": 1, "schema": 1}')),
+    ("huge", lambda p: p.write_text('{"schema": 1e999}')),
+    ("a list", lambda p: p.write_text("[]")),
+    ("missing", lambda p: p.unlink()),
+    ("a directory", lambda p: (p.unlink(), p.mkdir())),
+    ("a FIFO", lambda p: (p.unlink(), os.mkfifo(p))),
+    ("a link", lambda p: (p.unlink(), p.symlink_to("/nowhere"))),
+]
+
+
+@pytest.mark.fault(
+    "R1",
+    injected="run.json cut, emptied, changed by a bit, of wrong types, nested deeply, gone; a directory, a FIFO, a "
+    "link in its place",
+    outcome="made again from the newest checkpoint, with a warning; exit 2 where there is none",
+)
+@pytest.mark.parametrize("harm", [pytest.param(harm, id=name) for name, harm in RUN_JSON])
+def test_a_damaged_run_json(
+    accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], object]
+) -> None:
+    config = Config(str(tmp_path / "run"))
+    first = start(accelerator, config)
+    path = make(first.checkpoints, 7)
+    facts = {"run_id": first.run_id, "experiment": first.saved["experiment"], "resolved": first.saved["resolved"]}
+    commit.rewrite_manifest(path, facts)
+    harm(first.directory / "run.json")
+    assert runs.kept(config, "optimizer.decay_steps") == 10
+    with pytest.raises(UsageError, match="seed: 0 there, 1 now"):
+        start(accelerator, replace(config, seed=1))
+    again = start(accelerator, replace(config, max_steps=20), decay=20)
+    assert "its content is taken from the manifest of checkpoint_00000007" in caplog.text
+    assert (again.start_step, again.run_id, again.resolved("optimizer.decay_steps")) == (7, first.run_id, 10)
+    caplog.clear()
+    start(accelerator, config)
+    assert not caplog.text
+    shutil.rmtree(path)
+    harm(first.directory / "run.json")
+    if (first.directory / "run.json").exists() or (first.directory / "run.json").is_symlink():
+        with pytest.raises(UsageError, match="no checkpoint there says what the experiment is"):
+            start(accelerator, config)
+    assert "fresh start" in start(accelerator, replace(config, overwrite=True)).decision
+
+
+@pytest.mark.parametrize("text", ['{"checkpoint": "checkpoint_00000007", "attempts": 3}', "[" * 100_000, "{}", None])
+def test_a_damaged_note_of_loading_counts_no_crash(accelerator: Accelerator, tmp_path: Path, text: str | None) -> None:
+    config = Config(str(tmp_path / "run"))
+    make(start(accelerator, config).checkpoints, 7)
+    note = tmp_path / "run" / "loading.json"
+    note.write_text(text) if text is not None else note.mkdir()
+    run = open_run(config, accelerator, "d" * 8)
+    assert run.start_step == 7
+    with run.loading(last=False):
+        assert strict_json.read(note)["attempts"] == 1
+    with run.loading(last=True):
+        pass
+    assert not note.exists()
+    run.close()
 
 
 def test_a_start_that_was_refused_before_it_trained_binds_nobody(accelerator: Accelerator, tmp_path: Path) -> None:
@@ -162,9 +232,8 @@ def test_a_derived_value_may_be_changed_on_purpose_with_a_checkpoint_from_elsewh
 ) -> None:
     first = start(accelerator, Config(str(tmp_path / "first")))
     source = make(first.checkpoints, 3)
-    manifest = json.loads((source / "manifest.json").read_text())
-    manifest |= {"experiment": first.saved["experiment"], "resolved": {"optimizer.decay_steps": 10}}
-    commit.write_json(source / "manifest.json", manifest)
+    resolved = {"optimizer.decay_steps": 10}
+    commit.rewrite_manifest(source, {"experiment": first.saved["experiment"], "resolved": resolved})
     second = Config(str(tmp_path / "second"), resume=str(source), optimizer=Inner(decay_steps=30))
     with pytest.raises(UsageError, match="decay_steps: 10 there, 30 now"):
         start(accelerator, second)
@@ -250,6 +319,25 @@ def test_directories_that_cannot_be_used(accelerator: Accelerator, tmp_path: Pat
     (run.directory / "run.json").write_text(json.dumps(saved))
     with pytest.raises(UsageError, match="schema 99"):
         start(accelerator, Config(str(run.directory)))
+
+
+@pytest.mark.fault(
+    "R2", injected="checkpoints/ a dangling link (a disk that is not mounted)", outcome="exit 2, saying so"
+)
+def test_a_disk_that_is_not_mounted(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 3)
+    run.checkpoints.rename(tmp_path / "disk")
+    run.checkpoints.symlink_to(tmp_path / "disk")
+    assert start(accelerator, config).start_step == 3
+    (tmp_path / "disk").rename(tmp_path / "elsewhere")
+    for resume in ("auto", "must", "never"):
+        with pytest.raises(UsageError, match=r"checkpoints is a link to .*/disk, which does not exist .*not mounted"):
+            start(accelerator, replace(config, resume=resume))
+    with pytest.raises(UsageError, match="not mounted"):
+        find_place(tmp_path / "run")
+    assert run.checkpoints.is_symlink()
 
 
 def test_a_file_system_without_locks_is_a_warning_and_no_refusal(

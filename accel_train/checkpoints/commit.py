@@ -18,17 +18,18 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_train import strict_json
 from accel_train.checkpoints import failpoints
+from accel_train.checkpoints import manifest as manifests
+from accel_train.checkpoints.manifest import MANIFEST, NAME, checkpoint_name
 
-SCHEMA = 1
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Of Linux's ``renameat2``."""
-NAME = re.compile(r"checkpoint_(\d{8,})")
 TEMPORARY = re.compile(r"\.(?:tmp|trash)-checkpoint_\d+-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 
 
@@ -53,13 +54,11 @@ class Checkpoint:
         return self.path / name
 
     def json(self, name: str) -> Any:
-        """One of its JSON files."""
-        return json.loads(self.file(name).read_text())
-
-
-def checkpoint_name(step: int) -> str:
-    """``checkpoint_00001200``: sorts by step as text as well."""
-    return f"checkpoint_{step:08d}"
+        """One of its JSON files. Raises ``ValueError``."""
+        try:
+            return strict_json.read(self.file(name))
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(f"{self.file(name)} cannot be read ({error})") from None
 
 
 def temporary_name(step: int, nonce: str, kind: str = "tmp") -> str:
@@ -111,8 +110,25 @@ def replace_json(path: Path, value: Any) -> None:
     """Write readable JSON under a name that at every instant holds the old text or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     write_json(temporary, value)
-    temporary.replace(path)
+    try:
+        temporary.replace(path)
+    except IsADirectoryError:  # somebody's, or a broken copy's: what is written must get its name all the same
+        set_aside(path)
+        temporary.replace(path)
     fsync_directory(path.parent)
+
+
+def set_aside(path: Path) -> Path:
+    """Take a name from what stands there, which stays beside it as ``NAME.aside-<nonce>``; returns its new path."""
+    aside = path.with_name(f"{path.name}.aside-{new_nonce()}")
+    os.rename(path, aside)
+    logging.getLogger(__name__).warning("%s was in the way and is set aside as %s", path, aside.name)
+    return aside
+
+
+def rewrite_manifest(path: Path, changes: Mapping[str, Any]) -> None:
+    """Change fields of a checkpoint's manifest, and its hash with them. Raises ``OSError`` and ``ValueError``."""
+    replace_json(path / MANIFEST, manifests.sealed(manifests.read(path) | dict(changes)))
 
 
 def fsync_directory(path: Path) -> None:
@@ -140,11 +156,14 @@ def fsync_folders(path: Path) -> None:
         fsync_directory(folder)
 
 
-def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest and give the directory its final name. One process, after every file is sealed."""
+def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> Path | None:
+    """Write the manifest and give the directory its final name. One process, after every file is sealed.
+
+    What stands under that name and is no checkpoint is set aside: its new path is returned.
+    """
     failpoints.hit("before_manifest")
-    text = to_json(manifest)
-    with (temporary / "manifest.json").open("w", encoding="utf-8") as file:
+    text = to_json(manifests.sealed(manifest))
+    with (temporary / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text[: len(text) // 2])
         file.flush()
         failpoints.hit("mid_manifest")
@@ -154,6 +173,7 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     fsync_folders(temporary)
     failpoints.hit("before_rename")
     try:
+        aside = clear_name(final)
         replaced = final.exists()
         if replaced:
             # The same step again, after the older one was refused: never mix the two, and never be without either.
@@ -167,6 +187,26 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     fsync_directory(final.parent)
     if replaced:
         shutil.rmtree(temporary)
+    return aside
+
+
+def clear_name(final: Path) -> Path | None:
+    """Set aside a file, a link or a strange directory that has the name of a checkpoint to come: its new path."""
+    ours = final.is_dir() and not final.is_symlink() and _like_a_checkpoint(final)
+    return set_aside(final) if os.path.lexists(final) and not ours else None
+
+
+def _like_a_checkpoint(directory: Path) -> bool:
+    """Damaged or not; an empty one counts."""
+    names = {path.name for path in directory.iterdir()}
+    return not names or bool(names & {MANIFEST, "model.safetensors", "model.safetensors.index.json", "optimizer"})
+
+
+def lost_link(path: Path) -> str | None:
+    """Where ``path`` is a link to what is not there, as of a disk that is not mounted: that, as a sentence."""
+    if path.is_symlink() and not path.exists():
+        return f"{path} is a link to {path.readlink()}, which does not exist (a disk that is not mounted?)"
+    return None
 
 
 def _exchange(temporary: Path, final: Path) -> None:
@@ -181,48 +221,46 @@ def _exchange(temporary: Path, final: Path) -> None:
 
 
 def opened(path: Path) -> Checkpoint:
-    """What has been verified just now: its manifest, without hashing all files again."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    return Checkpoint(path, int(manifest["step"]), manifest)
+    """What has been verified just now: its manifest, without hashing all files again. Raises ``ValueError``."""
+    found = manifests.read(path)
+    return Checkpoint(path, found["step"], found)
 
 
-def verify(path: Path) -> Checkpoint:
-    """Read the manifest and compare size and sha256 of every file; raises ``ValueError`` with the reason."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no manifest.json, so it is not a committed checkpoint") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: manifest.json cannot be read ({error})") from None
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        found = manifest.get("schema") if isinstance(manifest, dict) else None
-        writer = manifest.get("accel_train", "unknown") if isinstance(manifest, dict) else "unknown"
-        raise ValueError(f"{path}: schema {found} was written by accel_train {writer}; this one reads schema {SCHEMA}")
-    try:
-        _compare_files(path, manifest["files"])
-        return Checkpoint(path, int(manifest["step"]), manifest)
-    except (OSError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
+def hash_file(file: Path) -> str:
+    """sha256 of what it holds."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _compare_files(path: Path, files: Mapping[str, Any]) -> None:
-    """Size and sha256 of every file that the manifest lists."""
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            raise ValueError(f"{path}: {name} is missing")
-        if file.stat().st_size != expected["size"]:
-            raise ValueError(f"{path}: {name} has {file.stat().st_size} bytes, the manifest says {expected['size']}")
-        with file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        if digest != expected["sha256"]:
-            raise ValueError(f"{path}: {name} has changed since it was written (sha256 differs)")
+def verify(path: Path, sha256: Callable[[Path], str] = hash_file) -> Checkpoint:
+    """Read the manifest and compare size and sha256 of every file; raises ``ValueError`` with the reason.
+
+    ``sha256`` gives the hash of a file where it is known without reading it.
+    """
+    found = manifests.read(path)
+    for name, expected in found["files"].items():
+        try:
+            _compare(path, name, expected, sha256)
+        except OSError as error:
+            raise ValueError(f"{path}: {name} cannot be read ({error})") from None
+    return Checkpoint(path, found["step"], found)
+
+
+def _compare(path: Path, name: str, expected: Mapping[str, Any], sha256: Callable[[Path], str]) -> None:
+    """One file with what the manifest says of it."""
+    file = path / name
+    if not file.is_file():
+        raise ValueError(f"{path}: {name} is {'no regular file' if file.exists() else 'missing'}")
+    if file.stat().st_size != expected["size"]:
+        raise ValueError(f"{path}: {name} has {file.stat().st_size} bytes, the manifest says {expected['size']}")
+    if sha256(file) != expected["sha256"]:
+        raise ValueError(f"{path}: {name} has changed since it was written (sha256 differs)")
 
 
 def unlisted(checkpoint: Checkpoint) -> list[str]:
     """Files in its directory that nobody of this project wrote, or that a crash left there."""
     names = {p.relative_to(checkpoint.path).as_posix() for p in checkpoint.path.rglob("*") if p.is_file()}
-    return sorted(names - checkpoint.manifest["files"].keys() - {"manifest.json"})
+    return sorted(names - checkpoint.manifest["files"].keys() - {MANIFEST})
 
 
 def newest_verified(directory: Path, *, with_state: bool = False) -> tuple[Checkpoint | None, list[str]]:
@@ -247,7 +285,10 @@ def remove(path: Path) -> None:
     os.rename(path, trash)
     fsync_directory(path.parent)  # or a power loss may bring the name back and not the files
     failpoints.hit("before_rmtree")
-    shutil.rmtree(trash)
+    if trash.is_symlink():  # what it leads to is not ours to delete
+        trash.unlink()
+    else:
+        shutil.rmtree(trash)
 
 
 def sweep(directory: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -12,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from accel_train.checkpoints import commit, places, weights
+from accel_train import strict_json
+from accel_train.checkpoints import commit, manifest, places, weights
 from accel_train.checkpoints.weights import TensorInfo, TensorReader
 from accel_train.config import UsageError, expand_path
 
@@ -102,8 +102,8 @@ def _resolve(text: str) -> Path:
 
 def _step_of(path: Path) -> str:
     try:
-        return f" (step {json.loads((path / 'manifest.json').read_text())['step']})"
-    except (OSError, ValueError, KeyError, TypeError):
+        return f" (step {manifest.read(path)['step']})"
+    except ValueError:
         return ""
 
 
@@ -147,7 +147,7 @@ def optimizer_state(checkpoint: Path, keys: Collection[str] | None = None) -> di
     """Headers of a checkpoint's optimizer state, by its keys (exp_avg, ..., master); ``keys`` limits them."""
     index = checkpoint / "optimizer" / "index.json"
     try:
-        parts = dict(json.loads(index.read_text(encoding="utf-8"))["state"])
+        parts = dict(strict_json.read_object(index)["state"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{index}: cannot be read as an index ({error}); verify the checkpoint") from None
     wanted = [key for key in parts if keys is None or key in keys]

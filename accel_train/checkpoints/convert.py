@@ -5,7 +5,6 @@ Safetensors only. What is a pickle is named and left where it is.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 import uuid
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_train import __version__
+from accel_train import __version__, strict_json
 from accel_train.checkpoints import commit, compare, places, weights
 from accel_train.checkpoints.export import building, write_collection
 from accel_train.checkpoints.weights import TensorInfo
@@ -129,11 +128,9 @@ def _clean_config(file: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
     if not file.is_file():
         return None, {}
     try:
-        config: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        config = strict_json.read_object(file)
+    except ValueError as error:
         return None, {file.name: f"cannot be read as JSON ({error})"}
-    if not isinstance(config, dict):
-        return None, {file.name: "not a mapping of options"}
     notes = {f"{file.name}: {key}": why for key, why in NOT_TAKEN.items() if key in config}
     return {key: value for key, value in config.items() if key not in NOT_TAKEN}, notes
 
@@ -161,7 +158,6 @@ def _left_out(path: Path, taken: Mapping[str, TensorInfo]) -> dict[str, str]:
 
 def _manifest(files: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "schema": commit.SCHEMA,
         "accel_train": __version__,
         "run_id": uuid.uuid4().hex[:12],
         "step": 0,

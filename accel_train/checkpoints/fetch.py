@@ -107,6 +107,7 @@ def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
     except ValueError:
         commit.remove(temporary)
         raise
+    commit.clear_name(final)
     os.rename(temporary, final)
     commit.fsync_directory(directory)
     return replace(copied, path=final)

@@ -6,7 +6,6 @@ does or fails to do raises into training: it is said in the log, kept in the que
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import accel_train
-from accel_train.checkpoints import commit
+from accel_train.checkpoints import commit, run_file
 from accel_train.checkpoints.commit import Checkpoint
 from accel_train.checkpoints.hub_download import download as download
 from accel_train.checkpoints.hub_errors import HubError, NotPushableError, describe
@@ -188,11 +187,10 @@ class Pusher:
 
     def _record(self, status: HubStatus) -> None:
         """Into run.json, beside what else a person looks for there."""
-        path = self._queue.run / "run.json"
-        if path.exists():
-            saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        run = self._queue.run
+        if (run / run_file.RUN_FILE).exists():
             hub = {"repo_id": self._config.repo_id, "pending": list(status.waiting), "failed": dict(status.failed)}
-            commit.replace_json(path, saved | {"hub": hub})
+            run_file.write_run(run, run_file.load(run) | {"hub": hub})
 
     def _say(self, status: HubStatus) -> None:
         text = f"hub: {self._config.repo_id}: {len(status.pushed)} pushed, {len(status.waiting)} waiting, "

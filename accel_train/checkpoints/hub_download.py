@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
+from accel_train import strict_json
 from accel_train.checkpoints import commit
+from accel_train.checkpoints import manifest as manifests
 from accel_train.checkpoints.hub_errors import HubError, describe
 from accel_train.checkpoints.hub_repository import hub_api, limited_silence, revision_name
 from accel_train.checkpoints.hub_worker import backoff_seconds
@@ -59,13 +60,12 @@ def _fetch(repo: str, revision: str | None, temporary: Path) -> None:
         return Path(_persist(lambda: api.hf_hub_download(repo, name, revision=oid, local_dir=temporary), repo))
 
     try:
-        manifest: Any = json.loads(get("manifest.json").read_text(encoding="utf-8"))
-        names = [str(name) for name in manifest["files"]]
-    except (ValueError, LookupError, TypeError) as error:
+        manifest = manifests.parse(strict_json.read_bytes(get(manifests.MANIFEST), manifests.MAX_BYTES))
+    except (FileNotFoundError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(f"{repo} at {revision or 'main'}: manifest.json cannot be read ({error})") from None
-    for name in names:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise UsageError(f"{repo}: its manifest names {name!r}, outside the checkpoint; it is not one of ours")
+    for name in manifest["files"]:
         get(name)
     shutil.rmtree(temporary / ".cache", ignore_errors=True)  # bookkeeping of huggingface_hub
 
@@ -120,6 +120,7 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
     except ValueError as error:
         raise HubError(f"{spec} does not verify after the download: {error}") from None
     final = directory / commit.checkpoint_name(checkpoint.step)
+    commit.clear_name(final)
     if final.exists():
         return _same_or_refuse(final, checkpoint, spec)
     for path in temporary.rglob("*"):

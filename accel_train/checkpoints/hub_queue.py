@@ -19,14 +19,18 @@ import os
 import socket
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from accel_train.checkpoints import commit
+from accel_train import strict_json
+from accel_train.checkpoints import commit, manifest
 
 Reason = Literal["every", "best", "last", "hand"]
+Revisions = Literal["branch", "tag"]
+MAX_BYTES = 1 << 20
+MAX_LOG_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Entry:
     repo_id: str
     include_state: bool = False
     private: bool = True
-    revisions: Literal["branch", "tag"] = "branch"
+    revisions: Revisions = "branch"
     reason: Reason = "every"
     """Why it is pushed; ``every`` gives way to a newer one when the pusher is behind."""
 
@@ -62,16 +66,18 @@ class HubQueue:
         (self.directory / "failed" / f"{entry.checkpoint}.json").unlink(missing_ok=True)
 
     def entries(self) -> list[Entry]:
-        """What waits, oldest first. A file that cannot be read goes to ``failed``: it must not block the others."""
+        """What waits, oldest first. A file that cannot be believed is set aside, with a note in ``failed``."""
         found: list[Entry] = []
         for path in self._files("queue"):
             try:
-                found.append(_entry(json.loads(path.read_text(encoding="utf-8"))))
-            except FileNotFoundError:
-                continue  # pushed in this moment
-            except (OSError, ValueError, TypeError, AttributeError) as error:
-                self._write("failed", path.stem, {"reason": f"its file in the queue cannot be read ({error})"})
-                path.unlink(missing_ok=True)
+                found.append(_entry(_load(path), path.stem))
+            except (FileNotFoundError, ValueError) as error:
+                if not os.path.lexists(path):
+                    continue  # pushed in this moment
+                aside = commit.set_aside(path).name
+                reason = f"its file in the queue cannot be read ({error}) and is set aside as {aside}"
+                self._write("failed", path.stem, {"reason": reason})
+                self.log("unreadable", checkpoint=path.stem, reason=reason)
         return sorted(found, key=lambda entry: entry.step)
 
     def next(self) -> Entry | None:
@@ -114,27 +120,24 @@ class HubQueue:
 
     def retry_failed(self) -> None:
         """Put what the Hub refused back into the queue, as by hand."""
-        for record in self._records("failed").values():
-            try:
-                self.add(_entry(record | {"reason": "hand"}))
-            except (ValueError, TypeError):
-                continue  # its queue file was not readable: there is nothing to push it by
+        for name, record in self._records("failed").items():
+            with suppress(ValueError):  # its queue file was not readable: there is nothing to push it by
+                self.add(_entry(record | {"reason": "hand"}, name))
 
     def offers(self, run_id: str) -> dict[str, Any]:
         """What training has offered in this run; empty for another run that used the directory before."""
         saved = _read(self.directory / "offers.json")
-        return saved if saved.get("run_id") == run_id else {"run_id": run_id, "committed": 0}
+        return saved if saved.get("run_id") == run_id and _are_offers(saved) else {"run_id": run_id, "committed": 0}
 
     def save_offers(self, offers: Mapping[str, Any]) -> None:
         """Remember them over a restart."""
-        commit.replace_json(self._folder("") / "offers.json", offers)
+        commit.replace_json(self._folder("") / "offers.json", strict_json.sealed(offers))
 
     def log(self, event: str, **details: Any) -> None:
         """Add one line to ``log.jsonl``; one write, so that lines of two processes do not mix."""
         line = json.dumps({"time": _now(), "event": event} | details, ensure_ascii=False) + "\n"
-        descriptor = os.open(
-            self._folder("") / "log.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
-        )
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(self._folder("") / "log.jsonl", flags, 0o666)
         try:
             os.write(descriptor, line.encode())
         finally:
@@ -150,8 +153,8 @@ class HubQueue:
     def events(self, start: int) -> tuple[list[dict[str, Any]], int]:
         """Lines of ``log.jsonl`` from byte ``start`` on, and where they end. A line that is no JSON is passed over."""
         try:
-            content = (self.directory / "log.jsonl").read_bytes()[start:]
-        except OSError:
+            content = strict_json.read_bytes(self.directory / "log.jsonl", MAX_LOG_BYTES)[start:]
+        except (FileNotFoundError, ValueError):
             return [], start
         whole = content[: content.rfind(b"\n") + 1]
         return [event for event in map(_parse, whole.splitlines()) if "event" in event], start + len(whole)
@@ -183,30 +186,57 @@ class HubQueue:
         return folder
 
     def _write(self, folder: str, name: str, value: Mapping[str, Any]) -> None:
-        commit.replace_json(self._folder(folder) / f"{name}.json", value)
+        commit.replace_json(self._folder(folder) / f"{name}.json", strict_json.sealed(value))
 
     def _leave(self, entry: Entry) -> None:
         (self.directory / "queue" / f"{entry.checkpoint}.json").unlink(missing_ok=True)
 
 
-def _entry(record: Mapping[str, Any]) -> Entry:
-    """Raises ``ValueError`` or ``TypeError`` for what is none."""
-    if not isinstance(record.get("step"), int) or not isinstance(record.get("repo_id"), str):
-        raise ValueError("no step or no repository")
-    return Entry(**{field.name: record[field.name] for field in fields(Entry) if field.name in record})
+def _entry(record: Mapping[str, Any], name: str) -> Entry:
+    """The entry in the record of checkpoint ``name``. Raises ``ValueError`` with what is wrong with it."""
+    for key, (kind, required) in _FIELDS.items():
+        if (required or key in record) and type(record.get(key)) is not kind:
+            raise ValueError(f"{key} is {record.get(key)!r:.60}; {kind.__name__} is required")
+    entry = Entry(**{key: record[key] for key in _FIELDS if key in record})
+    if entry.checkpoint != name or not 0 <= entry.step <= manifest.MAX_STEP:
+        raise ValueError(f"it is named {name} and holds {entry.checkpoint:.60}, step {entry.step}")
+    if entry.revisions not in get_args(Revisions) or entry.reason not in get_args(Reason):
+        raise ValueError(f"revisions {entry.revisions!r:.60} or reason {entry.reason!r:.60} is none that there is")
+    return entry
+
+
+_FIELDS = {
+    field.name: ({"str": str, "int": int, "bool": bool}.get(str(field.type), str), field.default is MISSING)
+    for field in fields(Entry)
+}
+"""Of each field of ``Entry``: its type in JSON, and whether it must be there."""
+
+
+def _are_offers(saved: Mapping[str, Any]) -> bool:
+    best = saved.get("best", 0.0)
+    return type(saved.get("committed")) is int and type(best) in (int, float) and isinstance(saved.get("last", ""), str)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """One of these files. Raises ``FileNotFoundError`` and ``ValueError``. Those of the first versions have no hash."""
+    record = strict_json.read_object(path, MAX_BYTES)
+    if strict_json.SEAL in record:
+        strict_json.check_seal(record)
+        del record[strict_json.SEAL]
+    return record
 
 
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object, empty where there is none: these files are a record of what happened, nothing depends on one."""
     try:
-        return _parse(path.read_bytes())
-    except OSError:
+        return _load(path)
+    except (FileNotFoundError, ValueError):
         return {}
 
 
-def _parse(text: bytes) -> dict[str, Any]:
+def _parse(line: bytes) -> dict[str, Any]:
     try:
-        value: Any = json.loads(text)
+        value = strict_json.parse(line)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_train import __version__
 from accel_train.checkpoints import commit
+from accel_train.checkpoints import manifest as manifests
 from accel_train.checkpoints.commit import Checkpoint
 from accel_train.checkpoints.hub_errors import NotPushableError
 from accel_train.checkpoints.hub_queue import Entry
@@ -108,18 +109,17 @@ def pushed_manifest(path: Path, include_state: bool) -> tuple[bytes, list[str]]:
     Whole, it is pushed byte for byte; cut, it says ``state: false``. Either verifies against what is pushed with it.
     """
     try:
-        raw = (path / "manifest.json").read_bytes()
-        manifest: dict[str, Any] = json.loads(raw)
-        kept = {k: v for k, v in manifest["files"].items() if include_state or not k.startswith(STATE_FILES)}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise NotPushableError(f"{path}: manifest.json cannot be read ({error})") from None
+        manifest, raw = manifests.read_with_text(path)
+    except ValueError as error:
+        raise NotPushableError(str(error)) from None
+    kept = {k: v for k, v in manifest["files"].items() if include_state or not k.startswith(STATE_FILES)}
     if len(kept) == len(manifest["files"]):
         return raw, list(kept)
-    return commit.to_json(manifest | {"state": False, "files": kept}).encode(), list(kept)
+    return commit.to_json(manifests.sealed(manifest | {"state": False, "files": kept})).encode(), list(kept)
 
 
 def _digest(manifest: bytes) -> str:
-    files = json.loads(manifest)["files"]
+    files = manifests.parse(manifest)["files"]
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from accel_train import strict_json
 from accel_train.checkpoints.commit import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def _table(head: tuple[str, str], rows: Mapping[Any, Any]) -> str:
 
 def _json(content: bytes | None) -> dict[str, Any]:
     try:
-        value: Any = json.loads(content or b"{}")
+        value: Any = strict_json.parse(content or b"{}")
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

@@ -28,6 +28,8 @@ class Place:
 def find_place(text: str | os.PathLike[str]) -> Place:
     """Raises ``UsageError`` with what was found for a path that is none of the three."""
     path = expand_path(text)
+    if lost := commit.lost_link(path) or commit.lost_link(path / "checkpoints"):
+        raise UsageError(f"{lost}; mount it, or correct the link")
     if not path.is_dir():
         raise UsageError(f"{path}: {_what_is_there(path)}; give the directory of a run or of a checkpoint")
     if commit.TEMPORARY.fullmatch(path.name):

@@ -6,8 +6,6 @@ that writes checkpoints applies this too.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from accel_train.checkpoints import commit
+from accel_train.checkpoints import manifest as manifests
 from accel_train.checkpoints.commit import NAME, Checkpoint
 
 STATE_FILES = ("optimizer/", "trainer_state.json")
@@ -121,25 +120,22 @@ def held(directory: Path) -> list[Held]:
 
 def held_from(path: Path, manifest: Mapping[str, Any]) -> Held:
     """The facts of one manifest. The step is that of the name: the file system orders by it too."""
-    match, epoch, metrics = NAME.fullmatch(path.name), manifest.get("epoch"), manifest.get("metrics")
-    has_state = any(str(name).startswith("optimizer/") for name in manifest["files"])
+    match, has_state = NAME.fullmatch(path.name), any(name.startswith("optimizer/") for name in manifest["files"])
     return Held(
         path,
-        int(match[1]) if match else int(manifest["step"]),
-        epoch=float(epoch) if isinstance(epoch, (int, float)) else math.nan,
-        metrics=metrics if isinstance(metrics, dict) else {},
+        int(match[1]) if match else manifest["step"],
+        epoch=float(manifest.get("epoch", math.nan)),
+        metrics=manifest.get("metrics", {}),
         state=bool(manifest.get("state", has_state)),
         leftover=not has_state and any((path / "optimizer").glob("*")),
     )
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """A manifest of this schema with its main parts, else None: ``commit.verify`` then tells the reason."""
+    """A manifest that can be believed, else None: ``commit.verify`` then tells the reason."""
     try:
-        manifest: Any = json.loads((path / "manifest.json").read_text())
-        known = manifest["schema"] == commit.SCHEMA and isinstance(manifest["step"], int)
-        return manifest if known and all(isinstance(facts, dict) for facts in manifest["files"].values()) else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return manifests.read(path)
+    except ValueError:
         return None
 
 
@@ -248,7 +244,7 @@ def apply(plan: Plan) -> Plan:
         for path in paths:
             try:
                 act(path)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 failed[path.name] = f"{type(error).__name__}: {error}"
     return replace(plan, failed=failed)
 
@@ -258,14 +254,14 @@ def strip_state(path: Path) -> None:
 
     Where ``save_precision`` exported the weights in low precision, their fp32 masters belong to the state and go with
     it. The manifest is replaced before anything is deleted, and the files in ``optimizer`` go last: they are the mark
-    of work left to do. Raises ``OSError``; called again, it finishes.
+    of work left to do. Raises ``OSError`` and ``ValueError``; called again, it finishes.
     """
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = manifests.read(path)
     files: dict[str, Any] = manifest["files"]
     state = {name for name in files if name.startswith(STATE_FILES)}
     if state or manifest.get("state", True):
         remaining = {name: facts for name, facts in files.items() if name not in state}
-        commit.replace_json(path / "manifest.json", manifest | {"state": False, "files": remaining})
+        commit.rewrite_manifest(path, {"state": False, "files": remaining})
     listed = {path / name for name in files if name not in state}
     for file in (path / "trainer_state.json", *sorted((path / "optimizer").rglob("*"), reverse=True)):
         if file in listed:
@@ -285,22 +281,14 @@ def verified_once(cache: VerifyCache, path: Path) -> Checkpoint:
     The same is: size, time of change, inode. A bit that rots on the disk changes none of them, so this is for deciding
     what to delete, not for deciding what to load.
     """
-    manifest = read_manifest(path)
-    known = cache.get(path, {})
-    facts: dict[str, FileFacts] = {}
-    if manifest is not None:
-        try:
-            facts = {name: _facts(path / name, known.get(name)) for name in manifest["files"]}
-        except OSError:
-            manifest = None
-    if manifest is None or any(
-        [facts[name][0], facts[name][4]] != [expected.get("size"), expected.get("sha256")]
-        for name, expected in manifest["files"].items()
-    ):
-        cache.pop(path, None)
-        return commit.verify(path)  # which says what is wrong
-    cache[path] = facts
-    return Checkpoint(path, manifest["step"], manifest)
+    known = cache.setdefault(path, {})
+
+    def sha256(file: Path) -> str:
+        name = file.relative_to(path).as_posix()
+        known[name] = _facts(file, known.get(name))
+        return known[name][4]
+
+    return commit.verify(path, sha256)
 
 
 def _facts(file: Path, known: FileFacts | None) -> FileFacts:
@@ -308,8 +296,7 @@ def _facts(file: Path, known: FileFacts | None) -> FileFacts:
     now = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
     if known is not None and known[:4] == now:
         return known
-    with file.open("rb") as opened:
-        return (*now, hashlib.file_digest(opened, "sha256").hexdigest())
+    return (*now, commit.hash_file(file))
 
 
 def remember(cache: VerifyCache, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -19,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
+from accel_train import strict_json
 from accel_train.checkpoints import commit, fetch, hub_options
 from accel_train.checkpoints import lock as locks
 from accel_train.checkpoints.commit import Checkpoint
@@ -30,13 +30,16 @@ from accel_train.checkpoints.run_file import (
     has_trained,
     new_run,
     read_run,
+    recall,
     refuse_changes,
     renew_run,
+    write_run,
 )
 from accel_train.config import UsageError, expand_path, experiment_tree, flatten
 
 PATIENCE_SECONDS = 5.0
 LOADING_FILE = "loading.json"
+MAX_NOTE_BYTES = 64 << 10
 LOADING_ATTEMPTS = 3
 """A checkpoint under which the process died this often while loading is set aside."""
 
@@ -87,10 +90,10 @@ class Run:
     def _note_attempts(self, attempts: int) -> None:
         if self._lock is not None and self.checkpoint is not None:
             if not attempts:
-                (self.directory / LOADING_FILE).unlink(missing_ok=True)
+                _delete(self.directory / LOADING_FILE)
                 return
             note = {"checkpoint": self.checkpoint.path.name, "attempts": attempts}
-            commit.replace_json(self.directory / LOADING_FILE, note)
+            commit.replace_json(self.directory / LOADING_FILE, strict_json.sealed(note))
 
     def note_training(self) -> None:
         """From now on the directory is held to this experiment. Main process, after the first step; cheap afterwards.
@@ -98,14 +101,14 @@ class Run:
         if not self.saved.get("trained"):
             self.saved = dict(self.saved) | {"trained": True}
             with suppress(OSError):
-                commit.replace_json(self.directory / RUN_FILE, dict(self.saved))
+                write_run(self.directory, self.saved)
 
     def restore_directory(self) -> None:
         """Make the directory again if somebody deleted it while the run went on. Main process; raises ``OSError``."""
         if not (self.directory / RUN_FILE).exists() or not self.checkpoints.is_dir():
             logger.warning("%s or part of it was deleted while the run went on; it is made again", self.directory)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            commit.replace_json(self.directory / RUN_FILE, dict(self.saved))
+            write_run(self.directory, self.saved)
 
     @property
     def checkpoints(self) -> Path:
@@ -150,6 +153,7 @@ def open_run(
     lock: Any = None
     if accelerator.is_main_process:
         try:
+            _refuse_lost_links(directory)
             if (hub_config := getattr(config, "hub", None)) is not None and not getattr(config, "evaluate_only", False):
                 hub_options.check_repository(hub_config)
             begins = config.overwrite or not commit.committed(directory / "checkpoints")  # else nobody asks for weights
@@ -170,6 +174,15 @@ def open_run(
     _check_shared(directory, opened["checkpoint"], accelerator)
     timeout = float(getattr(config, "collective_timeout_seconds", 1800))
     return Run(directory=directory, timeout_seconds=timeout, **opened, _lock=lock)
+
+
+def _refuse_lost_links(directory: Path) -> None:
+    """A disk that is not mounted must not look like a run that has saved nothing."""
+    for place in (directory, directory / "checkpoints"):
+        if lost := commit.lost_link(place):
+            raise UsageError(f"output_dir: {lost}; mount it, or remove the link to start without what it held")
+    if (directory / "checkpoints").exists() and not (directory / "checkpoints").is_dir():
+        raise UsageError(f"output_dir: {directory / 'checkpoints'} is no directory; move it away")
 
 
 def _prepare_directory(directory: Path, overwrite: bool) -> Any:
@@ -206,7 +219,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
             except OSError as error:
                 raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
         for name in OWN_FILES:
-            (directory / name).unlink(missing_ok=True)
+            _delete(directory / name)
     commit.sweep(directory / "checkpoints")
     for left in (*directory.glob(".probe-*"), *directory.glob(".shared-*")):  # of starts that were killed
         left.unlink(missing_ok=True)
@@ -296,7 +309,7 @@ def _newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint |
         return checkpoint, reasons
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.bad")
     os.rename(checkpoint.path, aside)
-    (directory / LOADING_FILE).unlink()
+    _delete(directory / LOADING_FILE)
     reason = f"{aside}: {LOADING_ATTEMPTS} starts ended while it was being loaded; it is set aside"
     checkpoint, more = _newest_loadable(directory, with_state=with_state)
     return checkpoint, [reason, *reasons, *more]
@@ -314,7 +327,8 @@ def kept(config: Any, key: str) -> Any:
     if config.overwrite or not _is_used(directory):
         return None
     with suppress(UsageError):  # `open_run` says it
-        return read_run(directory)["resolved"].get(key)
+        saved, _ = recall(directory)
+        return saved["resolved"].get(key) if saved is not None else None
     return None
 
 
@@ -326,10 +340,20 @@ def _set_aside(directory: Path) -> list[str]:
 
 def _loading_attempts(directory: Path, checkpoint: Checkpoint) -> int:
     try:
-        note: Any = json.loads((directory / LOADING_FILE).read_text())
-        return int(note["attempts"]) if note["checkpoint"] == checkpoint.path.name else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+        note = strict_json.read_object(directory / LOADING_FILE, MAX_NOTE_BYTES)
+        strict_json.check_seal(note)
+    except (FileNotFoundError, ValueError):
+        return 0  # one that was torn or changed counts no crash: the checkpoint itself was verified
+    attempts = note.get("attempts")
+    return attempts if isinstance(attempts, int) and note.get("checkpoint") == checkpoint.path.name else 0
+
+
+def _delete(path: Path) -> None:
+    """Delete a file of ours, if it is there; a directory that has its name is set aside."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        commit.set_aside(path)
 
 
 def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: Accelerator) -> None:

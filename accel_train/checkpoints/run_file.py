@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_train import strict_json
 from accel_train.checkpoints import commit
+from accel_train.checkpoints import manifest as manifests
 from accel_train.config import UsageError, write_config
+
+logger = logging.getLogger(__name__)
+
+RUN_SCHEMA = 2
+"""2 carries a hash of itself; 1, of the first versions, has none."""
+MAX_BYTES = 16 << 20
 
 FREE_TO_CHANGE = (
     "output_dir",
@@ -43,11 +51,12 @@ RUN_FILE = "run.json"
 def has_trained(directory: Path) -> bool:
     """Whether a start got beyond its first step. One that was refused before binds nobody to its options."""
     try:
-        return bool(json.loads((directory / RUN_FILE).read_text()).get("trained"))
+        saved = load(directory)
+        return bool(saved.get("trained")) or any(key not in saved for key in _NEEDED)
     except FileNotFoundError:
-        return False
-    except (OSError, ValueError):
-        return True  # somebody's run, which `read_run` refuses
+        return (directory / RUN_FILE).is_symlink()
+    except ValueError:
+        return True  # somebody's run, which `read_run` makes again or refuses
 
 
 def refuse_changes(
@@ -78,7 +87,6 @@ def new_run(
 ) -> dict[str, Any]:
     """Write config.yaml and run.json of a start from nothing, or from the checkpoint ``origin``. Main process."""
     saved: dict[str, Any] = {
-        "schema": commit.SCHEMA,
         "run_id": uuid.uuid4().hex[:12],
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "experiment": dict(experiment),
@@ -88,7 +96,7 @@ def new_run(
         saved["origin"] = origin
     (directory / "checkpoints").mkdir(exist_ok=True)
     write_config(config, directory / "config.yaml")
-    commit.replace_json(directory / RUN_FILE, saved)
+    write_run(directory, saved)
     return saved
 
 
@@ -97,19 +105,86 @@ def renew_run(directory: Path, config: Any, saved: Mapping[str, Any], experiment
     given = {key: experiment[key] for key in saved["resolved"] if experiment.get(key) is not None}
     renewed = dict(saved) | {"experiment": dict(experiment), "resolved": saved["resolved"] | given}
     write_config(config, directory / "config.yaml")
-    commit.replace_json(directory / RUN_FILE, renewed)
+    try:
+        load(directory)
+    except FileNotFoundError:
+        pass
+    except ValueError:  # what `saved` stands in for stays, for whoever wants to look at it
+        commit.set_aside(directory / RUN_FILE)
+    write_run(directory, renewed)
     return renewed
 
 
-def read_run(directory: Path) -> dict[str, Any]:
-    """``run.json`` as it stands. Raises ``UsageError`` where it cannot be read."""
-    try:
-        saved: Any = json.loads((directory / RUN_FILE).read_text())
-    except (OSError, ValueError) as error:
+def write_run(directory: Path, saved: Mapping[str, Any]) -> None:
+    """Write ``run.json`` with its own hash. Main process."""
+    rest = {key: value for key, value in saved.items() if key != "schema"}
+    commit.replace_json(directory / RUN_FILE, strict_json.sealed({"schema": RUN_SCHEMA} | rest))
+
+
+def load(directory: Path) -> dict[str, Any]:
+    """``run.json`` as it stands. Raises ``FileNotFoundError``, ``ValueError`` with the reason for what is damaged, and
+    ``UsageError`` for one that a newer version wrote."""
+    saved = strict_json.read_object(directory / RUN_FILE, MAX_BYTES)
+    schema = saved.get("schema")
+    if type(schema) is int and schema > RUN_SCHEMA:
         raise UsageError(
-            f"output_dir: {directory} holds checkpoints but run.json cannot be read ({error}); restore it from a "
-            "backup or give another --output_dir"
-        ) from None
-    if saved.get("schema") != commit.SCHEMA:
-        raise UsageError(f"{directory}/run.json has schema {saved.get('schema')}; this version reads {commit.SCHEMA}")
+            f"{directory}/{RUN_FILE} has schema {schema}, this version reads 1 and {RUN_SCHEMA}: a newer accel_train "
+            "wrote it, or it is damaged; update accel_train, or move it away to have it made again from the newest "
+            "checkpoint"
+        )
+    if schema == RUN_SCHEMA:
+        strict_json.check_seal(saved)
+    elif schema != 1 or strict_json.SEAL in saved:
+        raise ValueError("it has changed since it was written")
+    for key, kind in _KINDS.items():
+        if key in saved and not isinstance(saved[key], kind):
+            raise ValueError(f"{key} is of type {type(saved[key]).__name__}; {kind.__name__} is required")
+    return saved
+
+
+_KINDS = {"run_id": str, "origin": str, "trained": bool, "experiment": dict, "resolved": dict, "hub": dict}
+_NEEDED = ("run_id", "experiment", "resolved")
+
+
+def recall(directory: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """What a used directory is held to: ``run.json``, else what the newest checkpoint's manifest says of the run.
+
+    With the reason why ``run.json`` does not serve. Raises ``UsageError`` for one of a newer version.
+    """
+    try:
+        saved = load(directory)
+        if missing := [key for key in _NEEDED if key not in saved]:
+            raise ValueError(f"it has no {missing[0]!r}")
+        return saved, None
+    except UsageError:
+        raise
+    except (FileNotFoundError, ValueError) as error:
+        reason = str(error)
+    for _, path in reversed(commit.committed(directory / "checkpoints")):
+        try:
+            found = manifests.read(path)
+        except ValueError:
+            continue
+        if all(found.get(key) is not None for key in _NEEDED) and found["experiment"]:
+            kept = {key: found[key] for key in _NEEDED}
+            return kept | {"trained": True, "made_again_from": path.name}, reason
+    return None, reason
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """``run.json``, or one made again from the newest checkpoint, with a warning; ``UsageError`` where none serves."""
+    saved, reason = recall(directory)
+    if saved is None:
+        raise UsageError(
+            f"output_dir: {directory} is used, but its {RUN_FILE} cannot be read ({reason}), and no checkpoint there "
+            "says what the experiment is; restore it from a backup, give another --output_dir, or --overwrite to "
+            "delete what is there and start anew"
+        )
+    if reason is not None:
+        logger.warning(
+            "%s cannot be read (%s); its content is taken from the manifest of %s",
+            directory / RUN_FILE,
+            reason,
+            saved["made_again_from"],
+        )
     return saved

@@ -269,7 +269,6 @@ class Saver:
     def _manifest(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         experiment = dict(self._run.saved["experiment"])
         return {
-            "schema": commit.SCHEMA,
             "accel_train": __version__,
             "run_id": self._run.run_id,
             "step": step,
@@ -344,6 +343,8 @@ class Saver:
         self._pending = self._lost = None
         for problem in answer["problems"] if self._main else []:
             logger.warning("an old checkpoint could not be deleted: %s", problem)
+        if self._main and answer.get("aside"):
+            logger.warning("what stood in the place of this checkpoint is set aside as %s", answer["aside"])
         if self._main:
             saved = Checkpoint(
                 self._run.checkpoints / commit.checkpoint_name(pending.step), pending.step, pending.manifest

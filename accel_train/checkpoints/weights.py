@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from accel_train import strict_json
 from accel_train.config import UsageError
 
 PICKLES = frozenset({".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth"})
@@ -122,7 +123,7 @@ def _index_names(directory: Path, stem: str) -> list[Path]:
 def read_weight_map(index: Path) -> Any:
     """What an index file says where each tensor is; a name that comes twice is refused."""
     try:
-        return json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_refuse_twice)["weight_map"]
+        return strict_json.read_object(index)["weight_map"]
     except MALFORMED as error:
         raise UsageError(f"{index}: cannot be read as an index ({error}); copy or download it again") from None
 

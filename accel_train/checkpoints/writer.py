@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import mmap
 import os
 import signal
@@ -117,7 +118,7 @@ def write(job: Mapping[str, Any], buffer: memoryview) -> Json:
 def finish(job: Mapping[str, Any], cache: Any) -> Json:
     """Commit what all ranks have written, then let old checkpoints go. The main process's writer alone."""
     final = Path(job["final"])
-    commit.commit(Path(job["temporary"]), final, job["manifest"])
+    aside = commit.commit(Path(job["temporary"]), final, job["manifest"])
     failpoints.hit("before_retention")
     keep: Any = SimpleNamespace(**job["keep"])
     queue = Path(job["queue"])
@@ -129,7 +130,7 @@ def finish(job: Mapping[str, Any], cache: Any) -> Json:
     except (OSError, ValueError) as error:  # the new checkpoint is committed; what could not go now goes next time
         problems = [f"{type(error).__name__}: {error}"]
     failpoints.hit("after_commit")
-    return {"problems": problems}
+    return {"problems": problems, "aside": None if aside is None else str(aside)}
 
 
 def serve(connection: Connection, buffer: memoryview) -> None:
@@ -164,6 +165,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     failpoints.belongs_to(trainer)
     os.nice(NICENESS)
+    logging.disable()  # this process has no log: what it meets is in its answers, and the trainer says it
     with mmap.mmap(memory, size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as buffer:
         serve(Connection(socket), buffer)
 

@@ -23,7 +23,8 @@ ELSEWHERE = {
     "F54": "a loader worker that dies or hangs is not injected yet",
 }
 """Rows without a line, and why."""
-ROWS = [f"F{number}" for number in range(1, 59)]
+ROWS = [*(f"F{number}" for number in range(1, 59)), "R1", "R2"]
+"""The matrix of faults, and the rows that a review added to it."""
 
 Line = tuple[str, str, str, str]
 """Row, what is injected, what comes of it, the test."""
@@ -56,7 +57,7 @@ def collect() -> list[Line]:
         found.setdefault((row, injected, outcome), test)
         if not test.endswith("(slow)"):
             found[row, injected, outcome] = test
-    return sorted(((*key, test) for key, test in found.items()), key=lambda line: int(line[0][1:]))
+    return sorted(((*key, test) for key, test in found.items()), key=lambda line: (line[0][0], int(line[0][1:])))
 
 
 def render(lines: list[Line]) -> str:

@@ -45,6 +45,12 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(value))
 
 
+def replace_text(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+
+
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
@@ -92,17 +98,29 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ),
         pytest.param(
             lambda p: damage(p / "manifest.json", cut=200),
-            "manifest.json cannot be read",
+            "manifest.json cannot be read (it is not JSON",
             marks=pytest.mark.fault("F36", injected="a manifest that is no JSON", outcome="said; older one used"),
             id="invalid_manifest",
         ),
         pytest.param(
-            lambda p: rewrite(p / "manifest.json", lambda m: m.update(schema=2, accel_train="9.1.0")),
-            "schema 2 was written by accel_train 9.1.0; this one reads schema 1",
+            lambda p: rewrite(p / "manifest.json", lambda m: m.update(schema=3, accel_train="9.1.0")),
+            "schema 3 was written by accel_train 9.1.0; this one reads 1 and 2",
             marks=pytest.mark.fault(
                 "F36", injected="a manifest of a newer schema", outcome="says which version wrote it"
             ),
             id="newer_schema",
+        ),
+        pytest.param(
+            lambda p: replace_text(p / "manifest.json", '"step": 10', '"step": 12'),
+            "manifest.json cannot be read (it has changed since it was written (self_sha256 differs))",
+            marks=pytest.mark.fault("R1", injected="one bit of the manifest's step", outcome="said; older one used"),
+            id="step",
+        ),
+        pytest.param(
+            lambda p: ((p / "manifest.json").unlink(), os.mkfifo(p / "manifest.json")),
+            "manifest.json cannot be read (it is a FIFO, not a regular file)",
+            marks=pytest.mark.fault("R1", injected="a FIFO for the manifest", outcome="said; older one used; no hang"),
+            id="fifo",
         ),
     ],
 )
@@ -116,6 +134,25 @@ def test_an_older_checkpoint_is_used(
     assert reason in run.output()
     assert checkpoints(half) == [15, 20]
     assert debris(half) == []
+    same_run(half, whole)
+
+
+@pytest.mark.fault(
+    "R2",
+    injected="a file and a dangling link where the next checkpoints go",
+    outcome="set aside and said; the run goes on",
+)
+def test_something_stands_where_the_next_checkpoints_go(zygote: Zygote, half: Path, whole: Path) -> None:
+    folder = half / "checkpoints"
+    (folder / "checkpoint_00000015").write_text("mine")
+    (folder / "checkpoint_00000020").symlink_to("/nowhere")
+    run = zygote.run(half, *EVERY)
+    assert run.wait() == [0], run.output()
+    assert checkpoints(half) == [15, 20]
+    (file,) = folder.glob("checkpoint_00000015.aside-*")
+    (link,) = folder.glob("checkpoint_00000020.aside-*")
+    assert (file.read_text(), os.readlink(link)) == ("mine", "/nowhere")
+    assert f"is set aside as {file}" in run.output()
     same_run(half, whole)
 
 

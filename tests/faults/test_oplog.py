@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.checkpoints import commit
+from accel_train.checkpoints import commit, run_file
 from tests.faults import oplog
 from tests.faults.harness import Zygote
 
@@ -68,7 +68,7 @@ def broken_promises(folder: Path, promises: Promises) -> list[str]:
             if lost := {step for step in kept if commit.checkpoint_name(step) not in promises.harmed} - there:
                 broken.append(f"acknowledged and gone: {sorted(lost)} of {kept}")
             try:
-                assert json.loads((folder / run / "run.json").read_text())["schema"] == commit.SCHEMA
+                assert run_file.load(folder / run)["schema"] == run_file.RUN_SCHEMA
             except (OSError, ValueError) as error:
                 broken.append(f"run.json: {error}")
     return broken
