@@ -189,32 +189,37 @@ def test_shards_are_memory_mapped(tmp_path: Path) -> None:
     assert psutil.Process().memory_info().rss - before < 30e6  # of 100 MB
 
 
-def together(rank: int, cache: Path, store: Path, out: Path) -> None:
-    """One of two real processes."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def together(rank: int, out: Path) -> None:
+    """One of two real processes: first on a disk that both see, then each on its own."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=2)
     latent_cache.ROWS_PER_SHARD = ROWS
-    encoder = Encoder(seconds=0.02)
     barrier = torch.distributed.barrier
-    table = cached_latents(TEXTS, encoder, cache, rank=rank, world_size=2, barrier=barrier)
-    torch.save({"asked": encoder.asked, "latents": rows(table)}, out / f"{rank}.pt")
+    for disk, cache in (("shared", out / "both"), ("own", out / f"host{rank}")):
+        encoder = Encoder(seconds=0.02)
+        table = cached_latents(TEXTS, encoder, cache, rank=rank, world_size=2, barrier=barrier)
+        torch.save({"asked": encoder.asked, "latents": rows(table)}, out / f"{disk}{rank}.pt")
     barrier()
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("disk", ["shared", "own"])
-def test_two_processes_build_it_together(tmp_path: Path, disk: str) -> None:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What both have written."""
+    out = tmp_path_factory.mktemp("together")
     context = multiprocessing.get_context("spawn")
-    caches = [tmp_path / ("both" if disk == "shared" else f"host{rank}") for rank in range(2)]
-    workers = [
-        context.Process(target=together, args=(rank, caches[rank], tmp_path / "store", tmp_path)) for rank in range(2)
-    ]
+    workers = [context.Process(target=together, args=(rank, out)) for rank in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(PATIENCE_SECONDS)
     assert [worker.exitcode for worker in workers] == [0, 0]
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    return out
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("disk", ["shared", "own"])
+def test_two_processes_build_it_together(built: Path, disk: str) -> None:
+    results = [torch.load(built / f"{disk}{rank}.pt") for rank in range(2)]
     assert all(torch.equal(result["latents"], Encoder().all(TEXTS)) for result in results)
     shares = [sorted(result["asked"]) for result in results]
     if disk == "shared":  # each text once, by the rank that its shard belongs to

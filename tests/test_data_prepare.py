@@ -20,6 +20,7 @@ from accel_train.data.latent_files import write_latents
 from accel_train.data.prepare import DataConfig, PreparedData, prepare_data
 from accel_train.data.tfidf import TfidfSvdEncoder, words_of
 from tests import tiny_encoders
+from tests.waiting import PATIENCE_SECONDS
 
 LINES = DEMO_FILE.read_text().splitlines()[:600]
 
@@ -323,7 +324,7 @@ def test_two_processes_prepare_together(tmp_path: Path) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(300)
+        worker.join(PATIENCE_SECONDS)
     assert [worker.exitcode for worker in workers] == [0, 0]
     zero, one = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     alone = prepare_data(DataConfig(path=str(tmp_path / "demo.txt"), cache_dir=str(tmp_path / "cache2")))

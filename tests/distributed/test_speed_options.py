@@ -176,7 +176,6 @@ def test_losses_in_bf16_are_near_those_of_the_plain_run(
     assert worst < BF16_TOLERANCE
 
 
-@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("attention", "compiled", "kept", "strategy"), rows(OF_PDE))
 def test_losses_of_pde_are_those_of_the_plain_run(
     attention: str, compiled: str, kept: str, strategy: str, reference_of_pde: Finished, tmp_path: Path
