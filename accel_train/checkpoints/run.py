@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from accel_train import strict_json
 from accel_train.checkpoints import commit, fetch, hub_options
@@ -36,6 +36,7 @@ from accel_train.checkpoints.run_file import (
     write_run,
 )
 from accel_train.config import UsageError, expand_path, experiment_tree, flatten
+from accel_train.runtime.main_alone import on_main
 
 PATIENCE_SECONDS = 5.0
 LOADING_FILE = "loading.json"
@@ -139,7 +140,8 @@ def open_run(
     checked here, and ``collective_timeout_seconds``. ``resolved`` are values derived at the first start that later
     starts keep, such as ``schedule.decay_steps``; where the config leaves such an option at None, the saved value
     counts. Raises ``UsageError`` for a directory that cannot be used or belongs to another experiment (naming both
-    values), ``CheckpointsUnusableError`` if checkpoints exist and none verifies.
+    values), ``CheckpointsUnusableError`` if checkpoints exist and none verifies. Whatever the main process raises here,
+    every process raises at once.
     """
     directory = expand_path(config.output_dir)
     if config.overwrite and (config.resume == "must" or getattr(config, "evaluate_only", False)):
@@ -149,31 +151,41 @@ def open_run(
             f"overwrite: true with resume: {config.resume} would delete before it is known whether that can be read; "
             "leave --overwrite out and give an unused --output_dir"
         )
-    opened: dict[str, Any] = {}
-    lock: Any = None
-    if accelerator.is_main_process:
+    held: list[Any] = []  # the lock, which other processes cannot have
+
+    def opening() -> dict[str, Any]:
         try:
-            _refuse_lost_links(directory)
-            if (hub_config := getattr(config, "hub", None)) is not None and not getattr(config, "evaluate_only", False):
-                hub_options.check_repository(hub_config)
-            begins = config.overwrite or not commit.committed(directory / "checkpoints")  # else nobody asks for weights
-            weights, notes = fetch.find_weights(getattr(config, "init_from", None) if begins else None)
-            if config.overwrite and weights is not None and weights.resolve().is_relative_to(directory.resolve()):
-                raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
-            lock = _prepare_directory(directory, overwrite=config.overwrite)
-            opened = _decide(config, directory, data_fingerprint, dict(resolved or {}), free_to_change)
-            opened |= {"initial_weights": weights, "decision": "; ".join([opened["decision"], *notes])}
-        except (UsageError, CheckpointsUnusableError) as error:
-            opened = {"error": str(error), "kind": type(error).__name__}
-            if lock is not None:
+            return _open(config, directory, data_fingerprint, dict(resolved or {}), free_to_change, held)
+        except BaseException:
+            for lock in held:
                 lock.close()
-    if accelerator.num_processes > 1:
-        opened = broadcast_object_list([opened])[0]
-    if "error" in opened:
-        raise (UsageError if opened["kind"] == "UsageError" else CheckpointsUnusableError)(opened["error"])
+            raise
+
+    opened = on_main(accelerator, opening)
     _check_shared(directory, opened["checkpoint"], accelerator)
     timeout = float(getattr(config, "collective_timeout_seconds", 1800))
-    return Run(directory=directory, timeout_seconds=timeout, **opened, _lock=lock)
+    return Run(directory=directory, timeout_seconds=timeout, **opened, _lock=held[0] if held else None)
+
+
+def _open(
+    config: Any,
+    directory: Path,
+    data_fingerprint: str,
+    resolved: dict[str, Any],
+    free_to_change: Sequence[str],
+    held: list[Any],
+) -> dict[str, Any]:
+    """Main process: everything that is known only when it is done. Puts the lock into ``held``."""
+    _refuse_lost_links(directory)
+    if (hub_config := getattr(config, "hub", None)) is not None and not getattr(config, "evaluate_only", False):
+        hub_options.check_repository(hub_config)
+    begins = config.overwrite or not commit.committed(directory / "checkpoints")  # else nobody asks for weights
+    weights, notes = fetch.find_weights(getattr(config, "init_from", None) if begins else None)
+    if config.overwrite and weights is not None and weights.resolve().is_relative_to(directory.resolve()):
+        raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
+    held.append(_prepare_directory(directory, overwrite=config.overwrite))
+    opened = _decide(config, directory, data_fingerprint, resolved, free_to_change)
+    return opened | {"initial_weights": weights, "decision": "; ".join([opened["decision"], *notes])}
 
 
 def _refuse_lost_links(directory: Path) -> None:
@@ -360,11 +372,13 @@ def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: A
     """Every host must see the directory and what is to be loaded; network file systems may show a new file late."""
     if accelerator.num_processes == 1:
         return
-    token = broadcast_object_list([uuid.uuid4().hex if accelerator.is_main_process else None])[0]
-    marker = directory / f".shared-{token}"
-    if accelerator.is_main_process:
-        marker.touch()
-    accelerator.wait_for_everyone()
+
+    def mark() -> Path:
+        made = directory / f".shared-{uuid.uuid4().hex}"
+        made.touch()
+        return made
+
+    marker = on_main(accelerator, mark)
     unseen = [marker]
     if checkpoint is not None:
         unseen += [checkpoint.path, *(checkpoint.file(name) for name in checkpoint.manifest["files"])]

@@ -254,6 +254,28 @@ def test_two_crashes_are_not_enough(zygote: Zygote, half: Path, whole: Path) -> 
     assert not (half / "loading.json").exists()
 
 
+NO_ROOM = """
+import errno
+from accel_train.checkpoints import commit
+def full(path, value):
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+commit.replace_json = full
+"""
+
+
+@pytest.mark.fault(
+    "R5", injected="an OSError of rank 0 while it opens the run", outcome="every rank ends at once with its text"
+)
+def test_rank_0_fails_while_it_opens_the_run(zygote: Zygote, out: Path) -> None:
+    began = time.monotonic()
+    run = zygote.run(out, *EVERY, "--collective_timeout_seconds", "600", ranks=2, patch=NO_ROOM, timeout=300)
+    assert run.wait() == [1, 1]
+    assert time.monotonic() - began < 300  # and not after the timeout of collectives
+    for rank in range(2):
+        log = (out / "logs" / f"rank_{rank}.log").read_text()
+        assert "OSError: [Errno 28] No space left on device" in log, log
+
+
 # ------------------------------------------------------------------------------------------------ shared directories
 @pytest.mark.fault("F39", injected="a second run in the same directory", outcome="exit 2 naming process and host")
 def test_two_runs_in_one_directory(zygote: Zygote, out: Path, whole: Path, tmp_path: Path) -> None:
