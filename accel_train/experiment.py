@@ -7,7 +7,7 @@ import math
 import socket
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.checkpoints.run import Run, kept, open_run
 from accel_train.checkpoints.state import Saver
-from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, to_tree
+from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of, to_tree
 from accel_train.data import sampler
 from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps, resolve_loader
 from accel_train.data.reading import MapDataset
@@ -53,11 +53,19 @@ from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.training.accumulation import SyncPolicy, resolve_sync
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
-from accel_train.training.schedules import ScheduleConfig, learning_rate_factor, notices, resolve_decay_steps
+from accel_train.training.schedules import (
+    ScheduleConfig,
+    learning_rate_factor,
+    notices,
+    resolve_decay_steps,
+    shortened_warmup,
+)
 from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import StepGuard, resolve_step_guard
 
 logger = logging.getLogger(__name__)
+WARMUP_KEPT = "schedule.warmup"
+"""In ``resolved`` of a run whose warm-up was shortened: the number asked for, and the one it trains with."""
 NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
@@ -177,7 +185,28 @@ def start(config: ExperimentConfig) -> Accelerator:
 def lengths(config: ExperimentConfig, dataset_size: int) -> tuple[int, int]:
     """Optimizer steps in all, and those of the schedule: of the first start that trained. Raises ``UsageError``."""
     max_steps = config.max_steps or math.ceil((config.max_epochs or 0) * dataset_size / config.global_batch_size)
-    return max_steps, resolve_decay_steps(config.schedule, kept(config, "schedule.decay_steps") or max_steps)
+    steps = kept(config, "schedule.decay_steps") or max_steps
+    return max_steps, resolve_decay_steps(_schedule_of(config, steps), steps)
+
+
+def _schedule_of(config: ExperimentConfig, steps: int) -> ScheduleConfig:
+    """The schedule as it fits a run of ``steps``, or as the first start made it fit.
+
+    Only a warm-up that a preset or file names is shortened, and only for a length that came later, on the command line:
+    two numbers that were given together and contradict each other are left to be refused.
+    """
+    schedule, sources = config.schedule, ("default", "command line")
+    warmup, length = (origin_of(config, name) for name in ("schedule.warmup_steps", _length_option(config)))
+    if warmup == "command line" or schedule.decay_steps is not None:
+        return schedule
+    asked, used = kept(config, WARMUP_KEPT) or (None, 0)
+    if schedule.warmup_steps == asked:
+        return replace(schedule, warmup_steps=used)
+    return shortened_warmup(schedule, steps) if warmup not in sources and length == "command line" else schedule
+
+
+def _length_option(config: ExperimentConfig) -> str:
+    return "max_epochs" if config.max_steps is None else "max_steps"
 
 
 def open_experiment(
@@ -191,7 +220,18 @@ def open_experiment(
     _refuse_different_data(accelerator, dataset_size, fingerprint)
     batch, world_size = config.global_batch_size, accelerator.num_processes
     max_steps, decay_steps = lengths(config, dataset_size)
-    run = open_run(config, accelerator, fingerprint, {"schedule.decay_steps": decay_steps})
+    schedule = _schedule_of(config, decay_steps)
+    resolved: dict[str, Any] = {"schedule.decay_steps": decay_steps}
+    if schedule != config.schedule:
+        asked, used = config.schedule.warmup_steps, schedule.warmup_steps
+        resolved[WARMUP_KEPT] = [asked, used]
+        words = [
+            *words,
+            f"schedule.warmup_steps: {asked} are longer than the {decay_steps} steps of this run's schedule: "
+            f"shortened to {used}; to choose the number yourself, give --schedule.warmup_steps",
+        ]
+        config = replace(config, schedule=schedule)  # what is saved with the run is what it trains with
+    run = open_run(config, accelerator, fingerprint, resolved)
     decay_steps = run.resolved("schedule.decay_steps")
     uneven = sampler.notices(batch, world_size, config.micro_batch_size)
     info(logger, *words, *uneven, *notices(config.schedule, decay_steps, max_steps), run.decision)

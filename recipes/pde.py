@@ -207,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
             terms = operator_learning.used(coefficients)
             optimizers.set_frozen(optimizer, operator_learning.frozen_parts(config.objective, step))
             place = operator_learning.place_in_schedule(config.objective, step, opened.decay_steps)
-            optimizers.set_learning_rate(optimizer, schedules.learning_rate_factor(config.schedule, *place))
+            optimizers.set_learning_rate(optimizer, schedules.learning_rate_factor(opened.schedule, *place))
 
             cut = [prepare(config, batch, step, task, terms) for batch in batches.micro_batches]
             window = accumulation.GradientWindow(accelerator, model, cut, coefficients, step, config.sync, guard)

@@ -196,6 +196,13 @@ FLAGS = [
         r"optimizer\.betas\.1: 1\.0 is refused: .*less than 1.*--optimizer\.betas$",
     ),
     Row("I28-warmup", "--schedule.warmup_steps 41", r"warmup_steps=41.*40"),
+    Row(
+        "I28-warmup-of-the-file",
+        "{}/c.yaml",
+        r"warmup_steps=41: must not be more than max_steps=40",
+        prepare=write("c.yaml", f"{CONFIG}schedule: {{warmup_steps: 41}}\n"),
+    ),
+    Row("I28-short", "--max_steps 15", r"warmup_steps: 20 .* the 15 steps .* shortened to 1; .*fresh start", None),
     Row("I28-floor", "--schedule.floor 2", r"schedule\.floor: 2 is refused: .*less than or equal to 1"),
     Row("I28-steps-twice", "--max_epochs 2", r"max_steps: 40, max_epochs: 2\.0: exactly one of the two"),
     Row(
@@ -301,6 +308,12 @@ RESUMING = [
         "",
         r"data_fingerprint: '\w+' there, '\w+' now.*--allow data_fingerprint",
         prepare=then(used_run, write("texts.jsonl", texts(65))),
+    ),
+    Row(
+        "I50-all-keys-at-once",
+        "--data.path {}/bad.jsonl --seed 1 --allow seed",
+        r"--allow seed data\.path data_fingerprint$",
+        prepare=then(used_run, write("bad.jsonl", texts(65))),
     ),
     Row(
         "I50-allowed",
@@ -498,6 +511,28 @@ def test_the_recipe_answers(row: Row, here: Path, capsys: pytest.CaptureFixture[
     assert re.search(row.says, said), said
     if code is not None:
         assert "Traceback" not in said
+
+
+def test_a_warm_up_that_was_shortened_stays_as_the_first_start_made_it(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ModelReachedError):
+        recipe.main(words("--max_steps 15", here))
+    OPENED[-1].note_training()
+    factors = [OPENED[-1].saved["experiment"]["schedule.warmup_steps"], OPENED[-1].saved["resolved"]]
+    assert factors == [1, {"schedule.decay_steps": 15, "schedule.warmup": [20, 1]}]
+    for argv in ("--max_steps 60", "--schedule.warmup_steps 1", "{}/run/config.yaml"):
+        reset()
+        assert outcome(words(argv, here)) == (None, ""), argv
+        assert OPENED[-1].saved["experiment"]["schedule.warmup_steps"] == 1
+    reset()
+    code, said = outcome(words("--schedule.warmup_steps 20", here))
+    assert (code, "schedule.warmup_steps" in said) == (2, True), said
+    reset()
+    code, said = outcome(words("--schedule.warmup_steps 2", here))
+    assert "schedule.warmup_steps: 1 there, 2 now" in said
+    reset()
+    assert outcome(words("{}/run/config.yaml --output_dir {}/another", here)) == (None, "")
 
 
 def test_a_stream_without_length_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,10 +75,10 @@ def refuse_changes(
             continue
         changed.append(f"{key}: {before.get(key)!r} there, {now!r} now")
     if changed:
-        first = changed[0].split(":", 1)[0]
+        keys = " ".join([*allow, *(line.split(":", 1)[0] for line in changed)])  # --allow takes all of them at once
         raise UsageError(
             f"output_dir: {directory} holds a different experiment:\n  " + "\n  ".join(changed) + "\ngive another "
-            f"--output_dir, go back to the saved values, or take the change on purpose with --allow {first}"
+            f"--output_dir, go back to the saved values, or take the change on purpose with --allow {keys}"
         )
 
 

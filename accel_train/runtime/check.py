@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from accel_train.config import UsageError, expand_path, load_config
+from accel_train.config import UsageError, config_of, expand_path
 from accel_train.runtime.accelerator import check_batch_sizes, refuse_zero_contradictions
 from accel_train.runtime.launch import Launch, read_machine
 from accel_train.runtime.machine_config import MachineConfig
@@ -20,14 +20,16 @@ from accel_train.runtime.requested import Requested, notices, refuse_accumulatio
 def check(request: Launch) -> str:
     """What ``accel-train check`` prints. Raises ``UsageError`` for what a start would refuse before connecting.
 
-    The recipe is a file with a ``Config`` and a directory ``presets`` beside it; its ``DEFAULT_PRESET``, else demo, is
-    taken where none is given.
+    The recipe's ``main`` is called and left as soon as it has read its config, so that the config is that of a start.
     """
     path, machine, words = read_machine(request)
     recipe = _import(expand_path(request.recipe))
-    presets = expand_path(request.recipe).parent / "presets"
-    default = getattr(recipe, "DEFAULT_PRESET", "demo")
-    loaded = load_config(recipe.Config, request.arguments, presets=presets, default_preset=default)
+    loaded = config_of(recipe.main, request.arguments)
+    if loaded is None:
+        raise UsageError(
+            f"recipe {request.recipe!r}: its main ended without a config; a recipe reads it first of all with "
+            "accel_train.config.load_config"
+        )
     config: Any = loaded.config
     processes = machine.num_processes or 1
     accumulation = _accumulation(config, processes)
@@ -83,7 +85,7 @@ def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: in
 
 
 def _import(path: Path) -> ModuleType:
-    """The recipe as a module; its ``main`` is not called."""
+    """The recipe as a module."""
     if not path.is_file():
         raise UsageError(f"recipe {str(path)!r}: there is no such file; give the path of a recipe")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -92,6 +94,6 @@ def _import(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses look their module up to resolve annotations
     spec.loader.exec_module(module)
-    if not hasattr(module, "Config"):
-        raise UsageError(f"recipe {str(path)!r}: it defines no Config; a recipe has a frozen dataclass of that name")
+    if not hasattr(module, "main"):
+        raise UsageError(f"recipe {str(path)!r}: it defines no main; a recipe has a function main(argv)")
     return module

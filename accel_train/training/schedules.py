@@ -7,7 +7,7 @@ exactly 1 at step W; at `decay_steps` it is exactly the floor and stays there.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from accel_train.config import Fraction, NonNegativeInt, PositiveInt, UsageError
@@ -103,6 +103,16 @@ def resolve_decay_steps(config: ScheduleConfig, max_steps: int) -> int:
         return config.decay_steps
     _check_lengths(config, max_steps, "max_steps")
     return max_steps
+
+
+def shortened_warmup(config: ScheduleConfig, decay_steps: int) -> ScheduleConfig:
+    """The same schedule with a warm-up of a tenth of the run, where the given one does not fit."""
+    try:
+        _check_lengths(config, decay_steps, "max_steps")
+    except UsageError:
+        least = 1 if config.kind == "inverse_sqrt" else 0
+        return replace(config, warmup_steps=min(config.warmup_steps, max(least, decay_steps // 10)))
+    return config
 
 
 def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[str]:
