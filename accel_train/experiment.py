@@ -227,7 +227,7 @@ def open_experiment(
         resolved[WARMUP_KEPT] = [asked, used]
         words = [
             *words,
-            f"schedule.warmup_steps: {asked} are longer than the {decay_steps} steps of this run's schedule: "
+            f"schedule.warmup_steps: {asked} is more than the {decay_steps} steps of this run's schedule: "
             f"shortened to {used}; to choose the number yourself, give --schedule.warmup_steps",
         ]
         config = replace(config, schedule=schedule)  # what is saved with the run is what it trains with

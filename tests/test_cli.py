@@ -100,7 +100,7 @@ def test_check_agrees_where_file_and_experiment_say_the_same(tmp_path: Path) -> 
 
 def test_check_refuses_what_is_no_recipe(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("x = 1\n")
-    for name, says in (("none.py", "there is no such file"), ("other.py", "it defines no Config")):
+    for name, says in (("none.py", "there is no such file"), ("other.py", "it defines no main")):
         with pytest.raises(UsageError, match=says):
             call("check", "--config_file", str(PRESETS / "ddp.yaml"), str(tmp_path / name))
 

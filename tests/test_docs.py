@@ -157,6 +157,19 @@ def test_the_recipe_of_your_own_trains_resumes_evaluates_and_loads(tmp_path: Pat
     assert run("-c", next(text for text in fences if "import Vectors" in text)).startswith("tensor(")
 
 
+def test_check_reads_the_recipe_of_your_own_as_a_start_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fences = [text for _, text in blocks(ROOT / "docs" / "recipes.md")[1]]
+    script, preset = tmp_path / "train.py", tmp_path / "presets" / "default.yaml"
+    script.write_text(next(text for text in fences if "(experiment.ExperimentConfig)" in text))
+    preset.parent.mkdir()
+    preset.write_text(next(text for text in fences if text.startswith("# presets/default.yaml")))
+    machine = str(ROOT / "accelerate_configs" / "ddp.yaml")
+    assert cli._main(["check", "--config_file", machine, str(script), "--hidden", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\n  max_steps: 30 +# default\n", shown), shown  # of the preset that main names
+    assert re.search(r"\n  hidden: 8 +# command line\n", shown), shown
+
+
 @pytest.mark.distributed
 def test_a_checkpoint_of_the_operator_predicts_as_the_page_says(tmp_path: Path) -> None:
     run_recipe(Layout("single", 1, "pde"), tmp_path / "runs" / "pde-demo", "--max_steps", "16")
