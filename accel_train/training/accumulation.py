@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from accel_train.training import frozen
 from accel_train.training.step_guard import Evidence, NonFiniteError, StepGuard
 
 __all__ = ["Batch", "GradientWindow", "NonFiniteError", "StepResult", "SyncPolicy", "no_sync", "resolve_sync", "widest"]
@@ -162,6 +163,7 @@ class GradientWindow:
         self.accelerator = accelerator
         self.model = model
         self._parameters = _parameters(accelerator, model)
+        self._optimizers: list[Any] = accelerator._optimizers  # pyright: ignore[reportPrivateUsage]
         self.step = step
         self.guard = guard
         self.inputs = [inputs for inputs, _ in micro_batches]
@@ -203,7 +205,8 @@ class GradientWindow:
 
     def _attempt(self) -> Iterator[Batch]:
         engine: Any = self.model
-        with engine.coalesce_grad_reduction() if self._coalesced else nullcontext():
+        held_back = frozen.without_gradients(self.model, self._optimizers) if self._zero_stage > 0 else nullcontext()
+        with engine.coalesce_grad_reduction() if self._coalesced else nullcontext(), held_back:
             for i, inputs in enumerate(self.inputs):
                 self._is_last = i + 1 == len(self.inputs)
                 with self._boundary():
@@ -301,8 +304,9 @@ class GradientWindow:
         if self._zero_stage > 0:
             norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf)
             return torch.as_tensor(norm, device=self._reduce_sums().device)
+        frozen.clear_gradients(self._optimizers)
         if self.accelerator.scaler is not None:
-            for optimizer in self.accelerator._optimizers:  # pyright: ignore[reportPrivateUsage]
+            for optimizer in self._optimizers:
                 self.accelerator.scaler.unscale_(optimizer.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateUsage]

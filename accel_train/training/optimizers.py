@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel_train.config import FractionBelowOne, NonNegativeFloat, PositiveFloat, UsageError
+from accel_train.training import frozen
 from accel_train.training.muon import MuonAdamW, MuonPrecision
 from accel_train.training.offload import HostAdamW
 from accel_train.training.optimizer_choice import OptimizerName, refuse_combination
@@ -145,12 +146,10 @@ def set_learning_rate(optimizer: HasParameterGroups, factor: float) -> None:
 def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:
     """Freeze exactly the parts named (of `freezable`), release all others; once per phase, on all processes.
 
-    A frozen part has learning rate 0 and weight decay 0, so the optimizer leaves its values as they are. Its
-    parameters keep `requires_grad`: switched off after wrapping, DDP raises, FSDP2 leaves the gradient
-    None and ZeRO fills zeros, three different trainings. So its gradients still come, take part in the
-    gradient norm, and update the running means and the step count: when it is released it moves
-    at once by current gradients, and all parameters have one common step count. A released group keeps lr
-    0 until the next `set_learning_rate`.
+    A frozen part has learning rate 0 and weight decay 0, so the optimizer leaves its values as they are, and a
+    `GradientWindow` gives it a gradient of zero, so that it counts neither in the gradient norm nor in the clip.
+    The running means see the zeros and fade; the step count goes on, common to all parameters. A released
+    group keeps lr 0 until the next `set_learning_rate`.
     """
     known = {group["part"] for group in optimizer.param_groups} - {""}
     if unknown := sorted(set(parts) - known):
@@ -180,6 +179,8 @@ def _parameter_groups(
             members = [p for n, p in trainable.items() if part_of.get(n, "") == part and kind_of[id(p)] == kind]
             if members:  # DeepSpeed cannot flatten an empty group
                 groups.append(_group(members, part, kind, config))
+                if part:
+                    frozen.mark(members, part)
     in_groups = [id(p) for group in groups for p in group["params"]]
     assert sorted(in_groups) == sorted(id(p) for p in trainable.values()), "a parameter is in no group or in two"
     if config.name == "muon" and not any(group["muon"] for group in groups):

@@ -83,6 +83,30 @@ def test_gradient_reductions_per_optimizer_step(strategy: str, sync: str, expect
     assert expected <= found["reductions"] < expected * 1.15
 
 
+@pytest.fixture(scope="module")
+def alone_and_frozen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return work(Layout("single", 1), tmp_path_factory.mktemp("frozen"), "frozen")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sync"),
+    [
+        ("fsdp2", "auto"),
+        ("zero3", "auto"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", "auto"), ("zero1", "auto"))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("zero2", "auto"), ("zero2", "last"))),
+    ],
+)
+def test_frozen_parts_leave_the_norm_alone_under_every_strategy(
+    strategy: str, sync: str, alone_and_frozen: dict[str, Any], tmp_path: Path
+) -> None:
+    """The clip acts in each step. What one process gives by itself: `test_accumulation.py`, by hand."""
+    found = work(Layout(strategy, 2), tmp_path, "frozen", sync)
+    assert min(found["norms"]) > 1.0
+    assert found["norms"] == pytest.approx(alone_and_frozen["norms"], rel=1e-5)
+    assert found["weights"] == pytest.approx(alone_and_frozen["weights"], rel=1e-6)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_stops_every_rank_before_the_optimizer(

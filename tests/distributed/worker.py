@@ -315,6 +315,20 @@ def optimizer(accelerator: Accelerator, option: Any) -> dict[str, Any]:
     }
 
 
+def frozen(accelerator: Accelerator, sync: Any) -> dict[str, Any]:
+    """Gradient norms of 3 clipped steps with the first block frozen and of 3 without, and the squared weights then."""
+    chosen = Chosen(accelerator, OptimizerConfig(lr=1e-2), 0, MICRO_BATCH)
+    norms: list[float] = []
+    for parts in (["first"], []):
+        set_frozen(chosen.optimizer, parts)
+        set_learning_rate(chosen.optimizer, 1.0)
+        for _, result in train(accelerator, chosen.model, chosen.optimizer, 3, sync):
+            norms.append(float(result.grad_norm))
+    shards = chosen.shards
+    weights = [shards.full(name, shards.master(name)).double().square().sum() for name in shards.parameters]
+    return {"norms": norms, "weights": float(sum(weights))}
+
+
 def rows(accelerator: Accelerator, option: Any) -> dict[str, Any]:
     """Every optimizer that the table allows under this strategy and precision: losses of a few steps, or the refusal.
 
@@ -358,6 +372,7 @@ def main(argv: Any) -> None:
     task, option = argv[0], argv[1] if len(argv) > 1 else "auto"
     tasks = {
         "trajectory": trajectory,
+        "frozen": frozen,
         "reductions": reductions,
         "nonfinite": nonfinite,
         "masters": masters,
