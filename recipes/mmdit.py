@@ -23,7 +23,7 @@ from accel_train import experiment, rng
 from accel_train.config import expand_path, load_config, to_tree
 from accel_train.data import heldout, prepare, sampler
 from accel_train.diffusion import latents, masked_text, modes, text_latent, timesteps
-from accel_train.metrics import logs, records, report, samples
+from accel_train.metrics import logs, records, report, samples, text_scores
 from accel_train.models import flops, mmdit
 from accel_train.runtime.exiting import run_main
 from accel_train.training import accumulation, ema, evaluation, optimizers
@@ -107,6 +107,8 @@ def evaluate(
         texts = [data.tokenizer.decode(row) for row in tokens.cpu()]
         samples.write_samples(expand_path(config.output_dir), data.heldout.texts, texts, data.nearest_texts(sampled))
     figures = text_latent.figures_from_sums({k: float(v) for k, v in sums.items()}, options.timesteps)
+    if accelerator.is_main_process:
+        figures |= text_scores.baseline_figures(data, options.samples, options.timesteps, config.seed)
     logs.info(logger, *text_latent.summary(figures))
     return figures
 

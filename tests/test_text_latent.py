@@ -75,9 +75,15 @@ def test_an_oracle_gets_the_figures_of_an_oracle() -> None:
     assert figures["l2t_nll_shuffled"] > 20  # certain, and wrong
     assert figures["l2t_accuracy"] == 1
     assert figures["t2l_cosine"] == pytest.approx(1, abs=1e-5)
+    assert figures["t2l_mean_cosine"] == pytest.approx(1, abs=1e-5)
     assert figures["t2l_cosine_shuffled"] < 0.3
     assert (figures["evaluated_samples"], figures["evaluated_tokens"]) == (21, 21 * LENGTH)
     assert len(summary(figures)) == 2
+    baselines = {"t2l_ridge_cosine": 0.95, "unigram_nll": 1.9, "l2t_log_linear_nll": 0.5}
+    baselines |= {"l2t_log_linear_nll_shuffled": 2.0, "l2t_log_linear_gain": 0.75}
+    l2t, t2l = summary(figures | baselines)
+    assert l2t.endswith("; log-linear: 0.500, 2.000 (75.0% less); unigrams: 1.900 without")
+    assert t2l.endswith("; ridge regression on the counts of its tokens: 0.950")
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 4), (3, 2), (4, 8)])
@@ -121,9 +127,9 @@ def test_evaluation_is_due_at_the_end_and_on_the_way() -> None:
     [(0.211, "(21.1% less)"), (-0.0004, "(0.0% less)"), (0.0, "(0.0% less)"), (-0.052, "(5.2% more)")],
 )
 def test_a_summary_has_no_negative_zero(gain: float, words: str) -> None:
-    names = ("l2t_nll", "l2t_nll_shuffled", "unconditional_nll", "l2t_accuracy", "t2l_cosine")
+    names = ("l2t_nll", "l2t_nll_shuffled", "unconditional_nll", "l2t_accuracy", "t2l_cosine", "t2l_mean_cosine")
     figures = dict.fromkeys(names, 1.0) | {"l2t_gain": gain, "t2l_cosine_shuffled": -0.0001}
     text, latent = summary(figures)
     assert words in text
-    assert latent.endswith("0.000 against shuffled ones")
+    assert latent.endswith("0.000 against shuffled ones, 1.000 in one step")
     assert "-0.0" not in text + latent

@@ -115,7 +115,7 @@ class DataConfig:
                 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PreparedData:
     train: TextLatentDataset
     heldout: TextLatentDataset

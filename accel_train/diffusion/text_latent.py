@@ -7,7 +7,8 @@ The model is called as ``model(tokens, latents, text_time, latent_time, text_mas
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveInt
 from accel_train.diffusion.latents import LatentDiffusionConfig
-from accel_train.diffusion.masked_text import correct_counts, corrupt, loss_sums, term_weight
+from accel_train.diffusion.masked_text import correct_counts, corrupt, elbo_weight, loss_sums, term_weight
 from accel_train.diffusion.sampling import (
     LatentSamplingConfig,
     Predict,
@@ -72,12 +73,14 @@ class BothWays:
         """Sums over one batch: right and shuffled latents, right and shuffled text, and neither.
 
         ``x_nll`` / ``tokens`` is a bound in nats per maskable token, ``x_cosine`` / ``samples`` a cosine between
-        latents sampled from pure noise and true ones. A model that ignores its condition gives equal pairs.
+        latents sampled from pure noise and true ones; ``t2l_mean_cosine`` is that of one step, which gives the mean
+        of all latents that the model thinks possible. A model that ignores its condition gives equal pairs.
         """
         right = text_nll_sums(self.text_given(batch, batch["latent"]), batch, self.mask_id, self.seed, timesteps)
         wrong = text_nll_sums(self.text_given(batch, shuffled["latent"]), batch, self.mask_id, self.seed, timesteps)
         alone = text_nll_sums(self.text_given(batch, None), batch, self.mask_id, self.seed, timesteps)
         sampled = self.sample_latents(batch)
+        mean = replace(self, latent=LatentSamplingConfig(steps=1)).sample_latents(batch)
         return {
             "l2t_nll": right["nll"],
             "l2t_nll_shuffled": wrong["nll"],
@@ -85,6 +88,7 @@ class BothWays:
             "l2t_accuracy": right["correct"],
             "t2l_cosine": cosine_sum(sampled, batch["latent"], batch["weight"]),
             "t2l_cosine_shuffled": cosine_sum(sampled, shuffled["latent"], batch["weight"]),
+            "t2l_mean_cosine": cosine_sum(mean, batch["latent"], batch["weight"]),
             "tokens": right["tokens"],
             "masked": right["masked"],
             "samples": batch["weight"].sum(),
@@ -96,8 +100,8 @@ class BothWays:
 
 def figures_from_sums(sums: dict[str, float], timesteps: int) -> dict[str, float]:
     """Divide what ``BothWays.figures`` summed. ``tokens`` and ``masked`` were counted at every timestep."""
-    per = {"l2t_accuracy": "masked", "t2l_cosine": "samples", "t2l_cosine_shuffled": "samples"}
     names = [n for n in sums if n not in ("tokens", "masked", "samples")]
+    per = {n: "masked" if n.endswith("accuracy") else "samples" for n in names if "nll" not in n}
     figures = {name: sums[name] / max(sums[per.get(name, "tokens")], 1e-12) for name in names}
     figures["l2t_gain"] = 1 - figures["l2t_nll"] / figures["l2t_nll_shuffled"]
     return figures | {"evaluated_samples": sums["samples"], "evaluated_tokens": sums["tokens"] / timesteps}
@@ -113,11 +117,7 @@ def text_nll_sums(predict: Predict, batch: Batch, mask_id: int, seed: int, times
     tokens, maskable, weight = batch["tokens"], batch["maskable"], batch["weight"]
     names: list[str] = ["nll", "tokens", "correct", "masked"]
     sums = dict.fromkeys(names, torch.zeros((), device=tokens.device))
-    for stratum in range(timesteps):
-        keys = rng.sample_keys(seed, "evaluation", stratum, batch["sample"])
-        time = stratified(keys, stratum, timesteps)
-        draws = rng.uniform(rng.sample_keys(seed, "evaluation/mask", stratum, batch["sample"]), tokens.shape[1:])
-        noisy, masked = corrupt(tokens, maskable, time, draws, mask_id)
+    for noisy, masked, time in _corruptions(batch, mask_id, seed, timesteps):
         logits = predict(noisy, time)
         added = {
             "nll": (loss_sums(logits, tokens, masked, time, mask_id) * weight).sum(),
@@ -127,6 +127,24 @@ def text_nll_sums(predict: Predict, batch: Batch, mask_id: int, seed: int, times
         }
         sums = {k: sums[k] + v for k, v in added.items()}
     return sums
+
+
+def bag_nll_sum(log_probabilities: Tensor, batch: Batch, mask_id: int, seed: int, timesteps: int) -> Tensor:
+    """``nll`` of ``text_nll_sums`` at the same masks for a model that gives every position of a text one distribution
+    (B, V), whatever the other tokens are."""
+    each = -log_probabilities.gather(1, batch["tokens"])  # (B, S)
+    times = _corruptions(batch, mask_id, seed, timesteps)
+    sums = [torch.where(masked, each, 0.0).sum(-1) * elbo_weight(time) for _, masked, time in times]
+    return (torch.stack(sums).sum(0) * batch["weight"]).sum()
+
+
+def _corruptions(batch: Batch, mask_id: int, seed: int, timesteps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Masked tokens, which they are, and the time of each sample, at one time after another."""
+    tokens, sample = batch["tokens"], batch["sample"]
+    for stratum in range(timesteps):
+        time = stratified(rng.sample_keys(seed, "evaluation", stratum, sample), stratum, timesteps)
+        draws = rng.uniform(rng.sample_keys(seed, "evaluation/mask", stratum, sample), tokens.shape[1:])
+        yield *corrupt(tokens, batch["maskable"], time, draws, mask_id), time
 
 
 def cosine_sum(sampled: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
@@ -158,13 +176,26 @@ class EvaluationConfig:
 
 
 def summary(figures: dict[str, float]) -> list[str]:
-    """The proof of multimodal learning in two sentences."""
-    gain = round(100 * figures["l2t_gain"], 1)
-    effect = f"{abs(gain):.1f}% {'more' if gain < 0 else 'less'}"
-    return [
+    """The proof of multimodal learning in two lines, each with what needs no network where that was measured."""
+    l2t = (
         f"l2t: {figures['l2t_nll']:.3f} nats per token with the right latent, {figures['l2t_nll_shuffled']:.3f} with a "
-        f"shuffled one ({effect}), {figures['unconditional_nll']:.3f} without; masked-token accuracy "
-        f"{figures['l2t_accuracy']:.1%}",
+        f"shuffled one ({_less(figures['l2t_gain'])}), {figures['unconditional_nll']:.3f} without; masked-token "
+        f"accuracy {figures['l2t_accuracy']:.1%}"
+    )
+    t2l = (
         f"t2l: cosine {figures['t2l_cosine']:z.3f} between sampled and true latents, "
-        f"{figures['t2l_cosine_shuffled']:z.3f} against shuffled ones",
-    ]
+        f"{figures['t2l_cosine_shuffled']:z.3f} against shuffled ones, {figures['t2l_mean_cosine']:z.3f} in one step"
+    )
+    if "l2t_log_linear_nll" in figures:
+        nll, shuffled = (figures[f"l2t_log_linear_nll{which}"] for which in ("", "_shuffled"))
+        l2t += f"; log-linear: {nll:.3f}, {shuffled:.3f} ({_less(figures['l2t_log_linear_gain'])})"
+    if "unigram_nll" in figures:
+        l2t += f"; unigrams: {figures['unigram_nll']:.3f} without"
+    if "t2l_ridge_cosine" in figures:
+        t2l += f"; ridge regression on the counts of its tokens: {figures['t2l_ridge_cosine']:z.3f}"
+    return [l2t, t2l]
+
+
+def _less(gain: float) -> str:
+    percent = round(100 * gain, 1)
+    return f"{abs(percent):.1f}% {'more' if percent < 0 else 'less'}"
