@@ -143,7 +143,9 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     convert = add("convert", "SOURCE", "what Accelerator.save_state or save_pretrained wrote, for --init_from")
     convert.add_argument("destination", metavar="DESTINATION", help="directory to put checkpoint_00000000 into")
     convert.add_argument("--stem", help="which weights, where there are several: model_1, model.fp16")
-    export = add("export", "RUN_OR_CHECKPOINT", "weights, config.json and assets, for from_pretrained and other tools")
+    export = add(
+        "export", "RUN_OR_CHECKPOINT", "weights, config.json, assets and options, for from_pretrained and others"
+    )
     export.add_argument("destination", metavar="DESTINATION", help="directory that does not exist or is empty")
     export.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of what is written")
     export.add_argument("--weights", choices=("model", "ema"), default="model", help="the weights or their average")

@@ -638,7 +638,7 @@ def test_an_export_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: 
             call("export", place, tmp_path / "out", *flags)
     assert {p.name for p in tmp_path.iterdir()} == {"large", "broken", "damaged"}
     assert call("export", places["fp16"][0], tmp_path / "out", "--precision", "bf16") == 0
-    with pytest.raises(UsageError, match=r"holds assets, config.json, model.safetensors; give a"):
+    with pytest.raises(UsageError, match=r"holds assets, config.json, experiment.json, model.safetensors; give a"):
         call("export", places["fp16"][0], tmp_path / "out")
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from accel_train import cli
-from accel_train.config import load_config
+from accel_train.config import UsageError, load_config
+from accel_train.data.both_ways import load_both_ways
 from accel_train.metrics.records import read_metrics
 from recipes import mmdit, pde
 from tests.distributed.launching import Layout, environment, run_recipe
@@ -168,6 +169,32 @@ def test_check_reads_the_recipe_of_your_own_as_a_start_does(tmp_path: Path, caps
     shown = capsys.readouterr().out
     assert re.search(r"\n  max_steps: 30 +# default\n", shown), shown  # of the preset that main names
     assert re.search(r"\n  hidden: 8 +# command line\n", shown), shown
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_and_its_export_give_the_same_samples(tmp_path: Path) -> None:
+    """As the page says, from the directory alone: objective and samplers are not those of the defaults."""
+    run = tmp_path / "runs" / "mmdit-demo"
+    run_recipe(Layout("single", 1), run, "--max_steps", "20", "--latent.prediction", "epsilon", "--seed", "7")
+    assert cli._main(["checkpoints", "export", str(run), str(tmp_path / "exported"), "--weights", "ema"]) == 0
+    both, _ = load_both_ways(tmp_path / "exported")
+    assert (both.seed, both.diffusion.prediction, both.text.steps, both.latent.guidance) == (7, "epsilon", 1, 1.5)
+    script = next(text for _, text in blocks(ROOT / "docs" / "recipes.md")[1] if "load_both_ways" in text)
+
+    def printed(text: str) -> str:
+        given = environment(PYTHONPATH=str(ROOT))
+        done = subprocess.run(
+            [sys.executable, "-c", text], cwd=tmp_path, env=given, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    from_checkpoint = printed(script)
+    assert "tensor(" in from_checkpoint
+    assert printed(script.replace("(checkpoint.path)", '(Path("exported"))')) == from_checkpoint
+    (tmp_path / "exported" / "experiment.json").unlink()
+    with pytest.raises(UsageError, match="the objective is not known; give a checkpoint, or export it again"):
+        load_both_ways(tmp_path / "exported")
 
 
 @pytest.mark.distributed

@@ -28,7 +28,8 @@ Source = Literal["model", "ema"]
 
 
 def export(checkpoint: str, destination: str, *, precision: SavePrecision = "fp32", source: Source = "model") -> int:
-    """Write the weights, or their average (``ema``), as ``destination/model.safetensors`` with config.json and assets.
+    """Write the weights, or their average (``ema``), as ``destination/model.safetensors`` with config.json, assets and
+    the experiment's options (experiment.json): objective and samplers, without which weights say little.
 
     Above 2 GB in shards with an index. Of a run, its newest checkpoint that verifies. Takes the exact fp32 tensors
     where the checkpoint has them beside a lower ``save_precision``. Raises ``UsageError`` for a destination in use, a
@@ -41,6 +42,9 @@ def export(checkpoint: str, destination: str, *, precision: SavePrecision = "fp3
     with building(temporary):
         write_collection(temporary, "model", tensors, precision)
         _copy_extras(found, temporary)
+        facts = {name: found.manifest.get(name) for name in ("run_id", "step")}
+        options = found.manifest.get("experiment") or {}
+        commit.write_json(temporary / "experiment.json", {**facts, "weights": source, "options": options})
         for file in [file for file in temporary.rglob("*") if file.is_file()]:
             commit.seal_file(file)
         for folder in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:

@@ -24,5 +24,13 @@ def load_pretrained(
     directory = model_id
     if not Path(model_id).is_dir():
         directory = snapshot_download(model_id, allow_patterns=WEIGHT_FILES, **of_the_hub)
-    whole = Path(directory) / "model.safetensors"  # named, because ema.safetensors may stand beside it
-    load_torch_model(model, whole if whole.is_file() else directory, strict=strict, map_location=map_location)
+    load_directory(model, Path(directory), "model", map_location, strict)
+
+
+def load_directory(
+    model: nn.Module, directory: Path, stem: str, map_location: str = "cpu", strict: bool = True
+) -> None:
+    """The weights (``model``) or their average (``ema``) of a directory, in one file or several with an index."""
+    whole = directory / f"{stem}.safetensors"  # named, because that of the other may stand beside it
+    source, pattern = whole if whole.is_file() else directory, stem + "{suffix}.safetensors"
+    load_torch_model(model, source, strict=strict, map_location=map_location, filename_pattern=pattern)
