@@ -91,7 +91,7 @@ def test_log_lines_of_the_demo_follow_from_its_preset() -> None:
 def test_log_lines_of_the_pde_demo_follow_from_its_preset() -> None:
     ran("pde")
     config = load_config(pde.Config, ["pde_demo"], presets=PRESETS).config
-    order = TaskSampler([1000] * len(config.data.tasks), config.global_batch_size, config.seed, config.task_weights)
+    order = TaskSampler((1000,) * len(config.data.tasks), config.global_batch_size, config.seed, config.task_weights)
     lines = list(step_lines("pde"))
     assert [step for step, *_ in lines] == logged(config), old("pde")
     for step, task, lr in lines:
