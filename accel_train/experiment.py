@@ -40,16 +40,10 @@ from accel_train.models.attention_table import AttentionNeeds
 from accel_train.models.compile import CompileConfig, CompiledBlocks
 from accel_train.models.float8 import Float8, refuse_float8
 from accel_train.models.speed import SpeedOptions, apply_speed_options
-from accel_train.runtime import garbage, lookups
-from accel_train.runtime.accelerator import (
-    Precision,
-    build_accelerator,
-    name_what_is_in_vain,
-    strategy_of,
-    verify_prepared,
-)
+from accel_train.runtime import garbage, lookups, threads
+from accel_train.runtime.accelerator import Precision, build_accelerator, log_notices, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
-from accel_train.runtime.exiting import EXIT_PREEMPTED
+from accel_train.runtime.exiting import EXIT_PREEMPTED, current_run
 from accel_train.training.accumulation import SyncPolicy, resolve_sync
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
@@ -161,8 +155,9 @@ class Opened:
 def start(config: ExperimentConfig) -> Accelerator:
     """The verified ``Accelerator``, with logging set up. All processes call it, before anything heavy.
 
-    Raises ``UsageError`` for a machine that is not what was asked for, a tracker that is not installed, a kernel that
-    nobody knows, and loader options or float8 where the device cannot obey.
+    What an earlier run of this process left is given back first. Raises ``UsageError`` for a machine that is not what
+    was asked for, a tracker that is not installed, a kernel that nobody knows, loader options or float8 where the
+    device cannot obey, and in a thread, where Python delivers no signals.
     """
     lookups.remember_lookups()
     resolve_trackers(config.log.trackers)
@@ -176,8 +171,10 @@ def start(config: ExperimentConfig) -> Accelerator:
         distributed=config.distributed,
     )
     refuse_float8(config.float8, accelerator.device, config.precision, strategy_of(accelerator))
-    setup_logging(expand_path(config.output_dir), accelerator.process_index, accelerator.num_processes)
-    name_what_is_in_vain()
+    logs = setup_logging(expand_path(config.output_dir), accelerator.process_index, accelerator.num_processes)
+    current_run.push(lambda *left: logs.__exit__(*((None,) * 3 if left[0] is UsageError else left)))
+    log_notices()
+    info(logger, threads.resolve_threads(accelerator.device.type))
     resolve_loader(config.loader, accelerator.device)
     return accelerator
 
@@ -232,9 +229,12 @@ def open_experiment(
         ]
         config = replace(config, schedule=schedule)  # what is saved with the run is what it trains with
     run = open_run(config, accelerator, fingerprint, resolved)
+    current_run.callback(run.close)
     decay_steps = run.resolved("schedule.decay_steps")
     uneven = sampler.notices(batch, world_size, config.micro_batch_size)
     info(logger, *words, *uneven, *notices(config.schedule, decay_steps, max_steps), run.decision)
+    if run.checkpoint is not None:
+        info(logger, *threads.keep_threads(run.checkpoint.manifest, accelerator.device.type))
     finished = run.start_step >= max_steps and not config.evaluate_only
     if finished:
         info(logger, f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on")

@@ -25,7 +25,7 @@ from accel_train.data import heldout, prepare, sampler
 from accel_train.diffusion import latents, masked_text, modes, text_latent, timesteps
 from accel_train.metrics import logs, records, report, samples, text_scores
 from accel_train.models import flops, mmdit
-from accel_train.runtime.exiting import run_main
+from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training import accumulation, ema, evaluation, optimizers
 
 logger = logging.getLogger("recipes.mmdit")
@@ -114,6 +114,7 @@ def evaluate(
 
 
 # ------------------------------------------------------------------------------------------------------------ main
+@one_run
 def main(argv: Sequence[str]) -> int:
     """Every process runs it. Raises ``UsageError`` (exit code 2) before anything is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config

@@ -27,7 +27,7 @@ from accel_train.data import field_rows, heldout, pde, task_sampler
 from accel_train.diffusion import fields, operator_learning, residual
 from accel_train.metrics import early_stopping, field_scores, logs, pictures, records, report
 from accel_train.models import field_tokens, pde_flops, pde_prediction, pde_transformer, token_blocks
-from accel_train.runtime.exiting import run_main
+from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training import accumulation, ema, evaluation, optimizers, schedules
 
 logger = logging.getLogger("recipes.pde")
@@ -162,6 +162,7 @@ def evaluate(
 
 
 # ------------------------------------------------------------------------------------------------------------ main
+@one_run
 def main(argv: Sequence[str]) -> int:
     """Every process runs it. Raises ``UsageError`` (exit code 2) before a model is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config

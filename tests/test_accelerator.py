@@ -74,7 +74,7 @@ def test_the_timeout_reaches_deepspeed_in_minutes() -> None:
 def test_misleading_variables_are_named(caplog: pytest.LogCaptureFixture) -> None:
     os.environ["NCCL_TIMEOUT"] = "7200"
     with caplog.at_level(logging.WARNING):
-        machine.name_what_is_in_vain()
+        machine.log_notices()
     assert "NCCL_TIMEOUT=7200 is read by neither NCCL nor torch" in caplog.text
 
 

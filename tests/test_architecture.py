@@ -310,8 +310,9 @@ def _says_itself(node: ast.FunctionDef | ast.ClassDef) -> bool:
     return short or node.name == "forward" or node.name in WITHOUT_DOCSTRING
 
 
-COPY_TAX = 0.40
-"""Largest share of a recipe's lines that is also found, in order, in the other one. The shorter one pays more."""
+COPY_TAX = 0.41
+"""Largest share of a recipe's lines that is also found, in order, in the other one. The shorter one pays more. One
+hundredth is for the decorator that every ``main`` has (``one_run``)."""
 
 
 def test_recipes_share_by_import_and_not_by_copy() -> None:

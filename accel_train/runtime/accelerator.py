@@ -12,19 +12,19 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from accel_train.config import UsageError
 from accel_train.runtime import rehearsal
 from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers, verify_ddp
+from accel_train.runtime.exiting import begin_run
 from accel_train.runtime.requested import (
     Requested,
     clear_environment,
@@ -58,6 +58,7 @@ def build_accelerator(
     ZeRO's own settings (clipping, accumulation, batch sizes, precision) are generated from the arguments.
     Raises ``UsageError`` where the machine is not what the launch request says, naming both.
     """
+    begin_run().callback(_forget_accelerator())
     end_with_the_launcher()
     requested = read_request(os.environ, parent_command_lines())
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -86,12 +87,28 @@ def build_accelerator(
     )
     _verify(accelerator, requested, world_size, precision)
     _keep_fsdp_in_fp32(accelerator)
-    if requested.threads_unasked and accelerator.device.type == "cpu" and world_size == 1:
-        _use_every_core()
     return accelerator
 
 
-def name_what_is_in_vain() -> None:
+def _forget_accelerator() -> Callable[[], None]:
+    """What puts Accelerate's shared state back as it is now; call it before ``build_accelerator``.
+
+    The function leaves the state alone where there was one already, for it is not ours, and with several processes,
+    whose group outlives it.
+    """
+    process, state, gradients = (cast("Any", kind) for kind in (PartialState, AcceleratorState, GradientState))
+    if process._shared_state:
+        return lambda: None
+
+    def forget() -> None:
+        if process._shared_state.get("num_processes", 1) == 1:
+            state._reset_state(True)
+            gradients._reset_state()
+
+    return forget
+
+
+def log_notices() -> None:
     """Log what was asked of the machine and is not followed. Every process, once logging is set up."""
     command_lines = parent_command_lines()
     machine = read_request(os.environ, command_lines).machine
@@ -103,21 +120,6 @@ def _silence_known_warnings() -> None:
     """Warnings that torch and Accelerate raise about their own calls, and that nobody here can act on."""
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-
-
-def _use_every_core() -> None:
-    """One CPU process under `accelerate launch`, whose default is one thread per physical core.
-
-    On two hyperthreads the demo makes 346 samples a second instead of 190. A number that was asked for, by flag or by
-    OMP_NUM_THREADS before the launch, is left alone.
-    """
-    launcher = psutil.Process().parent()
-    try:
-        asked = launcher is None or "OMP_NUM_THREADS" in launcher.environ()
-    except psutil.Error:
-        asked = True
-    if not asked:
-        torch.set_num_threads(len(psutil.Process().cpu_affinity() or [0]))
 
 
 def _keep_fsdp_in_fp32(accelerator: Accelerator) -> None:

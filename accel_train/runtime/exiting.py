@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +21,39 @@ EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
 """Names the file in which a worker tells ``accel-train launch`` its exit code, which torchrun would turn into 1."""
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: saved, start again to go on."""
+
+
+current_run = ExitStack()
+"""What the run of this process gives back at its end."""
+
+
+def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Decorate a recipe's ``main``: however it ends, what the run took of the process is given back.
+
+    The lock on its directory, the handlers of its logs and, with one process, Accelerate's shared state: a notebook or
+    a sweep may call ``main`` again. A failure is in the log by then. Several processes leave their group alone.
+    """
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str]) -> int:
+        with current_run:
+            return main(argv)
+
+    return run
+
+
+def begin_run() -> ExitStack:
+    """``current_run``, emptied: what an earlier run of this process left is given back first.
+
+    Raises ``UsageError`` in a thread, where Python delivers no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            f"a run in thread {threading.current_thread().name!r}: a run takes signals and the state of its process, "
+            "so the main thread is required; call main() there, one run after the other, or start a process for each"
+        )
+    current_run.close()
+    return current_run
 
 
 def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:

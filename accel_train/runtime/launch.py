@@ -8,6 +8,7 @@ that survive: torchrun turns a worker's 2 or 75 into 1.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import socket
 import subprocess
@@ -28,7 +29,12 @@ from accel_train.runtime.machine_config import (
     read_machine_config,
     visible_machine,
 )
-from accel_train.runtime.requested import MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE
+from accel_train.runtime.requested import (
+    MACHINE_FILE_VARIABLE,
+    REHEARSAL_VARIABLE,
+    THREADS_UNASKED_VARIABLE,
+    THREADS_VARIABLE,
+)
 
 FORWARDED: dict[signal.Signals, signal.Signals] = {
     signal.SIGINT: signal.SIGINT,
@@ -77,6 +83,8 @@ def _prepared(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str,
     environment = accelerate_environment(settings)
     if machine.use_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
+    if THREADS_VARIABLE not in os.environ:
+        environment[THREADS_UNASKED_VARIABLE] = "1"
     environment.pop(MACHINE_FILE_VARIABLE, None)  # of a launch around this one
     if path is not None:
         environment[MACHINE_FILE_VARIABLE] = str(path)

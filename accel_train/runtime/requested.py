@@ -21,6 +21,9 @@ from accel_train.runtime.machine_config import (
 
 MACHINE_FILE_VARIABLE = "ACCEL_TRAIN_MACHINE_FILE"
 REHEARSAL_VARIABLE = "ACCEL_TRAIN_REHEARSAL"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+THREADS_UNASKED_VARIABLE = "ACCEL_TRAIN_THREADS_UNASKED"
+"""Set by ``accel-train launch`` where its user gave no number: Accelerate's own rule sets one for the processes."""
 
 LAUNCHERS = ("accelerate-launch",)
 
@@ -48,8 +51,6 @@ class Requested:
     strategy: str | None
     """'fsdp' or 'deepspeed' as the launcher's environment says, else None."""
     rehearsal: bool
-    threads_unasked: bool = False
-    """The number of CPU threads is `accelerate launch`'s own default, physical cores: often half of what is there."""
 
 
 def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequence[str]]) -> Requested:
@@ -69,7 +70,6 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
         num_processes=_asked_processes(override, machine),
         strategy=_asked_strategy(environment),
         rehearsal=bool(environment.get(REHEARSAL_VARIABLE)),
-        threads_unasked=flags is not None and flags.get("num_cpu_threads_per_process") is None,
     )
 
 

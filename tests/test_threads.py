@@ -1,0 +1,130 @@
+"""How many threads torch takes: what the machine has to spare, what was asked for, and what a checkpoint had."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from accel_train.runtime import threads
+
+V1 = "cpu,cpuacct/a/cpu.cfs"
+
+
+@pytest.fixture(autouse=True)
+def number() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "load", "all_cores", "chosen"),
+    [
+        (2, 1, 0.0, 2, 2),
+        (2, 1, 1.0, 2, 2),  # this start itself
+        (2, 1, 1.6, 2, 1),
+        (2, 1, 12.0, 2, 1),
+        (16, 1, 8.0, 16, 9),
+        (16, 4, 0.5, 16, 4),
+        (16, 3, 0.5, 16, 5),
+        (2, 4, 0.0, 2, 1),
+        (4, 1, 0.0, 128, 4),  # a quota of four on a large host
+        (4, 1, 100.0, 128, 4),
+        (4, 1, 127.5, 128, 1),
+    ],
+)
+def test_what_the_machine_has_to_spare(cores: int, processes: int, load: float, all_cores: int, chosen: int) -> None:
+    assert threads.choose(cores, processes, load, all_cores) == chosen
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "max 100000\n"}, None),
+        ("0::/", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/a/b", {"a/cpu.max": "100000 100000\n", "a/b/cpu.max": "300000 100000\n"}, 1.0),
+        (
+            "4:cpu,cpuacct:/a",
+            {f"{V1}_quota_us": "200000", f"{V1}_period_us": "100000"},
+            2,
+        ),
+        (
+            "4:cpu,cpuacct:/a",
+            {f"{V1}_quota_us": "-1", f"{V1}_period_us": "100000"},
+            None,
+        ),
+        ("9:memory:/a", {"memory/a/cpu.max": "100000 100000"}, None),
+        ("4:cpu:/not/seen/here", {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 0.5),
+        ("0::/", {"cpu.max": "nonsense"}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_quota_of_a_cgroup(own: str, files: Mapping[str, str], quota: float | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    cores, reason = threads.usable_cores(tmp_path / "fs", tmp_path / "own")
+    here = len(os.sched_getaffinity(0))
+    assert cores == (here if quota is None else min(here, max(1, int(quota))))
+    assert (quota is None or quota >= here) == (reason == "affinity")
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "launcher", "said"),
+    [
+        ({}, None, {}, False),
+        ({"OMP_NUM_THREADS": "3"}, None, {}, True),
+        ({"OMP_NUM_THREADS": "1"}, {}, {}, False),  # `accelerate launch` set it
+        ({"OMP_NUM_THREADS": "1"}, {}, {"OMP_NUM_THREADS": "1"}, True),
+        ({"OMP_NUM_THREADS": "4"}, {"num_cpu_threads_per_process": 4}, {}, True),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, None, {}, False),  # torchrun set it
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "none"}, None, {"OMP_NUM_THREADS": "2"}, True),
+        ({"OMP_NUM_THREADS": "1", "ACCEL_TRAIN_THREADS_UNASKED": "1"}, None, {"OMP_NUM_THREADS": "1"}, False),
+    ],
+)
+def test_what_a_person_said(
+    environment: dict[str, str],
+    flags: dict[str, Any] | None,
+    launcher: dict[str, str],
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(psutil.Process, "environ", lambda _: launcher)
+    assert threads.asked(environment, flags) is said
+
+
+def test_a_number_that_was_asked_for_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_asked", lambda: True)
+    torch.set_num_threads(3)
+    assert threads.resolve_threads("cpu").startswith("3 torch thread(s), as OMP_NUM_THREADS")
+    assert threads.keep_threads({"layout": {"threads": 1}}, "cpu") == []
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "says"),
+    [
+        ({}, 2, None),
+        ({"threads": 2}, 2, None),
+        ({"threads": 1}, 1, "1 torch thread(s) instead of 2, as the checkpoint was computed"),
+        ({"threads": 4}, 4, "4 torch thread(s) instead of 2"),
+        ({"threads": 5}, 2, "2 torch thread(s): the checkpoint was computed with 5, for which cores are missing"),
+    ],
+)
+def test_a_resume_keeps_the_number_of_the_checkpoint(
+    saved: dict[str, Any], now: int, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "_asked", lambda: False)
+    monkeypatch.setattr(threads, "usable_cores", lambda: (8, "affinity"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    torch.set_num_threads(2)
+    said = threads.keep_threads({"layout": saved}, "cpu")
+    assert torch.get_num_threads() == now
+    assert [line.startswith(says) for line in said if says] == ([True] if says else [])
