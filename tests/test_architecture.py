@@ -192,7 +192,8 @@ def test_pydantic_and_tyro_are_read_in_config_alone() -> None:
 
 
 def test_heavy_and_optional_packages_are_imported_inside_functions() -> None:
-    found = [i for i in every_import() if i.target.split(".")[0] in INSIDE_FUNCTIONS]
+    slow = ("torch.distributed.fsdp.", "torch.distributed.tensor.")  # a second of CPU that --help has no use for
+    found = [i for i in every_import() if i.target.split(".")[0] in INSIDE_FUNCTIONS or i.target.startswith(slow)]
     assert found
     wrong = [str(i) for i in found if i.at_top]
     assert not wrong, "\n".join(wrong)

@@ -773,4 +773,7 @@ def test_the_silent_fallbacks_of_accelerate_launch_stop(name: str, here: Path) -
     code, output = run(accelerate(*(f.replace("{}", str(here)) for f in flags), str(RECIPE), "demo"), here)
     assert code != 0, output
     assert re.search(r"error \(wrong usage, exit code 2\): " + says, plain(output)), output
+    assert re.search(r"\(what follows is a report of (torchrun|accelerate launch): it can be ignored", output), output
+    if "torchrun:" in output:  # it shows the error once more, below its traceback
+        assert re.search(says, plain(output[output.rindex("Traceback") :])), output
     assert not (here / "runs").exists()

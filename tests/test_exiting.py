@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_train.runtime import exiting
 from accel_train.runtime.exiting import reported_exit_code
 from tests.waiting import PATIENCE_SECONDS
 
@@ -111,6 +112,23 @@ def test_the_exit_code_leaves_the_process_and_reaches_the_launcher(
     )
     assert (done.returncode, done.stdout + done.stderr) == (code, printed)
     assert file.read_text() == reported
+
+
+def test_a_wrong_usage_is_in_the_log_of_the_run_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exiting, "asked_output_dir", lambda: tmp_path / "run")
+    exiting._log("error (wrong usage, exit code 2): no directory is made for it")
+    assert not (tmp_path / "run").exists()
+    log = tmp_path / "run" / "logs" / "rank_0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("an earlier start\n")
+    exiting._log("error (wrong usage, exit code 2): --seed fast")
+    first, second = log.read_text().splitlines()
+    assert (first, second.partition(" ERROR ")[2]) == (
+        "an earlier start",
+        "accel_train.runtime.exiting: error (wrong usage, exit code 2): --seed fast",
+    )
 
 
 @pytest.mark.parametrize(

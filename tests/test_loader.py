@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from accel_train.config import UsageError
+from accel_train.data import loader
 from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps, resolve_loader, usable_cores
 from accel_train.data.sampler import Cut, StepSampler
 from tests.waiting import until
@@ -294,3 +295,11 @@ def test_prefetch_on_cuda_gives_the_same(workers):
     assert all(tensor.is_cuda for step in steps for batch in step.micro_batches for tensor in batch.values())
     on_host = [[{n: t.cpu() for n, t in b.items()} for b in step.micro_batches] for step in steps]
     assert_same(collect(), [StepBatches(i, batches, 0.0) for i, batches in enumerate(on_host)])
+
+
+def test_more_workers_than_the_cores_can_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "usable_cores", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert resolve_loader(LoaderConfig(num_workers=16), torch.device("cpu")).num_workers == 16
+    with pytest.raises(UsageError, match=r"num_workers=17: .* 34 .*, on 4 core.*at most 32.* 16 or less"):
+        resolve_loader(LoaderConfig(num_workers=17), torch.device("cpu"))

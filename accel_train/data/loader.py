@@ -22,6 +22,8 @@ from accel_train.data.reading import Batch, Collate, LoaderSettings, MapDataset,
 from accel_train.data.sampler import Cut, Sampler, accumulation_steps
 
 MAX_AUTO_WORKERS = 8
+MAX_WORKERS_PER_CORE = 8
+"""Above it reading processes only wait for each other; one takes some 300 MiB of memory."""
 DEFAULT_PREFETCH_FACTOR = 2
 DEFAULT_TIMEOUT_SECONDS = 300.0
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -86,7 +88,9 @@ def resolve_loader(config: LoaderConfig, device: torch.device) -> LoaderSettings
             "Set pin_memory to auto or False."
         )
     workers, reason = config.num_workers, "num_workers as asked"
-    if workers == "auto":
+    if workers != "auto":
+        _refuse_too_many(workers)
+    else:
         workers, reason = _auto_workers(device)
         if workers == 0:
             _refuse_worker_options(config, f"num_workers=auto chose 0 ({reason})")
@@ -218,6 +222,18 @@ def _auto_workers(device: torch.device) -> tuple[int, str]:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     workers = min(MAX_AUTO_WORKERS, max(0, cores // processes - 1))
     return workers, f"auto: {cores} cores for {processes} training processes on this host"
+
+
+def _refuse_too_many(workers: int) -> None:
+    cores, processes = usable_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    most = max(16, MAX_WORKERS_PER_CORE * cores)
+    if workers * processes > most:
+        gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        raise UsageError(
+            f"loader.num_workers={workers}: with {processes} training process(es) on this host that is "
+            f"{workers * processes} reading processes, about {workers * processes * 0.3:.0f} GiB, on {cores} core(s) "
+            f"and {gib:.0f} GiB of memory; at most {most} are started. Give {most // processes} or less, or auto."
+        )
 
 
 def _refuse_worker_options(config: LoaderConfig, because: str) -> None:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from accel_train.config import PositiveInt, UsageError
 
@@ -171,6 +170,8 @@ def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[st
     """
     if (ahead := config.fsdp2_prefetch) is None:
         return []
+    from torch.distributed.fsdp import FSDPModule
+
     blocks: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     if len(blocks) < 2:
         raise UsageError(
@@ -184,7 +185,9 @@ def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[st
     return [f"fsdp2: {ahead} of {len(blocks)} blocks are gathered ahead of their use"]
 
 
-def _chains(model: nn.Module) -> list[list[FSDPModule]]:
+def _chains(model: nn.Module) -> list[list[Any]]:
     """Sharded blocks that run one after another, in order."""
+    from torch.distributed.fsdp import FSDPModule
+
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
     return [[block for block in part if isinstance(block, FSDPModule)] for part in lists]

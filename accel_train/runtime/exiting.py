@@ -126,7 +126,8 @@ def _launcher() -> str | None:
 def _log(text: str) -> None:
     """Into the log of this process where the run is set up, else below the output directory where one is there."""
     record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (text,), None)
-    files = [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+    handlers = [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+    files = [h for h in handlers if Path(h.baseFilename).name.startswith("rank_")]
     for handler in files:
         handler.handle(record)
     directory = asked_output_dir()

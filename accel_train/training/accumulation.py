@@ -286,7 +286,8 @@ class GradientWindow:
 
     def _evidence(self, norm: Tensor | None) -> Evidence:
         samples = [inputs.get("sample") for inputs in self.inputs]
-        return Evidence(self.step, tuple(self.coefficients), self._reduce_sums(), norm, self._sums, samples)
+        precision = str(self.accelerator.mixed_precision)
+        return Evidence(self.step, tuple(self.coefficients), self._reduce_sums(), norm, self._sums, samples, precision)
 
     def _reduce_sums(self) -> Tensor:
         """Sums of the terms over all ranks and micro-batches, reduced once a step."""

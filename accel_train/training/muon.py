@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -184,6 +183,8 @@ class _Round:
 
 def _by_mesh(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
     """Runs that exchange with the same ranks in the same dtype, in one order on every rank."""
+    from torch.distributed.tensor import DTensor  # a second of CPU, which --help does not need
+
     runs: dict[Any, list[_Matrix]] = {}
     for matrix in matrices:
         parameter = matrix.parameter
@@ -194,6 +195,8 @@ def _by_mesh(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
 
 def _shard_group(parameter: Tensor) -> tuple[bool, Any]:
     """Whether the matrix is cut over ranks, and the processes that hold its parts or, whole, its copies."""
+    from torch.distributed.tensor import DTensor
+
     if not isinstance(parameter, DTensor):
         return False, None
     for dimension, placement in enumerate(parameter.placements):
@@ -210,4 +213,6 @@ def _rows_of_ranks(rows: int, world: int) -> list[int]:
 
 
 def _local(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accel_train.training import eight_bit
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Shards:
@@ -28,6 +30,8 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, masters: Mapping[str, Tensor] | None = None) -> None:
+        from torch.distributed.tensor import DTensor  # a second of CPU, which --help does not need
+
         self.model = model
         self.module = plain_module(model)
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -83,7 +87,7 @@ class Shards:
             state: Any = self._optimizer.state[parameter]
             if eight_bit.holds_moments(state):
                 return eight_bit.read_moment(state, key)
-            return state[key].to_local() if isinstance(state[key], DTensor) else state[key]
+            return state[key].to_local() if hasattr(state[key], "to_local") else state[key]
         flat, start, length = self._place(parameter)
         if length == 0:
             return flat.data.narrow(0, 0, 0)
@@ -139,6 +143,8 @@ class Shards:
         if self._kind == "whole":
             return shard
         if self._kind == "dtensor":
+            from torch.distributed.tensor import DTensor
+
             whole = DTensor.from_local(
                 shard,
                 parameter.device_mesh,
@@ -168,6 +174,8 @@ class Shards:
         if self._kind == "whole":
             return whole
         if self._kind == "dtensor":
+            from torch.distributed.tensor import distribute_tensor
+
             mesh, placements = parameter.device_mesh, parameter.placements
             return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None).to_local()
         flat_whole = whole.flatten()

@@ -25,6 +25,10 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient of some rank is not finite. Raised on every rank; the optimizer has not moved since."""
 
 
+_ADVICE = {"bf16": "try --precision fp32", "fp16": "try --precision bf16, which overflows later, or fp32"}
+"""What may help beside; a run in fp32 has no finer precision to go to."""
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What tells whether one step was finite, and where it was not: small tensors of the device."""
@@ -39,6 +43,8 @@ class Evidence:
     """Of each micro-batch of this rank, its K sums."""
     samples: Sequence[Tensor | None]
     """Samples of each micro-batch of this rank, where the batch names them."""
+    precision: str = "fp32"
+    """Of the computation."""
 
     def read(self) -> float:
         """The norm (without one, the last total), on the host: waits for the device.
@@ -65,7 +71,7 @@ class Evidence:
         return (
             f"{what} of step {self.step} is not finite ({value}); the optimizer has not stepped and the last "
             f"checkpoint is untouched. Samples of the micro-batches concerned: {found or 'unknown'}. Look at those "
-            "samples, lower the learning rate, or try --precision fp32"
+            f"samples, lower the learning rate, or {_ADVICE.get(self.precision, 'lengthen the warm-up')}"
         )
 
 
