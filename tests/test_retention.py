@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from accel_train.checkpoints import commit, retention
 from accel_train.checkpoints.retention import Held, Plan
+from accel_train.checkpoints.writer import Retention
 
 STATE = ("index.json", "exp_avg.safetensors", "master.safetensors")
 
@@ -565,3 +566,42 @@ def test_the_module_needs_the_standard_library_only() -> None:
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert not {"torch", "numpy", "accelerate", "safetensors", "pydantic", "yaml"} & set(done.stdout.split())
+
+
+# ------------------------------------------------------------------------------------- after a commit, behind it
+def job_of(path: Path, keep: Options) -> dict[str, Any]:
+    manifest = {"step": retention.step_of(path)}
+    return {"final": str(path), "manifest": manifest, "keep": asdict(keep), "queue": str(path.parent / "queue")}
+
+
+def test_what_is_left_after_a_commit_gives_way_and_hurries(tmp_path: Path) -> None:
+    """Nothing goes before the old ones are hashed; in a hurry they are not, and stay; a later call ends the work."""
+    for step in (1, 2, 3):
+        newest = make(tmp_path, step)
+    left = Retention()
+    left.begin(job_of(newest, Options(keep_last=1)))
+    assert left.step()  # a piece of an older one
+    assert steps_in(tmp_path) == [1, 2, 3]
+    left.finish(hurry=True)
+    assert left.waiting
+    assert steps_in(tmp_path) == [1, 2, 3]
+    left.finish(hurry=False)
+    assert not left.waiting
+    assert steps_in(tmp_path) == [3]
+    left.begin(job_of(make(tmp_path, 4), Options(keep_last=1)))
+    left.finish(hurry=True)  # everything is known: there is nothing to hash
+    assert steps_in(tmp_path) == [4]
+    assert left.notices == []
+
+
+def test_what_could_not_go_is_told_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "not yours", str(path))
+
+    monkeypatch.setattr(commit, "remove", refuse)
+    paths = [make(tmp_path, step) for step in (1, 2)]
+    left = Retention()
+    left.begin(job_of(paths[-1], Options(keep_last=1)))
+    left.advance(60)
+    (notice,) = left.notices
+    assert notice.startswith("an old checkpoint could not be deleted: checkpoint_00000001: PermissionError")

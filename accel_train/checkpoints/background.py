@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +19,9 @@ from typing import Any
 
 import accel_train
 from accel_train.checkpoints.commit import CheckpointWriteError
+from accel_train.runtime.signals import StopRequests
+
+logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
@@ -84,7 +89,24 @@ class Writer:
             self.broken = True
             answer = {"error": f"the writer process ended by itself (code {self._process.wait()})"}
         self._busy = False
+        for notice in answer.pop("notices", ()):
+            logger.warning("%s", notice)
         return answer
+
+    def settle(self, requests: StopRequests, *, hurry: bool) -> None:
+        """Wait until old checkpoints that need not stay are gone; in a ``hurry`` none is hashed first, and stays.
+
+        A request to stop ends the wait, and the process with it: what goes is renamed before it is deleted.
+        """
+        if self._busy or self.broken:
+            return
+        self.submit({"do": "end", "hurry": hurry})
+        while self.answer(wait=False) is None:
+            if requests.requested and not hurry:
+                self._process.kill()
+                self.broken = True
+                return
+            time.sleep(0.005)
 
     def close(self, *, kill: bool = False) -> None:
         """End it, at once with ``kill``. The buffer stays mapped for as long as a tensor looks into it."""

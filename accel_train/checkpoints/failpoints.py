@@ -32,9 +32,9 @@ NAMES = (
     "mid_manifest",
     "before_rename",
     "after_rename",
+    "after_commit",
     "before_retention",
     "before_rmtree",
-    "after_commit",
 )
 """Every place, in the order of a save."""
 

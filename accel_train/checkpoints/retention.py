@@ -6,8 +6,11 @@ that writes checkpoints applies this too.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,6 +19,7 @@ from accel_train.checkpoints import commit
 from accel_train.checkpoints import manifest as manifests
 from accel_train.checkpoints.commit import NAME, Checkpoint
 
+PIECE_BYTES = 8 << 20
 STATE_FILES = ("optimizer/", "trainer_state.json")
 """What a checkpoint loses when its optimizer state is stripped, by the beginning of the name."""
 
@@ -321,15 +325,41 @@ def survey(directory: Path, cache: VerifyCache) -> tuple[list[Held], dict[Path, 
     return verified, damaged
 
 
+def keeps_all(directory: Path, keep: Keep, newest: int) -> bool:
+    """Whether nothing is to go, so that nothing need be hashed."""
+    wanted = keep.keep_last <= 0 and keep.keep_state_last <= 0
+    past = wanted and all(step <= newest for step, _ in commit.committed(directory))
+    return past and not any(one.leftover for one in held(directory))
+
+
+def hash_ahead(directory: Path, cache: VerifyCache) -> Iterator[None]:
+    """Hash what ``prune`` will want to know, newest first, into ``cache``. Yields after each piece that was read."""
+    for _, path in reversed(commit.committed(directory)):
+        known = cache.setdefault(path, {})
+        for name in (read_manifest(path) or {"files": ()})["files"]:
+            if (path / name).is_file():
+                yield from _hash_in_pieces(path / name, name, known)
+
+
+def _hash_in_pieces(file: Path, name: str, known: dict[str, FileFacts]) -> Iterator[None]:
+    with suppress(OSError), file.open("rb") as opened:  # what cannot be read, `prune` says
+        stat, digest = os.fstat(opened.fileno()), hashlib.sha256()
+        now = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        if name in known and known[name][:4] == now:
+            return
+        while piece := opened.read(PIECE_BYTES):
+            digest.update(piece)
+            yield
+        known[name] = (*now, digest.hexdigest())
+
+
 def prune(directory: Path, keep: Keep, newest: int, busy: Collection[str], cache: VerifyCache) -> Plan:
     """List, verify, plan, apply, after step ``newest`` was committed. One process; what could not go is in ``failed``.
 
     The first call of a process hashes every checkpoint there is, unless all are kept and nothing need be known.
     """
-    steps = commit.committed(directory)
-    keeps_all = keep.keep_last <= 0 and keep.keep_state_last <= 0 and all(step <= newest for step, _ in steps)
-    if keeps_all and not any(one.leftover for one in held(directory)):
-        return Plan(reasons={path.name: "keep_last: 0 keeps all" for _, path in steps})
+    if keeps_all(directory, keep, newest):
+        return Plan(reasons={path.name: "keep_last: 0 keeps all" for _, path in commit.committed(directory)})
     verified, damaged = survey(directory, cache)
     done = apply(plan(verified, list(damaged), keep, newest=newest, busy=busy))
     for path in done.remove:

@@ -156,6 +156,7 @@ class Saver:
             "texts": texts if self._main else {},
             "extras": extras,
             "needed_bytes": pending.needed_bytes,
+            "hurry": self._stopping,
         }
         self._take_answer(wait=False)  # submits the job, unless the snapshot is still on its way from the device
         self._saved_step = step
@@ -187,6 +188,8 @@ class Saver:
                 self._agreement.close()
                 self._pusher.finish(preempted=self._stopping)
         finally:
+            if self._writer is not None and self._pending is None:
+                self._writer.settle(self._requests, hurry=kind is not None or self._stopping)
             self._pusher.close()
             self._requests.close()
             if self._writer is not None:  # first: it may be about to give the directory its final name
@@ -219,6 +222,7 @@ class Saver:
         elements = {n: self._shards.shape(n).numel() for n in self._shards.parameters}
         planned = snapshot.plan(collections, elements, self._accelerator.num_processes)
         if self._writer is not None:
+            self._writer.settle(self._requests, hurry=self._stopping)
             self._writer.close()
         self._writer = Writer(planned.sizes[self._rank])
         taken = snapshot.Snapshot(
@@ -314,7 +318,7 @@ class Saver:
         if errors:
             self._give_up("; ".join(errors))
         elif pending.committing:
-            self._acknowledge(answers[0])
+            self._acknowledge()
         else:
             self._commit(pending, {k: v for a in answers for k, v in a["files"].items()})
 
@@ -337,14 +341,10 @@ class Saver:
                 }
             )
 
-    def _acknowledge(self, answer: Mapping[str, Any]) -> None:
+    def _acknowledge(self) -> None:
         pending = self._pending
         assert pending is not None
         self._pending = self._lost = None
-        for problem in answer["problems"] if self._main else []:
-            logger.warning("an old checkpoint could not be deleted: %s", problem)
-        if self._main and answer.get("aside"):
-            logger.warning("what stood in the place of this checkpoint is set aside as %s", answer["aside"])
         if self._main:
             saved = Checkpoint(
                 self._run.checkpoints / commit.checkpoint_name(pending.step), pending.step, pending.manifest
@@ -356,6 +356,7 @@ class Saver:
     def _release(self) -> None:
         """End the writer and give its memory back."""
         if self._writer is not None:
+            self._writer.settle(self._requests, hurry=self._stopping)
             self._writer.close(kill=self._writer.broken)
         self._writer = self._snapshot = None
 

@@ -1,4 +1,4 @@
-"""The writer process: writes, hashes and flushes a snapshot, commits it, lets old checkpoints go. One a rank.
+"""The writer process: writes, hashes and flushes a snapshot, commits it, then lets old ones go. One a rank.
 
 A thread of the trainer would share its interpreter lock and stall the loop; a process shares nothing but the memory
 that holds the snapshot. It imports the standard library alone, so it starts in a moment and weighs a few MiB.
@@ -28,6 +28,8 @@ from accel_train.checkpoints import commit, failpoints, retention
 CHUNK_BYTES = 8 << 20
 NICENESS = 10
 """The loop goes first where cores are short."""
+RETENTION_SECONDS = 1.0
+"""How long a save waits, at most, for old checkpoints to go that the commits before have left."""
 PR_SET_PDEATHSIG = 1
 PATIENCE_SECONDS = 30.0
 """How long a directory that another host made may take to be seen here: network file systems cache names."""
@@ -115,36 +117,101 @@ def write(job: Mapping[str, Any], buffer: memoryview) -> Json:
     return {"files": written}
 
 
-def finish(job: Mapping[str, Any], cache: Any) -> Json:
-    """Commit what all ranks have written, then let old checkpoints go. The main process's writer alone."""
-    final = Path(job["final"])
-    aside = commit.commit(Path(job["temporary"]), final, job["manifest"])
-    failpoints.hit("before_retention")
-    keep: Any = SimpleNamespace(**job["keep"])
-    queue = Path(job["queue"])
-    busy = {p.stem for p in queue.glob("*.json")} if queue.is_dir() else set[str]()
-    try:
-        retention.remember(cache, final)
-        failed = retention.prune(final.parent, keep, int(job["manifest"]["step"]), busy, cache).failed
-        problems = [f"{name}: {why}" for name, why in failed.items()]
-    except (OSError, ValueError) as error:  # the new checkpoint is committed; what could not go now goes next time
-        problems = [f"{type(error).__name__}: {error}"]
+class Retention:
+    """What is left to do after a commit, in pieces so short that the next job need not wait for it.
+
+    The first commit of a process finds older checkpoints that nobody has hashed yet, which may take minutes. Whatever
+    is left undone when the process ends, the next one does: what goes is renamed before it is deleted.
+    """
+
+    def __init__(self) -> None:
+        self._cache: retention.VerifyCache = {}
+        self._job: Mapping[str, Any] | None = None
+        self._hashing: Iterator[None] | None = None
+        self.notices: list[str] = []
+        """What the trainer is to say, until an answer has told it."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is left to do."""
+        return self._job is not None
+
+    def begin(self, job: Mapping[str, Any]) -> None:
+        """After the commit that ``job`` asked for."""
+        self._job, final = job, Path(job["final"])
+        retention.remember(self._cache, final)
+        if self._hashing is None:
+            self._hashing = retention.hash_ahead(final.parent, self._cache)
+
+    def step(self) -> bool:
+        """Do one piece. Returns whether it was a piece of hashing: where everything is known there is none."""
+        try:
+            assert self._job is not None
+            if self._hashing is not None and not self._keeps_all(self._job):
+                if next(self._hashing, self) is None:
+                    return True
+                self._hashing = None
+            self._prune(self._job)
+        except (OSError, ValueError) as error:  # the new checkpoint is committed; what could not go now goes next time
+            self._could_not_go(f"{type(error).__name__}: {error}")
+        self._job = self._hashing = None
+        return False
+
+    def finish(self, *, hurry: bool) -> None:
+        """Do the rest; in a ``hurry``, leave it where old checkpoints would have to be hashed first."""
+        while self.waiting and not (self.step() and hurry):
+            pass
+
+    def advance(self, seconds: float) -> None:
+        """Do some of it: where saves follow one another without a pause, it must come to an end all the same."""
+        deadline = time.monotonic() + seconds
+        while self.waiting and time.monotonic() < deadline:
+            self.step()
+
+    def _keeps_all(self, job: Mapping[str, Any]) -> bool:
+        keep: Any = SimpleNamespace(**job["keep"])
+        return retention.keeps_all(Path(job["final"]).parent, keep, int(job["manifest"]["step"]))
+
+    def _prune(self, job: Mapping[str, Any]) -> None:
+        failpoints.hit("before_retention")
+        keep: Any = SimpleNamespace(**job["keep"])
+        directory, queue = Path(job["final"]).parent, Path(job["queue"])
+        busy = {p.stem for p in queue.glob("*.json")} if queue.is_dir() else set[str]()
+        failed = retention.prune(directory, keep, int(job["manifest"]["step"]), busy, self._cache).failed
+        for name, why in failed.items():
+            self._could_not_go(f"{name}: {why}")
+
+    def _could_not_go(self, what: str) -> None:
+        self.notices.append(f"an old checkpoint could not be deleted: {what}")
+
+
+def finish(job: Mapping[str, Any], left: Retention) -> Json:
+    """Commit what all ranks have written; old checkpoints go after the answer. The main process's writer alone."""
+    aside = commit.commit(Path(job["temporary"]), Path(job["final"]), job["manifest"])
+    left.begin(job)
+    if aside is not None:
+        left.notices.append(f"what stood in the place of {job['final']} is set aside as {aside}")
     failpoints.hit("after_commit")
-    return {"problems": problems, "aside": None if aside is None else str(aside)}
+    return {}
 
 
 def serve(connection: Connection, buffer: memoryview) -> None:
-    """Answer jobs until the trainer closes its end."""
-    cache: Any = {}
+    """Answer jobs until the trainer closes its end; between them let old checkpoints go."""
+    left = Retention()
     jobs: dict[str, Callable[[Json], Json]] = {
         "write": lambda job: write(job, buffer),
-        "commit": lambda job: finish(job, cache),
+        "commit": lambda job: finish(job, left),
+        "end": lambda job: left.finish(hurry=job["hurry"]) or {},
     }
     while True:
+        while left.waiting and not connection.poll():
+            left.step()
         try:
             job: Json = json.loads(connection.recv_bytes())
         except EOFError:
             return
+        if job["do"] == "write" and not job["hurry"]:
+            left.advance(RETENTION_SECONDS)
         started = time.monotonic()
         try:
             answer = jobs[job["do"]](job)
@@ -152,7 +219,9 @@ def serve(connection: Connection, buffer: memoryview) -> None:
             where = Path(job.get("directory") or Path(job["final"]).parent)
             text = commit.describe_write_error(error, where.parent, int(job["needed_bytes"]))
             answer = {"error": text, "complete": isinstance(error, commit.NotRenamedError)}
-        connection.send_bytes(json.dumps(answer | {"seconds": time.monotonic() - started}).encode())
+        notices, left.notices = left.notices, []
+        answer |= {"seconds": time.monotonic() - started, "notices": notices}
+        connection.send_bytes(json.dumps(answer).encode())
 
 
 def main(arguments: Sequence[str]) -> None:

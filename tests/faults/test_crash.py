@@ -11,7 +11,8 @@ from tests.faults.harness import EVERY, Zygote, acknowledged, checkpoints, debri
 
 SYNC = ("--checkpoints.asynchronous", "false")
 MODES = pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
-AFTER_THE_RENAME = ("after_rename", "before_retention", "before_rmtree", "after_commit")
+AFTER_THE_ANSWER = ("before_retention", "before_rmtree")
+AFTER_THE_RENAME = ("after_rename", "after_commit", *AFTER_THE_ANSWER)
 
 
 def survives(zygote: Zygote, out: Path, whole: Path, *arguments: str, failpoint: str, at: int = 10) -> None:
@@ -25,7 +26,9 @@ def survives(zygote: Zygote, out: Path, whole: Path, *arguments: str, failpoint:
     committed = failpoint.split("@")[0] in AFTER_THE_RENAME
     newest = at if committed else at - 5
     assert checkpoints(out) == ([newest - 5, newest] if committed else [newest])
-    assert acknowledged(out) == [s for s in (5, 10, 15) if s < at], "told that it was saved before it was"
+    told = [s for s in (5, 10, 15) if s < at]
+    late = failpoint.split("@")[0] in AFTER_THE_ANSWER  # the writer has answered: the trainer may have said it or not
+    assert acknowledged(out) in ([told, [*told, at]] if late else [told]), "told that it was saved before it was"
     again = zygote.run(out, *flags, ranks=ranks)
     assert set(again.wait()) == {0}, again.output()
     assert f"at step {newest}" in again.output()
@@ -99,8 +102,9 @@ def test_killed_while_deleting(zygote: Zygote, out: Path, whole: Path, mode: tup
     killed = zygote.run(out, *EVERY, *mode, failpoint="before_rmtree")
     assert killed.wait() == [-9]
     assert checkpoints(out) == [10, 15]
-    assert [name.split("-")[1] for name in debris(out)] == ["checkpoint_00000005"]
-    assert debris(out)[0].startswith(".trash-")
+    trash = [name for name in debris(out) if not name.startswith(".tmp-checkpoint_00000020")]
+    assert [name.split("-")[1] for name in trash] == ["checkpoint_00000005"]
+    assert trash[0].startswith(".trash-")
     assert zygote.run(out, *EVERY, *mode).wait() == [0]
     assert debris(out) == []
     same_run(out, whole)

@@ -27,6 +27,7 @@ from tests.faults.harness import (
     launch,
     losses,
     same_run,
+    writer_patch,
 )
 from tests.waiting import PATIENCE_SECONDS, free_port, until
 
@@ -217,6 +218,39 @@ def test_one_rank_is_told(zygote: Zygote, out: Path, whole_of_two: Path, number:
     assert acknowledged(out) == checkpoints(out) == [5, 8], "the other hears of it one step later"
     assert max(losses(out)) == 8
     resumes(zygote, out, whole_of_two, 2)
+
+
+HASHING = """
+import time
+from accel_train.checkpoints import retention
+def hash_ahead(directory, cache):
+    while True:
+        time.sleep(0.01)
+        yield
+retention.hash_ahead = hash_ahead
+"""
+
+
+@pytest.mark.fault(
+    "F16",
+    injected="SIGTERM while old checkpoints are hashed for the first time",
+    outcome="saves were told at their commit, the stop waits for no hash; old ones go next time",
+)
+def test_a_stop_does_not_wait_for_the_hashing_of_old_checkpoints(
+    zygote: Zygote, out: Path, whole: Path, tmp_path: Path
+) -> None:
+    """Here the hashing never ends."""
+    zygote.stopped(out, 5)
+    flags = (*EVERY, "--checkpoints.keep_last", "1")
+    run = zygote.start(out, *flags, "--pause_at", "12", **writer_patch(tmp_path / "patch", HASHING))
+    run.until_step(12)
+    run.until(out / "acknowledged.txt", "10")
+    run.kill(signal.SIGTERM)
+    assert run.wait() == [75], run.output()
+    assert acknowledged(out) == checkpoints(out) == [5, 10, 12]
+    assert zygote.run(out, *flags).wait() == [0]
+    assert checkpoints(out) == [20]
+    same_run(out, whole)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
