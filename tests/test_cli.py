@@ -135,6 +135,14 @@ def test_doctor_warns_of_old_versions(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "WARNING: below 99.0 (a reason)" in capsys.readouterr().out
 
 
+def test_doctor_names_a_path_at_which_compilation_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.sys, "prefix", "/home/me/my venv")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/tmp/a b")
+    found = doctor.paths_with_a_space()
+    assert any(line.startswith("the Python environment '/home/me/my venv' has a space") for line in found)
+    assert any(line.startswith("TORCH_EXTENSIONS_DIR '/tmp/a b' has a space") for line in found)
+
+
 @pytest.mark.parametrize("command", ["launch", "rehearse", "check"])
 def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
