@@ -77,6 +77,14 @@ def step_lines(block: str) -> Iterator[tuple[int, str, str]]:
             yield int(found[1]), found[4], found[5]
 
 
+def test_the_readme_names_the_steps_of_the_demo() -> None:
+    steps = load_config(mmdit.Config, ["demo"], presets=PRESETS).config.max_steps or 0
+    text = " ".join((transcripts.ROOT / "README.md").read_text().split())
+    assert set(re.findall(r"checkpoint_(\d{8})", text)) == {f"{steps:08d}"}
+    assert f"--max_steps {2 * steps} --schedule.decay_steps {2 * steps}" in text
+    assert f"come down to 0 at step {steps}" in text
+
+
 def test_log_lines_of_the_demo_follow_from_its_preset() -> None:
     ran("mmdit")
     config = load_config(mmdit.Config, ["demo"], presets=PRESETS).config
