@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import socket
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,22 +15,16 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import nn
 
-from accel_train.checkpoints.commit import checkpoint_name
 from accel_train.checkpoints.hub import push_the_rest
 from accel_train.checkpoints.hub_options import HubConfig
-from accel_train.checkpoints.hub_repository import RUN_FILES
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.checkpoints.run import Run, kept, open_run
-from accel_train.checkpoints.state import Saver
-from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of, to_tree
+from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
 from accel_train.data import sampler
-from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps, resolve_loader
-from accel_train.data.reading import MapDataset
-from accel_train.data.sampler import Sampler
+from accel_train.data.loader import LoaderConfig, resolve_loader
 from accel_train.metrics.logs import info, setup_logging
-from accel_train.metrics.recorder import LogConfig, Recorder
-from accel_train.metrics.throughput import Throughput
+from accel_train.metrics.recorder import LogConfig
 from accel_train.metrics.trackers import resolve_trackers
 from accel_train.models.activation_checkpointing import ActivationCheckpointingConfig
 from accel_train.models.attention import check_name
@@ -40,10 +32,10 @@ from accel_train.models.attention_table import AttentionNeeds
 from accel_train.models.compile import CompileConfig, CompiledBlocks
 from accel_train.models.float8 import Float8, refuse_float8
 from accel_train.models.speed import SpeedOptions, apply_speed_options
-from accel_train.runtime import garbage, lookups, threads
+from accel_train.runtime import lookups, threads
 from accel_train.runtime.accelerator import Precision, build_accelerator, log_notices, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
-from accel_train.runtime.exiting import EXIT_PREEMPTED, current_run
+from accel_train.runtime.exiting import current_run
 from accel_train.training.accumulation import SyncPolicy, resolve_sync
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
@@ -325,74 +317,9 @@ def prepare(
     return Prepared(model, optimizer, average, guard, notes)
 
 
-class Training(NamedTuple):
-    """What a loop is fed from and reports to."""
-
-    steps: Iterator[StepBatches]
-    log: Recorder
-    saver: Saver
-    rates: Throughput
-
-
-@contextmanager
-def open_training(
-    config: ExperimentConfig,
-    accelerator: Accelerator,
-    opened: Opened,
-    prepared: Prepared,
-    dataset: MapDataset,
-    order: Sampler,
-    write_extras: Callable[[Path], None],
-) -> Generator[Training]:
-    """Batches from the step the run stands at, its records, its checkpoints and its rates. All processes call it.
-
-    Leaving it finishes the last save and ends readers and trackers, whatever the reason. ``write_extras(directory)``
-    puts beside the weights of a checkpoint what their use needs; the main process calls it.
-    """
-    run, first, device, world_size = opened.run, opened.start_step, accelerator.device, accelerator.num_processes
-    log = Recorder(
-        accelerator,
-        run.directory,
-        config.log,
-        max_steps=opened.max_steps,
-        start_step=first,
-        config=to_tree(config),
-        facts=prepared.notes.facts,
-    )
-    saver = Saver(
-        accelerator,
-        run,
-        prepared.average,
-        config.checkpoints,
-        config.hub,
-        write_extras,
-        epoch=order.epoch,
-        on_commit=log.saved,
-    )
-    cut = sampler.Cut(accelerator.process_index, world_size, config.micro_batch_size)
-    steps = iterate_steps(
-        dataset, order, cut, start_step=first, max_steps=opened.max_steps, device=device, config=config.loader
-    )
-    rates = Throughput(device, world_size=world_size, precision=config.precision)
-    with garbage.frozen(), log, closing(steps), saver:
-        yield Training(steps, log, saver, rates)
-
-
 def nothing_to_do(config: ExperimentConfig, accelerator: Accelerator, opened: Opened) -> int:
     """Instead of training, where no step is left: push what an earlier start left to be pushed. Returns exit code 0."""
     if accelerator.is_main_process and opened.run.checkpoint is not None:
         best, mode = config.checkpoints.best_metric, config.checkpoints.best_mode
         push_the_rest(opened.run.directory, opened.run.checkpoint, config.hub, best, mode)
-    return 0
-
-
-def finish(accelerator: Accelerator, opened: Opened, step: int, stopped: bool) -> int:
-    """End the trackers, say where things are, and give the exit code: 75 where a run was asked to stop."""
-    accelerator.end_training()
-    if stopped:
-        info(logger, f"stopped at step {step} of {opened.max_steps} and saved; start again to go on (exit code 75)")
-        return EXIT_PREEMPTED
-    place = opened.run.directory
-    there = [f"checkpoints/{checkpoint_name(step)}", *(name for name in RUN_FILES if (place / name).exists())]
-    info(logger, f"finished: {place} holds {', '.join(there)}")
     return 0

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train import experiment, rng
+from accel_train import experiment, loop, rng
 from accel_train.config import expand_path, load_config, to_tree
 from accel_train.data import heldout, prepare, sampler
 from accel_train.diffusion import latents, masked_text, modes, text_latent, timesteps
@@ -97,7 +97,10 @@ def evaluate(
     """Held-out figures and samples.md, with the averaged weights; the same on any layout. All ranks."""
     options, device = config.evaluation, accelerator.device
     place = accelerator.process_index, accelerator.num_processes, device
-    both = text_latent.BothWays(model, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent)
+    forward = evaluation.interruptible(model)  # a stop ends it between two forwards
+    both = text_latent.BothWays(
+        forward, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent
+    )
     with evaluation.evaluating(model, average):
         pairs = heldout.heldout_pairs(data.heldout, options.samples, options.batch_size, *place)
         sums = evaluation.weighted_sums(accelerator, pairs, lambda pair: both.figures(*pair, options.timesteps))
@@ -132,10 +135,10 @@ def main(argv: Sequence[str]) -> int:
     model: nn.Module = mmdit.MultimodalMMDiT(shape)
     needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
     prepared = experiment.prepare(config, accelerator, opened, model, needs, modes.freezable(config.modes))
-    model, optimizer, average, guard, notes = prepared
+    model, optimizer, average, guard, _ = prepared
+    held_out = partial(evaluate, config, accelerator, model, average, data)
     if config.evaluate_only:
-        figures = evaluate(config, accelerator, model, average, data)
-        report.write_report(accelerator, opened.run.directory, opened.start_step, figures)
+        report.write_report(accelerator, opened.run.directory, opened.start_step, held_out())
         return 0
 
     def write_extras(directory: Path) -> None:
@@ -144,11 +147,9 @@ def main(argv: Sequence[str]) -> int:
         data.assets.save(directory / "assets")
 
     per_sample = partial(flops.flops_per_sample, shape, latent_length=shape.max_latent_length)
-    stop, done = False, opened.start_step
-    opening = config, accelerator, opened, prepared, data.train, order, write_extras
-    with experiment.open_training(*opening) as (steps, log, saver, rates):
-        for batches in steps:
-            step, done = batches.step, batches.step + 1
+    with loop.Training(config, accelerator, opened, prepared, data.train, order, write_extras) as training:
+        for batches in training:
+            step = batches.step
             mode = modes.mode_of_step(config.modes, config.seed, step)
             optimizers.set_frozen(optimizer, modes.frozen_parts(config.modes, step))
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(step))
@@ -164,27 +165,18 @@ def main(argv: Sequence[str]) -> int:
             average.update(step)
 
             sizes = [inputs["tokens"].shape for inputs in batches.micro_batches]  # (B, S), alike on every process
-            rates.update(
-                samples=config.global_batch_size,
+            training.report(
+                batches,
+                result,
+                mode=mode,
                 tokens=result.weights["tokens"],
                 padded_tokens=world_size * sum(b * s for b, s in sizes),
-                data_wait_seconds=batches.data_wait_seconds,
                 flops=3 * world_size * sum(b * per_sample(s) for b, s in sizes),
             )
-            log.advance(done)
-            if log.due(done):
-                log.train(done, result.fields() | rates.read() | notes.fields(order.epoch(done)) | {"mode": mode})
-            stop, figures = saver.boundary(done), dict[str, float]()  # asked to stop: all processes, at one step
-            if config.evaluation.due(done, opened.max_steps) and not stop:
-                with rates.pause():
-                    figures = evaluate(config, accelerator, model, average, data)
-                    log.evaluation(done, figures)  # the report too
-            if stop or saver.due(done, opened.max_steps):
-                with rates.pause():
-                    stop = saver.save(done, result.checked(figures))
-            if stop:
-                break
-    return experiment.finish(accelerator, opened, done, stop)
+            training.save_if_due(result)  # before the evaluation: one that fails loses nothing
+            if config.evaluation.due(batches.done, opened.max_steps):
+                training.evaluate(held_out)
+    return loop.finish(training)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train import experiment, rng
+from accel_train import experiment, loop, rng
 from accel_train.config import PositiveInt, expand_path, load_config, to_tree
 from accel_train.data import field_rows, heldout, pde, task_sampler
 from accel_train.diffusion import fields, operator_learning, residual
@@ -137,20 +137,21 @@ def evaluate(
     """Held-out figures of every task and pictures, with the averaged weights. All ranks."""
     options, figures, rows = config.evaluation, dict[str, float](), list[tuple[str, Any]]()
     place = accelerator.process_index, accelerator.num_processes, accelerator.device
+    forward = evaluation.interruptible(model)  # a stop ends it between two forwards
     with evaluation.evaluating(model, average):
         for number, task in enumerate(data.tasks):
             rowset = data.heldout[task.name]
             batches = heldout.heldout_batches(rowset, options.samples, options.batch_size, *place)
             draws = config.objective.residual_steps, config.seed
-            sums_of = partial(field_scores.error_sums, model, number, task, *draws)
+            sums_of = partial(field_scores.error_sums, forward, number, task, *draws)
             figures |= field_scores.row_figures(task, **evaluation.weighted_sums(accelerator, batches, sums_of))
             if task.has_time:
-                step_of = partial(pde_prediction.stepper, model, dt=task.dt, task=number, grid=task.grid)
+                step_of = partial(pde_prediction.stepper, forward, dt=task.dt, task=number, grid=task.grid)
                 found, panels = field_scores.rolled_out(accelerator, task, rowset, options, step_of, config.seed)
                 figures |= found
             else:
                 first = next(heldout.heldout_batches(rowset, 1, 1, 0, 1, accelerator.device))
-                found, _, _ = pde_prediction.predict(model, first, number, task.grid)
+                found, _, _ = pde_prediction.predict(forward, first, number, task.grid)
                 panels = field_scores.row_panels(task, first, found)
             rows.append((task.name, panels))
     figures["mean_nrmse"] = field_scores.mean_nrmse(data, figures)
@@ -186,10 +187,10 @@ def main(argv: Sequence[str]) -> int:
     needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
     freezable = operator_learning.freezable(config.objective, model)
     prepared = experiment.prepare(config, accelerator, opened, model, needs, freezable)
-    model, optimizer, average, guard, notes = prepared
+    model, optimizer, average, guard, _ = prepared
+    held_out = partial(evaluate, config, accelerator, model, average, data)
     if config.evaluate_only:
-        figures = evaluate(config, accelerator, model, average, data)
-        report.write_report(accelerator, opened.run.directory, opened.start_step, figures)
+        report.write_report(accelerator, opened.run.directory, opened.start_step, held_out())
         return 0
 
     def write_extras(directory: Path) -> None:
@@ -197,11 +198,10 @@ def main(argv: Sequence[str]) -> int:
         records.write_json(directory / "config.json", to_tree(shape))
         data.assets.save(directory / "assets")
 
-    stop, done, freeze = False, opened.start_step, config.objective.freeze_autoencoder
-    opening = config, accelerator, opened, prepared, data.train, order, write_extras
-    with experiment.open_training(*opening) as (steps, log, saver, rates):
-        for batches in steps:
-            step, done = batches.step, batches.step + 1
+    freeze = config.objective.freeze_autoencoder
+    with loop.Training(config, accelerator, opened, prepared, data.train, order, write_extras) as training:
+        for batches in training:
+            step = batches.step
             number = order.task_of_step(step)
             task = tasks[number]
             coefficients = operator_learning.coefficients(config.objective, step, task.conserved, task.boundary)
@@ -222,28 +222,20 @@ def main(argv: Sequence[str]) -> int:
             points = math.prod(shape.grid(shape.tasks[number]).cells)
             parts, queries = parts_of(terms, freeze), config.objective.queries
             work = pde_flops.training_flops_per_sample(shape, number, queries, parts)
-            rates.update(
-                samples=config.global_batch_size,
+            training.report(
+                batches,
+                result,
+                task=task.name,
                 tokens=result.weights["prediction"] * points,
                 padded_tokens=config.global_batch_size * points,
-                data_wait_seconds=batches.data_wait_seconds,
                 flops=config.global_batch_size * work,
             )
-            log.advance(done)
-            if log.due(done):
-                log.train(done, result.fields() | rates.read() | notes.fields(order.epoch(done)) | {"task": task.name})
-            stop, figures = saver.boundary(done), dict[str, float]()  # asked to stop: all processes, at one step
-            if config.evaluation.due(done, opened.max_steps) and not stop:
-                with rates.pause():
-                    figures = evaluate(config, accelerator, model, average, data)
-                    log.evaluation(done, figures)  # the report too
-            ended = early.ended(done, figures)
-            if stop or ended or saver.due(done, opened.max_steps):
-                with rates.pause():
-                    stop = saver.save(done, result.checked(figures))
-            if stop or ended:
-                break
-    return experiment.finish(accelerator, opened, done, stop)
+            training.save_if_due(result)  # before the evaluation: one that fails loses nothing
+            if config.evaluation.due(batches.done, opened.max_steps):
+                metrics = training.evaluate(held_out)
+                if early.ended(batches.done, metrics):
+                    training.end()
+    return loop.finish(training)
 
 
 if __name__ == "__main__":

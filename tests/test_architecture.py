@@ -23,6 +23,7 @@ ROWS = (
     {"training", "data", "runtime"},
     {"checkpoints", "metrics"},
     {"experiment"},
+    {"loop"},
     {"cli", "recipes"},
 )
 """Rooms from the ground up. A room imports from rows below its own, never from a neighbour."""
@@ -35,7 +36,7 @@ NEIGHBOURS_ALLOWED = {
 }
 """Imports along a row, each with its reason; a dotted target allows that module only."""
 
-ACCELERATE_ROOMS = {"runtime", "training", "checkpoints", "metrics", "experiment", "recipes"}
+ACCELERATE_ROOMS = {"runtime", "training", "checkpoints", "metrics", "experiment", "loop", "recipes"}
 ONLY_IN_CONFIG = {"pydantic", "tyro"}
 INSIDE_FUNCTIONS = {
     "bitsandbytes",

@@ -79,6 +79,8 @@ class Pusher:
         self._worker: subprocess.Popen[bytes] | None = None
         self._told = self._queue.log_size()
         self._newest: Checkpoint | None = None
+        self.broken_off = False
+        """``finish`` was asked to stop while it waited."""
         self._on = is_main and config.repo_id is not None
         if is_main and (left := sorted(self._queue.names())):
             if self._on:
@@ -100,16 +102,17 @@ class Pusher:
         """Names of checkpoints that retention must keep: waiting or being pushed. Every process may ask."""
         return self._queue.names()
 
-    def finish(self, *, preempted: bool = False) -> HubStatus:
+    def finish(self, *, preempted: bool = False, asked_to_stop: Callable[[], bool] = lambda: False) -> HubStatus:
         """End the pusher, after at most ``finish_minutes``; says what is pushed and what is not. Never raises.
 
-        ``preempted`` waits for nothing, and leaves ``push: last`` to the start that goes on. Main process.
+        ``preempted`` waits for nothing, and leaves ``push: last`` to the start that goes on; ``asked_to_stop`` ends the
+        waiting, and what still waits stays in the queue. Main process.
         """
         if not self._on:
             return HubStatus()
         try:
             if not preempted:
-                self._guarded(self._finish)
+                self._guarded(lambda: self._finish(asked_to_stop))
         finally:
             self.close()
         self._guarded(self._tell)
@@ -165,7 +168,7 @@ class Pusher:
             with suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._worker.stdin.fileno(), b"\n")
 
-    def _finish(self) -> None:
+    def _finish(self, asked_to_stop: Callable[[], bool]) -> None:
         newest, queue = self._newest, self._queue
         if self._config.push == "last" and newest is not None:
             queue.add(new_entry(newest, self._config, "last"))
@@ -179,6 +182,10 @@ class Pusher:
                 if starts > LAST_STARTS:
                     break
                 self._wake()
+            if asked_to_stop():
+                self.broken_off = True
+                logger.info("hub: asked to stop; what still waits is pushed by the next start")
+                break
             time.sleep(0.05)
 
     def _status(self) -> HubStatus:

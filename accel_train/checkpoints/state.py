@@ -8,8 +8,6 @@ main thread.
 from __future__ import annotations
 
 import logging
-import math
-import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 
 from accel_train import __version__
-from accel_train.checkpoints import commit, failpoints, policy, snapshot
+from accel_train.checkpoints import commit, contents, failpoints, policy, snapshot
 from accel_train.checkpoints.background import Writer
 from accel_train.checkpoints.commit import Checkpoint, CheckpointWriteError
 from accel_train.checkpoints.hub import HubConfig, Pusher
@@ -31,7 +28,6 @@ from accel_train.checkpoints.restore import layout_of
 from accel_train.checkpoints.run import Run
 from accel_train.runtime.signals import Agreement, StopRequests, explain
 from accel_train.training.ema import Ema
-from accel_train.training.shards import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +87,8 @@ class Saver:
         self._saved_step = run.start_step if run.checkpoint is not None else -1
         self._clock_due = self._save_by_clock = self._stopping = False
         self._lost: str | None = None
+        self._unoffered: Checkpoint | None = None
+        """Committed, and not yet offered to the Hub: the metrics of an evaluation may join it."""
         self._last_save = time.monotonic()
         self._extents: list[Any] | None = None
         policy.warn_about_grace(run.checkpoint, config, self._main)
@@ -103,6 +101,7 @@ class Saver:
         Commits a finished write; raises ``CheckpointWriteError`` on every rank for a failed one.
         """
         self._requests.begin()
+        self._offer()
         self._take_answer(wait=False)
         if self._main:
             self._run.note_training()
@@ -118,6 +117,11 @@ class Saver:
             self._advance()
         if self._stopping and self._main:
             logger.info("asked to stop (%s): saving after step %d", self._requests.reason or "another process", step)
+        return self._stopping
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run was asked to stop, as far as all processes know."""
         return self._stopping
 
     def due(self, step: int, max_steps: int) -> bool:
@@ -138,7 +142,7 @@ class Saver:
         self._number += 1
         self._clock_due = self._save_by_clock = False
         keys = self._shards.state_names() if step > 0 and self._config.save_state else {}
-        collections = self._collections(keys)
+        collections = contents.collections(self._shards, self._average, self._config, keys)
         planned, taken = self._prepare(keys, collections)
         temporary, extras = self._begin(step, sum(planned.sizes))
         if temporary is None:
@@ -166,6 +170,26 @@ class Saver:
             self._stopping = any(self._agreement.gather(self._stopping or self._requests.requested))
         return self._stopping
 
+    def asked_to_stop(self) -> bool:
+        """Whether any process has been asked to stop by now. All ranks, equally often; waits for all, on the host."""
+        self._stopping = self._stopping or self._agreement.any(self._requests.requested)
+        return self._stopping
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add an evaluation's metrics to the checkpoint of ``step``, for ``keep_best`` and ``hub.push: best``.
+
+        All ranks. Does nothing where that step was not saved. A disk that fails is a warning: the checkpoint stands.
+        """
+        self.finish()
+        if step != self._saved_step or not self._main:
+            return
+        path = self._run.checkpoints / commit.checkpoint_name(step)
+        try:
+            commit.rewrite_manifest(path, {"metrics": contents.finite(metrics)})
+            self._unoffered = commit.opened(path)
+        except (OSError, ValueError) as error:
+            logger.warning("the metrics of step %d are not in its checkpoint: %s", step, error)
+
     def finish(self) -> None:
         """Wait until the save that is under way is committed. All ranks. Raises as ``boundary`` does."""
         while self._pending is not None:
@@ -186,7 +210,9 @@ class Saver:
                 if self._lost is not None:  # the last save failed: the run has not done what it was to do
                     raise CheckpointWriteError(self._lost)
                 self._agreement.close()
-                self._pusher.finish(preempted=self._stopping)
+                self._offer()
+                self._pusher.finish(preempted=self._stopping, asked_to_stop=lambda: self._requests.requested)
+                self._stopping = self._stopping or (self._main and self._pusher.broken_off)
         finally:
             if self._writer is not None and self._pending is None:
                 self._writer.settle(self._requests, hurry=kind is not None or self._stopping)
@@ -198,19 +224,6 @@ class Saver:
                 shutil.rmtree(self._pending.temporary, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------------------- beginning
-    def _collections(self, keys: Mapping[str, Sequence[str]]) -> list[snapshot.Collection]:
-        """What there is to save: the weights, the average, the optimizer's state, exact copies of what is rounded."""
-        shards, average, precision = self._shards, self._average, self._config.save_precision
-        kinds = [snapshot.Collection("model", shards.master, precision)]
-        if average is not None:
-            kinds.append(snapshot.Collection("ema", average.shards.__getitem__, precision))
-        kinds += [_optimizer_state(shards, key, names) for key, names in keys.items()]
-        if precision != "fp32" and self._config.save_state:
-            kinds.append(snapshot.Collection("optimizer/master", shards.master, spread=True))
-            if average is not None:
-                kinds.append(snapshot.Collection("optimizer/master_ema", average.shards.__getitem__, spread=True))
-        return kinds
-
     def _prepare(
         self, keys: dict[str, list[str]], collections: Sequence[snapshot.Collection]
     ) -> tuple[snapshot.Plan, snapshot.Snapshot]:
@@ -256,17 +269,10 @@ class Saver:
 
     def _texts(self, step: int, planned: snapshot.Plan) -> dict[str, str]:
         """The small JSON files, as text."""
-        texts: dict[str, Any] = {}
-        for stem in ("model", "ema"):
-            files = planned.files(stem)
-            if len(set(files.values())) > 1:  # the Hub's own index format
-                total = sum(t.bytes for t in planned.tensors if t.file in set(files.values()))
-                texts[f"{stem}.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": files}
-        random_states = self._agreement.gather(_random_state())
+        random_states = self._agreement.gather(contents.random_state())
+        texts = contents.indices(planned)
         if self._config.save_state:
-            stems = dict.fromkeys(t.file.removesuffix(".safetensors").split("-")[0] for t in planned.tensors)
-            state = {s.removeprefix("optimizer/"): planned.files(s) for s in stems if s.startswith("optimizer/")}
-            texts["optimizer/index.json"] = {"step": step, "state": state}
+            texts["optimizer/index.json"] = contents.state_index(planned, step)
             texts["trainer_state.json"] = {"step": step, "random_state": random_states}
         return {name: commit.to_json(value) for name, value in texts.items()}
 
@@ -284,7 +290,7 @@ class Saver:
             "layout": layout_of(self._accelerator),
             "experiment": experiment,
             "resolved": dict(self._run.saved.get("resolved", {})),
-            "metrics": {k: float(v) for k, v in metrics.items() if math.isfinite(v)},
+            "metrics": contents.finite(metrics),
         }
 
     # ------------------------------------------------------------------------------------------------------- finishing
@@ -351,7 +357,13 @@ class Saver:
             )
             logger.info("saved %s in %.1f s", saved.path, pending.manifest["seconds"])
             self._on_commit(saved)
-            self._pusher.offer(saved)
+            self._unoffered = saved
+
+    def _offer(self) -> None:
+        """Offer the last commit to the Hub: a step later, when the metrics of its evaluation are in it."""
+        if self._unoffered is not None:
+            self._pusher.offer(self._unoffered)
+            self._unoffered = None
 
     def _release(self) -> None:
         """End the writer and give its memory back."""
@@ -379,16 +391,3 @@ class Saver:
             raise CheckpointWriteError(reason)
         self._lost = reason
         logger.warning("checkpoint of step %d was not saved; training goes on: %s", step, reason)
-
-
-def _optimizer_state(shards: Shards, key: str, names: Sequence[str]) -> snapshot.Collection:
-    return snapshot.Collection(f"optimizer/{key}", lambda name: shards.state(name, key), spread=True, names=names)
-
-
-def _random_state() -> dict[str, Any]:
-    """torch's and Python's generators of this rank, as JSON. Training itself draws from neither."""
-    version, internal, gauss = random.getstate()
-    mine = {"torch": torch.get_rng_state().numpy().tobytes().hex(), "python": [version, list(internal), gauss]}
-    if torch.cuda.is_available():
-        mine["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
-    return mine

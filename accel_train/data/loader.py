@@ -78,6 +78,11 @@ class StepBatches:
     data_wait_seconds: float
     """Host time spent waiting for samples since the previous step was handed out."""
 
+    @property
+    def done(self) -> int:
+        """Optimizer steps that are done after this one."""
+        return self.step + 1
+
 
 def resolve_loader(config: LoaderConfig, device: torch.device) -> LoaderSettings:
     """Turn `auto` into numbers, with the reason. Refuses what this device cannot obey; call it early."""

@@ -7,14 +7,14 @@ The model is called as ``model(tokens, latents, text_time, latent_time, text_mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from annotated_types import Ge
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveInt
@@ -36,7 +36,7 @@ Batch = dict[str, Tensor]
 class BothWays:
     """A model and what sampling from it needs. Every process must call its methods equally often."""
 
-    model: nn.Module
+    model: Callable[..., Any]
     mask_id: int
     seed: int
     diffusion: LatentDiffusionConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from accel_train.metrics.records import read_metrics
@@ -35,8 +36,8 @@ class EarlyStopping:
         since_best = len(self._values) - 1 - self._values.index(min(self._values))
         return since_best >= self.patience
 
-    def ended(self, step: int, figures: dict[str, float]) -> bool:
-        """Take the figures of an evaluation after ``step`` steps, empty where there was none: whether to end."""
+    def ended(self, step: int, figures: Mapping[str, float]) -> bool:
+        """Take the figures of an evaluation after ``step`` steps, empty where it was broken off: whether to end."""
         if not figures or self.patience is None or step <= self.after:
             return False
         self._values.append(figures[self.metric])

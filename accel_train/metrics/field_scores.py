@@ -6,10 +6,11 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_train.data.field_baselines import baselines
 from accel_train.data.field_rows import FieldData, FieldRows, FieldTask
@@ -47,7 +48,7 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -
 
 
 def error_sums(
-    model: nn.Module, number: int, task: FieldTask, residual_steps: int, seed: int, batch: Mapping[str, Tensor]
+    model: Callable[..., Any], number: int, task: FieldTask, residual_steps: int, seed: int, batch: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """``row_sums`` of what the model predicts for a batch of task ``number``: plain, and refined where it has a
     residual. Keyed as ``row_figures`` takes them."""

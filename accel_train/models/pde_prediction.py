@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_train.models.field_residual import ResidualGuess
 from accel_train.models.pde_transformer import PREDICTION
@@ -24,7 +24,7 @@ class Prediction(NamedTuple):
 
 
 @torch.no_grad()
-def predict(model: nn.Module, batch: Mapping[str, Tensor], task: int, grid: tuple[int, int]) -> Prediction:
+def predict(model: Callable[..., Any], batch: Mapping[str, Tensor], task: int, grid: tuple[int, int]) -> Prediction:
     """From ``input`` (B, C, H, W), ``parameters`` (B, P) and ``dt`` (B,) of one task, by its number."""
     given = batch["parameters"], batch["dt"], task
     output = model(batch["input"], None, *given, None, PREDICTION)
@@ -38,7 +38,7 @@ def predict(model: nn.Module, batch: Mapping[str, Tensor], task: int, grid: tupl
 
 
 def stepper(
-    model: nn.Module, parameters: Tensor, dt: float, task: int, grid: tuple[int, int]
+    model: Callable[..., Any], parameters: Tensor, dt: float, task: int, grid: tuple[int, int]
 ) -> Callable[[Tensor], Tensor]:
     """Fields (B, C, H, W) -> those `dt` later, not refined, for samples with these parameters (B, P)."""
 

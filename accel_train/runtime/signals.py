@@ -3,7 +3,7 @@
 Until the first step of a start is done there is nothing to save, and a stop ends the process at once
 (``early_stop``). From then on a handler sets a flag and nothing else. At every step boundary the processes reduce
 one small vector on the host and read it a step late, so nobody waits: the device goes on computing, and all save the
-same step and leave together. An evaluation asks between two forwards (``stopping_point``).
+same step and leave together. An evaluation asks between two forwards.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -112,46 +111,6 @@ def stopped_before_the_first_step() -> bool:
     """Whether this start was asked to stop before it had done anything: an error after that is the stop's doing, such
     as a collective whose other processes have left."""
     return _last is not None and _last.reason is not None and not _last.begun
-
-
-class EvaluationStopped(BaseException):
-    """A stop was asked for during an evaluation: every process raises it, at the same forward. Not an ``Exception``,
-    so that nobody's ``except Exception`` goes on."""
-
-
-_asked: Callable[[], bool] | None = None
-
-
-@contextmanager
-def stoppable(asked: Callable[[], bool]) -> Generator[None]:
-    """Inside, ``stopping_point`` raises ``EvaluationStopped`` once ``asked`` says so, which every process must be told
-    alike."""
-    global _asked
-    before, _asked = _asked, asked
-    try:
-        yield
-    finally:
-        _asked = before
-
-
-def stopping_point() -> None:
-    """A place where an evaluation may end: raises ``EvaluationStopped`` on all processes if one was asked to stop.
-
-    Every process must come by equally often: it is a small collective on the host. Nothing outside of training.
-    """
-    if _asked is not None and _asked():
-        raise EvaluationStopped
-
-
-def interruptible(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` with a ``stopping_point`` before each call: an evaluation or a sampler ends between two forwards.
-    Every process must call it equally often, as a sharded model demands anyway."""
-
-    def call(*inputs: Any, **named: Any) -> Any:
-        stopping_point()
-        return forward(*inputs, **named)
-
-    return call
 
 
 class Agreement:

@@ -79,14 +79,13 @@ class StepResult:
         counted = {} if self.all_overflows is None else {"overflows": self.all_overflows}
         return dict(zip(named, numbers, strict=True)) | counted
 
-    def checked(self, figures: dict[str, float]) -> dict[str, float]:
-        """``figures``, once it is known that no step so far was not finite: what goes into a checkpoint.
+    def check(self) -> None:
+        """Before a checkpoint: see to it that no step so far was not finite.
 
         Waits for the device with a guard. Raises ``NonFiniteError``; all ranks call it.
         """
         if self.guard is not None:
             self.guard.check()
-        return figures
 
 
 def resolve_sync(policy: SyncPolicy, accelerator: Accelerator) -> tuple[Literal["last", "every"], str]:

@@ -45,6 +45,7 @@ def weighted_sums(
     totals: dict[str, Tensor] = {}
     with torch.no_grad():
         for batch in batches:
+            stopping_point()
             for name, value in sums_of(batch).items():
                 totals[name] = totals[name] + widest(value) if name in totals else widest(value)
     if not totals:
@@ -53,3 +54,43 @@ def weighted_sums(
     reduced: Any = accelerator.reduce(local, "sum")
     parts = reduced.cpu().double().split([value.numel() for value in totals.values()])
     return {name: part.view(value.shape) for part, (name, value) in zip(parts, totals.items(), strict=True)}
+
+
+class EvaluationStopped(BaseException):
+    """A stop was asked for during an evaluation: every process raises it, at the same forward. Not an ``Exception``,
+    so that nobody's ``except Exception`` goes on."""
+
+
+_asked: Callable[[], bool] | None = None
+
+
+@contextmanager
+def stoppable(asked: Callable[[], bool]) -> Generator[None]:
+    """Inside, ``stopping_point`` raises ``EvaluationStopped`` once ``asked`` says so, which every process must be told
+    alike."""
+    global _asked
+    before, _asked = _asked, asked
+    try:
+        yield
+    finally:
+        _asked = before
+
+
+def stopping_point() -> None:
+    """A place where an evaluation may end: raises ``EvaluationStopped`` on all processes if one was asked to stop.
+
+    Every process must come by equally often: it is a small collective on the host. Nothing outside of training.
+    """
+    if _asked is not None and _asked():
+        raise EvaluationStopped
+
+
+def interruptible(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` with a ``stopping_point`` before each call: an evaluation or a sampler ends between two forwards.
+    Every process must call it equally often, as a sharded model demands anyway."""
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        stopping_point()
+        return forward(*inputs, **named)
+
+    return call

@@ -8,18 +8,16 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from accel_train import experiment, rng
+from accel_train import experiment, loop, rng
 from accel_train.data.task_sampler import TaskSampler
 from accel_train.runtime.exiting import run_main
 from benchmarks.reads import HostReads
 
 OF_STEPS: dict[str, Counter[str]] = {}
 """Reads by place, of each step, and of the loader, whose tensors are on the host before they are copied."""
-REAL = experiment.open_training
 ON_THE_HOST: tuple[tuple[Any, str], ...] = ((rng, "host_choice"), (TaskSampler, "task_of_step"))
 """What decides on the host, by tensors that are made there and never leave it: mode and task of a step."""
 
@@ -47,21 +45,20 @@ def watched(steps: Iterator[Any], reads: HostReads) -> Iterator[Any]:
         OF_STEPS[str(batches.step + 1)] = reads.places - before
 
 
-@contextmanager
-def open_training(*args: Any) -> Iterator[Any]:
+class Training(loop.Training):
     """The loop alone, with its steps watched."""
-    with REAL(*args) as training, HostReads() as reads:
-        for owner, name in ON_THE_HOST:
-            setattr(owner, name, unwatched(getattr(owner, name), reads))
-        yield training._replace(steps=watched(training.steps, reads))
+
+    def __iter__(self) -> Iterator[Any]:
+        with HostReads() as reads:
+            for owner, name in ON_THE_HOST:
+                setattr(owner, name, unwatched(getattr(owner, name), reads))
+            yield from watched(super().__iter__(), reads)
 
 
 def main(argv: Sequence[str]) -> int:
     recipe: Any = importlib.import_module(f"recipes.{argv[0]}")
-    vars(experiment).update(
-        open_training=open_training,
-        resolve_step_guard=partial(experiment.resolve_step_guard, on_cpu=True),  # as on a GPU
-    )
+    vars(loop).update(Training=Training)
+    vars(experiment).update(resolve_step_guard=partial(experiment.resolve_step_guard, on_cpu=True))  # as on a GPU
     code = recipe.main(argv[1:])
     print(f"RESULT {json.dumps(OF_STEPS)}", file=sys.stdout, flush=True)
     return code

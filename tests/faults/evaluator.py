@@ -1,0 +1,98 @@
+"""A small recipe whose evaluation raises or does not end. Run by ``zygote`` in place of the trainer: ``FAULT_PATCH``
+is ``INSTEAD``. The environment says what goes wrong: RAISE_AT and LAST_AT name a step, RAISE_RANK a rank, FORGOTTEN a
+call of the loop."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train import experiment, loop
+from accel_train.config import NonNegativeInt, load_config
+from accel_train.data import sampler
+from accel_train.training import accumulation, ema, evaluation, optimizers
+from tests.faults.trainer import append
+
+INSTEAD = "from tests.faults import evaluator, trainer; trainer.main = evaluator.main"
+
+
+@dataclass(frozen=True)
+class Config(experiment.ExperimentConfig):
+    """Evaluated trainer."""
+
+    evaluate_every: NonNegativeInt = 5
+
+
+class Numbers:
+    fingerprint = "numbers"
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.arange(8).add(index).sin()}
+
+
+def asked(name: str, default: int = -1) -> int:
+    """A number from the environment: no option, which would be part of the experiment."""
+    return int(os.environ.get(name, default))
+
+
+def evaluate(
+    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, step: int
+) -> dict[str, float]:
+    """The distance of the weights from 0, and a line in the file ``evaluations.txt``."""
+    out = Path(config.output_dir)
+    forward = evaluation.interruptible(model)
+    if accelerator.is_main_process:
+        append(out / "evaluations.txt", str(step))
+    with evaluation.evaluating(model, average):
+        while True:
+            value = forward(torch.ones(1, 8))
+            if step != asked("LAST_AT"):
+                break
+            time.sleep(0.01)
+    if (step, accelerator.process_index) == (asked("RAISE_AT"), asked("RAISE_RANK", 0)):
+        raise RuntimeError("the evaluation's own mistake")
+    return {"distance": float(value.abs().sum()), "worst_at_ten": -abs(step - 10.0)}
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load_config(Config, argv, presets=Path(__file__).parent, default_preset="evaluator").config
+    accelerator = experiment.start(config)
+    data = Numbers()
+    order = sampler.StepSampler(len(data), config.global_batch_size, config.seed)
+    opened = experiment.open_experiment(config, accelerator, len(data), data.fingerprint)
+    if opened.finished:
+        return experiment.nothing_to_do(config, accelerator, opened)
+    torch.manual_seed(config.seed)
+    prepared = experiment.prepare(config, accelerator, opened, nn.Linear(8, 1))
+    model, optimizer, average, guard, _ = prepared
+    with loop.Training(config, accelerator, opened, prepared, data, order, lambda _: None) as training:
+        for batches in training:
+            optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))
+            weighed = [(batch, batch["weight"].sum()) for batch in batches.micro_batches]
+            window = accumulation.GradientWindow(
+                accelerator, model, weighed, {"main": 1.0}, batches.step, config.sync, guard
+            )
+            for batch in window:
+                window.backward((model(batch["x"]).square()[:, 0] * batch["weight"]).sum())
+            result = window.finish(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update(batches.step)
+            if os.environ.get("FORGOTTEN") != "report":
+                training.report(batches, result)
+            if os.environ.get("FORGOTTEN") != "save_if_due":
+                training.save_if_due(result)
+            if batches.done % config.evaluate_every == 0 or batches.done == opened.max_steps:
+                training.evaluate(partial(evaluate, config, accelerator, model, average, batches.done))
+    return loop.finish(training)

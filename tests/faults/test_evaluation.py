@@ -1,0 +1,107 @@
+"""Evaluations that fail, hang or are stopped lose nothing, and their metrics join the checkpoint of their step."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from accel_train.checkpoints import commit
+from tests.faults.evaluator import INSTEAD
+from tests.faults.harness import Zygote, checkpoints, debris, digests, first_difference
+
+pytestmark = pytest.mark.distributed
+
+
+def evaluated(out: Path) -> list[int]:
+    """Steps whose evaluation has begun."""
+    return [int(line) for line in (out / "evaluations.txt").read_text().split()]
+
+
+def same_end(zygote: Zygote, out: Path, ranks: int) -> None:
+    """Start again, to the end; the last checkpoint has the bits of a run that nothing happened to."""
+    again = zygote.run(out, ranks=ranks, patch=INSTEAD)
+    assert set(again.wait()) == {0}, again.output()
+    whole = out.with_name("whole")
+    assert set(zygote.run(whole, ranks=ranks, patch=INSTEAD).wait()) == {0}
+    last = commit.checkpoint_name(20)
+    ours, theirs = (digests(run / "checkpoints" / last) for run in (out, whole))
+    assert first_difference(ours, theirs) is None
+    assert debris(out) == []
+
+
+@pytest.mark.fault("F61", injected="an evaluation raises, on one rank or on all", outcome="its step is saved; exit 1")
+@pytest.mark.parametrize(("ranks", "raising"), [(1, 0), (2, 1)])
+def test_an_evaluation_that_raises_loses_nothing(zygote: Zygote, out: Path, ranks: int, raising: int) -> None:
+    fault = {"RAISE_AT": "10", "RAISE_RANK": str(raising)}
+    save = ("--checkpoints.save_every", "10")
+    run = zygote.run(out, *save, ranks=ranks, patch=INSTEAD, failpoint="before_file=sleep:0.5", **fault)
+    assert 1 in run.wait()
+    assert "the evaluation's own mistake" in run.output()
+    assert checkpoints(out) == [10]
+    same_end(zygote, out, ranks)
+
+
+@pytest.mark.fault("F62", injected="the last evaluation raises, with no save_every", outcome="the run is saved; exit 1")
+def test_the_last_evaluation_that_raises_loses_nothing(zygote: Zygote, out: Path) -> None:
+    run = zygote.run(out, patch=INSTEAD, RAISE_AT="20")
+    assert run.wait() == [1]
+    assert checkpoints(out) == [20]
+
+
+@pytest.mark.fault(
+    "F63", injected="SIGTERM, SIGUSR1, SIGINT or STOP during an evaluation", outcome="it ends; saved; exit code 75"
+)
+@pytest.mark.parametrize(
+    ("ranks", "told", "number"),
+    [
+        (1, 0, signal.SIGTERM),
+        (1, 0, signal.SIGINT),
+        (2, 1, signal.SIGTERM),
+        (2, 0, signal.SIGUSR1),
+        (2, 0, None),
+    ],
+    ids=["one", "ctrl-c", "rank 1 of two", "usr1", "stop file"],
+)
+@pytest.mark.parametrize("save_every", ["0", "10"])
+def test_a_stop_ends_an_evaluation_and_saves(
+    zygote: Zygote, out: Path, ranks: int, told: int, number: signal.Signals | None, save_every: str
+) -> None:
+    run = zygote.start(out, "--checkpoints.save_every", save_every, ranks=ranks, patch=INSTEAD, LAST_AT="10")
+    run.until(out / "evaluations.txt", "5\n10\n")
+    if number is None:
+        (out / "STOP").touch()
+    else:
+        run.kill(number, rank=told)
+    assert set(run.wait()) == {75}, run.output()
+    assert "the evaluation after step 10 is broken off" in run.output()
+    assert checkpoints(out) == [10]
+    assert commit.verify(out / "checkpoints" / commit.checkpoint_name(10)).manifest["metrics"] == {}
+    same_end(zygote, out, ranks)
+
+
+def test_metrics_join_the_checkpoint_of_their_step_and_the_best_is_kept(zygote: Zygote, out: Path) -> None:
+    best = (
+        "--checkpoints.keep_best",
+        "1",
+        "--checkpoints.best_metric",
+        "worst_at_ten",
+        "--checkpoints.best_mode",
+        "max",
+    )
+    run = zygote.run(out, *best, "--checkpoints.save_every", "5", "--checkpoints.keep_last", "1", patch=INSTEAD)
+    assert run.wait() == [0], run.output()
+    assert evaluated(out) == [5, 10, 15, 20]
+    assert checkpoints(out) == [10, 20]
+    held = {step: commit.verify(path).manifest["metrics"] for step, path in commit.committed(out / "checkpoints")}
+    assert held[10]["worst_at_ten"] == 0.0
+    assert held[20]["worst_at_ten"] == -10.0
+    assert held[10]["distance"] != held[20]["distance"]
+
+
+@pytest.mark.parametrize("call", ["report", "save_if_due"])
+def test_a_call_that_the_loop_forgets_is_named(zygote: Zygote, out: Path, call: str) -> None:
+    run = zygote.run(out, patch=INSTEAD, FORGOTTEN=call)
+    assert run.wait() == [1]
+    assert f"step 0: the loop did not call training.{call}" in run.output()
