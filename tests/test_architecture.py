@@ -82,12 +82,8 @@ SHORT_FUNCTION_SHARE = 0.6
 
 EXCEPTIONS = {
     "recipes/pde.py": (
-        255,
+        242,
         "seven terms of the loss, each in one or two lines, and figures of fields that mmdit has no need of",
-    ),
-    "recipes/pde.py:loop": (
-        44,
-        "the task of a step, and the points and operations that it costs, are looked up in four lines",
     ),
 }
 """What a budget truly does not fit: its own number, and the reason."""
