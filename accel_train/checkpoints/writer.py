@@ -210,7 +210,7 @@ def serve(connection: Connection, buffer: memoryview) -> None:
             job: Json = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        if job["do"] == "write" and not job["hurry"]:
+        if job["do"] == "write" and not job.get("hurry"):
             left.advance(RETENTION_SECONDS)
         started = time.monotonic()
         try:

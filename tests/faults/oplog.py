@@ -31,7 +31,7 @@ class InProcess:
     def __init__(self, size: int) -> None:
         self.buffer = mmap.mmap(-1, max(size, 1))
         self.size, self.busy, self.broken = size, False, False
-        self._cache: dict[Any, Any] = {}
+        self._left: Any = None
         self._job: Mapping[str, Any] = {}
 
     def submit(self, job: Mapping[str, Any]) -> None:
@@ -43,7 +43,13 @@ class InProcess:
         self.busy = False
         if self._job["do"] == "write":
             return writer.write(self._job, memoryview(self.buffer))
-        return writer.finish(self._job, self._cache)
+        self._left = self._left or writer.Retention()
+        answer = writer.finish(self._job, self._left)
+        self._left.finish(hurry=False)
+        return answer
+
+    def settle(self, requests: Any, *, hurry: bool) -> None:
+        """Nothing is ever left."""
 
     def close(self, *, kill: bool = False) -> None:
         pass
