@@ -32,7 +32,7 @@ from accel_train.models.attention_table import AttentionNeeds
 from accel_train.models.compile import CompileConfig, CompiledBlocks
 from accel_train.models.float8 import Float8, refuse_float8
 from accel_train.models.speed import SpeedOptions, apply_speed_options
-from accel_train.runtime import lookups, threads
+from accel_train.runtime import early_stop, lookups, threads
 from accel_train.runtime.accelerator import Precision, build_accelerator, log_notices, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
 from accel_train.runtime.exiting import current_run
@@ -165,6 +165,8 @@ def start(config: ExperimentConfig) -> Accelerator:
     refuse_float8(config.float8, accelerator.device, config.precision, strategy_of(accelerator))
     logs = setup_logging(expand_path(config.output_dir), accelerator.process_index, accelerator.num_processes)
     current_run.push(lambda *left: logs.__exit__(*((None,) * 3 if left[0] is UsageError else left)))
+    if accelerator.is_main_process:
+        early_stop.look_for_stop_file(expand_path(config.output_dir))
     log_notices()
     info(logger, threads.resolve_threads(accelerator.device.type))
     resolve_loader(config.loader, accelerator.device)

@@ -138,6 +138,7 @@ class Training:
         processes, as in ``Throughput.update``; ``fields`` join the line as they are.
         """
         self._called.append("report")
+        self._saver.begin()
         samples = self._batch if samples is None else samples
         counts = {"samples": samples, "tokens": tokens, "padded_tokens": padded_tokens, "flops": flops}
         self._rates.update(data_wait_seconds=batches.data_wait_seconds, **counts)

@@ -151,6 +151,9 @@ def test_the_codes_of_all_ranks_become_one(said: str | None, stopped: bool, code
     assert reported_exit_code(tmp_path / "codes", stopped=stopped) == code
 
 
+@pytest.mark.fault(
+    "R4", injected="a stop before the first step is done: data, compilation", outcome="ends at once with exit code 75"
+)
 @pytest.mark.parametrize(
     ("arguments", "number", "code", "says"),
     [

@@ -102,6 +102,14 @@ def test_when_it_saves(toy: Toy, options: dict[str, Any], steps: list[int]) -> N
     assert toy.committed == steps
 
 
+@pytest.mark.parametrize(
+    ("options", "minutes"),
+    [({}, 10), ({"save_every": 5}, 0), ({"save_every_epochs": 1.0}, 0), ({"save_every_minutes": 0.0}, 0)],
+)
+def test_a_long_run_saves_by_the_clock_unless_told_otherwise(options: dict[str, Any], minutes: float) -> None:
+    assert CheckpointConfig(**options).minutes == minutes
+
+
 def test_the_clock_asks_for_one_save_where_processes_hear_of_it_a_step_late(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,8 @@ from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, 
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_MINUTES = 10.0
+
 SavePrecision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -21,9 +23,10 @@ class CheckpointConfig:
     """When training state is saved, in which form, and which saves are kept."""
 
     save_every: NonNegativeInt = 0
-    """Optimizer steps between saves; 0 saves only at the end (and by the two options below)."""
-    save_every_minutes: NonNegativeFloat = 0.0
-    """Minutes between saves, by the main process's clock; 0 is off."""
+    """Optimizer steps between saves; 0 leaves it to the two options below. There is always a save at the end."""
+    save_every_minutes: NonNegativeFloat | None = None
+    """Minutes between saves, by the main process's clock; 0 is off. null: 10, but off where save_every or
+    save_every_epochs is set."""
     save_every_epochs: NonNegativeFloat = 0.0
     """Passes over the data between saves; 0 is off."""
     save_state: bool = True
@@ -54,6 +57,13 @@ class CheckpointConfig:
     """After a failed save: stop the run, or warn and train on (the last save always stops)."""
     grace_seconds: PositiveFloat = 30.0
     """What the scheduler grants between SIGTERM and SIGKILL; a warning says when the last save took longer."""
+
+    @property
+    def minutes(self) -> float:
+        """Minutes between saves by the clock; 0: off. A run of hours never has its end as the only save by default."""
+        if self.save_every_minutes is not None:
+            return self.save_every_minutes
+        return 0.0 if self.save_every or self.save_every_epochs else DEFAULT_MINUTES
 
     def __post_init__(self) -> None:
         if self.keep_best > 0 and not self.best_metric:

@@ -94,19 +94,23 @@ class Saver:
         policy.warn_about_grace(run.checkpoint, config, self._main)
 
     # ------------------------------------------------------------------------------------------------ the loop's calls
+    def begin(self) -> None:
+        """This start has done work that a stop must save. Cheap; ``boundary`` calls it too."""
+        self._requests.begin()
+
     def boundary(self, step: int) -> bool:
         """After every step, on every rank: whether to save and stop now. Never waits for the device.
 
         What the processes tell each other is read one step later: requests to stop, the clock, and how the write goes.
         Commits a finished write; raises ``CheckpointWriteError`` on every rank for a failed one.
         """
-        self._requests.begin()
+        self.begin()
         self._offer()
         self._take_answer(wait=False)
         if self._main:
             self._run.note_training()
-        if self._main and self._config.save_every_minutes > 0:
-            due = time.monotonic() - self._last_save >= 60 * self._config.save_every_minutes
+        if self._main and self._config.minutes > 0:
+            due = time.monotonic() - self._last_save >= 60 * self._config.minutes
             self._clock_due = self._clock_due or due
         asked = self._number + 1 if self._clock_due else 0  # by its number: what is read late asks for no second one
         mine = [self._requests.requested, -self._written, self._failed, self._committed, asked]

@@ -31,7 +31,7 @@ def same_end(zygote: Zygote, out: Path, ranks: int) -> None:
     assert debris(out) == []
 
 
-@pytest.mark.fault("F61", injected="an evaluation raises, on one rank or on all", outcome="its step is saved; exit 1")
+@pytest.mark.fault("R3", injected="an evaluation raises, on one rank or on all", outcome="its step is saved; exit 1")
 @pytest.mark.parametrize(("ranks", "raising"), [(1, 0), (2, 1)])
 def test_an_evaluation_that_raises_loses_nothing(zygote: Zygote, out: Path, ranks: int, raising: int) -> None:
     fault = {"RAISE_AT": "10", "RAISE_RANK": str(raising)}
@@ -43,7 +43,7 @@ def test_an_evaluation_that_raises_loses_nothing(zygote: Zygote, out: Path, rank
     same_end(zygote, out, ranks)
 
 
-@pytest.mark.fault("F62", injected="the last evaluation raises, with no save_every", outcome="the run is saved; exit 1")
+@pytest.mark.fault("R3", injected="the last evaluation raises, with no save_every", outcome="the run is saved; exit 1")
 def test_the_last_evaluation_that_raises_loses_nothing(zygote: Zygote, out: Path) -> None:
     run = zygote.run(out, patch=INSTEAD, RAISE_AT="20")
     assert run.wait() == [1]
@@ -51,7 +51,7 @@ def test_the_last_evaluation_that_raises_loses_nothing(zygote: Zygote, out: Path
 
 
 @pytest.mark.fault(
-    "F63", injected="SIGTERM, SIGUSR1, SIGINT or STOP during an evaluation", outcome="it ends; saved; exit code 75"
+    "R3", injected="SIGTERM, SIGUSR1, SIGINT or STOP during an evaluation", outcome="it ends; saved; exit code 75"
 )
 @pytest.mark.parametrize(
     ("ranks", "told", "number"),
