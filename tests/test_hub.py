@@ -433,6 +433,20 @@ def test_last_is_pushed_at_the_end_and_not_at_a_preemption(server: HubServer, ru
     assert pusher.finish().pushed == ("checkpoint_00000002",)
 
 
+def test_a_stop_ends_the_waiting_for_the_last_push(server: HubServer, run: Path) -> None:
+    check_repository(CONFIG)
+    server.faults = [held := Fault("lfs_put", "held")]  # no answer comes before the end of this test
+    pusher = Pusher(run, CONFIG, is_main=True)
+    pusher.offer(make_checkpoint(run, 1))
+    status = pusher.finish(asked_to_stop=lambda: bool(server.times("lfs_put")))
+    held.release.set()
+    assert pusher.broken_off
+    assert status.waiting == ("checkpoint_00000001",)
+    again = Pusher(run, CONFIG, is_main=True)
+    assert again.finish().pushed == ("checkpoint_00000001",)
+    assert not again.broken_off
+
+
 def test_behind_the_newest_goes_and_the_log_says_so(
     server: HubServer, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
