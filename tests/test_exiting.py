@@ -12,7 +12,7 @@ import pytest
 
 from accel_train.runtime import exiting
 from accel_train.runtime.exiting import reported_exit_code
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, until
 
 ROOT = Path(__file__).parents[1]
 MAIN = """
@@ -189,3 +189,28 @@ def test_a_stop_while_there_is_nothing_to_save_ends_the_process(
         assert child.returncode == code, said
         assert says in said
         assert not (tmp_path / "STOP").exists()
+
+
+LAUNCHER = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, *sys.argv[1:]])
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("launched", "code"), [(True, 75), (False, 0)])
+def test_a_recipe_whose_launcher_died_during_its_imports_does_not_train_unwatched(
+    launched: bool, code: int, script: Path, tmp_path: Path
+) -> None:
+    """The launcher leads a process group of its own; the recipe comes to ``run_main`` after its death."""
+    head = "import os, time\nwhile os.path.exists(f'/proc/{os.getpgrp()}'):\n    time.sleep(0.01)\n"
+    script.write_text(head + script.read_text())
+    variables = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"} if launched else {}
+    codes = tmp_path / "codes"
+    variables["ACCEL_TRAIN_EXIT_CODE_FILE"] = str(codes)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(script), "0"], env=environment(**variables), start_new_session=True
+    )
+    launcher.wait()
+    last = until(lambda: codes.exists() and codes.read_text().count("\n") == 2 and codes.read_text().split()[-1])
+    assert last == str(code)

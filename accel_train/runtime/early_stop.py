@@ -37,14 +37,17 @@ def end_with_the_launcher() -> None:
     parent = next(iter(parent_command_lines(1)), [])
     if LAUNCHERS & {Path(word).name for word in parent[:6]}:  # interpreter and its options, then the program
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    elif _launcher_is_gone():
-        leave(signal.SIGTERM)
 
 
 def _launcher_is_gone() -> bool:
-    """Whether a launcher started this process and died during its imports: nobody would watch it train."""
-    launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()
-    return bool(launched) and not Path(f"/proc/{os.getpgrp()}").exists() and Path("/proc/self").exists()
+    """Whether a launcher started this process and died during its imports: nobody would watch it train.
+
+    Launchers set these variables, and lead the process group that this process is in. To be asked before Accelerate
+    sets some of them itself.
+    """
+    known = ({"TORCHELASTIC_RUN_ID"}, {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"})
+    launched = any(names <= os.environ.keys() for names in known)
+    return launched and Path("/proc/self").exists() and not Path(f"/proc/{os.getpgrp()}").exists()
 
 
 def leave(number: int) -> NoReturn:
@@ -125,6 +128,8 @@ def leave_when_asked() -> None:
     """From now on a stop ends this process at once with exit code 75. For a recipe's start, on its main thread, before
     anything that takes time; ``StopRequests`` takes over where there is something to save."""
     if threading.current_thread() is threading.main_thread():
+        if _launcher_is_gone():
+            leave(signal.SIGTERM)
         end_with_the_launcher()
         EARLY.install()
 
