@@ -16,9 +16,8 @@ def with_a_space(*places: str) -> str | None:
 
 
 NO_INDUCTOR = with_a_space(sys.prefix, tempfile.gettempdir(), os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
-NO_DEEPSPEED = with_a_space(
-    sys.prefix, *(os.environ.get(name, "") for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HOME"))
-)
+NO_DEEPSPEED = with_a_space(sys.prefix)
+"""Extensions are built inside their folder, which may have a space."""
 
 
 def skip_without_deepspeed() -> None:

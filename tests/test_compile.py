@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -265,6 +266,13 @@ def broken_code(_graph: Any, _inputs: Any) -> Any:
     raise RuntimeError("the compiler\n  is out of order")
 
 
+def unhappy_compiler(_graph: Any, _inputs: Any) -> Any:
+    command = "g++ -O3 " * 100
+    raise RuntimeError(
+        f"C++ compile error\n\nCommand:\n{command}\n\nOutput:\ng++: fatal error: no input files\nterminated."
+    )
+
+
 def broken_backward() -> Any:
     from torch._dynamo.backends.common import aot_autograd
 
@@ -274,6 +282,7 @@ def broken_backward() -> Any:
 FAILURES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
     "graph break": (partial(Stack, Broken), lambda: "aot_eager", "graph_break"),
     "compiler": (Stack, lambda: broken_code, "RuntimeError: the compiler is out of order"),
+    "words of the compiler": (Stack, lambda: unhappy_compiler, "RuntimeError: g++: fatal error: no input files"),
     "compiler of the backward": (Stack, broken_backward, "RuntimeError: the compiler is out of order"),
 }
 
@@ -324,6 +333,15 @@ def test_half_a_library_in_the_cache_is_named(left: bytes, tmp_path: Path) -> No
     model = Stack()
     compiled(model, ON, load)
     with pytest.raises(UsageError, match=f"left half a library: delete {library} "):
+        model(torch.randn(4, 8))
+
+
+def test_a_space_at_which_the_compiler_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", "/home/me/my deepspeed")
+    model = Stack()
+    compiled(model, ON, unhappy_compiler)
+    expected = r"torch.compile failed: RuntimeError: g\+\+: fatal error: no input files; the Python environment '/home/me/my deepspeed' has"
+    with pytest.raises(UsageError, match=expected):
         model(torch.randn(4, 8))
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from accel_train.config import PositiveInt, UsageError
 from accel_train.models.activation_checkpointing import blocks_of
+from accel_train.models.compiler import compiler_error, paths_with_a_space
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class CompiledBlocks:
     def fail(self, error: BaseException) -> None:
         """A block did not compile: stop with mode on, go on uncompiled with auto."""
         cause = _cause(error)
-        if "deepspeed" in cause.lower():
+        if "deepspeed" in cause.lower() and not compiler_error(str(_innermost(error))):
             cause = f"ZeRO-3 fetches weights in hooks inside the block, which cannot be compiled as one graph ({cause})"
         if torn := _torn_library(error):
             cause = f"a process was killed while it compiled and left half a library: delete {torn} ({cause})"
@@ -244,6 +245,8 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost cause, on one line."""
+    """The innermost cause, on one line: the compiler's own where there is one, with the path at which it broke."""
     error = _innermost(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}".rstrip(". ")
+    said = compiler_error(str(error))
+    words = [said or " ".join(str(error).split())[:400], *(paths_with_a_space() if said else ())]
+    return f"{type(error).__name__}: {'; '.join(words)}".rstrip(". ")

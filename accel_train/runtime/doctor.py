@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 import torch
 from packaging.version import Version
 
+from accel_train.models.compiler import paths_with_a_space
 from accel_train.runtime.requested import misleading_variables
 
 PACKAGES = (
@@ -117,19 +116,6 @@ def _settings() -> list[str]:
         f"collective timeout: the recipe's --collective_timeout_seconds (torch's own default here: {timeout})",
         *(f"WARNING: {sentence}" for sentence in misleading_variables(os.environ)),
         *(f"WARNING: {sentence}" for sentence in paths_with_a_space()),
-    ]
-
-
-def paths_with_a_space() -> list[str]:
-    """One sentence for each path that torch and DeepSpeed give to the compiler without quotes, and that has a space."""
-    variables = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HOME")
-    places = {"the Python environment": sys.prefix, "the directory for temporary files": tempfile.gettempdir()}
-    places |= {name: os.environ.get(name, "") for name in variables}
-    return [
-        f"{name} {place!r} has a space, at which a compiler's command breaks (compile.mode, DeepSpeed); use a path "
-        "without one"
-        for name, place in places.items()
-        if " " in place
     ]
 
 

@@ -1,0 +1,38 @@
+"""What a failed compiler says, and paths at which its commands break."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+
+CAUSE = re.compile(r"\berror: |: cannot find |: undefined reference to ")
+SUMMARY = "collect2: error: "
+
+
+def compiler_error(output: str) -> str | None:
+    """The first line that names a cause: ``file.cpp:1:2: fatal error: ...`` or the linker's. None where there is none.
+
+    Commands of several thousand characters come before it, and ``ld returned 1 exit status`` after it.
+    """
+    lines = (line.strip() for line in output.splitlines())
+    return next((line for line in lines if CAUSE.search(line) and not line.startswith(SUMMARY)), None)
+
+
+def paths_with_a_space(*, inductor: bool = True) -> list[str]:
+    """One sentence for each path that torch gives to the compiler without quotes, and that has a space.
+
+    The Python environment breaks both torch.compile and the extensions of torch and DeepSpeed, the other two
+    torch.compile alone (``inductor``). An extension is built inside its folder: TORCH_EXTENSIONS_DIR may have a space.
+    """
+    places = {"the Python environment": sys.prefix}
+    if inductor:
+        places["the directory for temporary files"] = tempfile.gettempdir()
+        places["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    return [
+        f"{name} {place!r} has a space, at which a compiler's command breaks (compile.mode"
+        f"{', DeepSpeed' if place == sys.prefix else ''}); use a path without one"
+        for name, place in places.items()
+        if " " in place
+    ]
