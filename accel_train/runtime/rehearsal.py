@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType
 from packaging.version import Version
 
 from accel_train.config import UsageError
+from accel_train.runtime.deepspeed_build import load_communication
 from accel_train.runtime.machine_config import MachineConfig
 
 TESTED = (Version("1.15"), Version("1.16"))
@@ -34,6 +35,7 @@ def connect(strategy: str | None, timeout: timedelta) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
         from deepspeed import comm
 
+        load_communication()
         comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, timeout=timeout, verbose=False)
     PartialState(cpu=True, timeout=timeout)
     state = PartialState._shared_state  # pyright: ignore[reportPrivateUsage]
