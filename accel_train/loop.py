@@ -71,6 +71,8 @@ class Training:
         self._ended = False
         self._order, self._notes, self._batch = order, prepared.notes, config.global_batch_size
         self._result: StepResult | None = None
+        self._metrics: Mapping[str, float] = {}
+        """Of an evaluation after the present step."""
         self._called: list[str] = []
         self._log = Recorder(
             accelerator,
@@ -112,7 +114,7 @@ class Training:
     def __iter__(self) -> Iterator[StepBatches]:
         """The micro-batches of each step. Raises ``RuntimeError`` where the step before was not reported or saved."""
         for batches in self._steps:
-            self._called, self.done = [], batches.done
+            self._called, self._metrics, self.done = [], {}, batches.done
             yield batches
             if missing := [name for name in CALLS if name not in self._called]:
                 raise RuntimeError(f"step {batches.step}: the loop did not call training.{missing[0]}; add the call")
@@ -175,6 +177,7 @@ class Training:
                 return {}
             self._log.evaluation(self.done, metrics)
             self._saver.add_metrics(self.done, metrics)
+        self._metrics = metrics
         return metrics
 
     def end(self) -> None:
@@ -185,7 +188,7 @@ class Training:
         assert self._result is not None, "save_if_due comes first"
         self._result.check()
         with self._rates.pause():
-            self.stopped = self._saver.save(self.done) or self.stopped
+            self.stopped = self._saver.save(self.done, self._metrics) or self.stopped
 
 
 def finish(training: Training) -> int:

@@ -1,6 +1,6 @@
 """A small recipe whose evaluation raises or does not end. Run by ``zygote`` in place of the trainer: ``FAULT_PATCH``
-is ``INSTEAD``. The environment says what goes wrong: RAISE_AT and LAST_AT name a step, RAISE_RANK a rank, FORGOTTEN a
-call of the loop."""
+is ``INSTEAD``. The environment says what goes wrong: RAISE_AT, LAST_AT and END_AT name a step, RAISE_RANK a rank,
+FORGOTTEN a call of the loop."""
 
 from __future__ import annotations
 
@@ -95,4 +95,6 @@ def main(argv: Sequence[str]) -> int:
                 training.save_if_due(result)
             if batches.done % config.evaluate_every == 0 or batches.done == opened.max_steps:
                 training.evaluate(partial(evaluate, config, accelerator, model, average, batches.done))
+            if batches.done == asked("END_AT"):
+                training.end()
     return loop.finish(training)

@@ -100,6 +100,13 @@ def test_metrics_join_the_checkpoint_of_their_step_and_the_best_is_kept(zygote: 
     assert held[10]["distance"] != held[20]["distance"]
 
 
+def test_an_early_end_saves_its_step_with_its_metrics(zygote: Zygote, out: Path) -> None:
+    run = zygote.run(out, patch=INSTEAD, END_AT="10")
+    assert run.wait() == [0], run.output()
+    assert checkpoints(out) == [10]
+    assert commit.verify(out / "checkpoints" / commit.checkpoint_name(10)).manifest["metrics"]["worst_at_ten"] == 0.0
+
+
 @pytest.mark.parametrize("call", ["report", "save_if_due"])
 def test_a_call_that_the_loop_forgets_is_named(zygote: Zygote, out: Path, call: str) -> None:
     run = zygote.run(out, patch=INSTEAD, FORGOTTEN=call)
