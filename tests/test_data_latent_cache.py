@@ -1,5 +1,6 @@
 import multiprocessing
 import pickle
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from accel_train.config import UsageError
 from accel_train.data import latent_cache
+from accel_train.data.artifacts import hosts_without
 from accel_train.data.latent_cache import BatchMemory, LatentTable, cached_latents, latent_key
 from tests.waiting import PATIENCE_SECONDS
 
@@ -196,8 +198,10 @@ def together(rank: int, out: Path) -> None:
     barrier = torch.distributed.barrier
     for disk, cache in (("shared", out / "both"), ("own", out / f"host{rank}")):
         encoder = Encoder(seconds=0.02)
+        cache.mkdir(exist_ok=True)
+        apart = hosts_without(cache, rank, 2)
         table = cached_latents(TEXTS, encoder, cache, rank=rank, world_size=2, barrier=barrier)
-        torch.save({"asked": encoder.asked, "latents": rows(table)}, out / f"{disk}{rank}.pt")
+        torch.save({"asked": encoder.asked, "latents": rows(table), "apart": apart}, out / f"{disk}{rank}.pt")
     barrier()
     torch.distributed.destroy_process_group()
 
@@ -222,6 +226,12 @@ def test_two_processes_build_it_together(built: Path, disk: str) -> None:
     results = [torch.load(built / f"{disk}{rank}.pt") for rank in range(2)]
     assert all(torch.equal(result["latents"], Encoder().all(TEXTS)) for result in results)
     shares = [sorted(result["asked"]) for result in results]
+    said = [result["apart"] for result in results]
+    if disk == "shared":
+        assert said == [None, None]
+    else:
+        own, other = built / "host0", built / "host1"
+        assert f"({other}) does not see {own} of {socket.gethostname()}" in said[0]
     if disk == "shared":  # each text once, by the rank that its shard belongs to
         assert shares[0] == sorted(text for i, text in enumerate(TEXTS) if i // ROWS % 2 == 0)
         assert shares[1] == sorted(text for i, text in enumerate(TEXTS) if i // ROWS % 2 == 1)

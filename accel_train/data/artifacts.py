@@ -5,8 +5,10 @@ import json
 import os
 import shutil
 import socket
+import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from accel_train.config import UsageError
 
@@ -28,6 +30,34 @@ def cache_directory(option: str | None) -> Path:
     raise UsageError(
         f"--data.cache_dir {value!r}: {folder} cannot be used ({reason}). A folder that this process may create "
         "and write is required; set the option or ACCEL_TRAIN_CACHE."
+    )
+
+
+def hosts_without(cache: Path, rank: int, world_size: int) -> str | None:
+    """Which hosts do not see rank 0's `cache`, in a sentence with the remedy; None where all do. Every rank calls it.
+
+    Collective where several processes are connected. Each host's own processes share what it has.
+    """
+    from torch import distributed
+
+    if world_size == 1 or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    name = [f".rank_0.{uuid.uuid4().hex}.probe"]  # new each time: a network file system remembers what was not there
+    if rank == 0:
+        (cache / name[0]).touch()
+    distributed.broadcast_object_list(name, src=0)
+    probe = cache / name[0]
+    mine, everyone = (socket.gethostname(), str(cache), probe.exists()), [None] * world_size
+    distributed.all_gather_object(everyone, mine)
+    if rank == 0:
+        probe.unlink()
+    found = cast("list[tuple[str, str, bool]]", everyone)
+    apart = sorted({f"{host} ({folder})" for host, folder, sees in found if not sees})
+    if not apart:
+        return None
+    return (
+        f"--data.cache_dir: {', '.join(apart)} does not see {cache} of {found[0][0]}, so each prepares data and "
+        "latents of its own, all of them; give --data.cache_dir a folder that all hosts share to do it once"
     )
 
 
