@@ -16,13 +16,14 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from accel_train.checkpoints.hub import push_the_rest
-from accel_train.checkpoints.hub_options import HubConfig
-from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.checkpoints.hub_options import HubConfig, refuse_without_metric
+from accel_train.checkpoints.policy import CheckpointConfig, refuse_unknown_metric
 from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.checkpoints.run import Run, kept, open_run
 from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
 from accel_train.data import sampler
 from accel_train.data.loader import LoaderConfig, resolve_loader
+from accel_train.metrics import gates
 from accel_train.metrics.logs import info, setup_logging
 from accel_train.metrics.recorder import LogConfig
 from accel_train.metrics.trackers import resolve_trackers
@@ -117,6 +118,7 @@ class ExperimentConfig:
                 f"max_steps: {self.max_steps}, max_epochs: {self.max_epochs}: exactly one of the two is required; "
                 "set the other to None"
             )
+        refuse_without_metric(self.hub, self.checkpoints.best_metric)
 
 
 @dataclass(frozen=True)
@@ -201,14 +203,25 @@ def _length_option(config: ExperimentConfig) -> str:
 
 
 def open_experiment(
-    config: ExperimentConfig, accelerator: Accelerator, dataset_size: int, fingerprint: str, words: Sequence[str] = ()
+    config: ExperimentConfig,
+    accelerator: Accelerator,
+    dataset_size: int,
+    fingerprint: str,
+    words: Sequence[str] = (),
+    *,
+    metrics: Sequence[str] | None = None,
 ) -> Opened:
     """Open the run directory: a start or a resume. All processes call it; collective.
 
-    ``dataset_size`` samples make an epoch; ``fingerprint`` is the data's; ``words`` are said first. Raises what
-    ``open_run`` raises.
+    ``dataset_size`` samples make an epoch; ``fingerprint`` is the data's; ``words`` are said first; ``metrics`` are the
+    names of all that an evaluation reports. Raises what ``open_run`` raises, and ``UsageError`` for a
+    ``checkpoints.best_metric`` or a gate of ``accel-train compare`` that is not among ``metrics``; None: a wrong one is
+    found when there is an evaluation.
     """
     _refuse_different_data(accelerator, dataset_size, fingerprint)
+    if metrics is not None:
+        refuse_unknown_metric(config.checkpoints.best_metric, metrics)
+        gates.refuse_unknown_gates(metrics)
     batch, world_size = config.global_batch_size, accelerator.num_processes
     max_steps, decay_steps = lengths(config, dataset_size)
     schedule = _schedule_of(config, decay_steps)

@@ -126,7 +126,9 @@ def main(argv: Sequence[str]) -> int:
     barrier = accelerator.wait_for_everyone
     data = prepare.prepare_data(config.data, rank=rank, world_size=world_size, barrier=barrier, device=str(device))
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
-    opened = experiment.open_experiment(config, accelerator, len(data.train), data.fingerprint, data.notices)
+    metrics = text_scores.metric_names(data)
+    found = len(data.train), data.fingerprint, data.notices
+    opened = experiment.open_experiment(config, accelerator, *found, metrics=metrics)
     if opened.finished:
         return experiment.nothing_to_do(config, accelerator, opened)
 

@@ -154,7 +154,7 @@ def evaluate(
                 found, _, _ = pde_prediction.predict(forward, first, number, task.grid)
                 panels = field_scores.row_panels(task, first, found)
             rows.append((task.name, panels))
-    figures["mean_nrmse"] = field_scores.mean_nrmse(data, figures)
+    figures[field_scores.MEAN] = field_scores.mean_nrmse(data, figures)
     if accelerator.is_main_process:
         figures |= field_scores.baseline_figures(data, options.samples)
         pictures.write_fields(expand_path(config.output_dir) / "fields.png", rows)
@@ -175,7 +175,9 @@ def main(argv: Sequence[str]) -> int:
     operator_learning.check_tasks(config.objective, config.evaluation, tasks)
     lengths = experiment.lengths(config, sum(sizes))
     words = operator_learning.check_stages(config.objective, config.schedule.warmup_steps, *lengths)
-    opened = experiment.open_experiment(config, accelerator, sum(sizes), data.fingerprint, [*data.notices, *words])
+    found = sum(sizes), data.fingerprint, [*data.notices, *words]
+    metrics = field_scores.metric_names(data, refined=config.model.residual_depth > 0)
+    opened = experiment.open_experiment(config, accelerator, *found, metrics=metrics)
     patience, operator_from = config.evaluation.patience, config.objective.autoencode_steps
     early = early_stopping.EarlyStopping(patience, "mean_nrmse", opened.run.directory, opened.start_step, operator_from)
     if opened.finished or (early.exhausted and not config.evaluate_only):

@@ -31,7 +31,7 @@ from accel_train.metrics import compare_runs
 from accel_train.metrics.bootstrap import LEVEL, Estimate, coverage_of_range, estimate
 from accel_train.metrics.compare import single_options
 from accel_train.metrics.compare_runs import Run, read_config
-from accel_train.metrics.gates import SIGNS, decide, read_gate, values_of
+from accel_train.metrics.gates import COMPARED, SIGNS, decide, read_gate, values_of
 from accel_train.metrics.throughput import Throughput
 from accel_train.strict_yaml import read_yaml
 from tests.waiting import PATIENCE_SECONDS, until
@@ -48,6 +48,7 @@ from pathlib import Path
 
 from accel_train.config import UsageError, expand_path, load_config
 from accel_train.runtime.exiting import run_main
+from accel_train.metrics.gates import refuse_unknown_gates
 from accel_train.metrics.records import LineWriter, write_json
 
 
@@ -81,6 +82,7 @@ class Config:
     shift: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     ends: str = "well"
+    declares: tuple[str, ...] = ()
     data: Data = field(default_factory=Data)
     hub: Hub = field(default_factory=Hub)
 
@@ -88,6 +90,8 @@ class Config:
 def main(argv):
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
     out = expand_path(config.output_dir)
+    if config.declares:
+        refuse_unknown_gates(config.declares)
     (out / "checkpoints").mkdir(parents=True)
     print("started with", *argv, flush=True)
     if config.ends == "crash":
@@ -140,6 +144,7 @@ FILES = {
     "empty": "ends: empty\n",
     "pushes": "hub: {repo_id: me/it}\n",
     "sparse": "log_every: 10\n",
+    "declared": "declares: [nll, broken]\n",
 }
 
 
@@ -337,7 +342,7 @@ def test_nothing_is_pushed_and_caches_may_differ(recipe: str, capsys: pytest.Cap
         ("slow --vary sed=0,1", r"--vary sed: no option that can be varied: did you mean 'seed'\?"),
         ("slow --vary output_dir=a,b", r"--vary output_dir: no option that can be varied"),
         ("slow --vary hub.repo_id=me/it,me/other", r"--vary hub.repo_id: a comparison pushes nothing"),
-        ("slow --vary seed=1,01", r"--vary: seed=1 and seed=01 are the same value"),
+        ("slow --vary step_seconds=0.1,1e-1", r"--vary: step_seconds=0.1 and step_seconds=1e-1 are the same value"),
         ("slow --vary seed=1,two", r"two"),
         ("slow --vary seed=0,1 --seed 3", r"--seed 3 and --vary seed: both say it"),
         ("slow --vary max_steps=5,6 --max_epochs 1", r"--max_epochs 1\.0 and --vary max_steps: both say it"),
@@ -415,6 +420,15 @@ def test_a_run_that_fails_is_shown_and_ends_the_comparison(recipe: str, capsys: 
     assert "written" not in shown.out
     assert call(recipe, "empty", "slow", output="other")[0] == 1
     assert "wrote no" in capsys.readouterr().err
+
+
+def test_a_gate_on_what_the_recipe_does_not_declare_is_refused_as_the_first_run_starts(recipe: str) -> None:
+    says = r"nl_delta is not known: did you mean 'nll_delta'\?.*step_seconds.*nll"
+    with pytest.raises(UsageError, match=says):
+        call(recipe, "declared", "fast", "--gate", "speedup>1", "nl_delta<=1")
+    assert not any(Path("out").iterdir()), "the same --output can be given again"
+    gates = ["--gate", "speedup>0", "nll_delta<=1", "loss_last_tenth_delta<=9"]
+    assert call(recipe, "declared", "fast", "--rounds", "1", *gates)[0] == 0
 
 
 def test_what_a_recipe_refuses_in_its_run_is_wrong_usage(recipe: str) -> None:
@@ -591,6 +605,13 @@ def test_loss_at_equal_time() -> None:
     for values in figures.observations([[slow, rare]], figures.window_of([slow, rare])):
         assert "loss_equal_time" not in values
         assert len(values["step_seconds"]) == 1  # three log intervals would claim too much
+
+
+def test_the_metrics_of_any_run_are_those_that_a_gate_may_name() -> None:
+    fields = dict.fromkeys(("processor_seconds", "data_wait_fraction", "mfu"), 1.0)
+    fields |= {"memory_peak_gib": 1.0, "process_rss_gib": 1.0, "step_seconds": 1.0, "loss": 1.0, "global_batch_size": 8}
+    run = run_of([{"step": step, "elapsed_seconds": float(step), **fields} for step in range(1, 101)])
+    assert set(figures.figures(run, figures.window_of([run]), 100.0)) == set(COMPARED)
 
 
 def test_figures_that_a_run_lacks_are_left_out_and_names_do_not_collide() -> None:

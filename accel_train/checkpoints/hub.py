@@ -25,7 +25,7 @@ from accel_train.checkpoints.hub_download import download as download
 from accel_train.checkpoints.hub_errors import HubError, NotPushableError, describe
 from accel_train.checkpoints.hub_options import HubConfig as HubConfig
 from accel_train.checkpoints.hub_options import check_repository as check_repository
-from accel_train.checkpoints.hub_options import new_entry
+from accel_train.checkpoints.hub_options import new_entry, refuse_without_metric
 from accel_train.checkpoints.hub_queue import Entry, HubQueue
 from accel_train.checkpoints.hub_repository import limit_silence, push_checkpoint
 from accel_train.checkpoints.hub_worker import backoff_seconds
@@ -69,10 +69,7 @@ class Pusher:
         best_metric: str | None = None,
         best_mode: Literal["min", "max"] = "min",
     ) -> None:
-        if config.repo_id is not None and config.push == "best" and best_metric is None:
-            raise UsageError(
-                "hub.push: best needs a figure to compare by; set checkpoints.best_metric, or hub.push every or last"
-            )
+        refuse_without_metric(config, best_metric)
         self._config = config
         self._metric, self._sign = best_metric, 1.0 if best_mode == "min" else -1.0
         self._queue = HubQueue(run)

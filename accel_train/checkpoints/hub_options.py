@@ -43,6 +43,14 @@ class HubConfig:
             _check_repo_id(self.repo_id)
 
 
+def refuse_without_metric(config: HubConfig, best_metric: str | None) -> None:
+    """Refuse ``push: best`` where nothing says what is better."""
+    if config.repo_id is not None and config.push == "best" and best_metric is None:
+        raise UsageError(
+            "hub.push: best needs a figure to compare by; set checkpoints.best_metric, or hub.push every or last"
+        )
+
+
 def _check_repo_id(repo_id: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id

@@ -10,6 +10,7 @@ from typing import Literal
 from accel_train.checkpoints import retention
 from accel_train.checkpoints.commit import Checkpoint
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
+from accel_train.flags import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,18 @@ class CheckpointConfig:
             )
         if wrong := retention.unknown_pins(self.pinned):
             raise UsageError(f"checkpoints.pinned: {wrong[0]!r} is no checkpoint's name; give e.g. checkpoint_00001200")
+
+
+def refuse_unknown_metric(best_metric: str | None, metrics: Sequence[str]) -> None:
+    """Refuse a ``best_metric`` that no evaluation of this run reports: there would never be a best."""
+    if best_metric is None or best_metric in metrics:
+        return
+    meant = nearest(best_metric, metrics)
+    raise UsageError(
+        f"checkpoints.best_metric: {best_metric!r} is not reported by this run's evaluation"
+        f"{f': did you mean {meant!r}?' if meant else ''}; it reports {', '.join(metrics) or 'nothing'}; give one of "
+        "these, or leave checkpoints.best_metric out"
+    )
 
 
 def due(config: CheckpointConfig, step: int, epoch: Callable[[int], float]) -> bool:

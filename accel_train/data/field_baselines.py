@@ -45,7 +45,7 @@ def baselines(
     wanted = wanted[torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0))]
     first = train.batch([0])
     shape, width = first["target"].shape[1:], first["input"].numel() + first["parameters"].numel() + 1
-    if max(width, first["target"].numel()) <= MAX_FEATURES and len(wanted) >= FEWEST_ROWS:
+    if has_linear_fit(train):
         features, targets = (torch.empty(len(wanted), n, dtype=torch.float64) for n in (width, first["target"].numel()))
         start = 0
         for given, sought in _matrices(train, wanted):
@@ -62,7 +62,21 @@ def baselines(
         for name, prediction in made.items():
             physical = (denormalise(values.reshape(-1, *shape)) for values in (prediction, sought))
             errors.setdefault(name, []).append(nrmse(*physical))
-    return {name: float(torch.cat(parts).mean()) for name, parts in errors.items()}
+    names = baseline_names(train, same_fields=same_fields)
+    return {name: float(torch.cat(errors[name]).mean()) for name in names}
+
+
+def has_linear_fit(train: Rows) -> bool:
+    """Whether the linear fit is neither left out for its cost nor for too few rows."""
+    first = train.batch([0])
+    width = first["input"].numel() + first["parameters"].numel() + 1
+    return max(width, first["target"].numel()) <= MAX_FEATURES and min(len(train), MAX_TRAINING_ROWS) >= FEWEST_ROWS
+
+
+def baseline_names(train: Rows, *, same_fields: bool) -> list[str]:
+    """The keys of ``baselines``."""
+    fit = ["linear_fit"] if has_linear_fit(train) else []
+    return ["training_mean", *(["persistence"] if same_fields else []), *fit]
 
 
 def ridge_fit(features: Tensor, targets: Tensor) -> Tensor:

@@ -66,9 +66,13 @@ def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
     kept = counts.argsort(descending=True, stable=True)[: min(MAX_FEATURES, int((counts > 0).sum()))]
     columns = torch.full((vocabulary_size,), len(kept)).index_copy_(0, kept, torch.arange(len(kept)))
     unigram = (counts + 0.5).log().log_softmax(0)
-    fits = vocabulary_size * (train.batch([0])["latent"].numel()) <= MAX_LOG_LINEAR_WEIGHTS
-    log_linear = _fit_log_linear(train, wanted, unigram) if fits else None
+    log_linear = _fit_log_linear(train, wanted, unigram) if fits_log_linear(train, vocabulary_size) else None
     return TextBaselines(len(wanted), columns, _fit_linear(train, wanted, columns), unigram, log_linear)
+
+
+def fits_log_linear(train: Rows, vocabulary_size: int) -> bool:
+    """Whether the log-linear map is small enough to be fitted."""
+    return vocabulary_size * train.batch([0])["latent"].numel() <= MAX_LOG_LINEAR_WEIGHTS
 
 
 def bags(tokens: Tensor, maskable: Tensor, columns: Tensor) -> Tensor:

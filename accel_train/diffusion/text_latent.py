@@ -30,6 +30,16 @@ from accel_train.diffusion.sampling import (
 from accel_train.diffusion.timesteps import stratified
 
 Batch = dict[str, Tensor]
+METRICS = (
+    "l2t_nll",
+    "l2t_nll_shuffled",
+    "unconditional_nll",
+    "l2t_accuracy",
+    "t2l_cosine",
+    "t2l_cosine_shuffled",
+    "t2l_mean_cosine",
+)
+"""What ``BothWays.figures`` sums, beside the numbers of tokens and samples."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +110,15 @@ class BothWays:
 
 def figures_from_sums(sums: dict[str, float], timesteps: int) -> dict[str, float]:
     """Divide what ``BothWays.figures`` summed. ``tokens`` and ``masked`` were counted at every timestep."""
-    names = [n for n in sums if n not in ("tokens", "masked", "samples")]
-    per = {n: "masked" if n.endswith("accuracy") else "samples" for n in names if "nll" not in n}
-    figures = {name: sums[name] / max(sums[per.get(name, "tokens")], 1e-12) for name in names}
+    per = {n: "masked" if n.endswith("accuracy") else "samples" for n in METRICS if "nll" not in n}
+    figures = {name: sums[name] / max(sums[per.get(name, "tokens")], 1e-12) for name in METRICS}
     figures["l2t_gain"] = 1 - figures["l2t_nll"] / figures["l2t_nll_shuffled"]
     return figures | {"evaluated_samples": sums["samples"], "evaluated_tokens": sums["tokens"] / timesteps}
+
+
+def metric_names() -> list[str]:
+    """The keys of ``figures_from_sums``."""
+    return list(figures_from_sums(dict.fromkeys((*METRICS, "tokens", "masked", "samples"), 1.0), 1))
 
 
 def text_nll_sums(predict: Predict, batch: Batch, mask_id: int, seed: int, timesteps: int) -> dict[str, Tensor]:

@@ -267,7 +267,12 @@ def _run_variant(request: Request, recipe: Path, variant: Variant, number: int, 
         machine = str(expand_path(request.config_file))
         command = [sys.executable, "-m", "accel_train.cli", "launch", "--config_file", machine, str(recipe)]
     command += [variant.source, *variant.flags, "--output_dir", str(directory)]
-    seconds, cpu_seconds = run_once(command, folder / f"{variant.letter}.log")
+    try:
+        seconds, cpu_seconds = run_once(command, folder / f"{variant.letter}.log", request.gates)
+    except UsageError:
+        if not directory.exists() and len(list(folder.iterdir())) == 1:
+            shutil.rmtree(folder)  # nothing has run: the same --output can be given again
+        raise
     run = read_run(variant.letter, number, directory, seconds, cpu_seconds)
     if not request.keep_checkpoints:
         shutil.rmtree(directory / "checkpoints", ignore_errors=True)

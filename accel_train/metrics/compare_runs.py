@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from accel_train.config import UsageError
 from accel_train.metrics.curves import last_pass
+from accel_train.metrics.gates import GATES_VARIABLE
 from accel_train.metrics.records import NON_FINITE, read_metrics
 
 LINES_SHOWN = 20
@@ -111,10 +112,11 @@ def _option(found: re.Match[str]) -> tuple[str, Any]:
         return found["name"], found["value"]
 
 
-def run_once(command: Sequence[str], log: Path) -> tuple[float, float]:
+def run_once(command: Sequence[str], log: Path, gates: Sequence[str] = ()) -> tuple[float, float]:
     """Run ``command`` to its end with its output in ``log``; seconds by the clock and of processor time.
 
-    Whatever ends this function ends the processes it started. Raises with the last lines of the output:
+    ``gates`` are for the run to refuse (``refuse_unknown_gates``). Whatever ends this function ends the processes it
+    started. Raises with the last lines of the output:
     ``UsageError`` where the recipe refused its options, ``RunFailedError`` for every other exit code but 0.
     """
     started, used = time.perf_counter(), _cpu_seconds_of_children()
@@ -124,6 +126,7 @@ def run_once(command: Sequence[str], log: Path) -> tuple[float, float]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            env={**os.environ, GATES_VARIABLE: "\n".join(gates)},
             start_new_session=True,  # so that its whole group can be ended, and Ctrl-C reaches us alone
         )
         try:

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_train.data.field_baselines import baselines
+from accel_train.data.field_baselines import baseline_names, baselines
 from accel_train.data.field_rows import FieldData, FieldRows, FieldTask
 from accel_train.diffusion import fields, residual, rollout
 from accel_train.diffusion.operator_learning import EvaluationConfig
@@ -26,6 +26,7 @@ SHIFTS = (1, -1, 2, 3)
 """Points by which a periodic field is moved for another estimate of the same step."""
 NOISES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.001, 0.005, 0.02, 0.05)
 """Of the field's size: for the candidates that moving does not give."""
+MEAN = "mean_nrmse"
 
 
 def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -216,6 +217,21 @@ def baseline_figures(data: FieldData, samples: int) -> Mapping[str, float]:
         scores = baselines(*rows, physical, same_fields=task.has_time, samples=samples)
         found |= {f"{task.name}_{name}_nrmse": score for name, score in scores.items()}
     return found
+
+
+def metric_names(data: FieldData, refined: bool) -> list[str]:
+    """Everything that an evaluation on this data reports: made by the functions that report it, of sums of 1.
+
+    ``refined``: the model has a residual stage.
+    """
+    names: list[str] = []
+    for task in data.tasks:
+        rows, times = torch.ones(6), torch.ones(3, 1)
+        names += row_figures(task, rows, rows if refined else None)
+        names += rollout_figures(task, times, times if task.conserved else None) if task.has_time else []
+        kinds = baseline_names(data.training[task.name], same_fields=task.has_time)
+        names += [f"{task.name}_{kind}_nrmse" for kind in kinds]
+    return [*names, MEAN]
 
 
 def table(data: FieldData, figures: Mapping[str, float]) -> list[str]:

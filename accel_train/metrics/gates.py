@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,24 @@ FORMS = (
     "speedup (step_seconds of A over that of B), NAME (B's own value), NAME_delta (B - A; with a percent sign: of A's "
     "value) and NAME_ratio (B / A)"
 )
+COMPARED = (
+    "step_seconds",
+    "samples_per_second",
+    "loop_step_seconds",
+    "loop_step_cpu_seconds",
+    "run_seconds",
+    "run_cpu_seconds",
+    "data_wait_fraction",
+    "mfu",
+    "memory_peak_gib",
+    "process_rss_gib",
+    "loss",
+    "loss_last_tenth",
+    "loss_equal_time",
+)
+"""Metrics of any recipe's runs; what a machine does not measure is missing. The terms of the loss are ``loss_TERM``."""
+GATES_VARIABLE = "ACCEL_TRAIN_GATES"
+"""Holds the gates of a comparison, one a line, for its runs: they know at their start what they will report."""
 Verdict = Literal["passed", "not decided", "FAILED"]
 
 
@@ -92,7 +111,24 @@ def values_of(gate: Gate, a: Mapping[str, Sequence[float]], b: Mapping[str, Sequ
         if form == "ratio":
             return [over(y, x) for x, y in pairs]
         return [over(y - x, abs(x), of_zeros=0.0) if gate.percent else y - x for x, y in pairs]
-    raise UsageError(
+    raise _unknown(gate, known)
+
+
+def refuse_unknown_gates(metrics: Sequence[str]) -> None:
+    """In a run of a comparison, refuse a gate on what neither this run's evaluation (``metrics``) reports nor any run.
+
+    Terms of the loss are known when the first step is logged: ``compare`` asks for them after the run.
+    """
+    known = [*COMPARED, *metrics, *(f"evaluation_{name}" for name in metrics)]
+    for gate in map(read_gate, os.environ.get(GATES_VARIABLE, "").splitlines()):
+        metric, _, form = gate.name.rpartition("_")
+        names = {gate.name, metric if form in ("delta", "ratio") else gate.name}
+        if gate.name != "speedup" and names.isdisjoint(known) and not gate.name.startswith("loss_"):
+            raise _unknown(gate, [*COMPARED, *metrics])
+
+
+def _unknown(gate: Gate, known: Sequence[str]) -> UsageError:
+    return UsageError(
         f"--gate {gate.text!r}: {gate.name} is not known{_nearest(gate.name, known)}; a gate is on {FORMS}, where NAME "
         f"is one of {', '.join(known)}"
     )

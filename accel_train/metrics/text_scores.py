@@ -9,10 +9,22 @@ import torch
 
 from accel_train.data.heldout import heldout_pairs
 from accel_train.data.prepare import PreparedData
-from accel_train.data.text_baselines import fit_baselines
+from accel_train.data.text_baselines import fit_baselines, fits_log_linear
+from accel_train.diffusion import text_latent
 from accel_train.diffusion.text_latent import bag_nll_sum, cosine_sum
 
 BATCH_SIZE = 512
+BASELINES = ("t2l_ridge_cosine", "unigram_nll")
+LOG_LINEAR = ("l2t_log_linear_nll", "l2t_log_linear_nll_shuffled", "l2t_log_linear_gain")
+
+
+def metric_names(data: PreparedData) -> list[str]:
+    """Everything that an evaluation on this data reports: the model's metrics and the baselines beside them."""
+    return [*text_latent.metric_names(), *_baseline_names(data)]
+
+
+def _baseline_names(data: PreparedData) -> tuple[str, ...]:
+    return BASELINES + (LOG_LINEAR if fits_log_linear(data.train, data.tokenizer.vocab_size) else ())
 
 
 @lru_cache(maxsize=1)
@@ -39,8 +51,7 @@ def baseline_figures(data: PreparedData, samples: int, timesteps: int, seed: int
                 added[f"l2t_log_linear_{name}"] = bag_nll_sum(fitted.logits(latent), *masks)
         sums = {name: sums.get(name, 0.0) + float(value) for name, value in added.items()}
     per = {"t2l_ridge_cosine": "samples"}
-    names = [name for name in sums if name not in ("samples", "tokens")]
-    figures = {name: sums[name] / max(sums[per.get(name, "tokens")], 1e-12) for name in names}
+    figures = {name: value / max(sums[per.get(name, "tokens")], 1e-12) for name, value in sums.items()}
     if fitted.log_linear is not None:
         figures["l2t_log_linear_gain"] = 1 - figures["l2t_log_linear_nll"] / figures["l2t_log_linear_nll_shuffled"]
-    return figures
+    return {name: figures[name] for name in _baseline_names(data)}
