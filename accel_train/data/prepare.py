@@ -66,7 +66,8 @@ class DataConfig:
     vocab_size: PositiveInt = 2048
     """Pieces of the trained tokenizer, 300 or more."""
     max_length: PositiveInt = 32
-    """Tokens per text: longer ones are cut, shorter ones padded. Compute grows with it."""
+    """Tokens per text: longer ones are cut, shorter ones padded. Compute grows with it. At least 1 more than the
+    special tokens that the tokenizer puts around a text ('trained': none); 1 learns the first token alone."""
     encoder: str = TFIDF_SVD
     """What makes the latents: 'tfidf-svd' (fitted on the training split, no network), or a transformers encoder
     by hub id or local directory with safetensors weights."""
