@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
+import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
@@ -20,7 +21,16 @@ from accel_train.checkpoints.hub_options import HubConfig, refuse_without_metric
 from accel_train.checkpoints.policy import CheckpointConfig, refuse_unknown_metric
 from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.checkpoints.run import Run, kept, open_run
-from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
+from accel_train.config import (
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    UsageError,
+    expand_path,
+    flatten,
+    origin_of,
+    to_tree,
+)
 from accel_train.data import sampler
 from accel_train.data.loader import LoaderConfig, resolve_loader
 from accel_train.metrics import gates
@@ -37,6 +47,7 @@ from accel_train.runtime import early_stop, lookups, threads
 from accel_train.runtime.accelerator import Precision, build_accelerator, log_notices, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
 from accel_train.runtime.exiting import current_run
+from accel_train.training import fitting
 from accel_train.training.accumulation import SyncPolicy, resolve_sync
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
@@ -51,6 +62,7 @@ from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import StepGuard, resolve_step_guard
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 WARMUP_KEPT = "schedule.warmup"
 """In ``resolved`` of a run whose warm-up was shortened: the number asked for, and the one it trains with."""
 NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -264,6 +276,32 @@ def _refuse_different_data(accelerator: Accelerator, dataset_size: int, fingerpr
                 f"the processes see different data: {one}; {two}. All hosts must read the same files and the same "
                 "revisions: share the folder, or bring the copies up to date"
             )
+
+
+def build_model(
+    config: ExperimentConfig, accelerator: Accelerator, model: Callable[P, nn.Module], *shape: P.args, **named: P.kwargs
+) -> nn.Module:
+    """``model(*shape)`` with the initial weights of ``config.seed``, the same on every process.
+
+    Raises ``UsageError``, with the numbers, for one that cannot fit: before any memory is taken.
+    """
+    given = [f"--{name} {value}" for name, value in flatten(to_tree(config)).items() if _sets_model(config, name)]
+    fitting.refuse_what_cannot_fit(
+        fitting.parameters_of(lambda: model(*shape, **named)),
+        config.optimizer.name,
+        training=not config.evaluate_only,
+        has_average=config.ema.decay > 0,
+        sharded=strategy_of(accelerator) not in ("single", "ddp"),
+        world_size=accelerator.num_processes,
+        device=accelerator.device,
+        given=given,
+    )
+    torch.manual_seed(config.seed)
+    return model(*shape, **named)
+
+
+def _sets_model(config: ExperimentConfig, option: str) -> bool:
+    return option.startswith("model.") and origin_of(config, option) == "command line"
 
 
 class Prepared(NamedTuple):

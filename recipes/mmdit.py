@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -132,9 +131,8 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished:
         return experiment.nothing_to_do(config, accelerator, opened)
 
-    torch.manual_seed(config.seed)  # the same initial weights on every process
     shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape)
-    model: nn.Module = mmdit.MultimodalMMDiT(shape)
+    model = experiment.build_model(config, accelerator, mmdit.MultimodalMMDiT, shape)
     needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
     prepared = experiment.prepare(config, accelerator, opened, model, needs, modes.freezable(config.modes))
     model, optimizer, average, guard, _ = prepared

@@ -183,9 +183,8 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished or (early.exhausted and not config.evaluate_only):
         return experiment.nothing_to_do(config, accelerator, opened)
 
-    torch.manual_seed(config.seed)  # the same initial weights on every process
     shape = pde_transformer.PdeTransformerConfig(tuple(map(task_shape, tasks)), config.model)
-    model: nn.Module = pde_transformer.PdeTransformer(shape)
+    model = experiment.build_model(config, accelerator, pde_transformer.PdeTransformer, shape)
     needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
     freezable = operator_learning.freezable(config.objective, model)
     prepared = experiment.prepare(config, accelerator, opened, model, needs, freezable)
