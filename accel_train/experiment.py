@@ -47,6 +47,7 @@ from accel_train.runtime import early_stop, lookups, threads
 from accel_train.runtime.accelerator import Precision, build_accelerator, log_notices, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
 from accel_train.runtime.exiting import current_run
+from accel_train.runtime.main_alone import on_main
 from accel_train.training import fitting
 from accel_train.training.accumulation import SyncPolicy, resolve_sync
 from accel_train.training.ema import Ema, EmaConfig
@@ -187,15 +188,20 @@ def start(config: ExperimentConfig) -> Accelerator:
     return accelerator
 
 
-def lengths(config: ExperimentConfig, dataset_size: int) -> tuple[int, int]:
-    """Optimizer steps in all, and those of the schedule: of the first start that trained. Raises ``UsageError``."""
+def lengths(config: ExperimentConfig, accelerator: Accelerator, dataset_size: int) -> tuple[int, int]:
+    """Optimizer steps in all, and those of the schedule: of the first start that trained. Collective. Raises
+    ``UsageError``."""
+    return _lengths(config, on_main(accelerator, lambda: kept(config)), dataset_size)
+
+
+def _lengths(config: ExperimentConfig, resolved: Mapping[str, Any], dataset_size: int) -> tuple[int, int]:
     max_steps = config.max_steps or math.ceil((config.max_epochs or 0) * dataset_size / config.global_batch_size)
-    steps = kept(config, "schedule.decay_steps") or max_steps
-    return max_steps, resolve_decay_steps(_schedule_of(config, steps), steps)
+    steps = resolved.get("schedule.decay_steps") or max_steps
+    return max_steps, resolve_decay_steps(_schedule_of(config, resolved, steps), steps)
 
 
-def _schedule_of(config: ExperimentConfig, steps: int) -> ScheduleConfig:
-    """The schedule as it fits a run of ``steps``, or as the first start made it fit.
+def _schedule_of(config: ExperimentConfig, resolved: Mapping[str, Any], steps: int) -> ScheduleConfig:
+    """The schedule as it fits a run of ``steps``, or as the first start made it fit and ``resolved`` keeps it.
 
     Only a warm-up that a preset or file names is shortened, and only for a length that came later, on the command line:
     two numbers that were given together and contradict each other are left to be refused.
@@ -204,7 +210,7 @@ def _schedule_of(config: ExperimentConfig, steps: int) -> ScheduleConfig:
     warmup, length = (origin_of(config, name) for name in ("schedule.warmup_steps", _length_option(config)))
     if warmup == "command line" or schedule.decay_steps is not None:
         return schedule
-    asked, used = kept(config, WARMUP_KEPT) or (None, 0)
+    asked, used = resolved.get(WARMUP_KEPT) or (None, 0)
     if schedule.warmup_steps == asked:
         return replace(schedule, warmup_steps=used)
     return shortened_warmup(schedule, steps) if warmup not in sources and length == "command line" else schedule
@@ -235,8 +241,9 @@ def open_experiment(
         refuse_unknown_metric(config.checkpoints.best_metric, metrics)
         gates.refuse_unknown_gates(metrics)
     batch, world_size = config.global_batch_size, accelerator.num_processes
-    max_steps, decay_steps = lengths(config, dataset_size)
-    schedule = _schedule_of(config, decay_steps)
+    earlier = on_main(accelerator, lambda: kept(config))
+    max_steps, decay_steps = _lengths(config, earlier, dataset_size)
+    schedule = _schedule_of(config, earlier, decay_steps)
     resolved: dict[str, Any] = {"schedule.decay_steps": decay_steps}
     if schedule != config.schedule:
         asked, used = config.schedule.warmup_steps, schedule.warmup_steps

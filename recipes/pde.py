@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
     sizes, tasks = data.train.sizes, data.tasks
     order = task_sampler.TaskSampler(sizes, config.global_batch_size, config.seed, config.task_weights)
     operator_learning.check_tasks(config.objective, config.evaluation, tasks)
-    lengths = experiment.lengths(config, sum(sizes))
+    lengths = experiment.lengths(config, accelerator, sum(sizes))
     words = operator_learning.check_stages(config.objective, config.schedule.warmup_steps, *lengths)
     found = sum(sizes), data.fingerprint, [*data.notices, *words]
     metrics = field_scores.metric_names(data, refined=config.model.residual_depth > 0)

@@ -22,11 +22,13 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from accel_train import cli, experiment
+from accel_train.checkpoints import commit
 from accel_train.checkpoints import run as runs
 from accel_train.config import UsageError
 from accel_train.metrics import logs
 from accel_train.runtime import accelerator as machine
 from recipes import mmdit as recipe
+from tests.test_commit import make
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -533,6 +535,22 @@ def test_a_warm_up_that_was_shortened_stays_as_the_first_start_made_it(
     assert "schedule.warmup_steps: 1 there, 2 now" in said
     reset()
     assert outcome(words("{}/run/config.yaml --output_dir {}/another", here)) == (None, "")
+
+
+def test_a_checkpoint_from_elsewhere_keeps_its_schedule(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The length, the warm-up and what was shortened are those of its first start, whatever ``max_steps`` says now."""
+    for steps, kept, others in ((15, (1, 15), (60, 10, 2)), (40, (20, 40), (60, 15))):
+        with pytest.raises(ModelReachedError):
+            recipe.main(words(f"--max_steps {steps} --output_dir {{}}/of{steps}", here))
+        path, saved = make(OPENED[-1].checkpoints, 1), OPENED[-1].saved
+        commit.rewrite_manifest(path, {"experiment": saved["experiment"], "resolved": saved["resolved"]})
+        for other in others:
+            reset()
+            place = f"--resume {path} --output_dir {{}}/{steps}-{other}"
+            assert outcome(words(f"--max_steps {other} {place}", here)) == (None, ""), other
+            found = OPENED[-1]
+            assert (found.saved["experiment"]["schedule.warmup_steps"], found.resolved("schedule.decay_steps")) == kept
+        reset()
 
 
 def test_a_stream_without_length_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from accel_train import strict_json
 from accel_train.checkpoints import commit, hub
 from accel_train.checkpoints.hub import HubConfig, HubError, Pusher, check_repository, download, push_now
+from accel_train.checkpoints.hub_download import download_manifest
 from accel_train.checkpoints.hub_errors import describe, redact
 from accel_train.checkpoints.hub_queue import Entry, HubQueue
 from accel_train.checkpoints.hub_repository import push_checkpoint
@@ -181,6 +182,7 @@ def test_with_state_everything_comes_back_byte_for_byte(server: HubServer, run: 
     checkpoint = make_checkpoint(run, 1200)
     push(checkpoint, include_state=True)
     for spec in ("hub:org/model@1200", "org/model@step-00001200", "org/model"):
+        assert download_manifest(spec) == checkpoint.manifest
         back = download(spec, tmp_path / spec.replace("/", "_"))
         assert contents(back) == contents(checkpoint.path)
     assert (back.stat().st_mode ^ (run / "checkpoints").stat().st_mode) & 0o777 == 0

@@ -121,7 +121,7 @@ def test_a_damaged_run_json(
     facts = {"run_id": first.run_id, "experiment": first.saved["experiment"], "resolved": first.saved["resolved"]}
     commit.rewrite_manifest(path, facts)
     harm(first.directory / "run.json")
-    assert runs.kept(config, "optimizer.decay_steps") == 10
+    assert runs.kept(config) == {"optimizer.decay_steps": 10}
     with pytest.raises(UsageError, match="seed: 0 there, 1 now"):
         start(accelerator, replace(config, seed=1))
     again = start(accelerator, replace(config, max_steps=20), decay=20)
@@ -246,13 +246,20 @@ def test_a_derived_value_may_be_changed_on_purpose_with_a_checkpoint_from_elsewh
 def test_what_an_earlier_start_derived_is_known_before_the_run_is_opened(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
-    config, key = Config(str(tmp_path / "run")), "optimizer.decay_steps"
-    assert runs.kept(config, key) is None
+    config, derived = Config(str(tmp_path / "run")), {"optimizer.decay_steps": 10}
+    assert runs.kept(config) == {}
     start(accelerator, config, trains=False)
-    assert runs.kept(config, key) is None
-    start(accelerator, config)
-    assert runs.kept(config, key) == 10
-    assert runs.kept(replace(config, overwrite=True), key) is None
+    assert runs.kept(config) == {}
+    first = start(accelerator, config)
+    assert runs.kept(config) == derived
+    assert runs.kept(replace(config, overwrite=True)) == {}
+    source = make(first.checkpoints, step=3)
+    commit.rewrite_manifest(source, {"experiment": first.saved["experiment"], "resolved": derived})
+    for place in (source, tmp_path / "run"):
+        assert runs.kept(Config(str(tmp_path / "unused"), resume=str(place))) == derived
+    with pytest.raises(UsageError, match="nowhere does not exist"):
+        runs.kept(Config(str(tmp_path / "unused"), resume=str(tmp_path / "nowhere")))
+    assert not (tmp_path / "unused").exists()
 
 
 def test_resume_policies(accelerator: Accelerator, tmp_path: Path) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from accel_train.checkpoints import commit
+from accel_train.checkpoints import manifest as manifests
 from accel_train.checkpoints.commit import Checkpoint
 from accel_train.config import UsageError, expand_path
 
@@ -24,7 +28,7 @@ def fetch(place: str, directory: Path) -> Checkpoint:
     ``place`` is the path of a checkpoint or of a run (its newest one that can be resumed), or ``hub:org/name@step``.
     Raises ``UsageError`` naming what was found instead.
     """
-    try:
+    with _bringing(place):
         directory.mkdir(parents=True, exist_ok=True)
         if place.startswith(HUB):
             from accel_train.checkpoints import hub
@@ -32,10 +36,6 @@ def fetch(place: str, directory: Path) -> Checkpoint:
             found = commit.opened(hub.download(place.removeprefix(HUB), directory))  # it has verified it
         else:
             found = _copy(_find(place), directory)
-    except UsageError:
-        raise
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointsUnusableError(f"resume: {place} could not be brought here: {error}") from error
     if not found.manifest.get("state", True):
         commit.remove(found.path)
         raise UsageError(
@@ -43,6 +43,31 @@ def fetch(place: str, directory: Path) -> Checkpoint:
             "a new run with these weights"
         )
     return found
+
+
+def manifest_of(place: str) -> Mapping[str, Any]:
+    """The manifest of the checkpoint that ``place`` names; copies nothing. One process; raises as ``fetch``."""
+    with _bringing(place):
+        if place.startswith(HUB):
+            from accel_train.checkpoints import hub_download
+
+            return hub_download.download_manifest(place.removeprefix(HUB))
+        path = expand_path(place)
+        for directory in (*(path for _, path in reversed(commit.committed(path / "checkpoints"))), path):
+            with suppress(ValueError):
+                if (found := manifests.read(directory)).get("state", True):
+                    return found
+        return _find(place).manifest  # which says what is there instead
+
+
+@contextmanager
+def _bringing(place: str) -> Generator[None]:
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointsUnusableError(f"resume: {place} could not be brought here: {error}") from error
 
 
 def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:

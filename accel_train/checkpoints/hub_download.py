@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accel_train import strict_json
 from accel_train.checkpoints import commit
@@ -33,6 +34,25 @@ def download(spec: str, directory: Path) -> Path:
     temporary directory that gets its name only after every sha256 is right. What is there already is kept if it is
     the same, and refused if it is another. Raises ``UsageError`` for what can be put right, else ``HubError``.
     """
+    repo, revision = _parse(spec)
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / commit.temporary_name(0, commit.new_nonce())
+    try:
+        with limited_silence(60.0):
+            _fetch(repo, revision, temporary)
+        return _settle(temporary, directory, spec)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def download_manifest(spec: str) -> dict[str, Any]:
+    """The manifest alone of what ``download`` would take. One process; raises as ``download``."""
+    repo, revision = _parse(spec)
+    with limited_silence(60.0), tempfile.TemporaryDirectory() as temporary:
+        return _get_manifest(repo, revision, _resolve(repo, revision), Path(temporary))
+
+
+def _parse(spec: str) -> tuple[str, str | None]:
     match = SPEC.fullmatch(spec.strip())
     if match is None:
         raise UsageError(
@@ -40,34 +60,28 @@ def download(spec: str, directory: Path) -> Path:
             "hub:org/name@1200"
         )
     asked = match["revision"]
-    revision = revision_name(int(asked)) if asked and asked.isdigit() else asked
-    directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / commit.temporary_name(0, commit.new_nonce())
-    try:
-        with limited_silence(60.0):
-            _fetch(match["repo"], revision, temporary)
-        return _settle(temporary, directory, spec)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    return match["repo"], revision_name(int(asked)) if asked and asked.isdigit() else asked
 
 
 def _fetch(repo: str, revision: str | None, temporary: Path) -> None:
     """Every file that the manifest lists, of one commit: a push meanwhile cannot mix two checkpoints."""
     oid = _resolve(repo, revision)
-    api = hub_api()
-
-    def get(name: str) -> Path:
-        return Path(_persist(lambda: api.hf_hub_download(repo, name, revision=oid, local_dir=temporary), repo))
-
-    try:
-        manifest = manifests.parse(strict_json.read_bytes(get(manifests.MANIFEST), manifests.MAX_BYTES))
-    except (FileNotFoundError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"{repo} at {revision or 'main'}: manifest.json cannot be read ({error})") from None
-    for name in manifest["files"]:
-        get(name)
+    for name in _get_manifest(repo, revision, oid, temporary)["files"]:
+        _get(repo, name, oid, temporary)
     shutil.rmtree(temporary / ".cache", ignore_errors=True)  # bookkeeping of huggingface_hub
+
+
+def _get(repo: str, name: str, oid: str, folder: Path) -> Path:
+    return Path(_persist(lambda: hub_api().hf_hub_download(repo, name, revision=oid, local_dir=folder), repo))
+
+
+def _get_manifest(repo: str, revision: str | None, oid: str, folder: Path) -> dict[str, Any]:
+    try:
+        return manifests.parse(strict_json.read_bytes(_get(repo, manifests.MANIFEST, oid, folder), manifests.MAX_BYTES))
+    except UsageError:
+        raise
+    except (FileNotFoundError, ValueError) as error:
+        raise UsageError(f"{repo} at {revision or 'main'}: manifest.json cannot be read ({error})") from None
 
 
 def _resolve(repo: str, revision: str | None) -> str:

@@ -332,16 +332,19 @@ def _is_used(directory: Path) -> bool:
     return has_trained(directory) or bool(commit.committed(directory / "checkpoints") or _set_aside(directory))
 
 
-def kept(config: Any, key: str) -> Any:
-    """What an earlier start in ``config.output_dir`` derived and this one keeps, such as ``schedule.decay_steps``; None
-    where this one begins. Every process may ask, before ``open_run``."""
+def kept(config: Any) -> Mapping[str, Any]:
+    """What an earlier start derived and this one keeps, such as ``schedule.decay_steps``: of the run in ``output_dir``,
+    else of the checkpoint that ``resume`` names; nothing for a start from step 0. Main process, before ``open_run``.
+    Raises as ``fetch`` where there is no such checkpoint."""
     directory = expand_path(config.output_dir)
-    if config.overwrite or not _is_used(directory):
-        return None
+    if config.overwrite:
+        return {}
+    if not _is_used(directory):
+        return {} if config.resume in POLICIES else fetch.manifest_of(config.resume).get("resolved", {})
     with suppress(UsageError):  # `open_run` says it
         saved, _ = recall(directory)
-        return saved["resolved"].get(key) if saved is not None else None
-    return None
+        return saved["resolved"] if saved is not None else {}
+    return {}
 
 
 def _set_aside(directory: Path) -> list[str]:
