@@ -71,14 +71,16 @@ def _bringing(place: str) -> Generator[None]:
 
 
 def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
-    """Where ``init_from`` has its weights, and what to say of it: a run's newest verified checkpoint, else itself.
+    """Where ``init_from`` has its weights, and what to say of it: a run's newest verified checkpoint, that of a
+    directory which ``convert`` made, else itself.
 
     Said before a model is built, with what was found instead.
     """
     if init_from is None:
         return None, []
     source = expand_path(init_from)
-    newest, reasons = commit.newest_verified(source / "checkpoints")
+    holds_checkpoints = source if commit.committed(source) else source / "checkpoints"
+    newest, reasons = commit.newest_verified(holds_checkpoints)
     if newest is None and reasons:
         raise CheckpointsUnusableError(f"init_from: no checkpoint of {source} verifies:\n  " + "\n  ".join(reasons))
     source = newest.path if newest is not None else source
