@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -47,7 +47,7 @@ from accel_train.runtime import early_stop, lookups, threads
 from accel_train.runtime.accelerator import Precision, build_accelerator, log_notices, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
 from accel_train.runtime.exiting import current_run
-from accel_train.runtime.main_alone import on_main
+from accel_train.runtime.main_alone import failing_together, on_main
 from accel_train.training import fitting
 from accel_train.training.accumulation import SyncPolicy, resolve_sync
 from accel_train.training.ema import Ema, EmaConfig
@@ -62,6 +62,7 @@ from accel_train.training.schedules import (
 from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import StepGuard, resolve_step_guard
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 WARMUP_KEPT = "schedule.warmup"
@@ -186,6 +187,12 @@ def start(config: ExperimentConfig) -> Accelerator:
     info(logger, threads.resolve_threads(accelerator.device.type))
     resolve_loader(config.loader, accelerator.device)
     return accelerator
+
+
+def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:
+    """Call ``prepare(rank=, world_size=, barrier=)`` on every process; an error of one is raised on all. Collective."""
+    with failing_together(accelerator) as barrier:
+        return prepare(rank=accelerator.process_index, world_size=accelerator.num_processes, barrier=barrier)
 
 
 def lengths(config: ExperimentConfig, accelerator: Accelerator, dataset_size: int) -> tuple[int, int]:

@@ -121,9 +121,8 @@ def main(argv: Sequence[str]) -> int:
     """Every process runs it. Raises ``UsageError`` (exit code 2) before anything is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
     accelerator = experiment.start(config)
-    rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    barrier = accelerator.wait_for_everyone
-    data = prepare.prepare_data(config.data, rank=rank, world_size=world_size, barrier=barrier, device=str(device))
+    world_size, device = accelerator.num_processes, accelerator.device
+    data = experiment.prepare_data(accelerator, partial(prepare.prepare_data, config.data, device=str(device)))
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
     metrics = text_scores.metric_names(data)
     found = len(data.train), data.fingerprint, data.notices

@@ -168,8 +168,8 @@ def main(argv: Sequence[str]) -> int:
     """Every process runs it. Raises ``UsageError`` (exit code 2) before a model is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
     accelerator = experiment.start(config)
-    rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    data = pde.prepare_pde(config.data, rank=rank, world_size=world_size, barrier=accelerator.wait_for_everyone)
+    device = accelerator.device
+    data = experiment.prepare_data(accelerator, partial(pde.prepare_pde, config.data))
     sizes, tasks = data.train.sizes, data.tasks
     order = task_sampler.TaskSampler(sizes, config.global_batch_size, config.seed, config.task_weights)
     operator_learning.check_tasks(config.objective, config.evaluation, tasks)

@@ -1,19 +1,20 @@
-"""What the main process does alone and every process depends on: all get its result, or all end with its error."""
+"""What one process does and the others depend on: all get its result, or all end with its error."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 T = TypeVar("T")
 
 
-class MainProcessError(RuntimeError):
-    """The main process could not do its part; the text is that of its error."""
+class OtherProcessError(RuntimeError):
+    """Another process could not do its part; the text is that of its error."""
 
 
 def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
@@ -39,10 +40,37 @@ def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
     return told["result"]
 
 
-def _portable(error: Exception) -> Exception:
+@contextmanager
+def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
+    """Give a barrier to what every process does inside; an error of any process leaves the block on all of them.
+
+    A process that fails meets the others at their next barrier, or at the end of the block, and tells them. All
+    processes must enter the block and, unless one fails, call the barrier equally often.
+    """
+    if accelerator.num_processes == 1:
+        yield lambda: None
+        return
+    heard: list[Exception] = []
+
+    def meet(own: Exception | None = None) -> None:
+        told = gather_object([_portable(own, accelerator.process_index) if own is not None else None])
+        heard.extend(error for error in told if error is not None)
+        if heard and own is None:
+            raise heard[0]
+
+    try:
+        yield meet
+    except Exception as error:
+        if error not in heard:
+            meet(error)
+        raise
+    meet()
+
+
+def _portable(error: Exception, rank: int = 0) -> Exception:
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301: our own bytes
             return error
     except Exception:  # of a class that cannot be built from its arguments
         pass
-    return MainProcessError(f"process 0: {type(error).__name__}: {error}")
+    return OtherProcessError(f"process {rank}: {type(error).__name__}: {error}")

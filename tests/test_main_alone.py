@@ -1,0 +1,80 @@
+"""An error of one process, before there is a run, ends every process with its text: two real processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+
+from accel_train.config import UsageError
+from accel_train.data.artifacts import cached_folder
+from accel_train.runtime.main_alone import OtherProcessError, failing_together
+from tests.waiting import PATIENCE_SECONDS
+
+
+class NeedsTwoError(Exception):
+    """Cannot be made again from its text alone."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+def prepare(rank: int, folder: Path, port: int) -> None:
+    """Writes what each block ended with. A process that hears nothing waits until the parent kills it."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    accelerator, ended = Accelerator(cpu=True), list[str]()
+    (folder / "full").touch()  # a file where the cache directory should be
+
+    def step(number: int) -> None:
+        with failing_together(accelerator) as barrier:
+            if number == 0:
+                cached_folder(folder / "full" / "tokenizer", lambda _: None, rank=rank, barrier=barrier)
+            barrier()
+            if number == 1 and rank == 1:
+                raise NeedsTwoError("after", "the last barrier")
+            if number == 2:
+                raise UsageError(f"of {rank}")
+
+    for number in range(4):
+        try:
+            step(number)
+            ended.append("well")
+        except Exception as error:
+            ended.append(f"{type(error).__name__}: {error}")
+    (folder / f"rank{rank}").write_text("\n".join(ended))
+    accelerator.end_training()
+
+
+def test_an_error_of_one_process_ends_the_preparation_of_all(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=prepare, args=(rank, tmp_path, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE_SECONDS)
+        process.kill()
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    first, second = ((tmp_path / f"rank{rank}").read_text().splitlines() for rank in range(2))
+    assert first[0] == second[0]
+    assert first[0].startswith("NotADirectoryError: [Errno 20] Not a directory: ")
+    assert (first[1], second[1]) == (
+        "OtherProcessError: process 1: NeedsTwoError: after the last barrier",
+        "NeedsTwoError: after the last barrier",
+    )
+    assert (first[2], second[2]) == ("UsageError: of 0", "UsageError: of 1")
+    assert first[3] == second[3] == "well"
+
+
+def test_one_process_raises_what_it_raises() -> None:
+    with pytest.raises(OtherProcessError), failing_together(Accelerator(cpu=True)) as barrier:
+        barrier()
+        raise OtherProcessError
