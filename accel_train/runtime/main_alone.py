@@ -69,7 +69,7 @@ def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
 
 def _portable(error: Exception, rank: int = 0) -> Exception:
     try:
-        if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301: our own bytes
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
     except Exception:  # of a class that cannot be built from its arguments
         pass
