@@ -4,8 +4,10 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -25,6 +27,14 @@ FIRST = SAMPLER.draws(0)[4].sample
 """The first that worker 1 reads."""
 
 
+def lock_of_the_dataloader() -> AbstractContextManager[object]:
+    """In a worker: the lock that it takes in every turn of torch's own loop to look whether it should end."""
+    frame = sys._getframe()
+    while "done_event" not in frame.f_locals:
+        frame = frame.f_back
+    return getattr(frame.f_locals["done_event"], "_cond", nullcontext())
+
+
 class Faulty:
     def __init__(self, fault: str) -> None:
         self.fault = fault
@@ -39,6 +49,9 @@ class Faulty:
             os.kill(os.getpid(), signal.SIGKILL)
         if index == FIRST and self.fault == "kill first":
             os.kill(os.getpid(), signal.SIGKILL)
+        if index == BAD and self.fault == "kill holding the DataLoader's lock":
+            with lock_of_the_dataloader():
+                os.kill(os.getpid(), signal.SIGKILL)
         if index == BAD and self.fault == "hang":
             time.sleep(600)
         if self.fault == "field":
@@ -113,6 +126,12 @@ def test_a_worker_killed_before_it_sent_anything():
     with pytest.raises(LoadingError, match=rf"^step 0, micro-batch 1 .*worker 1 .*reading sample {FIRST} of step 0"):
         list(steps_of(Faulty("kill first"), num_workers=2))
     assert time.monotonic() - started < 200  # not the 300 seconds of the timeout
+
+
+@pytest.mark.timeout(120)  # without its own context, the DataLoader waits forever
+def test_a_worker_killed_while_it_holds_a_lock():
+    with pytest.raises(LoadingError, match=rf"worker 1 \(pid \d+\), reading sample {BAD} of step 3"):
+        list(steps_of(Faulty("kill holding the DataLoader's lock"), num_workers=2))
 
 
 def test_a_worker_killed_while_the_training_does_something_else():

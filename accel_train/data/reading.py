@@ -4,6 +4,8 @@ Samples are seeded one by one, and every failure says which samples were being r
 """
 
 import contextlib
+import copy
+import ctypes
 import gc
 import itertools
 import multiprocessing
@@ -14,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
 
 import numpy as np
@@ -197,6 +200,7 @@ class Workers:
             prefetch_factor=settings.prefetch_factor if workers else None,
             generator=torch.Generator(device="cpu"),  # else it draws from the global one
             worker_init_fn=_begin_worker,
+            multiprocessing_context=_context_without_shared_lock() if workers else None,
         )
         with _child_signal_kept():
             self._batches: Iterator[Batch] | None = iter(loader)
@@ -267,6 +271,26 @@ class Workers:
             if process.is_alive():  # one that hangs; it does not hear the DataLoader's SIGTERM
                 process.kill()
                 process.join()
+
+
+class _Flag:
+    """What the DataLoader uses of `multiprocessing.Event`, without its lock: a worker killed in the moment in which
+    it holds that lock leaves the training process waiting for it forever."""
+
+    def __init__(self, context: BaseContext) -> None:
+        self._value = context.RawValue(ctypes.c_bool, False)
+
+    def set(self) -> None:
+        self._value.value = True
+
+    def is_set(self) -> bool:
+        return self._value.value
+
+
+def _context_without_shared_lock() -> BaseContext:
+    context: Any = copy.copy(multiprocessing.get_context())
+    context.Event = lambda: _Flag(context)
+    return context
 
 
 def _begin_worker(_: int) -> None:
