@@ -72,7 +72,7 @@ ROWS = [
         spoiled="bf16",
     ),
     Row("I38-mode", "--compile.mode always", r"compile\.mode: .*off.*auto.*on.*--compile\.mode"),
-    Row("I38-optimize", "--compile.optimize fastest", r"compile\.optimize: .*max-autotune-no-cudagraphs.*--compile\.optimize"),
+    Row("I38-optimize", "--compile.optimize fastest", r"compile\.optimize: .*default.*max-autotune-no-cudagraphs"),
     Row(
         "I38-no-compiler",
         "--compile.mode on",
