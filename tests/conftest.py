@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one test on each core (-n auto): more threads would get in their way
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
+
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
