@@ -16,6 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import nn
 
+from accel_train.checkpoints import refused
 from accel_train.checkpoints.hub import push_the_rest
 from accel_train.checkpoints.hub_options import HubConfig, refuse_without_metric
 from accel_train.checkpoints.policy import CheckpointConfig, refuse_unknown_metric
@@ -163,13 +164,16 @@ class Opened:
 def start(config: ExperimentConfig) -> Accelerator:
     """The verified ``Accelerator``, with logging set up. All processes call it, before anything heavy.
 
-    What an earlier run of this process left is given back first. Raises ``UsageError`` for a machine that is not what
-    was asked for, a tracker that is not installed, a kernel that nobody knows, loader options or float8 where the
-    device cannot obey, and in a thread, where Python delivers no signals.
+    What an earlier run of this process left is given back first, and a run that ends in ``UsageError`` before its first
+    step leaves nothing of its own in ``output_dir``. Raises ``UsageError`` for a machine that is not what was asked
+    for, a tracker that is not installed, a kernel that nobody knows, loader options or float8 where the device cannot
+    obey, and in a thread, where Python delivers no signals.
     """
     lookups.remember_lookups()
     resolve_trackers(config.log.trackers)
     check_name(config.attention)
+    directory = expand_path(config.output_dir)
+    before = refused.present(directory)  # ahead of the processes' first meeting: none of them has made anything
     accelerator = build_accelerator(
         precision=config.precision,
         global_batch_size=config.global_batch_size,
@@ -179,10 +183,12 @@ def start(config: ExperimentConfig) -> Accelerator:
         distributed=config.distributed,
     )
     refuse_float8(config.float8, accelerator.device, config.precision, strategy_of(accelerator))
-    logs = setup_logging(expand_path(config.output_dir), accelerator.process_index, accelerator.num_processes)
+    rank = accelerator.process_index
+    current_run.push(lambda kind, *_: refused.remove_new(directory, before, rank) if kind is UsageError else None)
+    logs = setup_logging(directory, rank, accelerator.num_processes)
     current_run.push(lambda *left: logs.__exit__(*((None,) * 3 if left[0] is UsageError else left)))
     if accelerator.is_main_process:
-        early_stop.look_for_stop_file(expand_path(config.output_dir))
+        early_stop.look_for_stop_file(directory)
     log_notices()
     info(logger, threads.resolve_threads(accelerator.device.type))
     resolve_loader(config.loader, accelerator.device)

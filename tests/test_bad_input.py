@@ -500,12 +500,18 @@ def outcome(argv: list[str]) -> tuple[int | None, str]:
     return 0, ""
 
 
+def names(folder: Path) -> set[str]:
+    """Of all that lies below it."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_the_recipe_answers(row: Row, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if row.prepare is not None:
         row.prepare(here)
         capsys.readouterr()
     os.environ.update({name: value.replace("{}", str(here)) for name, value in row.environment})
+    before = names(here)
     code, text = outcome(words(row.argv, here))
     captured = capsys.readouterr()
     said = plain(f"{captured.out} {captured.err} {text}")
@@ -513,6 +519,7 @@ def test_the_recipe_answers(row: Row, here: Path, capsys: pytest.CaptureFixture[
     assert re.search(row.says, said), said
     if code is not None:
         assert "Traceback" not in said
+        assert names(here) == before, "a refused start left files behind, or took some away"
 
 
 def test_a_warm_up_that_was_shortened_stays_as_the_first_start_made_it(

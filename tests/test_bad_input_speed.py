@@ -21,7 +21,7 @@ from accel_train.models import attention
 from accel_train.models.attention_table import AttentionNeeds, Machine
 from accel_train.models.mmdit import MultimodalMMDiT
 from recipes import mmdit as recipe
-from tests.test_bad_input import ModelReachedError, cache, here, outcome, plain, words
+from tests.test_bad_input import ModelReachedError, cache, here, names, outcome, plain, words
 
 __all__ = ["cache", "here"]  # fixtures: a fresh directory and environment
 TINY = "--model.width 16 --model.depth 1 --model.heads 2 "
@@ -140,12 +140,14 @@ def test_the_recipe_answers(
 
     monkeypatch.setattr(recipe.mmdit, "MultimodalMMDiT", MultimodalMMDiT)
     monkeypatch.setattr(loop, "Recorder", would_train)
+    before = names(here)
     code, text = outcome(words(TINY + row.argv, here))
     captured = capsys.readouterr()
     said = plain(f"{captured.out} {captured.err} {text}")
     assert (code, said) == (row.code, said)
     assert re.search(row.says, said), said
     assert "Traceback" not in said
+    assert (names(here) == before) == (code is not None), "a start that is refused leaves nothing, even after open_run"
 
 
 H100 = Machine("cuda", (9, 0), lambda module: module.startswith("torch"))

@@ -358,6 +358,24 @@ def test_a_file_system_without_locks_is_a_warning_and_no_refusal(
     assert "its file system has no locks" in caplog.text
 
 
+def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a refused start removes its own: else two processes could hold the lock of one directory."""
+    flock = fcntl.flock
+
+    def removed_meanwhile(*args: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (tmp_path / ".lock").unlink()
+        flock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    lock = locks.take(tmp_path)
+    with pytest.raises(locks.HeldError, match=f"process {os.getpid()} on "):
+        locks.take(tmp_path)
+    lock.close()
+
+
 def test_a_lock_that_cannot_be_written_is_refused(accelerator: Accelerator, tmp_path: Path) -> None:
     """As that of another user is; a directory in its place stands for it, because root may write anything."""
     (tmp_path / "run" / ".lock").mkdir(parents=True)

@@ -29,8 +29,11 @@ hooks, handlers = sys.excepthook, list(logging.getLogger().handlers)
 
 
 def left_as_found(name):
-    with (folder / name / ".lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if name == "failed":
+        assert not (folder / name).exists()
+    else:
+        with (folder / name / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert logging.getLogger().handlers == handlers
     assert sys.excepthook is hooks
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

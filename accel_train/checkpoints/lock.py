@@ -32,6 +32,9 @@ def take(directory: Path, purpose: str = "") -> Any:
         raise HeldError(holder) from None
     except OSError as error:
         logger.warning("%s: its file system has no locks (%s): see to it that one run alone uses it", directory, error)
+    if not os.fstat(lock.fileno()).st_nlink:  # removed by its holder, a refused start: another may hold a new one
+        lock.close()
+        return take(directory, purpose)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}{purpose}\n")
     lock.flush()
