@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -189,9 +190,10 @@ def _read_source(path: Path, source: str) -> tuple[Tree, Places]:
     except YamlError as error:
         raise UsageError(str(error)) from None
     if found := sorted({"distributed_type", "compute_environment", "num_machines"} & document.values.keys()):
+        launch = shlex.join(["accelerate", "launch", "--config_file", source, sys.argv[0]])
         raise UsageError(
             f"{source} is a launch file of accelerate (it has {found[0]}): it describes the machine, not the "
-            f"experiment; give it to the launcher: accelerate launch --config_file {source} {sys.argv[0]} [PRESET]"
+            f"experiment; give it to the launcher: {launch} [PRESET]"
         )
     return document.values, document.places
 

@@ -7,6 +7,7 @@ is text. ``refusal`` then holds values of files and flags alike against the type
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -204,9 +205,11 @@ def stray(word: str, after: Sequence[str], known: Sequence[str], presets: Sequen
     if name in known or (name and name[0].isalpha() and (equals or word.startswith("-")) and nearest(name, known)):
         meant = name if name in known else nearest(name, known)
         rest = value if equals else next((f"{w}" for w in after[:1] if not w.startswith("-")), "")
-        return f"{word!r}: an option begins with two dashes; write --{meant} {rest}".rstrip()
+        quoted = shlex.quote(rest) if rest else ""
+        return f"{word!r}: an option begins with two dashes; write --{meant} {quoted}".rstrip()
     if word in presets or word.endswith((".yaml", ".yml")):
-        return f"{word!r}: the preset or file comes first, before every flag; write {word} --flag value ..."
+        first = shlex.quote(word)
+        return f"{word!r}: the preset or file comes first, before every flag; write {first} --flag value ..."
     return f"{word!r} belongs to no option: most take one value (--help shows which take more); quote text with spaces"
 
 

@@ -823,9 +823,9 @@ def _only_bin(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (_distributed, "whose .metadata is a pickle.*accelerate merge-weights"),
+        (_distributed, ".metadata is a pickle.*accelerate merge-weights '/.*/saved here/pytorch_model_fsdp_0' OUT"),
         (_half_of_it, "whose .metadata is a pickle"),
-        (_deepspeed, "zero_to_fp32.py .* --safe_serialization"),
+        (_deepspeed, "python '/.*/saved here/zero_to_fp32.py' '/.*/saved here' OUT --safe_serialization"),
         (_only_bin, r"are a pickle \(pytorch_model.bin\).*safetensors.torch.save_file"),
         (lambda p: _only_bin(p) / "pytorch_model.bin", "are a pickle"),
     ],
@@ -833,7 +833,7 @@ def _only_bin(directory: Path) -> Path:
 def test_what_only_a_pickle_holds_is_refused_with_a_way_out(
     tmp_path: Path, make: Callable[[Path], Path], says: str
 ) -> None:
-    place = make(tmp_path / "in")
+    place = make(tmp_path / "saved here")
     with pytest.raises(UsageError, match=says):
         call("convert", place, tmp_path / "out")
     assert not (tmp_path / "out").exists()

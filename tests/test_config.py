@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -298,17 +299,15 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("demo -steps 10", r"'-steps': .*write --steps 10$"),
         ("demo --seed 1 2", r"'2' belongs to no option"),
         ("other", r"other\.yaml:1:1: unknown option 'modes': 1; .*\. Presets of this recipe are demo, large$"),
-        (
-            "{presets}/machine.yaml",
-            r"a launch file of accelerate .*accelerate launch --config_file .*machine\.yaml ",
-        ),
+        ("'{presets}/a machine.yaml'", r"a launch file .*: accelerate launch --config_file '/.*/a machine\.yaml' "),
+        ("--seed 3 'my own.yaml'", r"comes first, before every flag; write 'my own\.yaml' --flag value"),
     ],
 )
 def test_a_wrong_command_line_is_refused(argv: str, message: str, presets: Path) -> None:
     (presets / "other.yaml").write_text("modes: 1\n")  # of another recipe: never offered
-    (presets / "machine.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    (presets / "a machine.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     with pytest.raises(UsageError, match=message):
-        load(presets, *argv.replace("{presets}", str(presets)).split())
+        load(presets, *shlex.split(argv.replace("{presets}", str(presets))))
 
 
 WORDS = "8 -8 +8 8.0 1e0 1e3 .5 5. 0x10 0o10 010 1_0 10_ .inf .nan inf true False null None yes on auto"

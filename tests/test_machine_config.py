@@ -600,9 +600,9 @@ def test_wizard_files_of_fsdp1_are_refused_and_their_conversion_accepted(
 ) -> None:
     from accelerate.commands.to_fsdp2 import to_fsdp2_command, to_fsdp2_command_parser
 
-    file = tmp_path / "fsdp1.yaml"
+    file = tmp_path / "of the wizard.yaml"
     run_wizard(monkeypatch, file, FSDP_ANSWERS | {"FSDP version": 1})
-    with pytest.raises(UsageError, match=rf"accelerate to-fsdp2 --config_file {file} --overwrite"):
+    with pytest.raises(UsageError, match=rf"accelerate to-fsdp2 --config_file '{file}' --overwrite"):
         read_machine_config(file)
     to_fsdp2_command(to_fsdp2_command_parser().parse_args(["--config_file", str(file), "--overwrite"]))
     machine = read_machine_config(file)

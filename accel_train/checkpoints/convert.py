@@ -6,6 +6,7 @@ Safetensors only. What is a pickle is named and left where it is.
 from __future__ import annotations
 
 import re
+import shlex
 import time
 import uuid
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ def convert(source: str, destination: str, *, stem: str | None = None) -> int:
     print(f"{target}: {len(tensors)} tensors, {millions:.1f} million elements in fp32, from {chosen} of {path}")
     for name, reason in sorted((_left_out(path, tensors) | notes).items()):
         print(f"left out: {name}: {reason}")
-    print(f"start a run from these weights with --init_from {target}")
+    print(f"start a run from these weights with --init_from {shlex.quote(str(target))}")
     return 0
 
 
@@ -93,7 +94,7 @@ def _choose(path: Path, stem: str | None) -> str:
         if len(candidates) == 1:
             return candidates[0]
     if models:
-        raise UsageError(f"{path}: holds {', '.join(models)}; say which with --stem {models[0]}")
+        raise UsageError(f"{path}: holds {', '.join(models)}; say which with --stem {shlex.quote(models[0])}")
     _refuse_pickles(path)
     raise UsageError(
         f"{path}: holds no model*.safetensors or diffusion_pytorch_model*.safetensors, but {places.contents(path)}; "
@@ -107,13 +108,14 @@ def _refuse_pickles(path: Path) -> None:
         if _is_distributed(folder):
             raise UsageError(
                 f"{folder}: a distributed checkpoint of torch, whose .metadata is a pickle, and to read a pickle is to "
-                f"run the program in it. Where you trust it: accelerate merge-weights {folder} OUT writes safetensors; "
-                "convert OUT"
+                "run the program in it. Where you trust it: accelerate merge-weights "
+                f"{shlex.quote(str(folder))} OUT writes safetensors; convert OUT"
             )
-    if (path / "zero_to_fp32.py").is_file():
+    if (script := path / "zero_to_fp32.py").is_file():
+        command = shlex.join(["python", str(script), str(path)])
         raise UsageError(
             f"{path}: a DeepSpeed checkpoint, whose files are pickles, and to read a pickle is to run the program in "
-            f"it. Where you trust it: python zero_to_fp32.py {path} OUT --safe_serialization; convert OUT"
+            f"it. Where you trust it: {command} OUT --safe_serialization; convert OUT"
         )
     if pickles := [file for file in path.iterdir() if weights.is_pickle(file)]:
         raise weights.pickle_refusal(pickles)
@@ -150,7 +152,7 @@ def _left_out(path: Path, taken: Mapping[str, TensorInfo]) -> dict[str, str]:
             anew = "; the optimizer starts anew" if entry.stem.startswith("optimizer") else ""
             reasons[entry.name] = f"a pickle, and to read one is to run the program in it{anew}"
         elif stem:
-            reasons[entry.name] = f"other weights; take them with --stem {stem['stem']}"
+            reasons[entry.name] = f"other weights; take them with --stem {shlex.quote(stem['stem'])}"
         else:
             reasons[entry.name] = "not weights"
     return reasons

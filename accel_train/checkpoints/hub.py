@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -207,7 +208,8 @@ class Pusher:
         logger.warning("%s; waiting: %s; %s", text, ", ".join(status.waiting) or "none", self._command())
 
     def _command(self) -> str:
-        return f"why: {self._queue.directory}/log.jsonl; go on with: accel-train checkpoints push {self._queue.run}"
+        command = shlex.join(["accel-train", "checkpoints", "push", str(self._queue.run)])
+        return f"why: {self._queue.directory}/log.jsonl; go on with: {command}"
 
     def _tell(self) -> None:
         """Repeat in training's log what the pusher has written since the last time."""

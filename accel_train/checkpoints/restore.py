@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def _refuse_foreign_state(
         raise UsageError(
             f"{checkpoint.path}: its optimizer state ({foreign[0]}, and {len(foreign) - 1} more) has no place in this "
             f"optimizer, which keeps {sorted(ours)}; go back to the optimizer that wrote it, or start a new run from "
-            f"its weights with --init_from {checkpoint.path}"
+            f"its weights with --init_from {shlex.quote(str(checkpoint.path))}"
         )
 
 

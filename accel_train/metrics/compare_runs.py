@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -136,7 +137,7 @@ def run_once(command: Sequence[str], log: Path, gates: Sequence[str] = ()) -> tu
             raise
     if code:
         raise (UsageError if code == 2 else RunFailedError)(
-            f"the run ended with exit code {code}: {' '.join(command)}\nthe last lines of {log}:\n"
+            f"the run ended with exit code {code}: {shlex.join(command)}\nthe last lines of {log}:\n"
             f"{_tail(log.read_text(errors='replace'))}"
         )
     return time.perf_counter() - started, _cpu_seconds_of_children() - used

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +39,7 @@ def check(request: Launch) -> str:
         f"machine: {words or path}",
         f"  strategy {machine.strategy}, {processes} process(es) on {machine.num_machines} machine(s)",
         *(f"  note: {note}" for note in [*notices(machine, os.environ), *_other_launcher(machine)]),
-        f"experiment: {request.recipe} {' '.join(request.arguments)}",
+        f"experiment: {shlex.join([request.recipe, *request.arguments])}",
         f"  global batch {config.global_batch_size} = {processes} process(es) x {accumulation} micro-batch(es) of at "
         f"most {config.micro_batch_size}; precision {config.precision}",
         *(f"  {line}" for line in loaded.describe().splitlines()),

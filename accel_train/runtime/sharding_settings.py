@@ -5,6 +5,7 @@ What means something only under FSDP1 or another ZeRO stage is refused here: Acc
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ def _require_version_2(section: Section) -> None:
     from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
 
     version = section.values.get("fsdp_version", 1)
-    convert = f"`accelerate to-fsdp2 --config_file {section.file} --overwrite`"
+    convert = f"`accelerate to-fsdp2 --config_file {shlex.quote(str(section.file))} --overwrite`"
     if isinstance(version, bool) or str(version) not in ("1", "2"):
         raise section.refuse("fsdp_version", "1 or 2, of which 2 is supported here", "write `fsdp_version: 2`")
     if str(version) == "1":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def test_a_refusal_is_kept_and_not_repeated(
     assert str(status) in ended.failed[NAME]
     assert len(server.times("commit")) == 1
     assert pending(run)["failed"] == dict(ended.failed)
-    assert f"go on with: accel-train checkpoints push {run}" in caplog.text
+    assert f"go on with: accel-train checkpoints push {shlex.quote(str(run))}" in caplog.text
     assert train(run, 2).code == 1  # the next one goes, the refused one is still shown
     assert [t.split()[1] for t in server.titles(REPO)] == ["2"]
 
