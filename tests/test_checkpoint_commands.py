@@ -674,6 +674,7 @@ def converted(source: Path, destination: Path, *flags: str) -> dict[str, Tensor]
     assert (manifest["step"], manifest["state"]) == (0, False)
     assert [fetch.find_weights(str(place))[0] for place in (target, destination)] == [target, target]
     assert not [p for p in destination.iterdir() if p != target]
+    assert not [p for p in target.iterdir() if p.is_dir()]
     found = dict(weights.read_weights(target))
     assert {v.dtype for v in found.values() if v.is_floating_point()} == {torch.float32}
     return found

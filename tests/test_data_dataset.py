@@ -120,9 +120,10 @@ def test_one_scalar_std_keeps_cosines_of_the_centred_space(tmp_path: Path) -> No
 def test_assets_alone_tokenise_encode_and_decode(tmp_path: Path) -> None:
     tokenizer, encoder = train_tokenizer(TEXTS, 400), tfidf.fit(TEXTS, 8, True)
     assets = DataAssets(tokenizer, encoder, 16, torch.randn(8), 0.37, 1)
-    assets.save(tmp_path)
-    assert not [file.name for file in tmp_path.iterdir() if file.suffix not in (".json", ".safetensors")]
-    loaded = load_assets(tmp_path)
+    folder = tmp_path / "checkpoint" / "assets"
+    assets.save(folder)
+    assert not [file.name for file in folder.iterdir() if file.suffix not in (".json", ".safetensors")]
+    loaded = load_assets(folder)
     new = ["A text that nobody wrote before.", *TEXTS[:3]]
     assert all(torch.equal(loaded.tokenise(new)[name], value) for name, value in assets.tokenise(new).items())
     assert torch.equal(loaded.encode(new), assets.encode(new))

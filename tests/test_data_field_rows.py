@@ -89,7 +89,6 @@ def test_constants_come_from_the_training_split(tmp_path: Path) -> None:
 
 def test_assets_go_through_a_folder(tmp_path: Path) -> None:
     assets = build(two_tasks(tmp_path), tmp_path).assets
-    (tmp_path / "assets").mkdir()
     assets.save(tmp_path / "assets")
     again = load_field_assets(tmp_path / "assets")
     assert again == assets

@@ -190,6 +190,7 @@ def test_old_optimizer_state_goes_before_the_weights(toy: Toy) -> None:
     found = [commit.verify(path) for _, path in commit.committed(toy.run.checkpoints)]
     assert [c.manifest["state"] for c in found] == [False, False, True]
     assert [(c.path / "optimizer" / "index.json").exists() for c in found] == [False, False, True]
+    assert [p for c in found for p in c.path.rglob("*") if p.is_dir()] == [found[-1].path / "optimizer"]
 
 
 def test_without_a_background_the_save_is_committed_when_it_returns(toy: Toy) -> None:

@@ -45,7 +45,6 @@ def convert(source: str, destination: str, *, stem: str | None = None) -> int:
     config, notes = _clean_config(path / "config.json")
     temporary = target.parent / commit.temporary_name(0, commit.new_nonce())
     with building(temporary):
-        (temporary / "assets").mkdir()
         write_collection(temporary, "model", tensors, "fp32")
         if config is not None:
             commit.write_json(temporary / "config.json", config)

@@ -52,8 +52,9 @@ class Saver:
     """Saves one run. Built and called on every rank, at the same steps; a context manager that finishes what is begun.
 
     ``write_extras`` is called on the main process with the new directory and writes what sampling needs
-    (``config.json``, files below ``assets/``). ``on_commit`` is called on the main process with every committed
-    checkpoint, and the pusher takes it for the Hub. ``epoch`` gives the passes over the data after a number of steps.
+    (``config.json``, and files below ``assets/``, which it makes). ``on_commit`` is called on the main process with
+    every committed checkpoint, and the pusher takes it for the Hub. ``epoch`` gives the passes over the data after a
+    number of steps.
     """
 
     def __init__(
@@ -256,8 +257,7 @@ class Saver:
             temporary = directory / commit.temporary_name(step, commit.new_nonce())
             try:
                 self._run.restore_directory()
-                for folder in ("assets", "optimizer")[: 2 if self._config.save_state else 1]:
-                    (temporary / folder).mkdir(parents=True)
+                (temporary / "optimizer" if self._config.save_state else temporary).mkdir(parents=True)
                 failpoints.hit("after_mkdir")
                 self._write_extras(temporary)
                 extras = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())

@@ -60,9 +60,10 @@ class DataAssets:
         return (latents - self.latent_mean) / self.latent_std
 
     def save(self, directory: Path) -> None:
-        """tokenizer.json, assets.json, latent.safetensors and the encoder's files, into a folder that exists."""
+        """tokenizer.json, assets.json, latent.safetensors and the encoder's files, into a folder that is made."""
         from safetensors.torch import save_file
 
+        directory.mkdir(parents=True, exist_ok=True)
         (directory / "tokenizer.json").write_text(self.tokenizer.to_json(), "utf-8")
         save_file({"mean": self.latent_mean}, directory / "latent.safetensors")
         facts = {

@@ -126,7 +126,8 @@ class FieldAssets:
         return torch.nn.functional.pad(scaled, (0, self.parameter_count - values.shape[-1]))
 
     def save(self, directory: Path) -> None:
-        """fields.json, into a folder that exists."""
+        """fields.json, into a folder that is made."""
+        directory.mkdir(parents=True, exist_ok=True)
         facts = {"format": ASSETS_FORMAT, **asdict(self)}
         (directory / "fields.json").write_text(json.dumps(facts, indent=1), "utf-8")
 
