@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError, from_tree
-from accel_train.data import pde
+from accel_train.data import artifacts, pde
 from accel_train.data.field_rows import FieldData, load_field_assets
 from accel_train.data.loader import LoaderConfig, iterate_steps
 from accel_train.data.pde import PdeDataConfig, prepare_pde, solve_burgers, solve_darcy
@@ -251,6 +251,17 @@ def test_rank_0_generates_and_the_others_wait(tmp_path: Path) -> None:
         process.join()
     assert [made for _, made, _ in found] == [["advection", "darcy"], []]
     assert found[0][2] == found[1][2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_hosts_with_caches_of_their_own_are_named_once(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for texts; who sees what is tested there, with real processes."""
+    monkeypatch.setattr(artifacts, "hosts_without", lambda cache, *place: f"b does not see {cache}, {place}")
+    config = PdeDataConfig(tasks=("advection",), train_samples=8, heldout_samples=2, cache_dir=str(tmp_path))
+    prepare_pde(config, rank=rank, world_size=2)
+    assert (f"b does not see {tmp_path}, (0, 2)\n" in capsys.readouterr().out) == (rank == 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ rows

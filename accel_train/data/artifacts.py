@@ -33,6 +33,14 @@ def cache_directory(option: str | None) -> Path:
     )
 
 
+def open_cache(option: str | None, rank: int, world_size: int) -> Path:
+    """`cache_directory` of this process; rank 0 prints which hosts have another one. Collective, as `hosts_without`."""
+    cache = cache_directory(option)
+    if (apart := hosts_without(cache, rank, world_size)) and rank == 0:
+        print(apart, flush=True)
+    return cache
+
+
 def hosts_without(cache: Path, rank: int, world_size: int) -> str | None:
     """Which hosts do not see rank 0's `cache`, in a sentence with the remedy; None where all do. Every rank calls it.
 
@@ -56,8 +64,8 @@ def hosts_without(cache: Path, rank: int, world_size: int) -> str | None:
     if not apart:
         return None
     return (
-        f"--data.cache_dir: {', '.join(apart)} does not see {cache} of {found[0][0]}, so each prepares data and "
-        "latents of its own, all of them; give --data.cache_dir a folder that all hosts share to do it once"
+        f"--data.cache_dir: {', '.join(apart)} does not see {cache} of {found[0][0]}, so each makes what is kept "
+        "there (data, latents) for itself; give --data.cache_dir a folder that all hosts share to make it once"
     )
 
 

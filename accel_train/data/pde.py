@@ -23,7 +23,7 @@ from torch import Tensor
 
 from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError, expand_path
-from accel_train.data.artifacts import cache_directory, cached_folder
+from accel_train.data.artifacts import cached_folder, open_cache
 from accel_train.data.field_files import FieldHeader, FieldPart, StoredFields, hdf5, read_stored, require, write_fields
 from accel_train.data.field_rows import FieldData, build_field_data
 from accel_train.data.generation import blocks_in_order, even_shares
@@ -389,7 +389,7 @@ def prepare_pde(
     Rank 0 generates what the cache lacks while the others wait, at most for the timeout of collectives; on a host that
     does not see rank 0's cache, each process makes its own copy with its share of the cores.
     """
-    cache, meet = cache_directory(config.cache_dir) / "pde", barrier or (lambda: None)
+    cache, meet = open_cache(config.cache_dir, rank, world_size) / "pde", barrier or (lambda: None)
     splits: dict[str, dict[str, list[StoredFields]]] = {}
     for task in config.tasks:
         folder = expand_path(config.path)

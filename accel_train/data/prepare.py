@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
 from accel_train.data import tfidf
-from accel_train.data.artifacts import cache_directory, cached_folder, hosts_without
+from accel_train.data.artifacts import cached_folder, open_cache
 from accel_train.data.corpus import (
     Corpus,
     check_options_have_effect,
@@ -190,9 +190,7 @@ def prepare_data(
     latents are memory-mapped. Refuses with `UsageError`.
     """
     processes = _Processes(rank, world_size, barrier or (lambda: None), progress, device)
-    cache = cache_directory(config.cache_dir)
-    if (apart := hosts_without(cache, rank, world_size)) and rank == 0:
-        print(apart, flush=True)
+    cache = open_cache(config.cache_dir, rank, world_size)
     train, heldout, notices = _read_splits(config)
     given = load_assets(assets, device) if assets else None
     tokenizer = given.tokenizer if given else _tokenizer(config, train.texts, cache, processes)
