@@ -40,8 +40,9 @@ SLOW = {
     "ZeRO-1",
     "ZeRO-2",
     "ZeRO-2, one reduction",
+    "ZeRO-3",
 }
-"""Each of these is between two others; they run with -m slow."""
+"""Each of these is between two others, or daily in test_contract.py and test_resume.py; they run with -m slow."""
 
 
 QUICK_PDE = {"3 processes, ragged"}

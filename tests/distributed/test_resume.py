@@ -36,7 +36,7 @@ RING = {(a, b) for all_of in (LAYOUTS, PDE) for a, b in zip(all_of, [*all_of[1:]
 QUICK = {(Layout("fsdp2", 2), Layout("zero3", 2))}
 """Two strategies that both cut the state, each in its own way."""
 
-DAILY = {Layout("fsdp2", 2), Layout("ddp", 3)}
+DAILY = {Layout("fsdp2", 2)}
 """Resumed on the same layout in the quick half; one process is in test_pde_residual.py."""
 
 
