@@ -175,7 +175,8 @@ def test_check_reads_the_recipe_of_your_own_as_a_start_does(tmp_path: Path, caps
 def test_a_checkpoint_and_its_export_give_the_same_samples(tmp_path: Path) -> None:
     """As the page says, from the directory alone: objective and samplers are not those of the defaults."""
     run = tmp_path / "runs" / "mmdit-demo"
-    run_recipe(Layout("single", 1), run, "--max_steps", "20", "--latent.prediction", "epsilon", "--seed", "7")
+    flags = ("--latent.prediction", "epsilon", "--latent.loss", "mse", "--evaluation.latent.guidance", "1.5")
+    run_recipe(Layout("single", 1), run, "--max_steps", "20", "--seed", "7", *flags)
     assert cli._main(["checkpoints", "export", str(run), str(tmp_path / "exported"), "--weights", "ema"]) == 0
     both, _ = load_both_ways(tmp_path / "exported")
     assert (both.seed, both.diffusion.prediction, both.text.steps, both.latent.guidance) == (7, "epsilon", 1, 1.5)

@@ -37,6 +37,9 @@ SIZES: dict[str, dict[str, int]] = {
 Tensors = tuple[Tensor, ...]
 MODALITIES = 2
 WEIGHT_STD = 0.02
+EMBEDDING_STD = 0.002
+"""A tenth of the usual start. Adam moves every value by about the learning rate, however small its gradient: from here
+a rare token turns far enough in the few steps that see it, and the norm of the first block takes the size out."""
 
 
 @dataclass(frozen=True)
@@ -379,7 +382,7 @@ def initialise(module: nn.Module) -> None:
     that every block starts as the identity.
     """
     if isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=WEIGHT_STD)
+        nn.init.normal_(module.weight, std=EMBEDDING_STD)
     elif isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         if getattr(module, "bias", None) is not None:
