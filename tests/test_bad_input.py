@@ -272,7 +272,7 @@ RESUMING = [
     Row(
         "I33-lr",
         "--optimizer.lr 1e-3",
-        r"different experiment: optimizer\.lr: 0\.002 there, 0\.001 now.*--allow optimizer\.lr",
+        r"different experiment: optimizer\.lr: 0\.0015 there, 0\.001 now.*--allow optimizer\.lr",
         prepare=used_run,
     ),
     Row("I33-seed", "--seed 1", r"seed: 0 there, 1 now", prepare=used_run),
