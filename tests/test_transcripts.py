@@ -41,7 +41,8 @@ def ran(source: str) -> None:
 def masked(line: str) -> str:
     """Without numbers, the width of columns and the units of an age, which follow from them, and the tensor that a
     difference of rounding makes the largest."""
-    plain = NUMBER.sub("#", re.sub(r"(largest|first by name): \S+", r"\1: #", line))
+    named = re.sub(r"(largest|first by name): \S+( at \[[^\]]*\])?", r"\1: #", line)
+    plain = NUMBER.sub("#", named)
     return re.sub(r" {2,}", "  ", re.sub(r"# (s|min|h|days?)\b", "# s", plain)).strip()
 
 
