@@ -290,7 +290,7 @@ def loss_of(model: nn.Module, **inputs: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, steps: int = 8) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2.5e-4)
     losses: list[float] = []
     for _ in range(steps):
         loss = loss_of(model)
@@ -322,12 +322,11 @@ def test_parameters_are_the_same_objects_under_the_same_names() -> None:
 
 @pytest.mark.usefixtures("ao")
 def test_training_follows_bf16() -> None:
-    """Emulated: the wiring and the rounding, not the kernel. Losses fall from 8 to 0.15 in these steps, and what two
-    roundings differ by grows with that: 2.4 % at most."""
+    """Emulated: the wiring and the rounding, not the kernel. Losses fall by more than half in these steps."""
     expected, found = train(build()), train(emulated(build()))
     assert expected[-1] < 0.5 * expected[0]
     assert found != expected
-    assert found == pytest.approx(expected, rel=0.05)
+    assert found == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -274,8 +274,10 @@ class Workers:
 
 
 class _Flag:
-    """What the DataLoader uses of `multiprocessing.Event`, without its lock: a worker killed in the moment in which
-    it holds that lock leaves the training process waiting for it forever."""
+    """Stand in for `multiprocessing.Event` in the DataLoader, without its lock.
+
+    A worker killed while it holds that lock would leave the training process waiting forever.
+    """
 
     def __init__(self, context: BaseContext) -> None:
         self._value = context.RawValue(ctypes.c_bool, False)
