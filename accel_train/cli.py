@@ -18,18 +18,18 @@ def main() -> None:
 def _main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.command == "doctor":
-        from accel_train.runtime.doctor import attention_report, report
+        from accel_train.commands.doctor import attention_report, report
 
         print(attention_report() if arguments.attention else report())
         return 0
     if arguments.command == "checkpoints":
         return _checkpoints(arguments)
     if arguments.command == "compare":
-        from accel_train.metrics.compare import Request, compare
+        from accel_train.compare.comparison import Request, compare
 
         arguments.sources, arguments.gates = tuple(arguments.sources), tuple(arguments.gates)
         return compare(Request(**{k: v for k, v in vars(arguments).items() if k != "command"}))
-    from accel_train.runtime.launch import Launch, launch
+    from accel_train.commands.launch import Launch, launch
 
     request = Launch(
         config_file=arguments.config_file,
@@ -41,7 +41,7 @@ def _main(argv: Sequence[str]) -> int:
         main_process_port=arguments.main_process_port,
     )
     if arguments.command == "check":
-        from accel_train.runtime.check import check
+        from accel_train.commands.check import check
 
         print(check(request))
         return 0
@@ -52,18 +52,18 @@ def _checkpoints(arguments: argparse.Namespace) -> int:
     """Torch is imported by those alone that read tensors."""
     place, action = arguments.place, arguments.action
     if action == "diff":
-        from accel_train.checkpoints.compare import diff
+        from accel_train.commands.diff import diff
 
         return diff(place, arguments.other)
     if action == "convert":
-        from accel_train.checkpoints.convert import convert
+        from accel_train.commands.convert import convert
 
         return convert(place, arguments.destination, stem=arguments.stem)
     if action == "export":
-        from accel_train.checkpoints.export import export
+        from accel_train.commands.export import export
 
         return export(place, arguments.destination, precision=arguments.precision, source=arguments.weights)
-    from accel_train.checkpoints import commands
+    from accel_train.commands import checkpoints as commands
 
     if action == "ls":
         return commands.ls(place, as_json=arguments.json, quick=arguments.quick)

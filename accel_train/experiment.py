@@ -17,8 +17,6 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from accel_train.checkpoints import refused
-from accel_train.checkpoints.hub import push_the_rest
-from accel_train.checkpoints.hub_options import HubConfig, refuse_without_metric
 from accel_train.checkpoints.policy import CheckpointConfig, refuse_unknown_metric
 from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.checkpoints.run import Run, kept, open_run
@@ -34,22 +32,24 @@ from accel_train.config import (
 )
 from accel_train.data import sampler
 from accel_train.data.loader import LoaderConfig, resolve_loader
+from accel_train.hub.options import HubConfig, refuse_without_metric
+from accel_train.hub.pusher import push_the_rest
 from accel_train.metrics import gates
 from accel_train.metrics.logs import info, setup_logging
 from accel_train.metrics.recorder import LogConfig
 from accel_train.metrics.trackers import resolve_trackers
-from accel_train.models.activation_checkpointing import ActivationCheckpointingConfig
-from accel_train.models.attention import check_name
-from accel_train.models.attention_table import AttentionNeeds
-from accel_train.models.compile import CompileConfig, CompiledBlocks
-from accel_train.models.float8 import Float8, refuse_float8
-from accel_train.models.speed import SpeedOptions, apply_speed_options
 from accel_train.runtime import early_stop, lookups, threads
 from accel_train.runtime.accelerator import Precision, build_accelerator, log_notices, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import failing_together, on_main
-from accel_train.training import fitting
+from accel_train.speed import fitting
+from accel_train.speed.activation_checkpointing import ActivationCheckpointingConfig
+from accel_train.speed.apply import SpeedOptions, apply_speed_options
+from accel_train.speed.attention import check_name
+from accel_train.speed.attention_table import AttentionNeeds
+from accel_train.speed.compile import CompileConfig, CompiledBlocks
+from accel_train.speed.float8 import Float8, refuse_float8
 from accel_train.training.accumulation import SyncPolicy, resolve_sync
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer

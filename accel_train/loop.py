@@ -13,22 +13,22 @@ from types import TracebackType
 
 from accelerate import Accelerator
 
-from accel_train.checkpoints.commit import checkpoint_name
-from accel_train.checkpoints.hub_repository import RUN_FILES
-from accel_train.checkpoints.state import Saver
+from accel_train.checkpoints.saver import Saver
 from accel_train.config import to_tree
 from accel_train.data import sampler
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.reading import MapDataset
 from accel_train.data.sampler import Sampler
 from accel_train.experiment import ExperimentConfig, Opened, Prepared
+from accel_train.hub.repository import RUN_FILES
+from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.throughput import Count, Throughput
 from accel_train.runtime import garbage
 from accel_train.runtime.exiting import EXIT_PREEMPTED
+from accel_train.store.commit import checkpoint_name
 from accel_train.training.accumulation import StepResult
-from accel_train.training.evaluation import EvaluationStopped, stoppable
 
 logger = logging.getLogger(__name__)
 CALLS = ("report", "save_if_due")

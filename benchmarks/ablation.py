@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from accel_train.metrics.compare import Request
+from accel_train.compare.comparison import Request
 from accel_train.strict_yaml import read_yaml
 from benchmarks.method import ROOT, Row, row, write_results
 

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from accel_train.models.mmdit import MMDiT, MMDiTConfig
+from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig
 from accel_train.training.accumulation import GradientWindow, SyncPolicy
 from benchmarks.method import ROOT, Row, in_turns, parser_of, row, write_results
 

@@ -87,11 +87,11 @@ class Saving:
 
 
 def accel_train(state: State, folder: Path) -> Saving:
-    from accel_train.checkpoints import commit
-    from accel_train.checkpoints.hub import HubConfig
     from accel_train.checkpoints.policy import CheckpointConfig
     from accel_train.checkpoints.run import Run
-    from accel_train.checkpoints.state import Saver
+    from accel_train.checkpoints.saver import Saver
+    from accel_train.hub.pusher import HubConfig
+    from accel_train.store import commit
 
     run = Run(folder, "benchmark", None, "", {"experiment": {"global_batch_size": 1}, "resolved": {}})
     run.checkpoints.mkdir(parents=True)

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.models.compile import CompileConfig, CompiledBlocks, apply_compile
-from accel_train.models.mmdit import MMDiT, MMDiTConfig
+from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig
+from accel_train.speed.compile import CompileConfig, CompiledBlocks, apply_compile
 from benchmarks.method import ROOT, Row, in_turns, parser_of, row, write_results
 
 WAYS = {

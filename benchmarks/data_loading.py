@@ -30,12 +30,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from accel_train.data.dataset import DataAssets, TextLatentDataset, statistics
-from accel_train.data.latent_cache import LatentTable, open_shard, write_shard
-from accel_train.data.latent_files import open_latents
 from accel_train.data.loader import LoaderConfig, iterate_steps
 from accel_train.data.sampler import Cut, StepSampler
-from accel_train.data.tokenizer import train_tokenizer
+from accel_train.domains.text.dataset import DataAssets, TextLatentDataset, statistics
+from accel_train.domains.text.latent_cache import LatentTable, open_shard, write_shard
+from accel_train.domains.text.latent_files import open_latents
+from accel_train.domains.text.tokenizer import train_tokenizer
 from benchmarks.method import Row, in_turns, parser_of, row, write_results
 
 BATCH = 16

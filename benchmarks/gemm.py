@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel_train.models.mmdit import MMDiT, MMDiTConfig
+from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig
 from benchmarks.method import Row, in_turns, parser_of, row, write_results
 
 DTYPES = {"fp32": (torch.float32, ">= 0.8"), "bf16": (torch.bfloat16, ">= 0.5")}

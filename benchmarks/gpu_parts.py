@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from accel_train.config import UsageError
 from accel_train.data.loader import LoaderConfig, iterate_steps
 from accel_train.data.sampler import Cut, StepSampler
-from accel_train.models.attention import resolve_attention
-from accel_train.models.attention_table import AttentionNeeds, able, machine_of
+from accel_train.speed.attention import resolve_attention
+from accel_train.speed.attention_table import AttentionNeeds, able, machine_of
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
 from accel_train.training.shards import Shards

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.models.float8 import refuse_float8
-from accel_train.models.flops import peak_of
+from accel_train.speed.device_peaks import peak_of
+from accel_train.speed.float8 import refuse_float8
 from benchmarks.device import GIB, Machine
 from benchmarks.gpu_contenders import (
     Found,
@@ -47,7 +47,7 @@ def add_mfu(
     peak = peak_of(machine.device, "bf16")
     if peak is None and not machine.tiny:
         device = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else machine.device.type
-        found.absent[f"MFU, {name}"] = f"the bf16 peak of {device} is not in accel_train/models/flops.py"
+        found.absent[f"MFU, {name}"] = f"the bf16 peak of {device} is not in accel_train/speed/device_peaks.py"
         return
     words = "MFU" if peak is not None else "share of 1 TFLOP/s, the dry run's stand-in for a peak"
     rates = [shape.train_flops() * shape.batch / s for s in seconds]

@@ -30,15 +30,15 @@ from accelerate import Accelerator
 from accelerate import optimizer as accelerate_optimizer
 from torch import Tensor, nn
 
-from accel_train.checkpoints import commit
-from accel_train.checkpoints.hub import HubConfig
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
-from accel_train.checkpoints.state import Saver
+from accel_train.checkpoints.saver import Saver
+from accel_train.hub.pusher import HubConfig
 from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.throughput import Throughput
 from accel_train.runtime import garbage
 from accel_train.runtime.lookups import remember_lookups
+from accel_train.store import commit
 from accel_train.training.accumulation import GradientWindow, StepResult
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards

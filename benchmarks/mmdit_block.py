@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_train.models.mmdit import MMDiTBlock, MMDiTConfig, Stream
+from accel_train.domains.models.mmdit import MMDiTBlock, MMDiTConfig, Stream
 from benchmarks.method import Row, in_turns, parser_of, row, write_results
 
 HEADS = 4

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from accel_train.metrics.compare import Request
+from accel_train.compare.comparison import Request
 from benchmarks.method import RESULTS, ROOT, SCHEMA, Row, cells
 
 PAGE = ROOT / "docs" / "performance.md"

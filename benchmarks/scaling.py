@@ -62,7 +62,7 @@ class Model(nn.Module):
     _no_split_modules = ("MMDiTBlock",)
 
     def __init__(self, width: int, depth: int) -> None:
-        from accel_train.models.mmdit import MMDiT, MMDiTConfig
+        from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig
 
         super().__init__()
         torch.manual_seed(0)

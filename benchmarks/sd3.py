@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from accel_train.models.mmdit import MMDiTBlock, MMDiTConfig
+from accel_train.domains.models.mmdit import MMDiTBlock, MMDiTConfig
 from benchmarks.mmdit_block import copy_weights
 
 PATCH, TIME_FEATURES, POSITIONS = 2, 256, 192

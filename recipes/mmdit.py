@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from accel_train import experiment, loop, rng
 from accel_train.config import expand_path, load_config, to_tree
-from accel_train.data import heldout, prepare, sampler
-from accel_train.diffusion import latents, masked_text, modes, text_latent, timesteps
-from accel_train.metrics import logs, records, report, samples, text_scores
-from accel_train.models import flops, mmdit
+from accel_train.data import heldout, sampler
+from accel_train.domains.diffusion import latents, masked_text, timesteps
+from accel_train.domains.models import flops, mmdit
+from accel_train.domains.text import baseline_scores, both_ways, modes, prepare, samples
+from accel_train.metrics import evaluation, logs, recorder, records
 from accel_train.runtime.exiting import one_run, run_main
-from accel_train.training import accumulation, ema, evaluation, optimizers
+from accel_train.training import accumulation, ema, optimizers
 
 logger = logging.getLogger("recipes.mmdit")
 
@@ -41,7 +42,7 @@ class Config(experiment.ExperimentConfig):
     modes: modes.ModeConfig = field(default_factory=modes.ModeConfig)
     text: masked_text.TextDiffusionConfig = field(default_factory=masked_text.TextDiffusionConfig)
     latent: latents.LatentDiffusionConfig = field(default_factory=latents.LatentDiffusionConfig)
-    evaluation: text_latent.EvaluationConfig = field(default_factory=text_latent.EvaluationConfig)
+    evaluation: both_ways.EvaluationConfig = field(default_factory=both_ways.EvaluationConfig)
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
@@ -97,9 +98,7 @@ def evaluate(
     options, device = config.evaluation, accelerator.device
     place = accelerator.process_index, accelerator.num_processes, device
     forward = evaluation.interruptible(model)  # a stop ends it between two forwards
-    both = text_latent.BothWays(
-        forward, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent
-    )
+    both = both_ways.BothWays(forward, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent)
     with evaluation.evaluating(model, average):
         pairs = heldout.heldout_pairs(data.heldout, options.samples, options.batch_size, *place)
         sums = evaluation.weighted_sums(accelerator, pairs, lambda pair: both.figures(*pair, options.timesteps))
@@ -108,10 +107,10 @@ def evaluate(
     if accelerator.is_main_process:
         texts = [data.tokenizer.decode(row) for row in tokens.cpu()]
         samples.write_samples(expand_path(config.output_dir), data.heldout.texts, texts, data.nearest_texts(sampled))
-    figures = text_latent.figures_from_sums({k: float(v) for k, v in sums.items()}, options.timesteps)
+    figures = both_ways.figures_from_sums({k: float(v) for k, v in sums.items()}, options.timesteps)
     if accelerator.is_main_process:
-        figures |= text_scores.baseline_figures(data, options.samples, options.timesteps, config.seed)
-    logs.info(logger, *text_latent.summary(figures))
+        figures |= baseline_scores.baseline_figures(data, options.samples, options.timesteps, config.seed)
+    logs.info(logger, *both_ways.summary(figures))
     return figures
 
 
@@ -124,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     world_size, device = accelerator.num_processes, accelerator.device
     data = experiment.prepare_data(accelerator, partial(prepare.prepare_data, config.data, device=str(device)))
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
-    metrics = text_scores.metric_names(data)
+    metrics = baseline_scores.metric_names(data)
     found = len(data.train), data.fingerprint, data.notices
     opened = experiment.open_experiment(config, accelerator, *found, metrics=metrics)
     if opened.finished:
@@ -137,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     model, optimizer, average, guard, _ = prepared
     held_out = partial(evaluate, config, accelerator, model, average, data)
     if config.evaluate_only:
-        report.write_report(accelerator, opened.run.directory, opened.start_step, held_out())
+        recorder.write_report(accelerator, opened.run.directory, opened.start_step, held_out())
         return 0
 
     def write_extras(directory: Path) -> None:

@@ -23,12 +23,24 @@ from torch import Tensor, nn
 
 from accel_train import experiment, loop, rng
 from accel_train.config import PositiveInt, expand_path, load_config, to_tree
-from accel_train.data import field_rows, heldout, pde, task_sampler
-from accel_train.diffusion import fields, operator_learning, residual
-from accel_train.metrics import early_stopping, field_scores, logs, pictures, records, report
-from accel_train.models import field_tokens, pde_flops, pde_prediction, pde_transformer, token_blocks
+from accel_train.data import heldout, task_sampler
+from accel_train.domains.models import token_blocks
+from accel_train.domains.pde import (
+    equations,
+    fields,
+    flops,
+    operator_learning,
+    pictures,
+    prediction,
+    residual_diffusion,
+    rows,
+    scores,
+    tokens,
+    transformer,
+)
+from accel_train.metrics import early_stopping, evaluation, logs, recorder, records
 from accel_train.runtime.exiting import one_run, run_main
-from accel_train.training import accumulation, ema, evaluation, optimizers, schedules
+from accel_train.training import accumulation, ema, optimizers, schedules
 
 logger = logging.getLogger("recipes.pde")
 DEFAULT_PRESET = "pde_demo"
@@ -40,8 +52,8 @@ class Config(experiment.ExperimentConfig):
     """Neural PDE operator on latent tokens: several equations, one transformer."""
 
     output_dir: str = "runs/pde-demo"
-    model: pde_transformer.PdeModelConfig = field(default_factory=pde_transformer.PdeModelConfig)
-    data: pde.PdeDataConfig = field(default_factory=pde.PdeDataConfig)
+    model: transformer.PdeModelConfig = field(default_factory=transformer.PdeModelConfig)
+    data: equations.PdeDataConfig = field(default_factory=equations.PdeDataConfig)
     task_weights: tuple[PositiveInt, ...] | None = None
     """Steps of each task of data.tasks in a block of steps. None: one of each."""
     objective: operator_learning.ObjectiveConfig = field(default_factory=operator_learning.ObjectiveConfig)
@@ -55,7 +67,7 @@ class Config(experiment.ExperimentConfig):
 
 # ------------------------------------------------------------------------------------------------------------ loss
 def prepare(
-    config: Config, batch: accumulation.Batch, step: int, task: field_rows.FieldTask, terms: set[str]
+    config: Config, batch: accumulation.Batch, step: int, task: rows.FieldTask, terms: set[str]
 ) -> tuple[accumulation.Batch, dict[str, Tensor]]:
     """Inputs of the model and the weight of each loss term. Draws are keyed by sample, never by process."""
     options, batch = config.objective, dict(batch)
@@ -66,30 +78,34 @@ def prepare(
     if options.flip and not task.has_time:
         for name in ("input", "target"):
             batch[name] = operator_learning.mirrored(batch[name], draws("flip", 2), options.flip)
-    grid = field_tokens.coordinates([n for n in task.grid if n > 1], batch["input"].device)
+    grid = tokens.coordinates([n for n in task.grid if n > 1], batch["input"].device)
     inputs = operator_learning.with_queries(options, batch, grid, draws, terms)
     if "residual" in terms:
-        inputs |= residual.drawn(batch, config.seed, step, config.global_batch_size, options.residual_steps)
+        inputs |= residual_diffusion.drawn(batch, config.seed, step, config.global_batch_size, options.residual_steps)
     if options.drop_path:
         inputs["keep"] = token_blocks.drop_path(draws("drop_path", sum(config.model.stages)), options.drop_path)
     return inputs, dict.fromkeys(operator_learning.TERMS, batch["weight"].sum())
 
 
-def parts_of(terms: set[str], freeze: bool) -> pde_transformer.Parts | None:
+def parts_of(terms: set[str], freeze: bool) -> transformer.Parts | None:
     """What the model must compute for these terms. None: a prediction without gradient, and what it misses."""
     operator = "prediction" in terms
-    parts = pde_transformer.Parts("reconstruction" in terms, "reencoding" in terms, operator, operator, not freeze)
+    parts = transformer.Parts("reconstruction" in terms, "reencoding" in terms, operator, operator, not freeze)
     return None if "residual" in terms else parts
 
 
 def loss_sums(
-    model: nn.Module, inputs: accumulation.Batch, number: int, task: field_rows.FieldTask, terms: set[str], freeze: bool
+    model: nn.Module, inputs: accumulation.Batch, number: int, task: rows.FieldTask, terms: set[str], freeze: bool
 ) -> dict[str, Tensor]:
     """Sums of ``operator_learning.TERMS`` over a micro-batch, in fp32; divided by the global weights elsewhere."""
     if (parts := parts_of(terms, freeze)) is None:
-        found, size, correct = pde_prediction.predict(model, inputs, number, task.grid)
+        found, size, correct = prediction.predict(model, inputs, number, task.grid)
         assert size is not None, "Config has seen to it"
-        losses = {"residual": residual.losses(correct, inputs["target"] - found, size, inputs["time"], inputs["noise"])}
+        losses = {
+            "residual": residual_diffusion.losses(
+                correct, inputs["target"] - found, size, inputs["time"], inputs["noise"]
+            )
+        }
     else:
         target = inputs["target"] if terms & {"latent", "reconstruction", "reencoding"} else None
         given = inputs["parameters"], inputs["dt"], number, inputs.get("queries"), parts, inputs.get("keep")
@@ -98,16 +114,16 @@ def loss_sums(
     return {term: (losses.get(term, nothing) * inputs["weight"]).sum() for term in operator_learning.TERMS}
 
 
-def losses_of(out: Any, inputs: accumulation.Batch, task: field_rows.FieldTask, terms: set[str]) -> dict[str, Tensor]:
+def losses_of(out: Any, inputs: accumulation.Batch, task: rows.FieldTask, terms: set[str]) -> dict[str, Tensor]:
     """The terms of the first two stages, of each sample."""
     losses, count = dict[str, Tensor](), inputs["sought"].shape[-1]
     if out.prediction is not None:
-        prediction, edge = out.prediction[..., :count], out.prediction[..., count:]
-        losses["prediction"] = fields.squared_error(prediction, inputs["sought"])
+        predicted, edge = out.prediction[..., :count], out.prediction[..., count:]
+        losses["prediction"] = fields.squared_error(predicted, inputs["sought"])
         if "spectral" in terms:
-            losses["spectral"] = fields.spectral_loss(prediction.unflatten(-1, task.grid), inputs["target"])
+            losses["spectral"] = fields.spectral_loss(predicted.unflatten(-1, task.grid), inputs["target"])
         if "conservation" in terms:
-            physical = task.target.denormalise(prediction, 1), task.input.denormalise(inputs["given"], 1)
+            physical = task.target.denormalise(predicted, 1), task.input.denormalise(inputs["given"], 1)
             losses["conservation"] = fields.conservation_gap(*physical)
         if "boundary" in terms:
             losses["boundary"] = fields.squared_error(edge, task.target.normalise(torch.zeros_like(edge), 1))
@@ -123,19 +139,19 @@ def losses_of(out: Any, inputs: accumulation.Batch, task: field_rows.FieldTask, 
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
-def task_shape(task: field_rows.FieldTask) -> pde_transformer.TaskShape:
+def task_shape(task: rows.FieldTask) -> transformer.TaskShape:
     """What the model must know of a task of the data."""
-    return pde_transformer.TaskShape(
+    return transformer.TaskShape(
         task.name, task.input_channels, task.target_channels, task.grid, len(task.parameters),
         periodic=task.boundary == "periodic", same_fields=task.has_time,
     )  # fmt: skip
 
 
 def evaluate(
-    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: field_rows.FieldData
+    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: rows.FieldData
 ) -> dict[str, float]:
     """Held-out figures of every task and pictures, with the averaged weights. All ranks."""
-    options, figures, rows = config.evaluation, dict[str, float](), list[tuple[str, Any]]()
+    options, figures, pictured = config.evaluation, dict[str, float](), list[tuple[str, Any]]()
     place = accelerator.process_index, accelerator.num_processes, accelerator.device
     forward = evaluation.interruptible(model)  # a stop ends it between two forwards
     with evaluation.evaluating(model, average):
@@ -143,22 +159,22 @@ def evaluate(
             rowset = data.heldout[task.name]
             batches = heldout.heldout_batches(rowset, options.samples, options.batch_size, *place)
             draws = config.objective.residual_steps, config.seed
-            sums_of = partial(field_scores.error_sums, forward, number, task, *draws)
-            figures |= field_scores.row_figures(task, **evaluation.weighted_sums(accelerator, batches, sums_of))
+            sums_of = partial(scores.error_sums, forward, number, task, *draws)
+            figures |= scores.row_figures(task, **evaluation.weighted_sums(accelerator, batches, sums_of))
             if task.has_time:
-                step_of = partial(pde_prediction.stepper, forward, dt=task.dt, task=number, grid=task.grid)
-                found, panels = field_scores.rolled_out(accelerator, task, rowset, options, step_of, config.seed)
+                step_of = partial(prediction.stepper, forward, dt=task.dt, task=number, grid=task.grid)
+                found, panels = scores.rolled_out(accelerator, task, rowset, options, step_of, config.seed)
                 figures |= found
             else:
                 first = next(heldout.heldout_batches(rowset, 1, 1, 0, 1, accelerator.device))
-                found, _, _ = pde_prediction.predict(forward, first, number, task.grid)
-                panels = field_scores.row_panels(task, first, found)
-            rows.append((task.name, panels))
-    figures[field_scores.MEAN] = field_scores.mean_nrmse(data, figures)
+                found, _, _ = prediction.predict(forward, first, number, task.grid)
+                panels = scores.row_panels(task, first, found)
+            pictured.append((task.name, panels))
+    figures[scores.MEAN] = scores.mean_nrmse(data, figures)
     if accelerator.is_main_process:
-        figures |= field_scores.baseline_figures(data, options.samples)
-        pictures.write_fields(expand_path(config.output_dir) / "fields.png", rows)
-    logs.info(logger, *field_scores.table(data, figures))
+        figures |= scores.baseline_figures(data, options.samples)
+        pictures.write_fields(expand_path(config.output_dir) / "fields.png", pictured)
+    logs.info(logger, *scores.table(data, figures))
     return figures
 
 
@@ -169,29 +185,29 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
     accelerator = experiment.start(config)
     device = accelerator.device
-    data = experiment.prepare_data(accelerator, partial(pde.prepare_pde, config.data))
+    data = experiment.prepare_data(accelerator, partial(equations.prepare_pde, config.data))
     sizes, tasks = data.train.sizes, data.tasks
     order = task_sampler.TaskSampler(sizes, config.global_batch_size, config.seed, config.task_weights)
     operator_learning.check_tasks(config.objective, config.evaluation, tasks)
     lengths = experiment.lengths(config, accelerator, sum(sizes))
     words = operator_learning.check_stages(config.objective, config.schedule.warmup_steps, *lengths)
     found = sum(sizes), data.fingerprint, [*data.notices, *words]
-    metrics = field_scores.metric_names(data, refined=config.model.residual_depth > 0)
+    metrics = scores.metric_names(data, refined=config.model.residual_depth > 0)
     opened = experiment.open_experiment(config, accelerator, *found, metrics=metrics)
     patience, operator_from = config.evaluation.patience, config.objective.autoencode_steps
     early = early_stopping.EarlyStopping(patience, "mean_nrmse", opened.run.directory, opened.start_step, operator_from)
     if opened.finished or (early.exhausted and not config.evaluate_only):
         return experiment.nothing_to_do(config, accelerator, opened)
 
-    shape = pde_transformer.PdeTransformerConfig(tuple(map(task_shape, tasks)), config.model)
-    model = experiment.build_model(config, accelerator, pde_transformer.PdeTransformer, shape)
+    shape = transformer.PdeTransformerConfig(tuple(map(task_shape, tasks)), config.model)
+    model = experiment.build_model(config, accelerator, transformer.PdeTransformer, shape)
     needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
     freezable = operator_learning.freezable(config.objective, model)
     prepared = experiment.prepare(config, accelerator, opened, model, needs, freezable)
     model, optimizer, average, guard, _ = prepared
     held_out = partial(evaluate, config, accelerator, model, average, data)
     if config.evaluate_only:
-        report.write_report(accelerator, opened.run.directory, opened.start_step, held_out())
+        recorder.write_report(accelerator, opened.run.directory, opened.start_step, held_out())
         return 0
 
     def write_extras(directory: Path) -> None:
@@ -222,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
 
             points = math.prod(shape.grid(shape.tasks[number]).cells)
             parts, queries = parts_of(terms, freeze), config.objective.queries
-            work = pde_flops.training_flops_per_sample(shape, number, queries, parts)
+            work = flops.training_flops_per_sample(shape, number, queries, parts)
             training.report(
                 batches,
                 result,

@@ -22,13 +22,13 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from accel_train import cli, experiment
-from accel_train.checkpoints import commit
 from accel_train.checkpoints import run as runs
 from accel_train.config import UsageError
 from accel_train.metrics import logs
 from accel_train.runtime import accelerator as machine
+from accel_train.store import commit
 from recipes import mmdit as recipe
-from tests.test_commit import make
+from tests.store.test_commit import make
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]

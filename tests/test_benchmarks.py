@@ -428,7 +428,7 @@ def test_there_is_no_mfu_without_a_known_peak() -> None:
     found = Found()
     gpu_training.add_mfu(found, replace(DRY, tiny=False), "a model", SMALL, [1.0], ">= 0.45", ">= 0.5")
     assert not found.rows
-    assert found.absent == {"MFU, a model": "the bf16 peak of cpu is not in accel_train/models/flops.py"}
+    assert found.absent == {"MFU, a model": "the bf16 peak of cpu is not in accel_train/speed/device_peaks.py"}
     gpu_training.add_mfu(found, DRY, "a model", SMALL, [1.0], ">= 0.45", ">= 0.5")
     assert "stand-in" in found.rows[0].name
 

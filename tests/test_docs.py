@@ -16,7 +16,7 @@ import pytest
 
 from accel_train import cli
 from accel_train.config import UsageError, load_config
-from accel_train.data.both_ways import load_both_ways
+from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.metrics.records import read_metrics
 from recipes import mmdit, pde
 from tests.distributed.launching import Layout, environment, run_recipe

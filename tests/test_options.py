@@ -11,7 +11,7 @@ import pytest
 
 from accel_train.config import load_config, option_names, read_tree, to_tree, write_config
 from accel_train.experiment import ExperimentConfig
-from accel_train.runtime.machine_config import read_machine_config
+from accel_train.launch_files.machine_config import read_machine_config
 from recipes import mmdit, pde
 from recipes.mmdit import Config
 from tests import options_page

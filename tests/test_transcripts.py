@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from accel_train.compare.report import Plan, header
+from accel_train.compare.runs import Variant
 from accel_train.config import load_config, to_tree
 from accel_train.data.task_sampler import TaskSampler
-from accel_train.diffusion import modes, operator_learning
-from accel_train.metrics.compare_report import Plan, header
-from accel_train.metrics.compare_runs import Variant
+from accel_train.domains.pde import operator_learning
+from accel_train.domains.text import modes
 from accel_train.metrics.progress import short_exponent
 from accel_train.training.schedules import learning_rate_factor
 from recipes import mmdit, pde

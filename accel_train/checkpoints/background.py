@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import accel_train
-from accel_train.checkpoints.commit import CheckpointWriteError
 from accel_train.runtime.signals import StopRequests
+from accel_train.store.commit import CheckpointWriteError
 
 logger = logging.getLogger(__name__)
 

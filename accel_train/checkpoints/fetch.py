@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel_train.checkpoints import commit
-from accel_train.checkpoints import manifest as manifests
-from accel_train.checkpoints.commit import Checkpoint
 from accel_train.config import UsageError, expand_path
+from accel_train.store import commit
+from accel_train.store import manifest as manifests
+from accel_train.store.commit import Checkpoint
 
 HUB = "hub:"
 
@@ -31,9 +31,9 @@ def fetch(place: str, directory: Path) -> Checkpoint:
     with _bringing(place):
         directory.mkdir(parents=True, exist_ok=True)
         if place.startswith(HUB):
-            from accel_train.checkpoints import hub
+            from accel_train.hub import pusher
 
-            found = commit.opened(hub.download(place.removeprefix(HUB), directory))  # it has verified it
+            found = commit.opened(pusher.download(place.removeprefix(HUB), directory))  # it has verified it
         else:
             found = _copy(_find(place), directory)
     if not found.manifest.get("state", True):
@@ -49,9 +49,9 @@ def manifest_of(place: str) -> Mapping[str, Any]:
     """The manifest of the checkpoint that ``place`` names; copies nothing. One process; raises as ``fetch``."""
     with _bringing(place):
         if place.startswith(HUB):
-            from accel_train.checkpoints import hub_download
+            from accel_train.hub import download
 
-            return hub_download.download_manifest(place.removeprefix(HUB))
+            return download.download_manifest(place.removeprefix(HUB))
         path = expand_path(place)
         for directory in (*(path for _, path in reversed(commit.committed(path / "checkpoints"))), path):
             with suppress(ValueError):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_train.checkpoints import retention
-from accel_train.checkpoints.commit import Checkpoint
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
 from accel_train.flags import nearest
+from accel_train.store import retention
+from accel_train.store.commit import Checkpoint
 
 logger = logging.getLogger(__name__)
 

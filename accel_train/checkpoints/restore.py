@@ -14,11 +14,11 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from accel_train.checkpoints import weights
-from accel_train.checkpoints.commit import Checkpoint
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError
 from accel_train.runtime.accelerator import strategy_of
+from accel_train.store import weights
+from accel_train.store.commit import Checkpoint
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
 

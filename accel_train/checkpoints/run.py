@@ -19,12 +19,16 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from accel_train import strict_json
-from accel_train.checkpoints import commit, fetch, hub_options
-from accel_train.checkpoints import lock as locks
-from accel_train.checkpoints.commit import Checkpoint
+from accel_train.checkpoints import fetch
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
-from accel_train.checkpoints.hub_repository import RUN_FILES
-from accel_train.checkpoints.run_file import (
+from accel_train.config import UsageError, expand_path, experiment_tree, flatten
+from accel_train.hub import options
+from accel_train.hub.repository import RUN_FILES
+from accel_train.runtime.main_alone import on_main
+from accel_train.store import commit
+from accel_train.store import lock as locks
+from accel_train.store.commit import Checkpoint
+from accel_train.store.run_file import (
     FREE_TO_CHANGE,
     RUN_FILE,
     has_trained,
@@ -35,8 +39,6 @@ from accel_train.checkpoints.run_file import (
     renew_run,
     write_run,
 )
-from accel_train.config import UsageError, expand_path, experiment_tree, flatten
-from accel_train.runtime.main_alone import on_main
 
 PATIENCE_SECONDS = 5.0
 LOADING_FILE = "loading.json"
@@ -48,7 +50,6 @@ POLICIES = ("auto", "must", "never")
 """What ``resume`` may be beside the place of a checkpoint."""
 
 OWN_FILES = (LOADING_FILE, RUN_FILE, "metrics.jsonl", *RUN_FILES)
-
 logger = logging.getLogger(__name__)
 
 
@@ -178,7 +179,7 @@ def _open(
     """Main process: everything that is known only when it is done. Puts the lock into ``held``."""
     _refuse_lost_links(directory)
     if (hub_config := getattr(config, "hub", None)) is not None and not getattr(config, "evaluate_only", False):
-        hub_options.check_repository(hub_config)
+        options.check_repository(hub_config)
     begins = config.overwrite or not commit.committed(directory / "checkpoints")  # else nobody asks for weights
     weights, notes = fetch.find_weights(getattr(config, "init_from", None) if begins else None)
     if config.overwrite and weights is not None and weights.resolve().is_relative_to(directory.resolve()):

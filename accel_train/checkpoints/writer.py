@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accel_train.checkpoints import commit, failpoints, retention
+from accel_train.store import commit, failpoints, retention
 
 CHUNK_BYTES = 8 << 20
 NICENESS = 10

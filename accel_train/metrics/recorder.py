@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from accel_train.config import PositiveInt
+from accel_train.metrics.curves import plot_curves
 from accel_train.metrics.environment import describe_environment
 from accel_train.metrics.progress import Progress
-from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics
-from accel_train.metrics.report import write_report
+from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
 from accel_train.runtime import garbage
 
@@ -171,3 +171,15 @@ def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
         text = "%s could not be repaired (%s); lines beyond step %d stay in it"
         logger.warning(text, path, error, start_step)
     return LineWriter(path)
+
+
+def write_report(accelerator: Accelerator, directory: Path, step: int, figures: Mapping[str, object]) -> None:
+    """Write ``evaluation.json`` and, where there are metrics, ``curves.png``. Any process; the main one writes."""
+    if not accelerator.is_main_process:
+        return
+    try:
+        write_json(directory / "evaluation.json", {"step": step, **figures})
+        if (directory / "metrics.jsonl").exists():
+            plot_curves(directory / "metrics.jsonl", directory / "curves.png")
+    except OSError as error:
+        logger.warning("the report in %s could not be written (%s); training is not affected", directory, error)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from accel_train.models.flops import peak_of
+from accel_train.speed.device_peaks import peak_of
 
 GIB = float(1 << 30)
 Count = float | torch.Tensor

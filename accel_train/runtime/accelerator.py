@@ -22,10 +22,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from accel_train.config import UsageError
-from accel_train.runtime import rehearsal
-from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers, verify_ddp
-from accel_train.runtime.exiting import begin_run
-from accel_train.runtime.requested import (
+from accel_train.launch_files.requested import (
     Requested,
     clear_environment,
     launcher_flags,
@@ -35,6 +32,9 @@ from accel_train.runtime.requested import (
     refuse_accumulation,
     refuse_experiment_settings,
 )
+from accel_train.runtime import rehearsal
+from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers, verify_ddp
+from accel_train.runtime.exiting import begin_run
 from accel_train.runtime.signals import end_with_the_launcher
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from accel_train.launch_files.requested import parent_command_lines
 from accel_train.runtime.exiting import EXIT_PREEMPTED, report_exit_code
-from accel_train.runtime.requested import parent_command_lines
 
 STOP_FILE = "STOP"
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

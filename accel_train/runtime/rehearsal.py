@@ -16,8 +16,8 @@ from accelerate.utils import DistributedType
 from packaging.version import Version
 
 from accel_train.config import UsageError
+from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.runtime.deepspeed_build import load_communication
-from accel_train.runtime.machine_config import MachineConfig
 
 TESTED = (Version("1.15"), Version("1.16"))
 """First tested and first untested version of accelerate."""

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from accel_train.runtime.requested import (
+from accel_train.launch_files.requested import (
     THREADS_UNASKED_VARIABLE,
     THREADS_VARIABLE,
     launcher_flags,

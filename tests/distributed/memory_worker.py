@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_train.checkpoints import commit
-from accel_train.checkpoints.hub import HubConfig
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
-from accel_train.checkpoints.state import Saver
+from accel_train.checkpoints.saver import Saver
+from accel_train.hub.pusher import HubConfig
 from accel_train.runtime.accelerator import build_accelerator
 from accel_train.runtime.exiting import run_main
+from accel_train.store import commit
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards
 

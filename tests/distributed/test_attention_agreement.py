@@ -13,8 +13,8 @@ import torch
 from torch import distributed, multiprocessing
 
 from accel_train.config import UsageError
-from accel_train.models import attention
-from accel_train.models.attention_table import AttentionNeeds
+from accel_train.speed import attention
+from accel_train.speed.attention_table import AttentionNeeds
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.distributed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.checkpoints import commit
+from accel_train.store import commit
 from tests.distributed.launching import RECIPE, ROOT, SMALL, environment
 from tests.waiting import PATIENCE_SECONDS, until
 

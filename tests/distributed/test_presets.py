@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.diffusion import modes
+from accel_train.domains.text import modes
 from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, Layout, environment, run_recipe
 from tests.waiting import PATIENCE_SECONDS
 
@@ -92,8 +92,8 @@ def test_a_run_that_stopped_getting_better_does_not_go_on_unless_it_is_given_mor
 SAMPLE = """
 import sys, torch
 from pathlib import Path
-from accel_train.data.dataset import load_assets
-from accel_train.models.mmdit import MultimodalMMDiT
+from accel_train.domains.text.dataset import load_assets
+from accel_train.domains.models.mmdit import MultimodalMMDiT
 checkpoint = Path(sys.argv[1])
 model = MultimodalMMDiT.from_pretrained(checkpoint)
 assets = load_assets(checkpoint / "assets")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_train.checkpoints import failpoints
+from accel_train.store import failpoints
 from tests.distributed.launching import Finished, Layout, run_recipe
 
 pytestmark = pytest.mark.distributed

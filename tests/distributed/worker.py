@@ -16,15 +16,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.checkpoints import commit, restore
-from accel_train.checkpoints.hub import HubConfig
+from accel_train.checkpoints import restore
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
-from accel_train.checkpoints.state import Saver
+from accel_train.checkpoints.saver import Saver
 from accel_train.config import UsageError
+from accel_train.hub.pusher import HubConfig
 from accel_train.runtime.accelerator import build_accelerator, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.runtime.exiting import run_main
+from accel_train.store import commit
 from accel_train.training import muon
 from accel_train.training.accumulation import GradientWindow, NonFiniteError
 from accel_train.training.ema import Ema, EmaConfig

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from accel_train import experiment, loop
 from accel_train.config import NonNegativeInt, load_config
 from accel_train.data import sampler
-from accel_train.training import accumulation, ema, evaluation, optimizers
+from accel_train.metrics import evaluation
+from accel_train.training import accumulation, ema, optimizers
 from tests.faults.trainer import append
 
 INSTEAD = "from tests.faults import evaluator, trainer; trainer.main = evaluator.main"

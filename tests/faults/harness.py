@@ -22,7 +22,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from accel_train.checkpoints import commit, failpoints
+from accel_train.store import commit, failpoints
 from tests.waiting import PATIENCE_SECONDS, free_port, until
 
 EVERY = ("--checkpoints.save_every", "5", "--checkpoints.keep_last", "2")

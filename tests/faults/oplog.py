@@ -57,9 +57,9 @@ class InProcess:
 
 def record(root: str, log: str) -> None:
     """Append every change below ``root`` to ``log``, from now to the end of this process."""
-    from accel_train.checkpoints import state
+    from accel_train.checkpoints import saver
 
-    state.Writer = InProcess  # type: ignore[assignment,misc]
+    saver.Writer = InProcess  # type: ignore[assignment,misc]
     _Recorder(root, os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)).install()
 
 
@@ -83,7 +83,7 @@ class _Recorder:
             setattr(os, name, getattr(self, name))
         io.open = builtins.open = self.io_open  # type: ignore[assignment]
         shutil._USE_CP_SENDFILE = False  # type: ignore[attr-defined]  # so that copies are writes
-        from accel_train.checkpoints import commit
+        from accel_train.store import commit
 
         real_exchange = commit._exchange
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.checkpoints import failpoints
+from accel_train.store import failpoints
 from tests.faults.harness import EVERY, Zygote, acknowledged, checkpoints, debris, losses, same_run
 
 SYNC = ("--checkpoints.asynchronous", "false")

@@ -19,10 +19,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 
-from accel_train.checkpoints import commit
 from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.records import read_metrics
 from accel_train.metrics.throughput import Throughput
+from accel_train.store import commit
 from tests.faults.harness import EVERY, ROOT, Zygote, checkpoints, damage, debris, losses, same_run, writer_patch
 
 
@@ -221,7 +221,7 @@ def test_all_checkpoints_damaged(zygote: Zygote, half: Path, ranks: int) -> None
 def test_a_checkpoint_that_crashes_the_start(zygote: Zygote, half: Path, whole: Path, crash: str) -> None:
     patch = f"""
 import os
-from accel_train.checkpoints import weights
+from accel_train.store import weights
 original = weights.load_weights
 def load(directory, stem, model):
     original(directory, stem, model)
@@ -256,7 +256,7 @@ def test_two_crashes_are_not_enough(zygote: Zygote, half: Path, whole: Path) -> 
 
 NO_ROOM = """
 import errno
-from accel_train.checkpoints import commit
+from accel_train.store import commit
 def full(path, value):
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 commit.replace_json = full

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.checkpoints import commit
+from accel_train.store import commit
 from tests.faults.evaluator import INSTEAD
 from tests.faults.harness import Zygote, checkpoints, debris, digests, first_difference
 

@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from accel_train.checkpoints import commit, retention
-from accel_train.checkpoints.hub import HubConfig, HubStatus, Pusher, check_repository, download, push_the_rest
-from accel_train.checkpoints.hub_queue import HubQueue
-from accel_train.checkpoints.state import CheckpointConfig
+from accel_train.checkpoints.saver import CheckpointConfig
+from accel_train.hub.pusher import HubConfig, HubStatus, Pusher, check_repository, download, push_the_rest
+from accel_train.hub.queue import HubQueue
+from accel_train.store import commit, retention
+from tests.hub.test_hub import contents, make_checkpoint
 from tests.hub_server import Fault, HubServer, serving
-from tests.test_hub import contents, make_checkpoint
 from tests.waiting import until
 
 REPO = "org/model"
@@ -207,8 +207,8 @@ def test_an_applied_commit_whose_answer_was_lost_is_not_repeated(server: HubServ
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from accel_train.checkpoints import commit
-from accel_train.checkpoints.hub import HubConfig, Pusher
+from accel_train.store import commit
+from accel_train.hub.pusher import HubConfig, Pusher
 
 run = Path(sys.argv[1])
 pusher = Pusher(run, HubConfig(repo_id="org/model"), is_main=True)
@@ -219,7 +219,7 @@ time.sleep(1800)
 
 
 def pusher_of(trainer: int) -> psutil.Process:
-    found = [p for p in psutil.Process(trainer).children() if "accel_train.checkpoints.hub_worker" in p.cmdline()]
+    found = [p for p in psutil.Process(trainer).children() if "accel_train.hub.worker" in p.cmdline()]
     assert len(found) == 1
     return found[0]
 

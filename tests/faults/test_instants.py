@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.checkpoints import commit
+from accel_train.store import commit
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(7200)]

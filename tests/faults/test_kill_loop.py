@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from accel_train.checkpoints import commit, failpoints
+from accel_train.store import commit, failpoints
 from tests.faults.harness import Trainer, Zygote, acknowledged, debris, digests, first_difference, losses
 from tests.waiting import PATIENCE_SECONDS
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.checkpoints import commit, run_file
+from accel_train.store import commit, run_file
 from tests.faults import oplog
 from tests.faults.harness import Zygote
 

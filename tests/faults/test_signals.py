@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_train.checkpoints import commit
 from accel_train.runtime.signals import SAME_REQUEST_SECONDS
+from accel_train.store import commit
 from tests.faults.harness import (
     EVERY,
     Zygote,
@@ -222,7 +222,7 @@ def test_one_rank_is_told(zygote: Zygote, out: Path, whole_of_two: Path, number:
 
 HASHING = """
 import time
-from accel_train.checkpoints import retention
+from accel_train.store import retention
 def hash_ahead(directory, cache):
     while True:
         time.sleep(0.01)
@@ -402,14 +402,14 @@ def test_a_loader_worker_that_outlives_its_trainer_does_not_hold_the_run(zygote:
     """Workers are forked after the lock is taken and notice the death of their parent seconds later."""
     patch = """
 import os, time
-from accel_train.checkpoints import state
-original = state.Saver.__enter__
+from accel_train.checkpoints import saver
+original = saver.Saver.__enter__
 def enter(self):
     if os.fork() == 0:
         time.sleep(600)
         os._exit(0)
     return original(self)
-state.Saver.__enter__ = enter
+saver.Saver.__enter__ = enter
 """
     run = zygote.start(out, *PAUSE, patch=patch)
     run.until_step(7)

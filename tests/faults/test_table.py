@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel_train.checkpoints import failpoints
+from accel_train.store import failpoints
 from tests.faults import table
 from tests.faults.harness import EVERY, ROOT, TRAINER, Zygote, acknowledged, checkpoints, go_file, losses, same_run
 from tests.waiting import PATIENCE_SECONDS, until

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.checkpoints import commit
 from accel_train.checkpoints.background import Writer
+from accel_train.store import commit
 from tests.faults.harness import EVERY, Trainer, Zygote, acknowledged, checkpoints, children, debris, losses, same_run
 from tests.faults.harness import writer_patch as patched
 from tests.waiting import PATIENCE_SECONDS
@@ -180,13 +180,13 @@ def test_full_on_one_rank(zygote: Zygote, out: Path, whole_of_two: Path, mode: t
 def test_a_failed_write_is_raised_in_the_loop(zygote: Zygote, out: Path, ranks: int, step: int) -> None:
     """One process hears of it at the next step, several tell each other at the one after."""
     wait_for_the_answer = """
-from accel_train.checkpoints import state
-original = state.Saver.boundary
+from accel_train.checkpoints import saver
+original = saver.Saver.boundary
 def boundary(self, step):
     if step == 6:
         self._take_answer(wait=True)
     return original(self, step)
-state.Saver.boundary = boundary
+saver.Saver.boundary = boundary
 """
     run = zygote.run(out, *EVERY, ranks=ranks, patch=wait_for_the_answer, failpoint=f"before_file@{ranks - 1}=ENOSPC")
     assert set(run.wait()) == {1}

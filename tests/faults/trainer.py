@@ -18,12 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from accel_train import rng
-from accel_train.checkpoints import failpoints, hub_options, policy, restore, state
+from accel_train.checkpoints import policy, restore
 from accel_train.checkpoints import run as runs
+from accel_train.checkpoints import saver as state
 from accel_train.config import expand_path, load_config
+from accel_train.hub import options
 from accel_train.metrics import logs
 from accel_train.runtime import accelerator as machine
 from accel_train.runtime.exiting import EXIT_PREEMPTED, run_main
+from accel_train.store import failpoints
 from accel_train.training import accumulation, ema, shards
 
 SAMPLES, WIDTH = 96, 24
@@ -59,7 +62,7 @@ class Config:
     raise_rank: int = 0
     hang_at: int = -1
     """Step in which ``raise_rank`` stops answering."""
-    hub: hub_options.HubConfig = field(default_factory=hub_options.HubConfig)
+    hub: options.HubConfig = field(default_factory=options.HubConfig)
     checkpoints: policy.CheckpointConfig = field(default_factory=policy.CheckpointConfig)
 
 

@@ -1,0 +1,1 @@
+"""Commands of `accel-train`, each on finished runs or launch files."""

@@ -1,0 +1,100 @@
+"""Read the launch file and the recipe's config as a start would, say what would run, run nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from accel_train.commands.launch import Launch, read_machine
+from accel_train.config import UsageError, config_of, expand_path
+from accel_train.launch_files.machine_config import MachineConfig
+from accel_train.launch_files.requested import Requested, notices, refuse_accumulation, refuse_experiment_settings
+from accel_train.runtime.accelerator import check_batch_sizes, refuse_zero_contradictions
+
+
+def check(request: Launch) -> str:
+    """What ``accel-train check`` prints. Raises ``UsageError`` for what a start would refuse before connecting.
+
+    The recipe's ``main`` is called and left as soon as it has read its config, so that the config is that of a start.
+    """
+    path, machine, words = read_machine(request)
+    recipe = _import(expand_path(request.recipe))
+    loaded = config_of(recipe.main, request.arguments)
+    if loaded is None:
+        raise UsageError(
+            f"recipe {request.recipe!r}: its main ended without a config; a recipe reads it first of all with "
+            "accel_train.config.load_config"
+        )
+    config: Any = loaded.config
+    processes = machine.num_processes or 1
+    accumulation = _accumulation(config, processes)
+    _refuse_contradictions(machine, config, accumulation, str(machine.path))
+    lines = [
+        f"machine: {words or path}",
+        f"  strategy {machine.strategy}, {processes} process(es) on {machine.num_machines} machine(s)",
+        *(f"  note: {note}" for note in [*notices(machine, os.environ), *_other_launcher(machine)]),
+        f"experiment: {shlex.join([request.recipe, *request.arguments])}",
+        f"  global batch {config.global_batch_size} = {processes} process(es) x {accumulation} micro-batch(es) of at "
+        f"most {config.micro_batch_size}; precision {config.precision}",
+        *(f"  {line}" for line in loaded.describe().splitlines()),
+        "nothing was run; everything that can be read is consistent",
+    ]
+    return "\n".join(lines)
+
+
+def _other_launcher(machine: MachineConfig) -> list[str]:
+    """What a start by plain `accelerate launch` refuses and one by `accel-train launch` obeys."""
+    if machine.distributed_type != "MULTI_CPU" or machine.mpirun_hostfile or (machine.num_processes or 1) == 1:
+        return []
+    return [
+        f"num_processes: {machine.num_processes} with MULTI_CPU starts ONE process under `accelerate launch`; "
+        f"use `accel-train launch` or `torchrun --nproc_per_node {machine.num_processes}`"
+    ]
+
+
+def _accumulation(config: Any, processes: int) -> int:
+    check_batch_sizes(config.global_batch_size, config.micro_batch_size, processes)
+    return math.ceil(math.ceil(config.global_batch_size / processes) / config.micro_batch_size)
+
+
+def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: int, source: str) -> None:
+    requested = Requested(machine, source, machine.num_processes, None, rehearsal=False)
+    said = {
+        "ACCELERATE_MIXED_PRECISION": machine.mixed_precision or "no",
+        "ACCELERATE_DYNAMO_BACKEND": machine.dynamo.backend,
+    }
+    refuse_experiment_settings(requested, said, config.precision)
+    if machine.deepspeed is None:
+        return
+    values = dict(machine.deepspeed.config_values or {})
+    for key in ("gradient_accumulation_steps", "gradient_clipping"):
+        if (value := getattr(machine.deepspeed, key)) is not None:
+            values[key] = value
+    refuse_accumulation(
+        requested,
+        {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(values.pop("gradient_accumulation_steps", 1))},
+        accumulation,
+    )
+    generated = {"gradient_clipping": float(config.optimizer.max_grad_norm)}
+    refuse_zero_contradictions(values, generated, config.precision, source)
+
+
+def _import(path: Path) -> ModuleType:
+    """The recipe as a module."""
+    if not path.is_file():
+        raise UsageError(f"recipe {str(path)!r}: there is no such file; give the path of a recipe")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up to resolve annotations
+    spec.loader.exec_module(module)
+    if not hasattr(module, "main"):
+        raise UsageError(f"recipe {str(path)!r}: it defines no main; a recipe has a function main(argv)")
+    return module

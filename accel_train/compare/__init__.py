@@ -1,0 +1,1 @@
+"""`accel-train compare`: A/B runs of configs, with gates."""

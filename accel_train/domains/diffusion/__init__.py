@@ -1,0 +1,1 @@
+"""Diffusion of continuous latents and of masked text. Plain torch."""

@@ -1,0 +1,1 @@
+"""Partial differential equations: data, model, objective, figures."""

@@ -1,0 +1,1 @@
+"""Text and latents: corpus, encoders, modes, evaluation."""

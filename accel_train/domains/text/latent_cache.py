@@ -1,0 +1,224 @@
+"""Latents on disk: computed once, by all processes together, in checksummed safetensors shards.
+
+A cache folder is named by the hash of texts, encoder and format: other texts or another encoder never meet it.
+"""
+
+import hashlib
+import math
+import os
+import socket
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.data.progress import Progress
+from accel_train.domains.text.corpus import texts_hash
+from accel_train.domains.text.encoders import LatentEncoder
+
+FORMAT = "latents-1"
+ROWS_PER_SHARD = 4096
+BLOCK_BYTES = 2**26
+ROWS_WORTH_A_SELECTION = 8
+"""Of one shard, on average: where a batch has fewer, it is read row by row."""
+
+
+@dataclass(frozen=True)
+class LatentTable:
+    """Latents by row, (L, Dz) each, from memory-mapped shards; opened on first use in each process."""
+
+    files: tuple[Path, ...]
+    shard_of: Tensor  # (N,) int64
+    row_of: Tensor  # (N,) int64
+    opener: Callable[[Path], Tensor]
+    _open: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.shard_of)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+    def _shard(self, number: int) -> Tensor:
+        if number not in self._open:
+            self._open[number] = self.opener(self.files[number])
+        return self._open[number]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, Dz)"""
+        shard = self._shard(int(self.shard_of[0]))
+        return shard.shape[1], shard.shape[2]
+
+    def row(self, index: int) -> Tensor:
+        return self._shard(int(self.shard_of[index]))[int(self.row_of[index])].float()
+
+    def rows(self, indices: Tensor, out: Tensor | None = None) -> Tensor:
+        """(n,) int64 -> (n, L, Dz) float32, in `out` where one is given: one copy, straight from the mapped file."""
+        out = torch.empty(len(indices), *self.shape) if out is None else out
+        shards, rows = self.shard_of[indices], self.row_of[indices]
+        numbers = shards.tolist()
+        opened = {number: self._shard(number) for number in numbers}
+        if len(opened) == 1:
+            return _select(opened[numbers[0]], rows, out)
+        if len(opened) > len(numbers) // ROWS_WORTH_A_SELECTION:
+            places = zip(numbers, rows.tolist(), strict=True)
+            return torch.stack([opened[number][row] for number, row in places], out=out)
+        for number, shard in opened.items():
+            here = shards == number
+            out[here] = shard[rows[here]].float()
+        return out
+
+    def blocks(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """(first index, (n, L, Dz)) in order; None: as many rows as fit into 64 MiB."""
+        size = size or max(1, BLOCK_BYTES // (4 * math.prod(self.shape)))
+        for start in range(0, len(self), size):
+            yield start, self.rows(torch.arange(start, min(start + size, len(self))))
+
+
+class BatchMemory:
+    """float32 tensors in memory that is used again as soon as nothing refers to them, on any thread.
+
+    Fresh memory costs several times the copy into it, for the system clears each page on first use, and malloc hands
+    large blocks back when they are freed. Holds as much as was ever in use at one time.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, ...], list[NDArray[np.float32]]] = {}
+
+    def __reduce__(self) -> tuple[type["BatchMemory"], tuple[()]]:
+        return BatchMemory, ()
+
+    def empty(self, *shape: int) -> Tensor:
+        """Not initialised. A batch of another shape has memory of its own."""
+        free = self._free.setdefault(shape, [])
+        memory = free.pop() if free else np.empty(shape, np.float32)
+        lent = memory.view()  # lives as long as the tensor's storage, so as long as any view of it
+        weakref.finalize(lent, free.append, memory).atexit = False
+        return torch.from_numpy(lent)
+
+
+def _select(shard: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    if shard.dtype == out.dtype:
+        return torch.index_select(shard, 0, rows, out=out)
+    return out.copy_(shard.index_select(0, rows))
+
+
+def latent_key(texts: Sequence[str], identity: str) -> str:
+    return hashlib.sha256(f"{FORMAT} {identity} {texts_hash(texts)}".encode()).hexdigest()
+
+
+def cached_latents(
+    texts: Sequence[str],
+    encoder: LatentEncoder,
+    cache: Path,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+    progress: bool = False,
+) -> LatentTable:
+    """Latents of all texts, computing what the cache lacks. Every rank calls it (two barriers).
+
+    Rank r first builds shards r, r + world_size, ...; then each rank builds what is still missing in its own view
+    of the disk, so hosts with separate disks end up complete too. Each process reads every shard once to verify it.
+    """
+    folder = cache / "latents" / latent_key(texts, encoder.identity)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = list(range(-(-len(texts) // ROWS_PER_SHARD)))
+    turned = shards[rank % max(1, len(shards)) :] + shards[: rank % max(1, len(shards))]
+    for mine in (shards[rank::world_size], turned):
+        _build(folder, mine, texts, encoder, progress and rank == 0)
+        barrier()
+    rows = torch.arange(len(texts))
+    files = tuple(shard_file(folder, number) for number in shards)
+    return LatentTable(files, rows // ROWS_PER_SHARD, rows % ROWS_PER_SHARD, open_shard)
+
+
+def _build(folder: Path, shards: Sequence[int], texts: Sequence[str], encoder: LatentEncoder, progress: bool) -> None:
+    """Build those of `shards` that are missing or damaged; another process may do so at the same time."""
+    missing = [number for number in shards if not _intact(folder, number, len(texts), encoder.dim)]
+    if not missing:
+        return
+    rows = sum(min(ROWS_PER_SHARD, len(texts) - number * ROWS_PER_SHARD) for number in missing)
+    with Progress("latents", rows, progress) as bar:
+        for number in missing:
+            if _intact(folder, number, len(texts), encoder.dim):
+                continue
+            start = number * ROWS_PER_SHARD
+            latents = encode_rows(texts[start : start + ROWS_PER_SHARD], encoder, bar.update)
+            check_finite(torch.from_numpy(latents), start, texts)
+            write_shard(shard_file(folder, number), latents[:, None, :])
+
+
+def encode_rows(texts: Sequence[str], encoder: LatentEncoder, done: Callable[[int], None]) -> NDArray[np.float32]:
+    """(n, Dz); batches of similar length, so that little padding is computed."""
+    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+    latents = np.empty((len(texts), encoder.dim), np.float32)
+    for start in range(0, len(order), encoder.batch_size):
+        batch = order[start : start + encoder.batch_size]
+        latents[batch] = encoder.encode([texts[i] for i in batch])
+        done(len(batch))
+    return latents
+
+
+def check_finite(latents: Tensor, start: int, texts: Sequence[str]) -> None:
+    wrong = (~torch.isfinite(latents.flatten(1)).all(1)).nonzero().flatten().tolist()
+    if wrong:
+        index = start + wrong[0]
+        more = f", so do {len(wrong) - 1} after it" if wrong[1:] else ""
+        raise UsageError(
+            f"--data.path: the latent of sample {index} ({texts[index][:60]!r}) holds NaN or infinity{more}. Finite "
+            "latents are required: check the encoder's weights and that text."
+        )
+
+
+def shard_file(folder: Path, number: int) -> Path:
+    return folder / f"shard_{number:05d}.safetensors"
+
+
+def write_shard(file: Path, latents: NDArray[np.float32]) -> None:
+    """Complete or absent, under any crash: written beside its place, synced, renamed. Checksum in the header."""
+    from safetensors.numpy import save
+
+    metadata = {"sha256": hashlib.sha256(latents.tobytes()).hexdigest(), "format": FORMAT}
+    content = save({"latents": np.ascontiguousarray(latents)}, metadata=metadata)
+    part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
+    with part.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(file)
+
+
+def open_shard(file: Path) -> Tensor:
+    """(n, L, Dz), memory-mapped."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as shard:
+        return shard.get_tensor("latents")
+
+
+def _intact(folder: Path, number: int, total: int, dim: int) -> bool:
+    """Shape, dtype, checksum and finiteness as written; False also where the file cannot be read at all."""
+    from safetensors import SafetensorError, safe_open
+
+    rows = min(ROWS_PER_SHARD, total - number * ROWS_PER_SHARD)
+    try:
+        with safe_open(shard_file(folder, number), framework="np") as shard:
+            latents: NDArray[Any] = shard.get_tensor("latents")
+            metadata: dict[str, str] = shard.metadata() or {}
+    except (OSError, SafetensorError):
+        return False
+    if latents.shape != (rows, 1, dim) or latents.dtype != np.float32:
+        return False
+    if metadata.get("sha256") != hashlib.sha256(latents.tobytes()).hexdigest():
+        return False
+    return bool(np.isfinite(latents).all())

@@ -1,0 +1,105 @@
+"""Ready-made latents: JSONL rows {text, shard, idx} beside `.npy` or safetensors shards."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.domains.text.latent_cache import LatentTable
+
+SUFFIXES = (".npy", ".safetensors")
+
+
+def read_latents(folder: Path, references: Sequence[tuple[str | int, int]]) -> LatentTable:
+    """The rows that the texts refer to, memory-mapped. A shard is a file name in `folder`, or a number n for
+    shard_n with any zeros in front. Shards are (rows, Dz) or (rows, L, Dz) of floats; all of one shape."""
+    names = list(dict.fromkeys(shard for shard, _ in references))
+    files = tuple(_shard_file(folder, name) for name in names)
+    number = {name: position for position, name in enumerate(names)}
+    shards = [_open_checked(file) for file in files]
+    _check_shapes(files, shards)
+    for sample, (name, idx) in enumerate(references):
+        rows = len(shards[number[name]])
+        if idx >= rows:
+            raise UsageError(
+                f"--data.latents: sample {sample} asks for row {idx} of {files[number[name]]}, which has {rows}. "
+                "The JSONL and the shards must be of the same writing."
+            )
+    shard_of = torch.tensor([number[name] for name, _ in references])
+    return LatentTable(files, shard_of, torch.tensor([idx for _, idx in references]), open_latents)
+
+
+def _shard_file(folder: Path, shard: str | int) -> Path:
+    if isinstance(shard, str):
+        if Path(shard).name != shard or Path(shard).suffix not in SUFFIXES:
+            raise UsageError(
+                f"--data.latents: shard {shard!r}; a number, or the bare name of a {' or '.join(SUFFIXES)} file "
+                f"in {folder}, is required. Correct the JSONL."
+            )
+        found = [folder / shard]
+    else:
+        names = [f"shard_{shard:0{width}d}{suffix}" for suffix in SUFFIXES for width in (4, 5, 6, 1)]
+        found = [folder / name for name in dict.fromkeys(names) if (folder / name).is_file()]
+    if len(found) != 1 or not found[0].is_file():
+        raise UsageError(
+            f"--data.latents: {len(found) if len(found) > 1 else 'no'} files for shard {shard!r} in {folder}; "
+            "one is required, such as shard_0000.npy. Check the folder against the JSONL."
+        )
+    return found[0]
+
+
+def open_latents(file: Path) -> Tensor:
+    """(rows, L, Dz), memory-mapped; a file without L gets L = 1."""
+    if file.suffix == ".npy":
+        array: NDArray[np.floating] = np.load(file, mmap_mode="c", allow_pickle=False)
+        latents = torch.from_numpy(array)
+    else:
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as shard:
+            names = list(shard.keys())
+            if len(names) != 1 and "latents" not in names:
+                raise ValueError(f"tensors {names}; one tensor, or one named 'latents', is required")
+            latents = shard.get_tensor("latents" if "latents" in names else names[0])
+    if not latents.is_floating_point() or latents.ndim not in (2, 3):
+        raise ValueError(f"{latents.dtype} of shape {tuple(latents.shape)}; floats (rows[, L], Dz) are required")
+    return latents.unsqueeze(1) if latents.ndim == 2 else latents
+
+
+def _open_checked(file: Path) -> Tensor:
+    from safetensors import SafetensorError
+
+    try:
+        return open_latents(file)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise UsageError(
+            f"--data.latents: {file} cannot be read ({error}). A plain {' or '.join(SUFFIXES)} array is required "
+            "(pickled objects are refused); write it again."
+        ) from None
+
+
+def _check_shapes(files: Sequence[Path], shards: Sequence[Tensor]) -> None:
+    for file, shard in zip(files, shards, strict=True):
+        if shard.shape[1:] != shards[0].shape[1:]:
+            raise UsageError(
+                f"--data.latents: {file} holds latents of shape {tuple(shard.shape[1:])}, {files[0]} of "
+                f"{tuple(shards[0].shape[1:])}. All shards must have one shape (L, Dz): write them again."
+            )
+
+
+def write_latents(
+    folder: Path, texts: Sequence[str], latents: NDArray[np.float32], rows_per_shard: int = 100_000
+) -> Path:
+    """The format that `read_latents` reads: data.jsonl and shard_0000.npy, ... in `folder`. Returns the JSONL."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, start in enumerate(range(0, len(texts), rows_per_shard)):
+        np.save(folder / f"shard_{number:04d}.npy", latents[start : start + rows_per_shard])
+    rows = ({"text": text, "shard": i // rows_per_shard, "idx": i % rows_per_shard} for i, text in enumerate(texts))
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / "data.jsonl").write_text("".join(lines), "utf-8")
+    return folder / "data.jsonl"

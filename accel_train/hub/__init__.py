@@ -1,0 +1,1 @@
+"""Checkpoints on the Hub: push, queue, worker process, download, model card."""

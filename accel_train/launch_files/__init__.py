@@ -1,0 +1,1 @@
+"""Launch files: what the machine was asked for. Files only, no torch."""

@@ -1,0 +1,385 @@
+"""The strict reader of `accelerate launch` files.
+
+Accelerate reads such a file as a bag of values: a misspelt `fsdp_version` gives FSDP1, `zero_stage: 5` and
+`num_processes: two` pass, the second of two equal keys wins. Here every key must be one that Accelerate knows
+(its own launch parser and dataclasses are asked), every value must have its type and range, and what
+Accelerate would ignore is refused, or named in `MachineConfig.notes` where the wizard `accelerate config`
+writes it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, cast
+
+from accel_train.config import UsageError
+from accel_train.launch_files.section import Section, nearest, read_sections
+from accel_train.launch_files.sharding import DeepSpeedSettings, FsdpSettings, read_deepspeed, read_fsdp
+from accel_train.strict_yaml import Document, YamlError, read_document
+
+Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
+MachinePrecision = Literal["no", "fp16", "bf16", "fp8"]
+NO_FILE = "no launch file"
+"""In messages, in place of a path."""
+DEFAULT_PORT = 29500
+"""Where Accelerate meets when the file names no port."""
+
+_INSTEAD = {
+    "FSDP1": "write FSDP, with `fsdp_version: 2` under fsdp_config",
+    "FSDP2": "write FSDP, with `fsdp_version: 2` under fsdp_config",
+    "DDP": "write MULTI_GPU",
+    "GPU": "write MULTI_GPU, or NO for one GPU",
+    "CPU": "write NO with `use_cpu: true`, or MULTI_CPU",
+    "SINGLE": "write NO",
+    "ZERO": "write DEEPSPEED, with `zero_stage` under deepspeed_config",
+    "TP": "tensor parallelism is not supported; write FSDP with `fsdp_version: 2`, which shards as well",
+    "TPU": "TPUs are not supported; use a GPU or CPU type",
+    "XLA": "TPUs are not supported; use a GPU or CPU type",
+    "MEGATRON_LM": "Megatron-LM is not supported; write FSDP with `fsdp_version: 2`, or DEEPSPEED",
+}
+_TPU_KEYS = (
+    "downcast_bf16",
+    "tpu_name",
+    "tpu_zone",
+    "tpu_use_cluster",
+    "tpu_use_sudo",
+    "command_file",
+    "commands",
+    "tpu_vm",
+    "tpu_env",
+)
+_SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
+
+
+@dataclass(frozen=True)
+class DynamoSettings:
+    """`dynamo_config`."""
+
+    backend: str
+    """'no', or the name of a backend in capitals."""
+    mode: str
+    use_fullgraph: bool
+    use_dynamic: bool
+    use_regional_compilation: bool
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """A launch file, checked. Whether the machine is like this, `runtime.accelerator` compares."""
+
+    path: Path
+    distributed_type: str
+    """As written."""
+    strategy: Strategy
+    num_processes: int | None
+    """Over all machines; None where the file leaves it to the command line."""
+    num_machines: int
+    machine_rank: int
+    main_process_ip: str | None
+    main_process_port: int | None
+    """None: 29500; 0: any free port (one machine only)."""
+    rdzv_backend: str
+    gpu_ids: tuple[str, ...] | None
+    """None: all."""
+    use_cpu: bool
+    debug: bool
+    enable_cpu_affinity: bool
+    mixed_precision: MachinePrecision | None
+    """None where the file does not say."""
+    fsdp: FsdpSettings | None
+    deepspeed: DeepSpeedSettings | None
+    dynamo: DynamoSettings
+    mpirun_hostfile: str | None
+    notes: Mapping[str, str]
+    """What no launcher obeys in this file unless a flag says it again: key and sentence."""
+    raw: Mapping[str, object]
+    """The file as read."""
+
+
+def default_machine_config_path() -> Path | None:
+    """The wizard's file, if it exists: what `accelerate launch` takes without --config_file."""
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.path.expanduser(os.environ.get("HF_HOME", os.path.join(cache, "huggingface")))
+    path = Path(home) / "accelerate" / "default_config.yaml"
+    return path if path.is_file() else None
+
+
+def read_machine_config(path: str | os.PathLike[str], *, num_processes: int | None = None) -> MachineConfig:
+    """Read and check a launch file; `num_processes` stands for a flag that overrides the file's number.
+
+    Raises `UsageError` with file, line, key, what is required and what to do. Touches neither devices nor the
+    network. The first call imports accelerate, later ones cost about 5 ms.
+    """
+    path = Path(path)
+    try:
+        document = read_document(path)
+    except YamlError as error:
+        raise UsageError(str(error)) from error
+    return _read(path, document, num_processes)
+
+
+def visible_machine(num_processes: int | None = None) -> MachineConfig:
+    """What starts without a launch file: DDP over the visible accelerators, else on the CPU; one process unless there
+    are more accelerators, or `num_processes` is given. Imports torch.
+    """
+    import torch
+
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    processes = num_processes if num_processes is not None else max(count, 1)
+    if count and processes > count:
+        raise UsageError(
+            f"num_processes: {processes} without a launch file: one accelerator for each process is required, and "
+            f"{count} are visible; give --num_processes {count} or fewer"
+        )
+    kind = "NO" if processes == 1 else "MULTI_GPU" if count else "MULTI_CPU"
+    values: dict[str, object] = {"distributed_type": kind, "num_processes": processes, "use_cpu": count == 0}
+    return _read(Path(NO_FILE), Document(values, {}), None)
+
+
+def _read(path: Path, document: Document, num_processes: int | None) -> MachineConfig:
+    top, sections = read_sections(path, document)
+    _refuse_other_environments(top)
+    kind = _distributed_type(top)
+    _refuse_unused_sections(top, sections, kind)
+    machines = top.integer("num_machines", 1, low=1)
+    processes = _processes(top, kind, machines, num_processes)
+    deepspeed = read_deepspeed(sections["deepspeed_config"], top, machines) if kind == "DEEPSPEED" else None
+    fsdp = None
+    if kind == "FSDP":
+        fsdp = read_fsdp(sections["fsdp_config"], sections["parallelism_config"], processes)
+    return MachineConfig(
+        path=path,
+        distributed_type=kind,
+        strategy=_strategy(kind, deepspeed),
+        num_processes=processes,
+        num_machines=machines,
+        machine_rank=_machine_rank(top, machines),
+        main_process_ip=_main_process_ip(top, machines),
+        main_process_port=_main_process_port(top, machines),
+        rdzv_backend=top.text("rdzv_backend") or "static",
+        gpu_ids=_gpu_ids(top, kind, processes, machines),
+        use_cpu=_use_cpu(top, kind),
+        debug=top.boolean("debug", False),
+        enable_cpu_affinity=top.boolean("enable_cpu_affinity", False),
+        mixed_precision=_mixed_precision(top, sections["fp8_config"]),
+        fsdp=fsdp,
+        deepspeed=deepspeed,
+        dynamo=_dynamo(sections["dynamo_config"]),
+        mpirun_hostfile=sections["mpirun_config"].text("mpirun_hostfile"),
+        notes=_notes(top),
+        raw=document.values,
+    )
+
+
+def check_rendezvous(machine: MachineConfig) -> None:
+    """Refuse a meeting point that cannot work: an unknown host, or a port in use on the main machine.
+
+    Asks the name service and binds the port for a moment: call it once per machine, before processes start.
+    """
+    section = Section(machine.path, "", dict(machine.raw) | {"main_process_port": machine.main_process_port}, {})
+    port = machine.main_process_port if machine.main_process_port is not None else DEFAULT_PORT
+    if machine.num_machines > 1:
+        host = str(machine.main_process_ip)
+        try:
+            socket.getaddrinfo(host, port)
+        except OSError as error:
+            raise section.refuse(
+                "main_process_ip",
+                "an address that this machine can resolve",
+                f"write the address of machine 0 (here: {error.strerror or error})",
+            ) from error
+    if machine.machine_rank != 0 or port == 0 or (machine.num_machines == 1 and not machine.main_process_port):
+        return  # accelerate and torchrun look for a free port themselves where none was asked for
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise section.refuse(
+                "main_process_port",
+                f"a free port on the main machine, but {port} cannot be bound ({error.strerror})",
+                "end the process that holds it, or give another --main_process_port, the same on every machine",
+            ) from error
+
+
+def _refuse_other_environments(top: Section) -> None:
+    if (top.text("compute_environment") or "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise top.refuse("compute_environment", "LOCAL_MACHINE", "start the processes on the machines themselves")
+    for key in _TPU_KEYS:
+        if top.values.get(key) not in (None, False, "no", "", [], [""], {}):
+            raise top.refuse(key, "empty, because it acts on TPUs only", "delete the line")
+    if top.values.get("main_training_function") not in (None, "main"):
+        raise top.refuse("main_training_function", "`main`: it acts on TPUs only", "delete the line")
+
+
+def _distributed_type(top: Section) -> str:
+    from accelerate.utils import DistributedType
+
+    known = [kind.value for kind in DistributedType]
+    supported = [kind for kind in known if kind not in ("XLA", "MEGATRON_LM")]
+    kind = top.text("distributed_type")
+    if kind is None:
+        raise top.refuse("distributed_type", f"a value, one of {', '.join(supported)}", "add the line")
+    if kind in supported:
+        return kind
+    name = re.sub(r"\d$", "", kind.upper()) if kind.upper().startswith("ZERO") else kind.upper()
+    remedy = _INSTEAD.get(name) or nearest(kind.upper(), supported) or "write one of them"
+    raise top.refuse("distributed_type", f"one of {', '.join(supported)}", remedy)
+
+
+def _refuse_unused_sections(top: Section, sections: Mapping[str, Section], kind: str) -> None:
+    both = [name for name in ("fsdp_config", "deepspeed_config") if sections[name].values]
+    if len(both) == 2:
+        raise top.refuse(
+            "deepspeed_config",
+            "the only one of the two, but fsdp_config is there as well",
+            "keep one of the two",
+        )
+    for owner, name in _SECTIONS.items():
+        if sections[name].values and kind != owner:
+            raise top.refuse(
+                name,
+                f"absent with `distributed_type: {kind}`, which ignores it",
+                f"write `distributed_type: {owner}`, or delete {name}",
+            )
+    if sections["parallelism_config"].values and kind != "FSDP":
+        raise top.refuse(
+            "parallelism_config",
+            "absent without `distributed_type: FSDP` and `fsdp_version: 2`",
+            "delete the section",
+        )
+
+
+def _strategy(kind: str, deepspeed: DeepSpeedSettings | None) -> Strategy:
+    if deepspeed is not None:
+        return cast(Strategy, f"zero{deepspeed.zero_stage}")
+    return "single" if kind == "NO" else "fsdp2" if kind == "FSDP" else "ddp"
+
+
+def _processes(top: Section, kind: str, machines: int, override: int | None) -> int | None:
+    written = top.values.get("num_processes")
+    count = top.integer("num_processes", 1, low=1) if written is not None else (1 if kind == "NO" else None)
+    count = override if override is not None else count
+    if count is None:
+        return None
+    if kind == "NO" and (count > 1 or machines > 1):
+        raise top.refuse(
+            "num_processes" if count > 1 else "num_machines",
+            "1 with `distributed_type: NO`, which starts one process whatever the number",
+            "write MULTI_GPU (or FSDP, DEEPSPEED) as distributed_type, or 1 here",
+        )
+    if count % machines:
+        raise top.refuse(
+            "num_processes",
+            f"a multiple of num_machines ({machines}): it counts the processes of all machines",
+            f"write {max(1, count // machines) * machines} or {(count // machines + 1) * machines}",
+        )
+    return count
+
+
+def _machine_rank(top: Section, machines: int) -> int:
+    rank = top.integer("machine_rank", 0, low=0)
+    if rank >= machines:
+        raise top.refuse(
+            "machine_rank",
+            f"0 to {machines - 1}, because num_machines is {machines}",
+            "number the machines from 0; the one at main_process_ip is 0",
+        )
+    return rank
+
+
+def _main_process_ip(top: Section, machines: int) -> str | None:
+    host = top.text("main_process_ip")
+    remedy = "write the address or name of machine 0, and the port in main_process_port"
+    if host is None:
+        if machines > 1:
+            raise top.refuse("main_process_ip", f"a value, because num_machines is {machines}", remedy)
+        return None
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?", host):
+            raise top.refuse("main_process_ip", "an IP address or a host name", remedy) from None
+    return host
+
+
+def _main_process_port(top: Section, machines: int) -> int | None:
+    if top.values.get("main_process_port") is None:
+        return None
+    return top.integer("main_process_port", DEFAULT_PORT, low=1 if machines > 1 else 0, high=65535)
+
+
+def _use_cpu(top: Section, kind: str) -> bool:
+    use_cpu = top.boolean("use_cpu", False)
+    if kind == "MULTI_CPU" and not use_cpu:
+        raise top.refuse("use_cpu", "true with `distributed_type: MULTI_CPU`", "write `use_cpu: true`")
+    if use_cpu and kind not in ("NO", "MULTI_CPU"):
+        raise top.refuse(
+            "use_cpu",
+            f"false with `distributed_type: {kind}`, where Accelerate ignores it",
+            "delete the line; to try the file without GPUs use `accel-train rehearse`",
+        )
+    return use_cpu
+
+
+def _gpu_ids(top: Section, kind: str, processes: int | None, machines: int) -> tuple[str, ...] | None:
+    if isinstance(top.values.get("gpu_ids"), int):
+        raise top.refuse("gpu_ids", "text: Accelerate cannot split a number", "put it in quotes, as '0'")
+    text = top.text("gpu_ids")
+    if text is None or text == "all":
+        return None
+    ids = tuple(text.split(","))
+    if not all(re.fullmatch(r"[A-Za-z0-9:/.-]+", item) for item in ids) or len(set(ids)) < len(ids):
+        raise top.refuse("gpu_ids", "`all`, or different ids with commas and no spaces", "write it as '0,1'")
+    here = (processes or machines) // machines
+    needed = max(here, 2) if kind.startswith("MULTI_") and machines == 1 else here
+    if len(ids) < needed:
+        raise top.refuse(
+            "gpu_ids",
+            f"at least {needed} ids, one for each process of this machine",
+            "add ids, or write `all`",
+        )
+    return ids
+
+
+def _mixed_precision(top: Section, fp8: Section) -> MachinePrecision | None:
+    from accelerate.utils import PrecisionType
+
+    precision = top.choice("mixed_precision", [str(p.value) for p in PrecisionType], None)
+    if fp8.values and precision != "fp8":
+        raise top.refuse("fp8_config", "absent without `mixed_precision: fp8`", "delete the section")
+    return cast("MachinePrecision | None", precision)
+
+
+def _dynamo(section: Section) -> DynamoSettings:
+    from accelerate.utils import DynamoBackend
+    from accelerate.utils.constants import TORCH_DYNAMO_MODES
+
+    backend = section.choice("dynamo_backend", [str(b.value) for b in DynamoBackend], "NO")
+    return DynamoSettings(
+        backend="no" if backend == "NO" else str(backend),
+        mode=str(section.choice("dynamo_mode", TORCH_DYNAMO_MODES, "default")),
+        **{
+            name: section.boolean(f"dynamo_{name}", False)
+            for name in (f.name for f in fields(DynamoSettings))
+            if name.startswith("use_")
+        },
+    )
+
+
+def _notes(top: Section) -> dict[str, str]:
+    notes: dict[str, str] = {}
+    ignored = "is not obeyed: `accelerate launch` 1.15 reads it from the command line only; give it"
+    if (backend := top.text("rdzv_backend") or "static") != "static":
+        notes["rdzv_backend"] = (
+            f"rdzv_backend: {backend} {ignored} `--rdzv_backend {backend}` (`accel-train launch` always takes static)"
+        )
+    if top.boolean("enable_cpu_affinity", False):
+        notes["enable_cpu_affinity"] = f"enable_cpu_affinity: true {ignored} `--enable_cpu_affinity`"
+    return notes

@@ -1,0 +1,327 @@
+"""`fsdp_config` and `deepspeed_config` of a launch file, checked against each other's rules.
+
+What means something only under FSDP1 or another ZeRO stage is refused here: Accelerate drops it in silence.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_train.config import UsageError
+from accel_train.launch_files.section import Section
+from accel_train.strict_yaml import YamlError, read_yaml
+
+_REPLACED_BY_DEEPSPEED_FILE = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+    "zero3_save_16bit_model",
+)
+"""What `DeepSpeedPlugin` refuses beside a deepspeed_config_file, but only once the processes run."""
+_NO_NVME = "optimizer and weights are offloaded to host memory only, from where checkpoints are written"
+_MESH = "parallelism_config_"
+
+
+@dataclass(frozen=True)
+class FsdpSettings:
+    """`fsdp_config` of version 2, and the mesh of `parallelism_config`."""
+
+    reshard_after_forward: bool
+    offload_params: bool
+    auto_wrap_policy: str
+    """TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP (Accelerate's default)."""
+    transformer_layers: tuple[str, ...]
+    """Class names to wrap; empty: those of the model's `_no_split_modules`."""
+    min_num_params: int
+    """For SIZE_BASED_WRAP."""
+    state_dict_type: str
+    cpu_ram_efficient_loading: bool
+    """Whether the file asks for it; the launcher's own default is True as well."""
+    activation_checkpointing: bool
+    activation_checkpointing_offload: bool
+    dp_replicate_size: int | None
+    dp_shard_size: int | None
+    """Both None without a parallelism_config: one shard group of all processes."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """`deepspeed_config`, with the stage and the offload of a deepspeed_config_file taken in."""
+
+    zero_stage: int
+    offload_optimizer_device: str
+    offload_param_device: str
+    """none or cpu."""
+    gradient_accumulation_steps: int | None
+    gradient_clipping: float | None
+    """None where the file leaves them out or says `auto`."""
+    zero3_init: bool
+    """Whether the file asks for it, at any stage; Accelerate's own default is on for stage 3."""
+    config_file: Path | None
+    config_values: Mapping[str, object]
+    """Content of the deepspeed_config_file; empty without one."""
+
+
+def read_fsdp(section: Section, mesh: Section, processes: int | None) -> FsdpSettings:
+    """`fsdp_config` and `parallelism_config`; `processes` over all machines, None where not known yet."""
+    from accelerate.utils.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
+
+    _require_version_2(section)
+    if section.values.get("fsdp_ignored_modules") is not None:
+        raise section.refuse(
+            "fsdp_ignored_modules", "absent: gradients of ignored modules are not averaged", "delete the line"
+        )
+    policy = section.choice("fsdp_auto_wrap_policy", FSDP_AUTO_WRAP_POLICY, "NO_WRAP")
+    layers = _transformer_layers(section, str(policy))
+    if "fsdp_min_num_params" in section.values and policy != "SIZE_BASED_WRAP":
+        raise section.refuse(
+            "fsdp_min_num_params",
+            "absent unless the policy is SIZE_BASED_WRAP",
+            "delete the line, or set the policy",
+        )
+    checkpointing = section.boolean("fsdp_activation_checkpointing", False)
+    offload_inputs = section.boolean("fsdp_activation_checkpointing_offload", False)
+    if offload_inputs and not checkpointing:
+        raise section.refuse(
+            "fsdp_activation_checkpointing_offload",
+            "false without fsdp_activation_checkpointing",
+            "add `fsdp_activation_checkpointing: true`, or delete the line",
+        )
+    replicate, shard = _mesh_sizes(mesh, processes)
+    return FsdpSettings(
+        reshard_after_forward=_reshard(section),
+        offload_params=section.boolean("fsdp_offload_params", False),
+        auto_wrap_policy=str(policy),
+        transformer_layers=layers,
+        min_num_params=section.integer("fsdp_min_num_params", 10**8, low=1),
+        state_dict_type=str(section.choice("fsdp_state_dict_type", FSDP2_STATE_DICT_TYPE, "SHARDED_STATE_DICT")),
+        cpu_ram_efficient_loading=section.boolean("fsdp_cpu_ram_efficient_loading", False),
+        activation_checkpointing=checkpointing,
+        activation_checkpointing_offload=offload_inputs,
+        dp_replicate_size=replicate,
+        dp_shard_size=shard,
+    )
+
+
+def _require_version_2(section: Section) -> None:
+    from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
+
+    version = section.values.get("fsdp_version", 1)
+    convert = f"`accelerate to-fsdp2 --config_file {shlex.quote(str(section.file))} --overwrite`"
+    if isinstance(version, bool) or str(version) not in ("1", "2"):
+        raise section.refuse("fsdp_version", "1 or 2, of which 2 is supported here", "write `fsdp_version: 2`")
+    if str(version) == "1":
+        raise section.refuse("fsdp_version", "2: FSDP1 is not supported here", f"convert the file with {convert}")
+    of_version_1 = [key for key, replacement in ARGUMENT_KEY_MAPPING.items() if replacement != key]
+    for key in section.values:
+        if key in of_version_1:
+            raise section.refuse(
+                key,
+                "absent with `fsdp_version: 2`, it is a key of FSDP1 and would be ignored",
+                f"delete the line, or set `fsdp_version: 1` and convert the file with {convert}",
+            )
+
+
+def _reshard(section: Section) -> bool:
+    key = "fsdp_reshard_after_forward"
+    value = section.values.get(key, True)
+    if isinstance(value, str) and value.isupper() and "_" in value:
+        shards = value in ("FULL_SHARD", "HYBRID_SHARD")
+        raise section.refuse(
+            key, "true or false with `fsdp_version: 2`", f"for {value} write `{key}: {str(shards).lower()}`"
+        )
+    return section.boolean(key, True)
+
+
+def _transformer_layers(section: Section, policy: str) -> tuple[str, ...]:
+    key = "fsdp_transformer_layer_cls_to_wrap"
+    value = section.values.get(key)
+    if value is None:
+        return ()
+    if policy != "TRANSFORMER_BASED_WRAP":
+        raise section.refuse(
+            key,
+            f"absent unless the policy is TRANSFORMER_BASED_WRAP (here {policy})",
+            "write `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`, or delete the line",
+        )
+    names = value.split(",") if isinstance(value, str) else []
+    if not names or not all(name.isidentifier() for name in names):
+        raise section.refuse(
+            key,
+            "names of classes with commas and no spaces",
+            "write `MMDiTBlock` or `A,B`; delete the line to take the model's own `_no_split_modules`",
+        )
+    return tuple(names)
+
+
+def _mesh_sizes(mesh: Section, processes: int | None) -> tuple[int | None, int | None]:
+    """`dp_replicate_size, dp_shard_size`; refuses other axes and a product that is not `processes`."""
+    if not mesh.values:
+        return None, None
+    for key in mesh.values:
+        if not key.endswith("_size"):
+            raise mesh.refuse(key, "absent: it acts with context or sequence parallelism only", "delete the line")
+    sizes = {key: mesh.integer(key, 1, low=1) for key in (f"{_MESH}{axis}_size" for axis in ("tp", "cp", "sp"))}
+    for key, size in sizes.items():
+        if size > 1:
+            raise mesh.refuse(
+                key,
+                "1: tensor, context and sequence parallelism are not supported",
+                f"write 1, and {_MESH}dp_shard_size {size} times as large",
+            )
+    replicate = mesh.integer(f"{_MESH}dp_replicate_size", 1, low=1)
+    shard = mesh.integer(f"{_MESH}dp_shard_size", 1, low=1)
+    key = f"{_MESH}dp_shard_size" if f"{_MESH}dp_shard_size" in mesh.values else f"{_MESH}dp_replicate_size"
+    if shard == 1:
+        raise mesh.refuse(
+            f"{_MESH}dp_shard_size",
+            "2 or more: FSDP has nothing to shard over otherwise",
+            "delete parallelism_config to shard over all processes, or use `distributed_type: MULTI_GPU`",
+        )
+    if processes is not None and replicate * shard != processes:
+        raise mesh.refuse(
+            key,
+            f"such that dp_replicate_size x dp_shard_size ({replicate} x {shard} = {replicate * shard}) is "
+            f"num_processes ({processes})",
+            "correct one of the three, or delete parallelism_config to shard over all processes",
+        )
+    return replicate, shard
+
+
+def read_deepspeed(section: Section, top: Section, machines: int) -> DeepSpeedSettings:
+    """`deepspeed_config`; reads the deepspeed_config_file it names."""
+    file, values = _deepspeed_file(section, top)
+    _check_multinode(section, machines)
+    settings = _settings_of_file(section, file, values) if file else _settings_of_keys(section)
+    _check_offload(section, settings)
+    if section.boolean("zero3_save_16bit_model", False) and settings.zero_stage != 3:
+        raise section.refuse(
+            "zero3_save_16bit_model",
+            f"false with stage {settings.zero_stage}: it acts in stage 3 only",
+            "write false",
+        )
+    return settings
+
+
+def _settings_of_keys(section: Section) -> DeepSpeedSettings:
+    accumulation = section.values.get("gradient_accumulation_steps")
+    clipping = section.values.get("gradient_clipping")
+    if isinstance(clipping, int | float) and clipping <= 0:
+        raise section.refuse(
+            "gradient_clipping",
+            "above 0: Accelerate drops 0 and DeepSpeed then clips at 1.0",
+            "delete the line",
+        )
+    return DeepSpeedSettings(
+        zero_stage=_stage(section, "zero_stage", 2),
+        offload_optimizer_device=_device(section, "offload_optimizer_device"),
+        offload_param_device=_device(section, "offload_param_device"),
+        gradient_accumulation_steps=None
+        if accumulation in (None, "auto")
+        else section.integer("gradient_accumulation_steps", 1, low=1),
+        gradient_clipping=float(clipping) if isinstance(clipping, int | float) else None,
+        zero3_init=section.boolean("zero3_init_flag", False),
+        config_file=None,
+        config_values={},
+    )
+
+
+def _settings_of_file(section: Section, file: Path, values: dict[str, object]) -> DeepSpeedSettings:
+    top = Section(file, "", values, {})
+    zero = values.get("zero_optimization")
+    if not isinstance(zero, dict):
+        raise top.refuse("zero_optimization", 'a mapping such as {"stage": 2}', "add it")
+    inner = Section(file, "zero_optimization", dict[str, object](zero), {})
+    offload: dict[str, Section] = {}
+    for name in ("offload_optimizer", "offload_param"):
+        part = inner.values.get(name) or {}
+        if not isinstance(part, dict):
+            raise inner.refuse(name, 'a mapping such as {"device": "cpu"}', "correct it, or delete it")
+        offload[name] = Section(file, f"zero_optimization.{name}", dict[str, object](part), {})
+        if offload[name].text("nvme_path") is not None:
+            raise offload[name].refuse("nvme_path", f"absent: {_NO_NVME}", "delete it")
+    accumulation, clipping = values.get("gradient_accumulation_steps"), values.get("gradient_clipping")
+    return DeepSpeedSettings(
+        zero_stage=_stage(inner, "stage", 0),
+        offload_optimizer_device=_device(offload["offload_optimizer"], "device"),
+        offload_param_device=_device(offload["offload_param"], "device"),
+        gradient_accumulation_steps=None
+        if accumulation in (None, "auto")
+        else top.integer("gradient_accumulation_steps", 1, low=1),
+        gradient_clipping=float(clipping) if isinstance(clipping, int | float) else None,
+        zero3_init=section.boolean("zero3_init_flag", False),
+        config_file=file,
+        config_values=values,
+    )
+
+
+def _deepspeed_file(section: Section, top: Section) -> tuple[Path | None, dict[str, object]]:
+    name = section.text("deepspeed_config_file")
+    if name is None or name == "none":
+        return None, {}
+    for key in _REPLACED_BY_DEEPSPEED_FILE:
+        if key in section.values:
+            raise section.refuse(
+                key,
+                "absent beside deepspeed_config_file, which decides it",
+                "keep it in one of the two places",
+            )
+    if top.values.get("mixed_precision") is not None:
+        raise top.refuse(
+            "mixed_precision",
+            "absent beside deepspeed_config_file",
+            "delete the line; the experiment sets precision",
+        )
+    try:
+        return Path(name), read_yaml(Path(name))
+    except YamlError as error:
+        raise UsageError(f"{section.file}: `deepspeed_config.deepspeed_config_file: {name}`: {error}") from error
+
+
+def _stage(section: Section, key: str, default: int) -> int:
+    stage = section.integer(key, default, low=0, high=3)
+    if stage == 0:
+        raise section.refuse(
+            key,
+            "1, 2 or 3: stage 0 shards nothing",
+            "write 2, or `distributed_type: MULTI_GPU` for plain DDP",
+        )
+    return stage
+
+
+def _device(section: Section, key: str) -> str:
+    if str(section.values.get(key)).lower() == "nvme":
+        raise section.refuse(key, f"none or cpu: {_NO_NVME}", "write cpu, or `distributed_type: FSDP` on more GPUs")
+    return str(section.choice(key, ("none", "cpu"), "none"))
+
+
+def _check_offload(section: Section, settings: DeepSpeedSettings) -> None:
+    place = section if settings.config_file is None else Section(settings.config_file, "zero_optimization", {}, {})
+    if settings.offload_param_device != "none" and settings.zero_stage != 3:
+        raise place.refuse(
+            "offload_param_device" if place is section else "offload_param",
+            f"none with stage {settings.zero_stage}: parameters are offloaded in stage 3 only",
+            "write none, or stage 3",
+        )
+    for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
+        if section.text(key) not in (None, "none"):
+            raise section.refuse(key, f"absent or none: {_NO_NVME}", "delete the line")
+
+
+def _check_multinode(section: Section, machines: int) -> None:
+    from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+
+    launcher = section.choice("deepspeed_multinode_launcher", DEEPSPEED_MULTINODE_LAUNCHERS, "pdsh")
+    if machines > 1 and launcher != "standard" and section.text("deepspeed_hostfile") is None:
+        raise section.refuse(
+            "deepspeed_hostfile",
+            f"a file naming the machines, because num_machines is {machines} and the launcher is {launcher}",
+            "add it, or write `deepspeed_multinode_launcher: standard` and start it on every machine",
+        )

@@ -1,1 +1,0 @@
-"""What is trained. Plain torch: nothing here knows of processes or files."""

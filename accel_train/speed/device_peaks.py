@@ -1,0 +1,63 @@
+"""Peak matrix throughput of devices, and model FLOP/s over it (MFU)."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+# Dense matrix throughput with fp32 accumulation in TFLOP/s (fp16, bf16, fp32 on TF32 units), of the makers'
+# data sheets; where a sheet gives the sparse figure only, half of it. None: no such units. Names are those of
+# torch.cuda.get_device_name; a slice of a device (MIG), a laptop or an export variant matches nothing.
+_PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None]], ...] = (
+    # NVIDIA V100, T4 data sheets: no bf16; fp32 on the ordinary units
+    (r"Tesla V100-SXM\d-\d+GB", (125.0, None, 15.7)),
+    (r"Tesla T4", (65.0, None, 8.1)),
+    # NVIDIA A100, A30, A40, A10 data sheets
+    (r"NVIDIA A100[- ](SXM\d?-|PCIE-|PG\d+-)?\d+GB( PCIe)?", (312.0, 312.0, 156.0)),
+    (r"NVIDIA A30", (165.0, 165.0, 82.0)),
+    (r"NVIDIA A40", (149.7, 149.7, 74.8)),
+    (r"NVIDIA A10", (125.0, 125.0, 62.5)),
+    # NVIDIA H100 and H200 data sheets
+    (r"NVIDIA H100 \d+GB HBM\w+", (989.4, 989.4, 494.7)),
+    (r"NVIDIA H100 PCIe", (756.0, 756.0, 378.0)),
+    (r"NVIDIA (H100|H200) NVL", (835.5, 835.5, 417.5)),
+    (r"NVIDIA (H200|GH200 \d+GB)", (989.4, 989.4, 494.7)),
+    # NVIDIA L4, L40, L40S data sheets
+    (r"NVIDIA L4", (121.0, 121.0, 60.0)),
+    (r"NVIDIA L40", (181.05, 181.05, 90.5)),
+    (r"NVIDIA L40S", (362.05, 362.05, 183.0)),
+    # NVIDIA Blackwell architecture brief: HGX B200, GB200
+    (r"NVIDIA B200", (2250.0, 2250.0, 1125.0)),
+    (r"NVIDIA GB200", (2500.0, 2500.0, 1250.0)),
+    # NVIDIA Ampere GA102, Ada and RTX Blackwell architecture papers, the rows "with FP32 accumulate"
+    (r"NVIDIA GeForce RTX 3090", (71.0, 71.0, 35.6)),
+    (r"NVIDIA GeForce RTX 4090", (165.2, 165.2, 82.6)),
+    (r"NVIDIA GeForce RTX 5090", (209.5, 209.5, 104.8)),
+    # AMD CDNA 3 data sheet
+    (r"AMD Instinct MI300X", (1307.4, 1307.4, 653.7)),
+)
+_COLUMNS = {"fp16": 0, "bf16": 1, "fp32": 2}
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Peak FLOP/s of one device by its `torch.cuda.get_device_name`, or None where it is not known.
+
+    `precision` is fp32, bf16 or fp16. For fp32 it is the TF32 rate: what the device could do, allowed or not.
+    """
+    for pattern, peaks in _PEAKS:
+        if re.fullmatch(pattern, device_name):
+            teraflops = peaks[_COLUMNS[precision]]
+            return None if teraflops is None else teraflops * 1e12
+    return None
+
+
+def peak_of(device: torch.device, precision: str) -> float | None:
+    """`peak_flops` of the device at hand, None for a CPU or an unknown one."""
+    known = device.type == "cuda" and torch.cuda.is_available()
+    return peak_flops(torch.cuda.get_device_name(device), precision) if known else None
+
+
+def mfu(flops_per_second: float, peak: float | None) -> float | None:
+    """Model FLOP/s of one device over its peak, 0 to 1; None, and not reported, where the peak is unknown."""
+    return None if peak is None else flops_per_second / peak

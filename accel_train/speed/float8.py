@@ -1,0 +1,184 @@
+"""Matrix products in float8 for the large linear layers of the blocks, through torchao.
+
+Only the operands of the products are rounded, each with a scale that follows its values: weights, gradients, optimizer
+and checkpoints keep their types, so a checkpoint of a float8 run can be used without it, and the other way round.
+
+The scales of tensorwise are those of a micro-batch: the same global batch cut otherwise has a gradient that differs by
+1e-3 of its norm (bf16 alone: 2e-3). Those of rowwise are powers of two, which change no digit of what they scale, so
+the cut adds nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+import torch
+from packaging.version import Version
+from torch import nn
+
+from accel_train.config import UsageError
+from accel_train.speed.activation_checkpointing import blocks_of
+
+Float8 = Literal["none", "tensorwise", "rowwise"]
+"""torchao's names of its recipes, and none."""
+
+CAPABILITY: dict[str, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+"""Compute capability that each needs: float8 matrix units came with Ada, products with a scale for each row with
+Hopper."""
+
+STRATEGIES = ("single", "ddp", "fsdp2")
+"""Run by the tests on CPU processes, with emulated products."""
+
+TORCHAO = Version("0.14")
+"""First version that is tested here."""
+
+MULTIPLE = 16
+"""Sides of a float8 product are multiples of it."""
+
+
+def refuse_float8(recipe: Float8, device: torch.device, precision: str, strategy: str) -> None:
+    """Raise `UsageError` where this machine, strategy or precision cannot obey the option. Imports nothing."""
+    if recipe == "none":
+        return
+    _refuse_device(recipe, device)
+    if precision != "bf16":
+        raise UsageError(
+            f"float8: {recipe} with precision {precision}: what is not in float8 is computed in bf16; use --precision "
+            "bf16, or --float8 none"
+        )
+    if strategy not in STRATEGIES:
+        raise UsageError(
+            f"float8: {recipe} runs under {', '.join(STRATEGIES)}, this is {strategy}: DeepSpeed casts weights and "
+            "puts functions of its own in the place of linear layers, and the two were never run together; use "
+            "accelerate_configs/fsdp2.yaml, which shards as much, or --float8 none"
+        )
+    _refuse_package(recipe)
+
+
+def apply_float8(model: nn.Module, recipe: Float8, *, emulate: bool = False) -> str:
+    """Let the layers that `large_linears` names compute in float8, in place, and a line for the log.
+
+    Parameters stay the same objects under the same names. Call it on every process after the initial weights are in
+    the model, and before `apply_activation_checkpointing`, `apply_compile`, the optimizer and `prepare`.
+    `emulate` does the same roundings by fp32 products, on any device: for tests. For rowwise it sets an option of
+    torch's compiler for the process, which rounds as eager code does. Raises `UsageError` where no layer fits.
+    """
+    if recipe == "none":
+        return "float8: none"
+    linears = list(_linears(model))
+    chosen = large_linears(model, recipe)
+    if not chosen:
+        raise UsageError(
+            f"float8: {recipe} finds no layer to work on: of {len(linears)} linear layers in the blocks of "
+            f"{type(model).__name__} the largest has {_largest(linears)}; {_needed(recipe)}. Train in bf16 with "
+            "--float8 none, or widen the model."
+        )
+    _convert(model, set(chosen.values()), recipe, emulate)
+    share = sum(m.weight.numel() for m in chosen.values()) / sum(m.weight.numel() for m in linears)
+    return f"float8: {recipe} in {len(chosen)} of {len(linears)} linear layers of the blocks, {share:.0%} of weights"
+
+
+def large_linears(model: nn.Module, recipe: Float8) -> dict[str, nn.Linear]:
+    """The layers that gain from float8, by name: in `blocks_of(model)`, once per token, with sides that are multiples
+    of 16 and not small.
+
+    Norms, embeddings, heads, modules that say `once_per_sample` and classes derived from `nn.Linear`, such as
+    `Float32Linear`, are left out.
+    """
+    inside = set(_linears(model))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module in inside and gains(recipe, *module.weight.shape)
+    }
+
+
+def gains(recipe: Float8, outputs: int, inputs: int) -> bool:
+    """Whether a layer of these sides is faster in float8, by torchao's measurements on an H100.
+
+    The rules of `_auto_filter_for_recipe`, which torchao may change.
+    """
+    if outputs % MULTIPLE or inputs % MULTIPLE:
+        return False
+    if recipe == "tensorwise":
+        return outputs > 1024 or inputs > 4096
+    return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
+
+
+def _needed(recipe: Float8) -> str:
+    """The same in words."""
+    sides = f"needed are inputs and outputs in multiples of {MULTIPLE}, "
+    if recipe == "tensorwise":
+        return sides + "with more than 1024 outputs or more than 4096 inputs"
+    return sides + "more than 2048 outputs, more than 1024 inputs, and more than 4096 of the one or 2048 of the other"
+
+
+def _largest(linears: list[nn.Linear]) -> str:
+    if not linears:
+        return "none"
+    outputs, inputs = max((m.weight.shape for m in linears), key=lambda shape: shape.numel())
+    return f"{outputs} outputs and {inputs} inputs"
+
+
+def _linears(model: nn.Module) -> Iterator[nn.Linear]:
+    """Of the blocks, those that compute once per token."""
+    for block in blocks_of(model):
+        once = {part for m in block.modules() if getattr(m, "once_per_sample", False) for part in m.modules()}
+        yield from (m for m in block.modules() if type(m) is nn.Linear and m not in once)
+
+
+def _convert(model: nn.Module, chosen: set[nn.Linear], recipe: str, emulate: bool) -> None:
+    try:
+        ao: Any = import_module("torchao.float8")
+    except ImportError as error:
+        raise UsageError(
+            f"float8: {recipe} needs torchao, and with torch {torch.__version__} it cannot be imported ({error}); "
+            "install the version that belongs to this torch (pytorch/ao#2919 lists them), or use --float8 none"
+        ) from error
+    # A micro-batch may hold any number of rows, and in the gradient of the weights they are the inner side of the
+    # product, which must be a multiple of 16 (pytorch/ao#571). Where it is one, the compiler takes the padding out.
+    config = replace(ao.Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate)
+    ao.convert_to_float8_training(model, module_filter_fn=lambda layer, _: layer in chosen, config=config)
+    if recipe == "rowwise":
+        # Compiled code keeps fp32 where the model says bf16, so that a value can be larger than the one its scale was
+        # made of, and overflow: NaN after tens of steps behind an RMSNorm (pytorch#150859, open).
+        import torch._inductor.config as inductor
+
+        inductor.emulate_precision_casts = True
+
+
+def _refuse_device(recipe: str, device: torch.device) -> None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        kind = "an AMD GPU, on which it was never run" if device.type == "cuda" else device.type
+        raise UsageError(
+            f"float8: {recipe} needs an NVIDIA GPU of compute capability {_dotted(CAPABILITY[recipe])}, the device is "
+            f"{kind}; use --float8 none"
+        )
+    found = torch.cuda.get_device_capability(device)
+    if found < CAPABILITY[recipe]:
+        other = ", --float8 tensorwise" if found >= CAPABILITY["tensorwise"] else ""
+        raise UsageError(
+            f"float8: {recipe} needs compute capability {_dotted(CAPABILITY[recipe])}, "
+            f"{torch.cuda.get_device_name(device)} has {_dotted(found)}; use --float8 none{other}"
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _refuse_package(recipe: str) -> None:
+    try:
+        installed = Version(version("torchao"))
+    except PackageNotFoundError:
+        installed = None
+    if installed is None or installed < TORCHAO:
+        raise UsageError(
+            f"float8: {recipe} needs torchao {TORCHAO} or newer, and "
+            f"{'it is not installed' if installed is None else f'{installed} is installed'}; run "
+            'pip install "accel-train[float8]", or use --float8 none'
+        )

@@ -1,0 +1,1 @@
+"""A checkpoint on the disk: commit, verification, weights, retention. No processes."""

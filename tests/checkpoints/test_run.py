@@ -1,0 +1,383 @@
+"""The run directory: start or resume, whose experiment it is, and its lock."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from accel_train import strict_json
+from accel_train.checkpoints import run as runs
+from accel_train.checkpoints.run import CheckpointsUnusableError, Run, open_run
+from accel_train.commands.places import find_place
+from accel_train.config import UsageError
+from accel_train.store import commit
+from accel_train.store import lock as locks
+from tests.store.test_commit import make
+
+
+@dataclass(frozen=True)
+class Inner:
+    lr: float = 0.1
+    decay_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    output_dir: str
+    seed: int = 0
+    max_steps: int = 10
+    micro_batch_size: int = 4
+    resume: str = "auto"
+    allow: tuple[str, ...] = ()
+    overwrite: bool = False
+    optimizer: Inner = field(default_factory=Inner)
+
+
+def start(
+    accelerator: Accelerator, config: Config, data: str = "d" * 8, decay: int = 10, *, trains: bool = True
+) -> Run:
+    run = open_run(config, accelerator, data, {"optimizer.decay_steps": decay})
+    if trains:
+        run.note_training()
+    run.close()
+    return run
+
+
+def test_start_and_resume(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    first = start(accelerator, config)
+    assert first.checkpoint is None
+    assert "fresh start" in first.decision
+    make(first.checkpoints, 7)
+    again = start(accelerator, replace(config, max_steps=20, micro_batch_size=1), decay=20)
+    assert (again.start_step, again.run_id) == (7, first.run_id)
+    assert again.resolved("optimizer.decay_steps") == 10  # the first start's
+
+
+@pytest.mark.parametrize(
+    ("change", "data", "named"),
+    [
+        ({"seed": 1}, "d" * 8, "seed: 0 there, 1 now"),
+        ({"optimizer": Inner(lr=0.2)}, "d" * 8, "optimizer.lr: 0.1 there, 0.2 now"),
+        ({"optimizer": Inner(decay_steps=30)}, "d" * 8, "optimizer.decay_steps: 10 there, 30 now"),
+        ({}, "other", "data_fingerprint"),
+    ],
+)
+def test_another_experiment_is_refused_and_can_be_allowed(
+    accelerator: Accelerator, tmp_path: Path, change: dict[str, Any], data: str, named: str
+) -> None:
+    config = Config(str(tmp_path / "run"))
+    start(accelerator, config)
+    changed = replace(config, **change)
+    with pytest.raises(UsageError, match=named) as refused:
+        start(accelerator, changed, data)
+    key = str(refused.value).rsplit("--allow ", 1)[1]
+    start(accelerator, replace(changed, allow=(key,)), data)
+    start(accelerator, changed, data)  # what was allowed once is the experiment from then on
+
+
+RUN_JSON = [
+    ("cut", lambda p: p.write_text(p.read_text()[:100])),
+    ("emptied", lambda p: p.write_text("")),
+    ("a bit", lambda p: p.write_text(p.read_text().replace('"seed": 0', '"seed": 1'))),
+    ("a type", lambda p: p.write_text('{"schema": 1, "run_id": "a", "experiment": [], "resolved": {}}')),
+    ("lacking", lambda p: p.write_text('{"schema": 1}')),
+    ("deep", lambda p: p.write_text("[" * 100_000)),
+    ("twice", lambda p: p.write_text('{"schema": 1, "schema": 1}')),
+    ("huge", lambda p: p.write_text('{"schema": 1e999}')),
+    ("a list", lambda p: p.write_text("[]")),
+    ("missing", lambda p: p.unlink()),
+    ("a directory", lambda p: (p.unlink(), p.mkdir())),
+    ("a FIFO", lambda p: (p.unlink(), os.mkfifo(p))),
+    ("a link", lambda p: (p.unlink(), p.symlink_to("/nowhere"))),
+]
+
+
+@pytest.mark.fault(
+    "R1",
+    injected="run.json cut, emptied, changed by a bit, of wrong types, nested deeply, gone; a directory, a FIFO, a "
+    "link in its place",
+    outcome="made again from the newest checkpoint, with a warning; exit 2 where there is none",
+)
+@pytest.mark.parametrize("harm", [pytest.param(harm, id=name) for name, harm in RUN_JSON])
+def test_a_damaged_run_json(
+    accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], object]
+) -> None:
+    config = Config(str(tmp_path / "run"))
+    first = start(accelerator, config)
+    path = make(first.checkpoints, 7)
+    facts = {"run_id": first.run_id, "experiment": first.saved["experiment"], "resolved": first.saved["resolved"]}
+    commit.rewrite_manifest(path, facts)
+    harm(first.directory / "run.json")
+    assert runs.kept(config) == {"optimizer.decay_steps": 10}
+    with pytest.raises(UsageError, match="seed: 0 there, 1 now"):
+        start(accelerator, replace(config, seed=1))
+    again = start(accelerator, replace(config, max_steps=20), decay=20)
+    assert "its content is taken from the manifest of checkpoint_00000007" in caplog.text
+    assert (again.start_step, again.run_id, again.resolved("optimizer.decay_steps")) == (7, first.run_id, 10)
+    caplog.clear()
+    start(accelerator, config)
+    assert not caplog.text
+    shutil.rmtree(path)
+    harm(first.directory / "run.json")
+    if (first.directory / "run.json").exists() or (first.directory / "run.json").is_symlink():
+        with pytest.raises(UsageError, match="no checkpoint there says what the experiment is"):
+            start(accelerator, config)
+    assert "fresh start" in start(accelerator, replace(config, overwrite=True)).decision
+
+
+@pytest.mark.parametrize("text", ['{"checkpoint": "checkpoint_00000007", "attempts": 3}', "[" * 100_000, "{}", None])
+def test_a_damaged_note_of_loading_counts_no_crash(accelerator: Accelerator, tmp_path: Path, text: str | None) -> None:
+    config = Config(str(tmp_path / "run"))
+    make(start(accelerator, config).checkpoints, 7)
+    note = tmp_path / "run" / "loading.json"
+    note.write_text(text) if text is not None else note.mkdir()
+    run = open_run(config, accelerator, "d" * 8)
+    assert run.start_step == 7
+    with run.loading(last=False):
+        assert strict_json.read(note)["attempts"] == 1
+    with run.loading(last=True):
+        pass
+    assert not note.exists()
+    run.close()
+
+
+def test_a_start_that_was_refused_before_it_trained_binds_nobody(accelerator: Accelerator, tmp_path: Path) -> None:
+    """Its options were wrong; those of the next start are another experiment, whatever they derive."""
+    config = Config(str(tmp_path / "run"))
+    refused = start(accelerator, replace(config, seed=1), "other", trains=False)
+    run = start(accelerator, config, decay=20, trains=False)
+    assert "fresh start" in run.decision
+    assert run.run_id != refused.run_id
+    assert run.resolved("optimizer.decay_steps") == 20
+    make(run.checkpoints, 3)
+    with pytest.raises(UsageError, match="seed: 0 there, 1 now"):  # now there is something to lose
+        start(accelerator, replace(config, seed=1))
+
+
+def test_a_checkpoint_that_was_set_aside_stops_every_start(accelerator: Accelerator, tmp_path: Path) -> None:
+    """Three starts died while they loaded the only one: neither the next start nor a later one begins at step 0."""
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    path = make(run.checkpoints, 3)
+    for _ in range(3):
+        run = open_run(config, accelerator, "d" * 8)
+        with pytest.raises(KeyboardInterrupt), run.loading(last=False):
+            raise KeyboardInterrupt
+        run.close()
+    for _ in range(2):
+        with pytest.raises(CheckpointsUnusableError, match=r"checkpoint_00000003\.bad: .*set aside"):
+            start(accelerator, config)
+    path.with_name(f"{path.name}.bad").rename(path)
+    assert start(accelerator, config).start_step == 3
+
+
+def test_a_full_device_is_not_the_fault_of_the_checkpoint(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    make(start(accelerator, config).checkpoints, 3)
+    for _ in range(4):
+        run = open_run(config, accelerator, "d" * 8)
+        with pytest.raises(torch.OutOfMemoryError), run.loading(last=False):
+            raise torch.OutOfMemoryError
+        run.close()
+    assert start(accelerator, config).start_step == 3
+
+
+def test_nothing_is_deleted_for_a_place_that_may_not_be_there(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    path = make(start(accelerator, config).checkpoints, 3)
+    for place in (str(path), str(tmp_path / "typing-error"), "hub:org/name@3"):
+        with pytest.raises(UsageError, match=r"overwrite: true with resume: .*unused --output_dir"):
+            start(accelerator, replace(config, resume=place, overwrite=True))
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(UsageError, match="would delete the weights of init_from"):
+        start(accelerator, WithWeights(str(tmp_path / "link"), overwrite=True, init_from=str(path)))
+    assert commit.verify(path).step == 3
+
+
+@dataclass(frozen=True)
+class WithWeights(Config):
+    """A config that may take weights from elsewhere."""
+
+    init_from: str | None = None
+
+
+def test_the_weights_to_begin_from_are_not_asked_for_later(accelerator: Accelerator, tmp_path: Path) -> None:
+    source = make(tmp_path / "other" / "checkpoints", 9)
+    config = WithWeights(str(tmp_path / "run"), init_from=str(source))
+    run = start(accelerator, config)
+    assert run.initial_weights == source
+    shutil.rmtree(source)
+    with pytest.raises(UsageError, match="does not exist"):
+        start(accelerator, config)
+    make(run.checkpoints, 3)
+    again = start(accelerator, config)
+    assert (again.start_step, again.initial_weights) == (3, None)
+
+
+def test_a_derived_value_may_be_changed_on_purpose_with_a_checkpoint_from_elsewhere(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    first = start(accelerator, Config(str(tmp_path / "first")))
+    source = make(first.checkpoints, 3)
+    resolved = {"optimizer.decay_steps": 10}
+    commit.rewrite_manifest(source, {"experiment": first.saved["experiment"], "resolved": resolved})
+    second = Config(str(tmp_path / "second"), resume=str(source), optimizer=Inner(decay_steps=30))
+    with pytest.raises(UsageError, match="decay_steps: 10 there, 30 now"):
+        start(accelerator, second)
+    second = replace(second, allow=("optimizer.decay_steps",))
+    run = start(accelerator, second)
+    assert (run.start_step, run.resolved("optimizer.decay_steps")) == (3, 30)
+    assert start(accelerator, replace(second, allow=())).resolved("optimizer.decay_steps") == 30
+
+
+def test_what_an_earlier_start_derived_is_known_before_the_run_is_opened(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    config, derived = Config(str(tmp_path / "run")), {"optimizer.decay_steps": 10}
+    assert runs.kept(config) == {}
+    start(accelerator, config, trains=False)
+    assert runs.kept(config) == {}
+    first = start(accelerator, config)
+    assert runs.kept(config) == derived
+    assert runs.kept(replace(config, overwrite=True)) == {}
+    source = make(first.checkpoints, step=3)
+    commit.rewrite_manifest(source, {"experiment": first.saved["experiment"], "resolved": derived})
+    for place in (source, tmp_path / "run"):
+        assert runs.kept(Config(str(tmp_path / "unused"), resume=str(place))) == derived
+    with pytest.raises(UsageError, match="nowhere does not exist"):
+        runs.kept(Config(str(tmp_path / "unused"), resume=str(tmp_path / "nowhere")))
+    assert not (tmp_path / "unused").exists()
+
+
+def test_resume_policies(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    with pytest.raises(UsageError, match="resume: must"):
+        start(accelerator, replace(config, resume="must"))
+    run = start(accelerator, config)
+    with pytest.raises(UsageError, match="no checkpoint yet"):
+        start(accelerator, replace(config, resume="must"))
+    make(run.checkpoints, 3)
+    with pytest.raises(UsageError, match="resume: never"):
+        start(accelerator, replace(config, resume="never"))
+    with pytest.raises(UsageError, match="leave one of them out"):
+        start(accelerator, replace(config, overwrite=True, resume="must"))
+    anew = start(accelerator, replace(config, overwrite=True, seed=5))
+    assert anew.checkpoint is None
+    assert anew.run_id != run.run_id
+
+
+def test_checkpoints_that_do_not_verify(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 3)
+    bad = make(run.checkpoints, 5)
+    (bad / "model.safetensors").write_bytes(b"")
+    fallen_back = start(accelerator, config)
+    assert fallen_back.start_step == 3
+    assert "checkpoint_00000005" in fallen_back.decision
+    (run.checkpoints / "checkpoint_00000003" / "manifest.json").unlink()
+    with pytest.raises(CheckpointsUnusableError, match="does not start again by itself"):
+        start(accelerator, config)
+
+
+def _hold(path: str, ready: Any, done: Any) -> None:
+    lock = locks.take(Path(path))
+    ready.set()
+    done.wait(30)
+    lock.close()
+
+
+def test_two_processes_cannot_use_one_directory(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    start(accelerator, config)
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(str(tmp_path / "run"), ready, done))
+    other.start()
+    try:
+        assert ready.wait(60)
+        with pytest.raises(UsageError, match=f"in use by process {other.pid}"):
+            start(accelerator, config)
+    finally:
+        done.set()
+        other.join()
+
+
+def test_directories_that_cannot_be_used(accelerator: Accelerator, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        start(accelerator, Config(str(tmp_path / "file")))
+    run = start(accelerator, Config(str(tmp_path / "with space é")))
+    saved = json.loads((run.directory / "run.json").read_text())
+    saved["schema"] = 99
+    (run.directory / "run.json").write_text(json.dumps(saved))
+    with pytest.raises(UsageError, match="schema 99"):
+        start(accelerator, Config(str(run.directory)))
+
+
+@pytest.mark.fault(
+    "R2", injected="checkpoints/ a dangling link (a disk that is not mounted)", outcome="exit 2, saying so"
+)
+def test_a_disk_that_is_not_mounted(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 3)
+    run.checkpoints.rename(tmp_path / "disk")
+    run.checkpoints.symlink_to(tmp_path / "disk")
+    assert start(accelerator, config).start_step == 3
+    (tmp_path / "disk").rename(tmp_path / "elsewhere")
+    for resume in ("auto", "must", "never"):
+        with pytest.raises(UsageError, match=r"checkpoints is a link to .*/disk, which does not exist .*not mounted"):
+            start(accelerator, replace(config, resume=resume))
+    with pytest.raises(UsageError, match="not mounted"):
+        find_place(tmp_path / "run")
+    assert run.checkpoints.is_symlink()
+
+
+def test_a_file_system_without_locks_is_a_warning_and_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    locks.take(tmp_path).close()
+    assert "its file system has no locks" in caplog.text
+
+
+def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a refused start removes its own: else two processes could hold the lock of one directory."""
+    flock = fcntl.flock
+
+    def removed_meanwhile(*args: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (tmp_path / ".lock").unlink()
+        flock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    lock = locks.take(tmp_path)
+    with pytest.raises(locks.HeldError, match=f"process {os.getpid()} on "):
+        locks.take(tmp_path)
+    lock.close()
+
+
+def test_a_lock_that_cannot_be_written_is_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+    """As that of another user is; a directory in its place stands for it, because root may write anything."""
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"cannot be locked: .*\.lock"):
+        start(accelerator, Config(str(tmp_path / "run")))

@@ -1,0 +1,321 @@
+"""The saver on one process: forms, policies, metrics, errors, and that what it wrote is what it had."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import nn
+
+from accel_train.checkpoints import restore
+from accel_train.checkpoints.policy import CheckpointConfig, warn_about_grace
+from accel_train.checkpoints.run import Run
+from accel_train.checkpoints.saver import Saver
+from accel_train.config import UsageError
+from accel_train.hub.pusher import HubConfig
+from accel_train.store import commit
+from accel_train.store.commit import CheckpointWriteError
+from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.shards import Shards
+from tests.waiting import until
+
+
+class Toy:
+    """A model that trains on nothing in particular, and everything a saver wants."""
+
+    def __init__(self, out: Path, seed: int = 0) -> None:
+        AcceleratorState._reset_state(True)
+        self.accelerator = Accelerator(cpu=True)
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.average = Ema(EmaConfig(0.5), Shards(self.model, self.optimizer))
+        self.run = Run(out, "toy", None, "", {"experiment": {"global_batch_size": 4}, "resolved": {}})
+        self.run.checkpoints.mkdir(parents=True, exist_ok=True)
+        commit.write_json(out / "run.json", {})
+        self.committed: list[int] = []
+
+    def step(self, number: int) -> None:
+        self.model(torch.full((2, 6), float(number))).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.average.update(number)
+
+    def saver(self, config: CheckpointConfig) -> Saver:
+        return Saver(
+            self.accelerator,
+            self.run,
+            self.average,
+            config,
+            HubConfig(),
+            lambda folder: (folder / "config.json").write_text("{}"),
+            epoch=lambda step: step / 4,
+            on_commit=lambda saved: self.committed.append(saved.step),
+        )
+
+    def train(self, config: CheckpointConfig, steps: int, metric: Any = lambda step: {}) -> list[int]:
+        with self.saver(config) as saver:
+            for step in range(1, steps + 1):
+                self.step(step)
+                assert not saver.boundary(step)
+                if saver.due(step, steps):
+                    saver.save(step, metric(step))
+        return [step for step, _ in commit.committed(self.run.checkpoints)]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        view = self.average.view
+        found = {f"model/{n}": view.master(n).clone() for n in view.parameters}
+        found |= {f"ema/{n}": t.clone() for n, t in self.average.shards.items()}
+        for key in view.state_keys():
+            found |= {f"{key}/{n}": view.state(n, key).clone() for n in view.parameters}
+        return found
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Iterator[Toy]:
+    yield Toy(tmp_path / "run")
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"save_every": 3}, [3, 6, 9, 10]),
+        ({"save_every_epochs": 1.0}, [4, 8, 10]),
+        ({"save_every_epochs": 0.5, "save_every": 5}, [2, 4, 5, 6, 8, 10]),
+        ({}, [10]),
+        ({"save_every_minutes": 1e-9}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        ({"save_every_minutes": 60.0}, [10]),
+    ],
+)
+def test_when_it_saves(toy: Toy, options: dict[str, Any], steps: list[int]) -> None:
+    assert toy.train(CheckpointConfig(keep_last=0, **options), 10) == steps
+    assert toy.committed == steps
+
+
+@pytest.mark.parametrize(
+    ("options", "minutes"),
+    [({}, 10), ({"save_every": 5}, 0), ({"save_every_epochs": 1.0}, 0), ({"save_every_minutes": 0.0}, 0)],
+)
+def test_a_long_run_saves_by_the_clock_unless_told_otherwise(options: dict[str, Any], minutes: float) -> None:
+    assert CheckpointConfig(**options).minutes == minutes
+
+
+def test_the_clock_asks_for_one_save_where_processes_hear_of_it_a_step_late(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with several processes. It is always time, so one save in two steps is all that this can give."""
+    with toy.saver(CheckpointConfig(keep_last=0, save_every_minutes=1e-9)) as saver:
+        late: list[list[int]] = [[-1] * 5]
+        monkeypatch.setattr(saver._agreement, "exchange", lambda values: late.append(values) or late[-2])
+        asked: list[int] = []
+        for step in range(1, 10):
+            toy.step(step)
+            saver.boundary(step)
+            if saver.due(step, 100):
+                asked.append(step)
+                saver.save(step)
+    assert asked == [2, 4, 6, 8]
+
+
+def test_the_save_under_way_is_finished_and_none_is_skipped(toy: Toy) -> None:
+    """A save at every step: each waits for the one before, and all are there."""
+    assert toy.train(CheckpointConfig(keep_last=0, save_every=1), 12) == list(range(1, 13))
+
+
+def test_a_snapshot_holds_the_step_it_was_asked_at(toy: Toy, tmp_path: Path) -> None:
+    with toy.saver(CheckpointConfig()) as saver:
+        toy.step(1)
+        expected = toy.state()
+        saver.save(1)
+        for step in range(2, 6):
+            toy.step(step)
+    path = toy.run.checkpoints / "checkpoint_00000001"
+    for stem, key in (("model", "model"), ("ema", "ema"), ("optimizer/exp_avg", "exp_avg")):
+        for name, tensor in load_file(path / f"{stem}.safetensors").items():
+            assert torch.equal(tensor, expected[f"{key}/{name}"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_an_exported_precision_still_resumes_bit_for_bit(tmp_path: Path, precision: Any) -> None:
+    first = Toy(tmp_path / "run")
+    first.train(CheckpointConfig(save_precision=precision), 5)
+    expected = first.state()
+    saved = commit.verify(first.run.checkpoints / "checkpoint_00000005")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    for stem in ("model", "ema"):
+        assert {t.dtype for t in load_file(saved.file(f"{stem}.safetensors")).values()} == {dtype}
+    second = Toy(tmp_path / "run", seed=1)
+    run = replace(second.run, checkpoint=saved)
+    assert restore.restore(run, second.accelerator, second.average.view, second.average) == 5
+    found = second.state()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[k], expected[k]) for k in expected)
+
+
+def test_weights_only_is_said_and_cannot_be_resumed(toy: Toy) -> None:
+    toy.train(CheckpointConfig(save_state=False), 3)
+    path = toy.run.checkpoints / "checkpoint_00000003"
+    saved = commit.verify(path)
+    assert not saved.manifest["state"]
+    assert sorted(saved.manifest["files"]) == ["config.json", "ema.safetensors", "model.safetensors"]
+    found, reasons = commit.newest_verified(toy.run.checkpoints, with_state=True)
+    assert found is None
+    assert "--init_from" in reasons[0]
+
+
+def test_the_best_by_a_metric_stay_beside_the_last(toy: Toy) -> None:
+    figures = {2: 0.5, 4: 0.1, 6: float("nan"), 8: 0.3, 10: 0.9, 12: 0.8}
+    config = CheckpointConfig(save_every=2, keep_last=1, keep_best=2, best_metric="loss")
+    assert toy.train(config, 12, lambda step: {"loss": figures[step]}) == [4, 8, 12]
+
+
+def test_pinned_and_every_kth_stay(toy: Toy) -> None:
+    config = CheckpointConfig(save_every=1, keep_last=1, keep_every=5, pinned=("checkpoint_00000003",))
+    assert toy.train(config, 12) == [3, 5, 10, 12]
+
+
+def test_old_optimizer_state_goes_before_the_weights(toy: Toy) -> None:
+    config = CheckpointConfig(save_every=2, keep_last=3, keep_state_last=1)
+    assert toy.train(config, 8) == [4, 6, 8]
+    found = [commit.verify(path) for _, path in commit.committed(toy.run.checkpoints)]
+    assert [c.manifest["state"] for c in found] == [False, False, True]
+    assert [(c.path / "optimizer" / "index.json").exists() for c in found] == [False, False, True]
+    assert [p for c in found for p in c.path.rglob("*") if p.is_dir()] == [found[-1].path / "optimizer"]
+
+
+def test_without_a_background_the_save_is_committed_when_it_returns(toy: Toy) -> None:
+    with toy.saver(CheckpointConfig(asynchronous=False)) as saver:
+        toy.step(1)
+        saver.save(1)
+        assert [s for s, _ in commit.committed(toy.run.checkpoints)] == [1]
+
+
+def test_a_step_is_saved_once(toy: Toy) -> None:
+    with toy.saver(CheckpointConfig()) as saver:
+        toy.step(1)
+        saver.save(1)
+        saver.save(1)
+    assert toy.committed == [1]
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_failed_write_is_heard_within_a_step(toy: Toy, monkeypatch: pytest.MonkeyPatch, policy: Any) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_FAILPOINTS", "before_seal#1=EIO")
+    config = CheckpointConfig(on_error=policy)
+    with toy.saver(config) as saver:
+        toy.step(1)
+        saver.save(1)
+        assert saver._writer is not None
+        until(saver._writer._connection.poll)
+        if policy == "stop":
+            with pytest.raises(CheckpointWriteError, match=r"rank 0: .*Input/output error"):
+                saver.boundary(1)
+        else:
+            saver.boundary(1)
+            saver.save(2)
+    assert toy.committed == ([] if policy == "stop" else [2])
+    assert [p.name for p in toy.run.checkpoints.iterdir()] == ([] if policy == "stop" else ["checkpoint_00000002"])
+
+
+def test_the_last_save_never_fails_in_silence(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_FAILPOINTS", "before_seal=EIO")
+    with pytest.raises(CheckpointWriteError), toy.saver(CheckpointConfig(on_error="continue")) as saver:
+        toy.step(1)
+        saver.save(1)
+
+
+def test_an_error_of_the_loop_is_not_hidden_and_the_save_before_it_stands(toy: Toy) -> None:
+    def train() -> None:
+        with toy.saver(CheckpointConfig()) as saver:
+            toy.step(1)
+            saver.save(1)
+            raise KeyError("the user's own")
+
+    with pytest.raises(KeyError):
+        train()
+    assert toy.committed == [1]
+
+
+def test_metrics_in_the_manifest_are_valid_json(toy: Toy) -> None:
+    toy.train(CheckpointConfig(), 1, lambda _: {"good": 1.5, "bad": float("nan")})
+    text = (toy.run.checkpoints / "checkpoint_00000001" / "manifest.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["metrics"] == {"good": 1.5}
+
+
+def test_a_short_grace_period_is_said(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:
+    toy.train(CheckpointConfig(), 1)
+    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
+    slow = replace(saved, manifest=dict(saved.manifest) | {"seconds": 45.0})
+    warn_about_grace(slow, CheckpointConfig(grace_seconds=60), True)
+    assert not caplog.records
+    warn_about_grace(slow, CheckpointConfig(grace_seconds=30), True)
+    assert "took 45.0 s and checkpoints.grace_seconds is 30" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"keep_best": 1}, r"keep_best: 1 requires checkpoints\.best_metric"),
+        ({"pinned": ("step_5",)}, r"pinned: 'step_5' is no checkpoint's name"),
+    ],
+)
+def test_options_that_need_another(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        CheckpointConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, "bit-exact: the same layout"),
+        ({"micro_batch_size": 1}, "not bit-exact: .*micro_batch_size 2 -> 1"),
+        ({"attention": "sdpa_math"}, "not bit-exact: .*attention None -> sdpa_math"),
+        ({"compile.mode": "on"}, "not bit-exact: .*compile.mode None -> on"),
+        ({"loader.bucket_by_length": True}, "not bit-exact: .*loader.bucket_by_length None -> True"),
+    ],
+)
+def test_whether_a_resume_is_bit_exact_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, int], says: str
+) -> None:
+    first = Toy(tmp_path / "run")
+    experiment = {"global_batch_size": 4, "micro_batch_size": 2}
+    first.run = replace(first.run, saved={"experiment": experiment})
+    first.train(CheckpointConfig(), 2)
+    second = Toy(tmp_path / "run")
+    saved = commit.verify(first.run.checkpoints / "checkpoint_00000002")
+    run = replace(second.run, checkpoint=saved, saved={"experiment": experiment | changed})
+    with caplog.at_level("INFO"):
+        restore.restore(run, second.accelerator, second.average.view, second.average)
+    assert re.search(f"(^|\n).*{says}", caplog.text)
+    assert ("not bit-exact" in caplog.text) == bool(changed)
+
+
+def test_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.average.view.module.register_buffer("scratch", torch.zeros(1), persistent=False)
+    with toy.saver(CheckpointConfig()):
+        pass
+    toy.average.view.module.register_buffer("running_mean", torch.zeros(1))
+    with pytest.raises(UsageError, match=r"1 tensor\(s\) that are not trained \(running_mean\)"):
+        toy.saver(CheckpointConfig())
+
+
+def test_weights_alone_can_be_evaluated(tmp_path: Path) -> None:
+    first = Toy(tmp_path / "run")
+    first.train(CheckpointConfig(save_state=False), 2)
+    saved = commit.verify(first.run.checkpoints / "checkpoint_00000002")
+    assert not (saved.path / "optimizer").exists()
+    second = Toy(tmp_path / "run", seed=1)
+    restore.restore(replace(second.run, checkpoint=saved), second.accelerator, second.average.view, second.average)
+    assert all(torch.equal(t, second.average.shards[n]) for n, t in first.average.shards.items())

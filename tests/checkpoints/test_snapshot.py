@@ -1,0 +1,150 @@
+"""Who owns which tensor, how pieces make a whole, and that a snapshot is a copy."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from accel_train.checkpoints import snapshot, writer
+from accel_train.checkpoints.background import Writer
+from accel_train.checkpoints.policy import SavePrecision
+from accel_train.store import commit
+
+
+def collections(*stems: str, spread: bool = False) -> list[snapshot.Collection]:
+    return [snapshot.Collection(s, lambda n: torch.zeros(0), spread=spread) for s in stems]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.dictionaries(st.text("abc.", min_size=1, max_size=6), st.integers(0, 4000), min_size=1, max_size=30),
+    st.integers(1, 7),
+)
+def test_every_tensor_has_one_owner_and_one_place(elements: dict[str, int], world_size: int) -> None:
+    kinds = [*collections("model", "ema"), *collections("optimizer/a", "optimizer/b", spread=True)]
+    planned = snapshot.plan(kinds, elements, world_size)
+    assert sorted((t.collection, t.name) for t in planned.tensors) == sorted((c, n) for c in range(4) for n in elements)
+    owners: dict[str, set[int]] = {}
+    for rank in range(world_size):
+        mine = sorted((t.start, t.start + t.bytes) for t in planned.tensors if t.owner == rank)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(mine)), "two tensors share memory"
+        assert planned.sizes[rank] == max((end for _, end in mine), default=0)
+    for tensor in planned.tensors:
+        owners.setdefault(tensor.file, set()).add(tensor.owner)
+        assert tensor.bytes == elements[tensor.name] * 4
+    assert all(len(o) == 1 for o in owners.values()), "a file has one writer"
+    assert set(planned.files("model")) == set(planned.files("optimizer/a")) == set(elements)
+
+
+def test_the_load_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As even as whole tensors and files allow: no rank above the mean by more than the largest file of weights."""
+    monkeypatch.setattr(snapshot, "SHARD_BYTES", 100_000)
+    elements = {f"layer{i:03d}": 1000 + 37 * (i % 50) for i in range(200)}
+    kinds = [*collections("model", "ema"), *collections("optimizer/a", "optimizer/b", spread=True)]
+    for world_size in (2, 4, 8):
+        sizes = snapshot.plan(kinds, elements, world_size).sizes
+        assert max(sizes) <= 1.05 * sum(sizes) / world_size
+
+
+def test_large_collections_are_split_with_names_that_the_hub_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "SHARD_BYTES", 1000)
+    planned = snapshot.plan(collections("model"), {"a": 200, "b": 100, "c": 400}, 1)
+    files = planned.files("model")
+    assert files == {
+        "a": "model-00001-of-00003.safetensors",
+        "b": "model-00002-of-00003.safetensors",
+        "c": "model-00003-of-00003.safetensors",
+    }
+
+
+@pytest.mark.parametrize(
+    ("extents", "pieces"),
+    [
+        ([(0, 5), (5, 5)], [(0, 0, 5, 0), (1, 5, 5, 0)]),
+        ([(0, 10), (10, 0)], [(0, 0, 10, 0)]),
+        ([(0, 0), (0, 10)], [(1, 0, 10, 0)]),
+        ([(0, 5), (5, 5), (0, 5), (5, 5)], [(0, 0, 5, 0), (1, 5, 5, 0)]),
+        ([(0, 6), (4, 6)], [(0, 0, 6, 0), (1, 6, 4, 2)]),
+        ([(5, 5), (0, 5)], [(1, 0, 5, 0), (0, 5, 5, 0)]),
+    ],
+)
+def test_pieces_cover_the_whole_once(extents: list[tuple[int, int]], pieces: list[tuple[int, ...]]) -> None:
+    assert snapshot.cover(extents) == pieces
+
+
+def test_a_hole_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="on no rank"):
+        snapshot.cover([(0, 4), (5, 5)])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_snapshot_is_a_copy_and_its_file_is_what_safetensors_writes(tmp_path: Path, precision: SavePrecision) -> None:
+    live = {"b.weight": torch.randn(7, 3), "a": torch.randn(5), "empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5)}
+    expected = {n: t.to(snapshot.DTYPES[precision][0], copy=True) for n, t in live.items()}
+    kinds = [snapshot.Collection("model", live.__getitem__, precision)]
+    planned = snapshot.plan(kinds, {n: t.numel() for n, t in live.items()}, 1)
+    pen = Writer(planned.sizes[0])
+    try:
+        snapshot.Snapshot(planned, kinds, pen.buffer, None, 0).take()
+        for tensor in live.values():
+            tensor.fill_(-1.0)  # the loop goes on
+        name = snapshot.DTYPES[precision][1]
+        tensors = [
+            {"name": t.name, "dtype": name, "shape": list(live[t.name].shape), "bytes": t.bytes}
+            for t in planned.tensors
+        ]
+        (tmp_path / "t" / "optimizer").mkdir(parents=True)
+        job = {"do": "write", "rank": 0, "directory": str(tmp_path / "t"), "texts": {"x.json": "{}"}, "extras": []}
+        pen.submit(job | {"files": [{"name": "m.safetensors", "start": 0, "tensors": tensors}], "needed_bytes": 1})
+        answer = pen.answer(wait=True)
+    finally:
+        pen.close()
+    assert answer is not None
+    save_file(expected, tmp_path / "reference.safetensors", metadata={"format": "pt"})
+    written = tmp_path / "t" / "m.safetensors"
+    assert written.read_bytes() == (tmp_path / "reference.safetensors").read_bytes()
+    loaded = load_file(written)
+    assert all(torch.equal(loaded[n], expected[n]) for n in expected)
+    assert answer["files"]["m.safetensors"] == commit.seal_file(written)
+    assert answer["files"]["x.json"]["size"] == 2
+
+
+def test_a_header_of_many_names_is_what_safetensors_writes(tmp_path: Path) -> None:
+    tensors = {f"blocks.{i}.wéight": torch.full((i + 1,), float(i)) for i in range(12)}
+    save_file(tensors, tmp_path / "reference.safetensors", metadata={"format": "pt"})
+    names = sorted(tensors)
+    header = writer.safetensors_header(
+        [{"name": n, "dtype": "F32", "shape": list(tensors[n].shape), "bytes": tensors[n].numel() * 4} for n in names]
+    )
+    data = b"".join(tensors[n].numpy().tobytes() for n in names)
+    assert header + data == (tmp_path / "reference.safetensors").read_bytes()
+
+
+def test_a_writer_that_dies_is_an_answer() -> None:
+    pen = Writer(10)
+    pen._process.kill()
+    pen._process.wait()
+    pen.submit({"do": "write"})
+    answer = pen.answer(wait=True)
+    assert answer is not None
+    assert "the writer process ended by itself (code -9)" in answer["error"]
+    assert pen.broken
+    pen.close()
+
+
+def test_the_writer_process_carries_no_library() -> None:
+    """It starts in a moment and weighs little, because it takes the standard library alone."""
+    code = "import sys, accel_train.checkpoints.writer; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(ast.literal_eval(done.stdout))
+    assert "accel_train" in loaded
+    assert not loaded & {"torch", "numpy", "accelerate", "pydantic", "yaml", "psutil", "safetensors", "huggingface_hub"}

@@ -1,0 +1,194 @@
+"""The ``accel-train`` command: check, doctor, and the help of each."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.version import Version
+
+from accel_train import __version__, cli
+from accel_train.commands import doctor
+from accel_train.config import UsageError
+from accel_train.speed import attention_table
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[2]
+PRESETS = ROOT / "accelerate_configs"
+RECIPE = str(ROOT / "recipes" / "mmdit.py")
+
+
+def call(*arguments: str) -> int:
+    return cli._main(arguments)
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
+@pytest.mark.parametrize("experiment", ["demo", "base", "l2t_qwen"])
+def test_check_accepts_every_preset_with_every_experiment(
+    preset: str, experiment: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("check", "--config_file", str(PRESETS / f"{preset}.yaml"), RECIPE, experiment) == 0
+    shown = capsys.readouterr().out
+    assert "nothing was run; everything that can be read is consistent" in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_check_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(PRESETS / "fsdp2.yaml")
+    flags = ("--global_batch_size", "60", "--micro_batch_size", "4", "--precision", "bf16")
+    assert call("check", "--config_file", file, "--num_processes", "4", RECIPE, "demo", *flags) == 0
+    shown = capsys.readouterr().out
+    assert "strategy fsdp2, 4 process(es) on 1 machine(s)" in shown
+    assert "global batch 60 = 4 process(es) x 4 micro-batch(es) of at most 4; precision bf16" in shown
+    assert "optimizer.lr" in shown
+    assert "# command line" in shown
+
+
+FILES = {
+    "precision": "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\n",
+    "clipping": (
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2, gradient_clipping: 0.5}\n"
+    ),
+    "accumulation": (
+        "distributed_type: DEEPSPEED\nnum_processes: 2\n"
+        "deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 8}\n"
+    ),
+    "dynamo": "distributed_type: MULTI_GPU\nnum_processes: 2\ndynamo_config: {dynamo_backend: EAGER}\n",
+    "typo": "distributed_type: MULTI_GPU\nnum_process: 2\n",
+    "many": "distributed_type: MULTI_GPU\nnum_processes: 65\n",
+    "good": "distributed_type: MULTI_GPU\nnum_processes: 2\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "says"),
+    [
+        ("precision", "demo", r"mixed_precision: fp16 in .*precision\.yaml contradicts precision: fp32"),
+        ("clipping", "demo", r"gradient_clipping: 0\.5 .*clipping\.yaml contradicts .*gives 1\.0"),
+        ("accumulation", "demo", r"gradient_accumulation_steps: 8 .*give 1"),
+        ("dynamo", "demo", r"dynamo backend 'eager'"),
+        ("typo", "demo", r"num_process.*num_processes"),
+        ("many", "demo", r"global_batch_size: 64 is smaller than the 65 processes"),
+        ("good", "dmeo", r"preset 'dmeo' does not exist"),
+        ("good", "demo --seed=-1", r"seed: -1 is refused"),
+        ("good", "demo --gradient_accumulation_steps 4", r"a name of other scripts"),
+    ],
+)
+def test_check_refuses_what_a_start_would(file: str, arguments: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{file}.yaml"
+    path.write_text(FILES[file])
+    with pytest.raises(UsageError, match=says):
+        call("check", "--config_file", str(path), RECIPE, *arguments.split())
+
+
+def test_check_agrees_where_file_and_experiment_say_the_same(tmp_path: Path) -> None:
+    for file, flags in (
+        ("precision", ("--precision", "fp16")),
+        ("clipping", ("--optimizer.max_grad_norm", "0.5")),
+        ("accumulation", ("--micro_batch_size", "4")),
+    ):
+        path = tmp_path / f"{file}.yaml"
+        path.write_text(FILES[file])
+        assert call("check", "--config_file", str(path), RECIPE, "demo", *flags) == 0
+
+
+def test_check_refuses_what_is_no_recipe(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("x = 1\n")
+    for name, says in (("none.py", "there is no such file"), ("other.py", "it defines no main")):
+        with pytest.raises(UsageError, match=says):
+            call("check", "--config_file", str(PRESETS / "ddp.yaml"), str(tmp_path / name))
+
+
+def test_doctor_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_TIMEOUT", "9999")
+    assert call("doctor") == 0
+    shown = capsys.readouterr().out
+    for heading in ("versions:", "devices:", "can run:", "settings:"):
+        assert f"{heading}\n" in shown
+    assert f"torch {torch.__version__}" in shown
+    assert "--collective_timeout_seconds" in shown
+    assert "WARNING: NCCL_TIMEOUT=9999 is read by neither NCCL nor torch" in shown
+    if not torch.cuda.is_available():
+        assert "fsdp2: in rehearsal only (no GPU here)" in shown
+        assert "precision: fp32, bf16\n" in shown
+
+
+def test_doctor_tries_every_kernel_of_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("doctor", "--attention") == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    assert list(rows) == list(attention_table.NAMES)
+    assert re.search(r" ms  error \d.+ forward, .+ backward", rows["sdpa_math"])
+    if not torch.cuda.is_available():
+        assert "no: it needs a cuda device, this one is cpu" in rows["flash"]
+
+
+def test_doctor_warns_of_old_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "ADVISED", {"torch": ("99.0", "a reason")})
+    assert call("doctor") == 0
+    assert "WARNING: below 99.0 (a reason)" in capsys.readouterr().out
+
+
+def test_doctor_names_a_path_at_which_compilation_breaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "prefix", "/home/me/my venv")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/a b")
+    assert call("doctor") == 0
+    found = capsys.readouterr().out
+    assert "WARNING: the Python environment '/home/me/my venv' has a space" in found
+    assert "WARNING: TORCHINDUCTOR_CACHE_DIR '/tmp/a b' has a space" in found
+
+
+@pytest.mark.parametrize("command", ["launch", "rehearse", "check"])
+def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        call(command, "--help")
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for flag in ("--config_file", "--num_processes", "--machine_rank", "--main_process_ip", "--main_process_port"):
+        assert flag in shown
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        call("--help")
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("doctor", "launch", "rehearse", "check"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        call("--version")
+    assert left.value.code == 0
+    assert Version(capsys.readouterr().out.strip()) == Version(__version__)
+
+
+@pytest.mark.parametrize("arguments", [[], ["lunch"], ["check"], ["rehearse", "recipes/mmdit.py"]])
+def test_a_wrong_command_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        call(*arguments)
+    assert left.value.code == 2
+    assert "usage: accel-train" in capsys.readouterr().err
+
+
+def test_the_process_ends_with_2_and_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_train.cli", "check", "--config_file", "none.yaml", RECIPE],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error (wrong usage, exit code 2): ")
+    assert "none.yaml" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,334 @@
+"""Our launcher: the command and environment of each launch file, exit codes that survive, signals that arrive."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_train.commands.launch import (
+    Launch,
+    accelerate_environment,
+    accelerate_settings,
+    free_port,
+    launch,
+    read_machine,
+    torchrun_command,
+)
+from accel_train.config import UsageError
+from accel_train.launch_files.machine_config import read_machine_config, visible_machine
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[2]
+PRESETS = ROOT / "accelerate_configs"
+RECIPE = ROOT / "recipes" / "mmdit.py"
+
+
+def planned(preset: str, **changes: Any) -> tuple[list[str], dict[str, str]]:
+    """Command and environment, with nothing started."""
+    request = Launch(str(PRESETS / f"{preset}.yaml"), str(RECIPE), ("base",), **changes)
+    machine = read_machine_config(PRESETS / f"{preset}.yaml", num_processes=request.num_processes)
+    settings = accelerate_settings(PRESETS / f"{preset}.yaml", machine, request)
+    environment = accelerate_environment(settings)
+    return torchrun_command(settings, single=machine.strategy == "single"), environment
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "FSDP_", "ACCEL_TRAIN_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+
+
+def test_one_process_is_plain_python() -> None:
+    command, environment = planned("single_gpu")
+    assert command == [sys.executable]
+    assert environment.get("ACCELERATE_USE_FSDP", "false") == "false"
+    assert environment.get("ACCELERATE_USE_DEEPSPEED", "false") == "false"
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "processes", "said"),
+    [
+        ("ddp", 2, {"ACCELERATE_MIXED_PRECISION": "no"}),
+        ("fsdp2", 2, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "false"}),
+        ("fsdp2_offload", 1, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}),
+        (
+            "zero2_offload",
+            1,
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+            },
+        ),
+        (
+            "zero3_offload",
+            1,
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+            },
+        ),
+    ],
+)
+def test_each_file_becomes_its_command_and_environment(preset: str, processes: int, said: dict[str, str]) -> None:
+    command, environment = planned(preset)
+    assert command[:5] == [*TORCHRUN, str(processes)]
+    assert command[5:8] == ["--master_addr", "127.0.0.1", "--master_port"]
+    assert {name: environment.get(name) for name in said} == said
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() == "no"
+
+
+def test_flags_go_over_the_file() -> None:
+    command, _ = planned("fsdp2", num_processes=6, main_process_port=29777)
+    assert command[4] == "6"
+    assert command[-1] == "29777"
+
+
+def test_two_launches_on_one_machine_do_not_meet() -> None:
+    assert planned("ddp")[0][-1] != planned("ddp")[0][-1]
+    assert 1024 < free_port() < 65536
+
+
+def test_a_machine_of_several_is_told_where_to_meet() -> None:
+    command, _ = planned("multi_node", machine_rank=1, main_process_ip="10.0.0.1")
+    assert command == [
+        *(*TORCHRUN, "8", "--nnodes", "2", "--node_rank", "1"),
+        *("--master_addr", "10.0.0.1", "--master_port", "29500"),
+    ]
+
+
+def test_a_recipe_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"recipe 'none\.py': there is no such file"):
+        launch(Launch(str(PRESETS / "ddp.yaml"), "none.py"))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "one.yaml").write_text("distributed_type: 'NO'\nnum_processes: 1\n")
+    (tmp_path / "two.yaml").write_text("distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\n")
+    return tmp_path
+
+
+WORKER = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from accel_train.config import UsageError
+from accel_train.runtime.exiting import run_main
+
+def main(argv):
+    if argv[0] == "usage":
+        raise UsageError("--x 1: must be 2; write 2")
+    if argv[0] == "connect":
+        from accel_train.runtime.accelerator import build_accelerator
+        accelerator = build_accelerator(precision="fp32", global_batch_size=4, micro_batch_size=2, max_grad_norm=1.0,
+            collective_timeout_seconds=77)
+        import torch
+        group = torch.distributed.distributed_c10d._get_default_group()
+        seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        print(f"rank {{accelerator.process_index}} of {{accelerator.num_processes}}: {{seconds:g}} s, "
+              f"DeepSpeed {{os.environ['DEEPSPEED_TIMEOUT']}} min", flush=True)
+        accelerator.wait_for_everyone()  # one that leaves first would cut the connection of the other
+        return 0
+    if argv[0] == "save":  # as a recipe does: it takes a while after the signal
+        import pathlib, signal, time
+        def save(*_):
+            time.sleep(1)
+            pathlib.Path(__file__).with_name("saved").touch()
+            sys.exit(75)
+        signal.signal(signal.SIGINT, save)
+        os.write(1, b"ready\\n")
+        time.sleep(60)
+    if argv[0] == "wait":
+        import signal, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        os.write(1, b"ready\\n")  # in one piece, beside the other process
+        time.sleep(1800)
+    return int(argv[0]) if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK", "0") else 0
+
+run_main(main)
+"""
+
+
+@pytest.fixture
+def worker(files: Path) -> str:
+    path = files / "worker.py"
+    path.write_text(WORKER)
+    return str(path)
+
+
+@pytest.mark.parametrize(("argument", "code"), [("0", 0), ("75", 75), ("usage", 2), ("3", 3)])
+def test_the_exit_code_of_one_process(argument: str, code: int, files: Path, worker: str) -> None:
+    assert launch(Launch(str(files / "one.yaml"), worker, (argument,))) == code
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("argument", "code"), [("75", 75), ("usage", 2)])
+def test_the_exit_code_survives_torchrun(argument: str, code: int, files: Path, worker: str) -> None:
+    assert launch(Launch(str(files / "two.yaml"), worker, (argument,)), rehearsal=True) == code
+
+
+@pytest.mark.distributed
+def test_a_rehearsal_connects_with_the_timeout_that_was_asked_for(
+    files: Path, worker: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(Launch(str(files / "two.yaml"), worker, ("connect",)), rehearsal=True) == 0
+    shown = capfd.readouterr().out
+    assert "REHEARSAL of" in shown
+    for rank in (0, 1):
+        assert f"rank {rank} of 2: 77 s, DeepSpeed 2 min" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("mixed_precision: bf16", "mixed_precision: bf16 in .* contradicts precision: fp32"),
+        ("dynamo_config: {dynamo_backend: EAGER}", "dynamo backend 'eager' in "),
+    ],
+)
+def test_what_the_file_says_of_the_experiment_is_not_lost_on_the_way(
+    line: str, says: str, files: Path, worker: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (files / "more.yaml").write_text(f"distributed_type: 'NO'\nnum_processes: 1\n{line}\n")
+    assert launch(Launch(str(files / "more.yaml"), worker, ("connect",))) == 2
+    assert re.search(says, capfd.readouterr().err)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("file", ["one.yaml", "two.yaml"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
+def test_a_signal_reaches_the_recipe(number: signal.Signals, file: str, files: Path, worker: str) -> None:
+    heard = "SIGTERM" if number == signal.SIGHUP else number.name
+    Path(worker).write_text(WORKER.replace("signal.SIGTERM", f"signal.{heard}"))
+    command = "launch" if file == "one.yaml" else "rehearse"
+    head = [sys.executable, "-m", "accel_train.cli", command, "--config_file", str(files / file)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+    def hears() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though these tests may run under nohup
+
+    with subprocess.Popen(
+        [*head, worker, "wait"], env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=hears
+    ) as child:
+        assert child.stdout is not None
+        waiting = 1 if file == "one.yaml" else 2
+        while waiting:
+            line = child.stdout.readline()
+            assert line, "it ended before it was ready"
+            waiting -= line == "ready\n"
+        child.send_signal(number)
+        assert child.wait(timeout=PATIENCE_SECONDS) == 75
+
+
+def test_ctrl_c_gives_the_prompt_back_after_the_save(files: Path, worker: str) -> None:
+    """A terminal sends SIGINT to the launcher and the recipe at once, and shows its prompt when the launcher ends."""
+    head = [sys.executable, "-m", "accel_train.cli", "launch", "--config_file", str(files / "one.yaml")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*head, worker, "save"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline() == b"ready\n"
+        os.killpg(child.pid, signal.SIGINT)
+        assert child.wait(timeout=PATIENCE_SECONDS) == 75
+        assert (files / "saved").exists()
+        assert child.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "asked", "kind", "processes", "says"),
+    [
+        (0, None, "NO", 1, "one process, CPU (no accelerator is visible)"),
+        (0, 2, "MULTI_CPU", 2, "2 processes, DDP, CPU (as --num_processes says)"),
+        (1, None, "NO", 1, "one process, accelerator (as many as there are accelerators)"),
+        (4, None, "MULTI_GPU", 4, "4 processes, DDP, accelerator (as many as there are accelerators)"),
+        (4, 1, "NO", 1, "one process, accelerator (as --num_processes says)"),
+    ],
+)
+def test_without_a_file_the_visible_accelerators_count(
+    accelerators: int, asked: int | None, kind: str, processes: int, says: str, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path))
+        patch.setattr(torch.accelerator, "is_available", lambda: accelerators > 0)
+        patch.setattr(torch.accelerator, "device_count", lambda: accelerators)
+        path, machine, words = read_machine(Launch(None, str(RECIPE), num_processes=asked))
+    assert path is None
+    assert (machine.distributed_type, machine.num_processes, machine.use_cpu) == (kind, processes, not accelerators)
+    assert words is not None
+    assert words.endswith(says)
+
+
+def test_without_a_file_more_processes_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match=r"num_processes: 3 without a launch file: .* 2 are visible"):
+        visible_machine(3)
+
+
+def test_the_default_file_of_accelerate_config_is_read_and_named(
+    files: Path, worker: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(files))
+    assert launch(Launch(None, worker, ("75",))) == 75
+    assert "no --config_file and no default file" in capfd.readouterr().out
+    (files / "accelerate").mkdir()
+    default = (files / "one.yaml").rename(files / "accelerate" / "default_config.yaml")
+    assert launch(Launch(None, worker, ("75",))) == 75
+    assert capfd.readouterr().out == f"no --config_file: {default} is read, the default file of `accelerate config`\n"
+    with pytest.raises(UsageError, match=r"machine_rank: 1 .*num_machines: 1"):
+        launch(Launch(None, worker, machine_rank=1))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("given", [False, True])
+def test_a_port_that_is_in_use(given: bool, files: Path, worker: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rehearsal takes another than the file's; one that a flag names is refused, and a launch refuses both."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with (files / "two.yaml").open("a") as file:
+            file.write(f"main_process_port: {port}\n")
+        request = Launch(str(files / "two.yaml"), worker, ("0",), main_process_port=port if given else None)
+        for rehearsal in (False, True):
+            if rehearsal and not given:
+                assert launch(request, rehearsal=True) == 0
+                continue
+            with pytest.raises(UsageError, match=rf"main_process_port: {port}`: must be a free port .* give another"):
+                launch(request, rehearsal=rehearsal)
+
+
+def test_a_deepspeed_file_gives_its_own_keys(tmp_path: Path) -> None:
+    """Accelerate refuses those that stand in the environment and must be in DeepSpeed's own file."""
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}')
+    file = tmp_path / "zero.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\nnum_machines: 1\nnum_processes: 2\n"
+        f"deepspeed_config: {{deepspeed_config_file: {tmp_path / 'ds.json'}, zero3_init_flag: false}}\n"
+    )
+    settings = accelerate_settings(file, read_machine_config(file), Launch(str(file), str(RECIPE)))
+    given = accelerate_environment(settings)["ACCELERATE_CONFIG_DS_FIELDS"]
+    assert set(given.split(",")) == {"deepspeed_config_file", "zero3_init_flag"}
+
+
+def test_a_file_for_the_cpu_keeps_the_run_from_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "cpu.yaml").write_text("distributed_type: 'NO'\nnum_machines: 1\nnum_processes: 1\nuse_cpu: true\n")
+    script = tmp_path / "train.py"
+    said = "pathlib.Path(__file__).with_name('said').write_text(os.environ['ACCELERATE_USE_CPU'])"
+    script.write_text(f"import os, pathlib\n{said}\n")
+    assert launch(Launch(str(tmp_path / "cpu.yaml"), str(script))) == 0
+    assert (tmp_path / "said").read_text() == "true"

@@ -1,0 +1,98 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel_train.domains.pde import baselines as field_baselines
+from accel_train.domains.pde.baselines import baselines, nrmse, ridge_fit
+from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde
+
+
+class Rows:
+    """Targets that are `how` of the inputs."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.fields = {"input": inputs, "target": targets, "parameters": torch.zeros(len(inputs), 2)}
+
+    def __len__(self) -> int:
+        return len(self.fields["input"])
+
+    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+        return {name: values[indices] for name, values in self.fields.items()}
+
+
+def same(values: Tensor) -> Tensor:
+    return values
+
+
+def test_nrmse_by_hand() -> None:
+    target = torch.tensor([[3.0, 4.0], [1.0, 1.0]])
+    assert nrmse(target + torch.tensor([[5.0, 0.0], [0.0, 0.0]]), target).tolist() == [1.0, 0.0]
+    assert nrmse(torch.zeros(2, 2), target).tolist() == [1.0, 1.0]
+    assert nrmse(1000 * target, 1000 * target + 0.0).tolist() == [0.0, 0.0]
+
+
+def test_ridge_finds_a_linear_map_and_damps_one_that_the_rows_do_not_fix() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(400, 20, generator=generator, dtype=torch.float64)
+    weights = torch.randn(20, 3, generator=generator, dtype=torch.float64)
+    assert torch.allclose(ridge_fit(features, features @ weights), weights, atol=1e-8)
+    wide = torch.randn(40, 100, generator=generator, dtype=torch.float64)
+    noise = torch.randn(40, 1, generator=generator, dtype=torch.float64)
+    assert ridge_fit(wide, noise).norm() < torch.linalg.pinv(wide).matmul(noise).norm()
+
+
+def test_baselines_by_hand() -> None:
+    inputs = torch.randn(64, 1, 1, 6, generator=torch.Generator().manual_seed(0))
+    linear = Rows(inputs, 2 * inputs.flip(-1) + 1)
+    found = baselines(linear, linear, lambda values: 10 * values + 3, same_fields=True, samples=64)
+    target = 10 * linear.fields["target"] + 3  # physical units
+    assert found["training_mean"] == pytest.approx(float(nrmse(target.mean(0).expand_as(target), target).mean()))
+    assert found["persistence"] == pytest.approx(float(nrmse(10 * inputs + 3, target).mean()))
+    assert found["linear_fit"] < 1e-6
+    assert "persistence" not in baselines(linear, linear, same, same_fields=False, samples=64)
+
+
+def test_they_are_measured_on_as_many_rows_as_the_model_and_no_more_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(Rows):
+        read = 0
+
+        def batch(self, indices: list[int]) -> dict[str, Tensor]:
+            self.read = max(self.read, *(index + 1 for index in indices))
+            return super().batch(indices)
+
+    generator = torch.Generator().manual_seed(0)
+    fields = torch.randn(64, 1, 1, 6, generator=generator), torch.randn(64, 1, 1, 6, generator=generator)
+    heldout = Counted(*fields)
+    found = baselines(Rows(*fields), heldout, same, same_fields=True, samples=5)
+    assert heldout.read == 5
+    assert found["persistence"] == pytest.approx(float(nrmse(fields[0][:5], fields[1][:5]).mean()))
+    monkeypatch.setattr(field_baselines, "BLOCK_NUMBERS", 24)  # two rows at a time
+    assert baselines(Rows(*fields), heldout, same, same_fields=True, samples=5) == pytest.approx(found)
+    monkeypatch.setattr(field_baselines, "MAX_FEATURES", 1)
+    wide = baselines(Rows(*fields), heldout, same, same_fields=True, samples=5)
+    assert wide == pytest.approx({name: found[name] for name in ("training_mean", "persistence")})
+
+
+def test_a_fit_that_would_cost_minutes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(torch.randn(32, 1, 2, 4), torch.randn(32, 1, 2, 4))
+    monkeypatch.setattr(field_baselines, "MAX_FEATURES", 10)  # 8 points, 2 parameters and 1
+    assert set(baselines(rows, rows, same, same_fields=False, samples=64)) == {"training_mean"}
+
+
+def test_one_speed_is_a_linear_map_and_many_speeds_are_not(tmp_path: Path) -> None:
+    scores: list[dict[str, float]] = []
+    for speed in ((0.7, 0.7), (0.2, 1.2)):
+        data = prepare_pde(
+            PdeDataConfig(
+                tasks=("advection",), speed=speed, train_samples=64, heldout_samples=16, resolution_1d=32, snapshots=8,
+                cache_dir=str(tmp_path),
+            )
+        )  # fmt: skip
+        train, heldout = data.training["advection"], data.heldout["advection"]
+        denormalise = data.tasks[0].target.denormalise
+        scores.append(baselines(train, heldout, denormalise, same_fields=True, samples=64))
+    assert scores[0]["linear_fit"] < 1e-5  # the ceiling
+    assert scores[1]["linear_fit"] > 0.2
+    assert all(score["persistence"] > 0.4 and score["training_mean"] > 0.9 for score in scores)

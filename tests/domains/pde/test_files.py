@@ -1,0 +1,171 @@
+import pickle
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from accel_train.config import UsageError
+from accel_train.domains.pde import files
+from accel_train.domains.pde.files import FieldHeader, FieldPart, Fields, field_facts, read_stored, write_fields
+
+HEADER = FieldHeader("heat", ("a", "b"), 1, 0.5, "periodic", True)
+VALUES = np.random.default_rng(0).normal(size=(11, 3, 2, 4, 6)).astype(np.float32)
+PARAMETERS = np.random.default_rng(1).normal(size=(11, 2)).astype(np.float32)
+
+
+def write(file: Path, samples: int = 11, values: NDArray[np.float32] = VALUES) -> Path:
+    blocks = ((values[i : i + 4].astype(float), PARAMETERS[i : i + 4]) for i in range(0, 12, 4))
+    write_fields(file, HEADER, samples, blocks)
+    return file
+
+
+def read(file: Path) -> Any:
+    with h5py.File(file) as content:
+        return read_stored(file, content)
+
+
+@pytest.mark.parametrize("samples", [11, 9, 8])
+def test_blocks_are_written_as_the_schema_says(tmp_path: Path, samples: int) -> None:
+    file = write(tmp_path / "x.h5", samples)
+    with h5py.File(file) as content:
+        assert np.array_equal(content["fields"], VALUES[:samples])
+        assert np.array_equal(content["parameters"], PARAMETERS[:samples])
+        assert content["fields"].dtype == content["parameters"].dtype == np.float32
+        assert content["fields"].chunks is None
+        attributes = dict(content.attrs)
+        assert attributes.pop("grid").tolist() == [4, 6]
+        assert attributes.pop("parameters").tolist() == ["a", "b"]
+        assert attributes == {
+            "schema": "accel_train/fields-1", "task": "heat", "input_channels": 1, "dt": 0.5, "boundary": "periodic",
+            "conserved": True,
+        }  # fmt: skip
+    stored = read(file)
+    assert stored.header == HEADER
+    assert np.array_equal(stored.parameters, PARAMETERS[:samples])
+    assert stored.part == FieldPart(file, ("fields",), 0, 0, samples)
+
+
+def test_what_was_written_is_told(tmp_path: Path) -> None:
+    told: list[int] = []
+    write_fields(
+        tmp_path / "x.h5", HEADER, 10, [(VALUES[:6], PARAMETERS[:6]), (VALUES[5:], PARAMETERS[5:])], told.append
+    )
+    assert told == [6, 4]
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> Fields:
+    """Samples 2 to 6 of one file and 0 to 3 of a compressed one, every other point."""
+    with h5py.File(tmp_path / "b.h5", "w") as content:
+        content.create_dataset("fields", data=VALUES[::-1], compression="gzip")
+    parts = [(write(tmp_path / "a.h5"), 2, 5), (tmp_path / "b.h5", 0, 4)]
+    return Fields(tuple(FieldPart(file, ("fields",), 0, first, count, 2) for file, first, count in parts))
+
+
+TOGETHER = np.concatenate([VALUES[2:7], VALUES[::-1][:4]])[..., ::2, ::2]
+
+
+def test_samples_of_several_files_in_order(two_files: Fields, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (len(two_files), two_files.shape) == (9, (3, 2, 2, 3))
+    for sample in range(9):
+        found = two_files.snapshots(sample, slice(0, 3, 2))
+        assert np.array_equal(found, TOGETHER[sample, ::2])
+        assert found.flags.writeable  # a copy: the file cannot be changed through it
+    monkeypatch.setattr(files, "VALUES_PER_BLOCK", 3 * 36)
+    blocks = list(two_files.blocks())
+    assert [(part.first + start, len(block)) for part, start, block in blocks] == [(2, 3), (5, 2), (0, 3), (3, 1)]
+    assert np.array_equal(np.concatenate([block for _, _, block in blocks]), TOGETHER)
+
+
+def test_another_process_opens_the_files_for_itself(two_files: Fields) -> None:
+    two_files.snapshots(0, slice(0, 1))
+    pickled = pickle.dumps(two_files)
+    assert len(pickled) < 1000
+    assert np.array_equal(pickle.loads(pickled).snapshots(8, slice(0, 3)), TOGETHER[8])
+
+
+def test_a_contiguous_file_is_mapped_and_not_read(tmp_path: Path) -> None:
+    [view] = FieldPart(write(tmp_path / "x.h5"), ("fields",), 0, 3, 5, 2).views()
+    base: Any = view
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap)
+    assert np.array_equal(view, VALUES[3:8, :, :, ::2, ::2])
+
+
+LAYOUTS = {
+    "(N, T, X)": ((5, 3, 8), 1, lambda a: a[:, :, None, None]),
+    "(N, T, X, C)": ((5, 3, 8, 2), 1, lambda a: a.transpose(0, 1, 3, 2)[:, :, :, None]),
+    "(N, X, Y)": ((5, 8, 6), 2, lambda a: a[:, None, None]),
+    "(N, T, X, Y)": ((5, 3, 8, 6), 2, lambda a: a[:, :, None]),
+    "(N, T, X, Y, C)": ((5, 3, 8, 6, 2), 2, lambda a: a.transpose(0, 1, 4, 2, 3)),
+}
+
+
+@pytest.mark.parametrize(("shape", "space", "expected"), LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_of_other_files(tmp_path: Path, shape: tuple[int, ...], space: int, expected: Any) -> None:
+    values = np.random.default_rng(0).normal(size=shape)
+    with h5py.File(tmp_path / "x.h5", "w") as content:
+        content["a"], content["b"] = values, -values
+    fields = Fields((FieldPart(tmp_path / "x.h5", ("a", "b"), space, 0, 5),))
+    found = np.stack([fields.snapshots(i, slice(None)) for i in range(5)])
+    values = expected(values.astype(np.float32))
+    assert found.dtype == np.float32
+    assert np.array_equal(found, np.concatenate([values, -values], axis=2))
+
+
+def test_facts_are_those_of_all_samples(two_files: Fields, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = field_facts(two_files)
+    assert facts.mean == pytest.approx(TOGETHER.astype(float).mean((0, 1, 3, 4)), rel=1e-6)
+    assert facts.std == pytest.approx(TOGETHER.astype(float).std((0, 1, 3, 4)), rel=1e-6)
+    monkeypatch.setattr(files, "VALUES_PER_BLOCK", 1)
+    again = field_facts(two_files)
+    assert again.sha256 == facts.sha256  # of contents, not of how they were read
+    assert again.mean == pytest.approx(facts.mean, rel=1e-12)
+    other = Fields((two_files.parts[0]._replace(first=1), two_files.parts[1]))
+    assert field_facts(other).sha256 != facts.sha256
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_the_sample_that_is_not_finite_is_named(tmp_path: Path, wrong: float) -> None:
+    values = VALUES.copy()
+    values[7, 2, 1, 3, 5] = wrong
+    fields = Fields((FieldPart(write(tmp_path / "x.h5", values=values), ("fields",), 0, 2, 9),))
+    with pytest.raises(UsageError, match=r"sample 7 of .*x.h5 holds NaN or infinity in fields"):
+        field_facts(fields)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: f.attrs.pop("dt"), "no attribute 'dt'; 'accel_train/fields-1' with schema, task"),
+        (lambda f: f.attrs.update(schema="fields-9"), "has schema 'fields-9'"),
+        (lambda f: f.pop("parameters"), r"no dataset 'parameters'; it holds fields \(11, 3, 2, 4, 6\)"),
+        (lambda f: (f.pop("parameters"), f.update(parameters=PARAMETERS[:5])), r"parameters \(5, 2\); .* \(N, 2\)"),
+        (lambda f: (f.pop("fields"), f.update(fields=VALUES[0])), r"fields \(3, 2, 4, 6\)"),
+    ],
+)
+def test_files_that_are_not_of_the_schema(tmp_path: Path, damage: Any, words: str) -> None:
+    file = write(tmp_path / "x.h5")
+    with h5py.File(file, "a") as content:
+        damage(_Changing(content))
+    with pytest.raises(UsageError, match=words):
+        read(file)
+
+
+class _Changing:
+    """An open file with the methods of a dict."""
+
+    def __init__(self, content: Any) -> None:
+        self.attrs = _Changing(content.attrs) if hasattr(content, "attrs") else None
+        self.content = content
+
+    def pop(self, name: str) -> None:
+        del self.content[name]
+
+    def update(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.content[name] = value

@@ -1,0 +1,126 @@
+"""The recipe's own loss terms: what each trains of the model, and that a term with coefficient 0 is a zero."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_train.config import UsageError, load_config
+from accel_train.domains.pde import operator_learning
+from accel_train.domains.pde.equations import prepare_pde
+from accel_train.domains.pde.operator_learning import TERMS
+from accel_train.domains.pde.rows import FieldData
+from accel_train.domains.pde.transformer import PdeTransformer, PdeTransformerConfig
+from recipes import pde
+
+SMALL = (
+    "--model.width 16 --model.depth 1 --model.heads 2 --model.decoder_width 8 --model.patch_2d 2 --data.workers 0 "
+    "--data.train_samples 16 --data.heldout_samples 4 --data.resolution_1d 16 --data.resolution_2d 8 "
+    "--data.snapshots 3 --objective.autoencode_steps 2 --objective.queries null --objective.latent_weight 1 "
+    "--objective.spectral_weight 1 --objective.boundary_weight 1 --objective.conservation_weight 1"
+).split()
+FREEZE = ("--objective.freeze_autoencoder", "true")
+RESIDUAL = ("--objective.residual_from", "4", "--model.residual_depth", "1")
+STAGES = {"autoencode": 0, "operator": 2, "residual": 4}
+OPERATOR = {"conditioning", "operator"}
+TRAINS = {
+    ("autoencode", "reconstruction"): {"encoders", "target_encoders", "decoder"},
+    ("autoencode", "reencoding"): {"target_encoders", "decoder"},
+    ("operator", "prediction"): {"encoders", *OPERATOR, "decoder"},
+    ("operator", "latent"): {"encoders", *OPERATOR},
+    ("operator", "reconstruction"): {"encoders", "target_encoders", "decoder"},
+    ("operator", "reencoding"): {"target_encoders", "decoder"},
+    ("operator", "spectral"): {"encoders", *OPERATOR, "decoder"},
+    ("operator", "boundary"): {"encoders", *OPERATOR, "decoder"},
+    ("operator", "conservation"): {"encoders", *OPERATOR, "decoder"},
+    ("residual", "residual"): {"residual"},
+}
+"""The table of docs/pde.md. Where input and target are the same fields, one encoder serves both."""
+HAS = {"advection": set(TERMS) - {"boundary"}, "darcy": set(TERMS) - {"conservation"}}
+
+
+def opened(tmp_path: Path, *flags: str) -> tuple[pde.Config, FieldData, PdeTransformer]:
+    given = ["pde_demo", *SMALL, "--data.cache_dir", str(tmp_path), *flags]
+    config = load_config(pde.Config, given, presets=Path(pde.__file__).parent / "presets").config
+    data = prepare_pde(config.data)
+    torch.manual_seed(0)
+    model = PdeTransformer(PdeTransformerConfig(tuple(map(pde.task_shape, data.tasks)), config.model))
+    with torch.no_grad():
+        for parameter in model.parameters():  # off its start, where gates are zero
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return config, data, model
+
+
+def sums_of(config: pde.Config, data: FieldData, model: PdeTransformer, number: int, step: int) -> dict[str, Any]:
+    task = data.tasks[number]
+    terms = operator_learning.used(
+        operator_learning.coefficients(config.objective, step, task.conserved, task.boundary)
+    )
+    batch = data.training[task.name].batch([0, 1, 2]) | {
+        "weight": torch.ones(3), "occurrence": torch.arange(3), "sample": torch.arange(3), "position": torch.arange(3)
+    }  # fmt: skip
+    inputs, weights = pde.prepare(config, batch, step, task, terms)
+    assert set(weights) == set(TERMS)
+    found = pde.loss_sums(model, inputs, number, task, terms, config.objective.freeze_autoencoder)
+    assert set(found) == set(TERMS)
+    assert all(float(found[term]) == 0 for term in set(TERMS) - terms)
+    return {term: found[term] for term in terms}
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("number", [0, 1], ids=["advection", "darcy"])
+def test_each_term_trains_what_the_table_says_and_nothing_else(
+    tmp_path: Path, number: int, stage: str, freeze: bool
+) -> None:
+    flags = (*(FREEZE if freeze else ()), *(RESIDUAL if stage == "residual" else ()))
+    config, data, model = opened(tmp_path, *flags)
+    task = data.tasks[number]
+    sums = sums_of(config, data, model, number, STAGES[stage])
+    expected = {term for where, term in TRAINS if where == stage and term in HAS[task.name]}
+    if freeze and stage == "operator":
+        expected -= {"reconstruction", "reencoding"}
+    assert set(sums) == expected
+    for term, loss in sums.items():
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        wanted = set(TRAINS[stage, term])
+        if freeze and stage == "operator":
+            wanted -= {"encoders"}
+        if task.has_time and "target_encoders" in wanted:
+            wanted = wanted - {"target_encoders"} | {"encoders"}
+        reached = {
+            name.split(".")[0] for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0
+        }
+        assert reached == wanted, term
+
+
+@pytest.mark.parametrize(
+    ("tasks", "flags", "words"),
+    [
+        ("darcy", ("--objective.conservation_weight", "1"), "objective.conservation_weight 1.0: has no effect"),
+        ("advection", ("--objective.boundary_weight", "1"), "objective.boundary_weight 1.0: has no effect"),
+        ("advection", ("--objective.flip", "0.5"), "objective.flip 0.5: has no effect"),
+        ("darcy", ("--evaluation.conditioning.beam", "3"), "evaluation.conditioning .*beam=3.* has no effect"),
+    ],
+)
+def test_options_that_no_task_has_a_use_for_are_refused(tasks: str, flags: tuple[str, ...], words: str) -> None:
+    given = ["pde_demo", "--data.tasks", tasks, "--task_weights", "null", "--objective.queries", "null", *flags]
+    config = load_config(pde.Config, given, presets=Path(pde.__file__).parent / "presets").config
+
+    class Task:
+        conserved, boundary, has_time = tasks == "advection", "periodic", tasks == "advection"
+
+    if tasks == "darcy":
+        Task.boundary = "dirichlet"
+    with pytest.raises(UsageError, match=words):
+        operator_learning.check_tasks(config.objective, config.evaluation, [Task()])
+    operator_learning.check_tasks(operator_learning.ObjectiveConfig(), operator_learning.EvaluationConfig(), [Task()])
+
+
+def test_inverse_terms_that_a_frozen_autoencoder_does_not_have_are_refused() -> None:
+    with pytest.raises(UsageError, match="inverse_every 4 with freeze_autoencoder true"):
+        operator_learning.ObjectiveConfig(autoencode_steps=5, freeze_autoencoder=True, inverse_every=4)

@@ -1,0 +1,172 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from accel_train.config import UsageError
+from accel_train.domains.pde import rows
+from accel_train.domains.pde.files import FieldHeader, StoredFields, read_stored, write_fields
+from accel_train.domains.pde.rows import FieldData, build_field_data, load_field_assets
+
+MOVING = FieldHeader("moving", ("a", "b"), 2, 0.5, "periodic", True)
+STILL = FieldHeader("still", ("c",), 1, 0.0, "dirichlet", False)
+GENERATOR = np.random.default_rng(0)
+
+
+def stored(file: Path, header: FieldHeader, samples: int, shape: tuple[int, ...] = (4, 2, 1, 8)) -> StoredFields:
+    values = GENERATOR.normal(3.0, 2.0, size=(samples, *shape))
+    write_fields(file, header, samples, [(values, GENERATOR.normal(5.0, 0.1, (samples, len(header.parameters))))])
+    return opened(file)
+
+
+def opened(file: Path) -> StoredFields:
+    with h5py.File(file) as content:
+        return read_stored(file, content)
+
+
+def two_tasks(folder: Path) -> dict[str, dict[str, list[StoredFields]]]:
+    still = (1, 3, 4, 4)
+    return {
+        "moving": {
+            "train": [stored(folder / "a.h5", MOVING, 6), stored(folder / "b.h5", MOVING, 5)],
+            "heldout": [stored(folder / "c.h5", MOVING, 3)],
+        },
+        "still": {
+            "train": [stored(folder / "d.h5", STILL, 9, still)], "heldout": [stored(folder / "e.h5", STILL, 2, still)],
+        },
+    }  # fmt: skip
+
+
+def build(files: Any, cache: Path, time_stride: int = 1) -> FieldData:
+    return build_field_data(files, time_stride, cache, rank=0, barrier=lambda: None)
+
+
+def test_rows_of_all_tasks_one_after_another(tmp_path: Path) -> None:
+    data = build(two_tasks(tmp_path), tmp_path)
+    assert (len(data.train), data.train.sizes) == (33 + 9, (33, 9))
+    for i in range(42):
+        alone = data.training["moving"][i] if i < 33 else data.training["still"][i - 33]
+        row = data.train[i]
+        assert all(torch.equal(row[name], alone[name]) for name in row)
+    batch = data.train.batch([33, 41, 35])
+    assert all(torch.equal(values[1], data.train[41][name]) for name, values in batch.items())
+    assert batch["target"].shape == (3, 2, 4, 4)
+    assert batch["parameters"].shape == (3, 2)  # as many as any task has
+    assert batch["parameters"][:, 1].tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="use TaskSampler"):
+        data.train.batch([32, 33])
+    for index in (-1, 42):
+        with pytest.raises(IndexError):
+            data.train[index]
+    with pytest.raises(IndexError):
+        data.heldout["still"][2]
+
+
+def test_constants_come_from_the_training_split(tmp_path: Path) -> None:
+    files = two_tasks(tmp_path)
+    first = build(files, tmp_path)
+    with h5py.File(tmp_path / "e.h5", "a") as content:
+        content["fields"][...] = 100.0
+    files["still"]["heldout"] = [opened(tmp_path / "e.h5")]
+    second = build(files, tmp_path)
+    assert second.assets == first.assets
+    assert second.fingerprint != first.fingerprint
+    with h5py.File(tmp_path / "d.h5") as content:
+        values: NDArray[np.float64] = content["fields"][...].astype(float)
+    task = first.assets.task("still")
+    assert task.input.mean == pytest.approx(values[:, :, :1].mean((0, 1, 3, 4)))
+    assert task.target.std == pytest.approx(values[:, :, 1:].std((0, 1, 3, 4)))
+    parameters = first.training["still"].parameters[:, 0]
+    assert float(parameters.mean()) == pytest.approx(0, abs=1e-3)
+    assert float(parameters.std(correction=0)) == pytest.approx(1, abs=1e-3)
+
+
+def test_assets_go_through_a_folder(tmp_path: Path) -> None:
+    assets = build(two_tasks(tmp_path), tmp_path).assets
+    assets.save(tmp_path / "assets")
+    again = load_field_assets(tmp_path / "assets")
+    assert again == assets
+    values = torch.randn(5, 2, 4, 4)
+    for task, one in (("still", values), ("moving", values)):
+        assert torch.allclose(again.denormalise_target(task, again.normalise_target(task, one)), one, atol=1e-5)
+    one = values[:, :1]
+    assert torch.allclose(again.denormalise_input("still", again.normalise_input("still", one)), one, atol=1e-5)
+    mean, std = assets.task("still").target.mean, assets.task("still").target.std
+    assert again.denormalise_target("still", torch.ones(2, 1, 1)).flatten().tolist() == pytest.approx(
+        [m + s for m, s in zip(mean, std, strict=True)]
+    )
+    assert again.normalise_parameters("still", torch.tensor([[assets.task("still").parameter.mean[0]]])).tolist() == [
+        [0, 0]
+    ]
+
+
+@pytest.mark.parametrize(
+    "content", ["{", '{"format": 9}', '{"format": 1}', '{"format": 1, "tasks": [{"name": 1}]}', None]
+)
+def test_assets_that_cannot_be_used(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "fields.json").write_text(content)
+    with pytest.raises(UsageError, match=r"no usable data assets.*folder `assets` of a checkpoint"):
+        load_field_assets(tmp_path)
+
+
+def test_the_fingerprint_is_of_contents_and_preprocessing(tmp_path: Path) -> None:
+    files = two_tasks(tmp_path)
+    first = build(files, tmp_path)
+    assert build(files, tmp_path / "other cache").fingerprint == first.fingerprint
+    assert build(files, tmp_path, time_stride=2).fingerprint != first.fingerprint
+    assert build({"still": files["still"], "moving": files["moving"]}, tmp_path).fingerprint != first.fingerprint
+    [moved] = files["moving"]["heldout"]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "c.h5").write_bytes(moved.part.file.read_bytes())
+    files["moving"]["heldout"] = [opened(tmp_path / "elsewhere" / "c.h5")]
+    assert build(files, tmp_path).fingerprint == first.fingerprint
+    files["moving"]["heldout"] = [moved._replace(parameters=moved.parameters + np.float32(1e-3))]
+    assert build(files, tmp_path).fingerprint != first.fingerprint
+
+
+def test_contents_are_read_once_for_as_long_as_they_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    real = rows.field_facts
+    monkeypatch.setattr(rows, "field_facts", lambda fields: reads.append(len(fields)) or real(fields))
+    files = two_tasks(tmp_path)
+    first = build(files, tmp_path)
+    assert build(files, tmp_path).fingerprint == first.fingerprint
+    assert reads == [11, 3, 9, 2]
+    with h5py.File(tmp_path / "d.h5", "a") as content:
+        content["fields"][0] += 1
+    assert build(files, tmp_path).fingerprint != first.fingerprint
+    assert reads[4:] == [9, 2]
+
+
+def test_files_of_one_task_must_agree(tmp_path: Path) -> None:
+    files = two_tasks(tmp_path)
+    train = files["moving"]["train"]
+    faster = train[1]._replace(header=replace(MOVING, dt=0.25))
+    with pytest.raises(UsageError, match=r"b.h5 holds .*dt=0.25.* but .*a.h5 holds .*dt=0.5"):
+        build({"moving": {**files["moving"], "train": [train[0], faster]}}, tmp_path)
+    finer = stored(tmp_path / "finer.h5", MOVING, 3, (4, 2, 1, 16))
+    with pytest.raises(UsageError, match=r"finer.h5 holds \(4, 2, 1, 16\).* but .*a.h5 \(4, 2, 1, 8\)"):
+        build({"moving": {"train": train, "heldout": [finer]}}, tmp_path)
+    longer = stored(tmp_path / "longer.h5", MOVING, 3, (9, 2, 1, 8))
+    data = build({"moving": {"train": train, "heldout": [longer]}}, tmp_path)
+    assert data.heldout["moving"].trajectory(0).fields.shape == (9, 2, 1, 8)
+
+
+def test_a_channel_that_never_changes_is_refused(tmp_path: Path) -> None:
+    write_fields(tmp_path / "x.h5", STILL, 2, [(np.ones((2, 1, 2, 4, 4)), np.ones((2, 1)))])
+    one = [opened(tmp_path / "x.h5")]
+    with pytest.raises(UsageError, match=r"channel 0 of .*x.h5 is the same number everywhere"):
+        build({"still": {"train": one, "heldout": one}}, tmp_path)
+
+
+def test_assets_are_plain_json(tmp_path: Path) -> None:
+    build(two_tasks(tmp_path), tmp_path).assets.save(tmp_path)
+    facts = json.loads((tmp_path / "fields.json").read_text())
+    assert facts["tasks"][0]["grid"] == [1, 8]

@@ -1,0 +1,183 @@
+"""Figures of fields against numbers made by hand, on any number of processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from accel_train.domains.pde import scores
+from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde
+from accel_train.domains.pde.operator_learning import EvaluationConfig
+from accel_train.domains.pde.pictures import Panel, limits, write_fields
+from accel_train.domains.pde.rollout import MOST_CANDIDATES, ConditioningConfig
+from accel_train.domains.pde.rows import FieldData
+from accel_train.metrics.early_stopping import EarlyStopping
+from accel_train.metrics.records import LineWriter
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> FieldData:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    options = PdeDataConfig(
+        train_samples=32, heldout_samples=8, resolution_1d=32, resolution_2d=8, snapshots=9, workers=0, cache_dir=cache
+    )
+    return prepare_pde(options)
+
+
+def test_row_figures_are_those_of_the_physical_fields(data: FieldData) -> None:
+    task, rows = data.tasks[0], data.heldout["advection"]
+    batch = rows.batch([0, 1, 2, 3]) | {"weight": torch.tensor([1.0, 1.0, 1.0, 0.0])}
+    prediction = batch["target"] + 0.1 * torch.randn(batch["target"].shape, generator=torch.Generator().manual_seed(0))
+    found = scores.row_figures(task, scores.row_sums(task, prediction, batch))
+
+    true, made = (x.double().numpy() * task.target.std[0] + task.target.mean[0] for x in (batch["target"], prediction))
+    given = batch["input"].double().numpy() * task.input.std[0] + task.input.mean[0]
+    each = [np.sqrt(((made[i] - true[i]) ** 2).mean() / (true[i] ** 2).mean()) for i in range(3)]
+    assert found["advection_nrmse"] == pytest.approx(np.mean(each), rel=1e-5)
+    pooled = np.sqrt(((made[:3] - true[:3]) ** 2).sum() / (true[:3] ** 2).sum())
+    assert found["advection_nrmse_pooled"] == pytest.approx(pooled, rel=1e-5)
+    gaps = [abs(made[i].mean() - given[i].mean()) / np.abs(given[i]).mean() for i in range(3)]
+    assert found["advection_conservation_gap"] == pytest.approx(np.mean(gaps), rel=1e-4)
+    assert "darcy_conservation_gap" not in scores.row_figures(data.tasks[1], torch.ones(6))
+
+
+def test_refined_figures_stand_beside_the_plain_ones(data: FieldData) -> None:
+    plain = torch.tensor([4.0, 0.8, 9.0, 9.0, 0.4, 0.1], dtype=torch.float64)
+    refined = torch.tensor([4.0, 0.6, 9.0, 9.0, 0.5, 0.1], dtype=torch.float64)
+    found = scores.row_figures(data.tasks[0], plain, refined)
+    assert found["advection_nrmse"] == pytest.approx(0.2)
+    assert found["advection_refined_nrmse"] == pytest.approx(0.15)
+    assert found["advection_refined_spectral_error"] == pytest.approx(0.125)
+    assert found["advection_refined_gain"] == pytest.approx(0.25)
+    assert not [name for name in scores.row_figures(data.tasks[0], plain) if "refined" in name]
+    figures = {"advection_nrmse": 0.2, "darcy_nrmse": 0.1, "advection_refined_nrmse": 0.15}
+    assert scores.table(data, figures) == [
+        "advection: nRMSE 0.2000, refined 0.1500",
+        "darcy: nRMSE 0.1000",
+    ]
+
+
+def exact(state: Tensor) -> Tensor:
+    """Not advection: a step that keeps the integral and is easy to follow."""
+    return state.roll(1, -1)
+
+
+def sums_of(data: FieldData, world_size: int, conditioned: bool, batch_size: int = 64) -> Tensor:
+    total = torch.zeros(3, 4, dtype=torch.float64)
+    for rank in range(world_size):
+        options = EvaluationConfig(trajectories=5, batch_size=batch_size)
+        place = rank, world_size, torch.device("cpu")
+        batches = list(scores.rollout_batches(data.tasks[0], data.heldout["advection"], options, place))
+        share = -(-5 // world_size)
+        assert [len(paths.sample) for paths in batches][:-1] == [batch_size] * (-(-share // batch_size) - 1)
+        for paths in batches:
+            config = ConditioningConfig(candidates=3, beam=2, horizon=2)
+            made = paths.conditioned(exact, config, seed=0) if conditioned else paths.plain(exact)
+            assert made.shape == paths.truth[:, 1:].shape
+            total += paths.sums(made)
+    return total
+
+
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_rollouts_are_the_same_on_any_number_of_processes(data: FieldData, conditioned: bool) -> None:
+    one = sums_of(data, 1, conditioned)
+    assert one[0].tolist() == [5.0] * 4
+    for world_size, batch_size in ((1, 2), (2, 64), (2, 1), (3, 1)):
+        torch.testing.assert_close(sums_of(data, world_size, conditioned, batch_size), one, rtol=1e-6, atol=1e-9)
+
+
+def test_rollout_figures(data: FieldData) -> None:
+    plain = torch.tensor([[2.0, 2.0], [0.2, 0.6], [0.02, 0.02]], dtype=torch.float64)
+    better = torch.tensor([[2.0, 2.0], [0.1, 0.3], [0.0, 0.0]], dtype=torch.float64)
+    found = scores.rollout_figures(data.tasks[0], plain, better)
+    assert found["advection_rollout_nrmse"] == pytest.approx(0.2)
+    assert found["advection_rollout_nrmse_last"] == pytest.approx(0.3)
+    assert found["advection_rollout_conservation_gap"] == pytest.approx(0.01)
+    assert found["advection_conditioned_gain"] == pytest.approx(0.5)
+    assert "advection_conditioned_gain" not in scores.rollout_figures(data.tasks[0], plain, None)
+
+
+def test_what_needs_no_model_stands_beside_the_model(data: FieldData) -> None:
+    others = scores.baseline_figures(data, 8)
+    assert {"advection_persistence_nrmse", "darcy_linear_fit_nrmse", "darcy_training_mean_nrmse"} <= set(others)
+    assert "darcy_persistence_nrmse" not in others
+    figures = others | {"advection_nrmse": 0.04, "darcy_nrmse": 0.01}
+    lines = scores.table(data, figures)
+    assert lines[0].startswith("advection: nRMSE 0.0400; ")
+    assert f"persistence {others['advection_persistence_nrmse']:.4f}" in lines[0]
+    assert scores.mean_nrmse(data, figures) == pytest.approx(0.02)
+
+
+@pytest.mark.usefixtures("busy_machine")
+def test_pictures_are_written_whole(tmp_path: Path, data: FieldData) -> None:
+    task, rows = data.tasks[1], data.heldout["darcy"]
+    batch = rows.batch([0])
+    first = data.tasks[0], data.heldout["advection"], EvaluationConfig(trajectories=2)
+    figures, panels = scores.rolled_out(Accelerator(cpu=True), *first, lambda _: exact, 0)
+    rows = [("a", panels), ("d", scores.row_panels(task, batch, batch["target"]))]
+    write_fields(tmp_path / "fields.png", rows)
+    assert (tmp_path / "fields.png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fields.json", "fields.png"]
+    curve = json.loads((tmp_path / "fields.json").read_text())["a"]["rollout: error against time"]
+    assert curve["at"] == pytest.approx([data.tasks[0].dt * n for n in (1, 2, 3, 4)])
+    assert np.mean(curve["lines"]["rollout"]) == pytest.approx(figures["advection_rollout_nrmse"])
+    assert curve["lines"]["rollout"][-1] == pytest.approx(figures["advection_rollout_nrmse_last"])
+    assert np.mean(curve["lines"]["conditioned"]) == pytest.approx(figures["advection_conditioned_nrmse"])
+
+
+def test_errors_are_drawn_around_zero_with_their_nrmse(data: FieldData) -> None:
+    batch = data.heldout["darcy"].batch([0])
+    *_, truth, prediction, error = scores.row_panels(data.tasks[1], batch, batch["target"] + 0.5)
+    nrmse = float((prediction.values - truth.values).norm() / truth.values.norm())
+    assert error.title == f"error (nRMSE {nrmse:.3g})"
+    assert error.signed
+    assert not truth.signed
+    assert not prediction.signed
+    low, high = limits([error])
+    assert low == -high
+    assert high == pytest.approx(float(error.values.abs().max()))
+    low, high = limits([truth, prediction])
+    assert (low, high) == (float(truth.values.min()), float(prediction.values.max()))
+
+
+def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_fields(tmp_path / "no" / "fields.png", [("a", [Panel("t", torch.rand(2, 3), "u")])])
+    assert "could not be written" in caplog.text
+
+
+def test_a_run_ends_when_it_stops_getting_better(tmp_path: Path) -> None:
+    early = EarlyStopping(2, "error", tmp_path, 0)
+    assert [early.ended(1, {"error": value}) for value in (0.5, 0.4, 0.45)] == [False, False, False]
+    assert not early.ended(1, {})
+    assert early.ended(1, {"error": 0.41})
+    assert not EarlyStopping(None, "error", tmp_path, 0).ended(1, {"error": 1.0})
+
+
+def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path) -> None:
+    writer = LineWriter(tmp_path / "metrics.jsonl")
+    for step, value in ((10, 0.5), (20, 0.4), (30, 0.45), (40, 0.1)):
+        writer.write({"event": "evaluation", "step": step, "error": value})
+    early = EarlyStopping(2, "error", tmp_path, 30)  # what lies beyond step 30 is done again
+    assert not early.exhausted
+    assert early.ended(40, {"error": 0.42})
+
+
+def test_evaluations_before_the_operator_learns_do_not_count(tmp_path: Path) -> None:
+    writer = LineWriter(tmp_path / "metrics.jsonl")
+    for step in (10, 20, 30, 40):
+        writer.write({"event": "evaluation", "step": step, "error": 0.1})
+    assert EarlyStopping(2, "error", tmp_path, 40).exhausted
+    early = EarlyStopping(2, "error", tmp_path, 40, after=30)
+    assert not early.exhausted
+    assert not early.ended(30, {"error": 0.2})
+    assert [early.ended(step, {"error": 0.2}) for step in (50, 60)] == [False, True]
+
+
+def test_a_field_that_cannot_be_moved_has_as_many_candidates_as_may_be_asked_for() -> None:
+    assert 1 + len(scores.NOISES) >= MOST_CANDIDATES

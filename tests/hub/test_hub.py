@@ -1,0 +1,732 @@
+"""Pushing to the Hub and loading back, against a server on the loopback that speaks the Hub's API."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from huggingface_hub import ModelCard
+from safetensors.numpy import save_file
+
+from accel_train import strict_json
+from accel_train.config import UsageError
+from accel_train.hub import pusher as hub
+from accel_train.hub.download import download_manifest
+from accel_train.hub.errors import describe, redact
+from accel_train.hub.model_card import build_card
+from accel_train.hub.pusher import HubConfig, HubError, Pusher, check_repository, download, push_now
+from accel_train.hub.queue import Entry, HubQueue
+from accel_train.hub.repository import push_checkpoint
+from accel_train.store import commit
+from tests.hub_server import READER, WRITER, Fault, HubServer, serving
+from tests.waiting import until
+
+REPO = "org/model"
+CONFIG = HubConfig(repo_id=REPO, finish_minutes=5)
+
+# huggingface_hub uploads large files in a way that its HTTP client calls deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    with serving(monkeypatch, tmp_path / "hf_home") as served:
+        yield served
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with what a run leaves beside its checkpoints."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"schema": 1, "run_id": "abc123"}))
+    (run / "config.yaml").write_text("seed: 0\n")
+    (run / "curves.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4)
+    (run / "samples.md").write_text("# Samples\n\n- a text\n")
+    (run / "evaluation.json").write_text(json.dumps({"step": 1200, "loss": 1.5}))
+    return run
+
+
+def make_checkpoint(
+    run: Path, step: int, run_id: str = "abc123", size: int = 256, **manifest: Any
+) -> commit.Checkpoint:
+    """A committed checkpoint with real safetensors files, optimizer state and everything else that is pushed."""
+    directory = run / "checkpoints"
+    temporary = directory / commit.temporary_name(step, commit.new_nonce())
+    (temporary / "optimizer").mkdir(parents=True)
+    (temporary / "assets").mkdir()
+    weights = np.random.default_rng(step).standard_normal(size, dtype=np.float32)
+    for scale, name in enumerate(("model", "ema", "optimizer/exp_avg"), 1):
+        save_file({"layer.weight": weights * scale}, temporary / f"{name}.safetensors")
+    (temporary / "config.json").write_text('{"width": 4}')
+    (temporary / "assets" / "tokenizer.json").write_text('{"vocab": ["a"]}')
+    (temporary / "optimizer" / "index.json").write_text('{"step": 1, "state": {}}')
+    (temporary / "trainer_state.json").write_text('{"step": 1}')
+    files = {
+        path.relative_to(temporary).as_posix(): commit.seal_file(path)
+        for path in sorted(temporary.rglob("*"))
+        if path.is_file()
+    }
+    facts = {"accel_train": "0.1.0", "run_id": run_id, "step": step, "state": True}
+    final = directory / commit.checkpoint_name(step)
+    commit.commit(temporary, final, facts | {"metrics": {}} | manifest | {"files": files})
+    return commit.verify(final)
+
+
+def entry_of(checkpoint: commit.Checkpoint, **changes: Any) -> Entry:
+    run_id = str(checkpoint.manifest["run_id"])
+    return replace(Entry(checkpoint.path.name, checkpoint.step, run_id, REPO), **changes)
+
+
+def push(checkpoint: commit.Checkpoint, **changes: Any) -> dict[str, str]:
+    check_repository(CONFIG)
+    return push_checkpoint(checkpoint.path, entry_of(checkpoint, **changes), checkpoint.path.parents[1])
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+# ------------------------------------------------------------------------------------------------------ before training
+@pytest.mark.parametrize("repo_id", ["model", "org/name/more", "org/na me", "org/", "", "-org/model", "org/model.git"])
+def test_a_malformed_repository_is_refused(repo_id: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"hub.repo_id: {repo_id!r} is not ORGANISATION/NAME")):
+        HubConfig(repo_id=repo_id)
+
+
+def test_a_repository_is_created_once_and_private(server: HubServer) -> None:
+    check_repository(CONFIG)
+    check_repository(CONFIG)
+    assert server.repositories[REPO].private
+    check_repository(HubConfig(repo_id="org/open", private=False))
+    assert not server.repositories["org/open"].private
+    check_repository(HubConfig())  # off: not a request
+    assert len(server.times("whoami")) == 3
+
+
+def test_a_token_that_is_missing_wrong_or_may_not_write_is_said(
+    server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UsageError, match="needs a token and none was found; set HF_TOKEN"):
+        check_repository(CONFIG)
+    monkeypatch.setenv("HF_TOKEN", "hf_expiredExpired")
+    with pytest.raises(UsageError, match=r"hub\.repo_id: org/model: the Hub refuses \(status 401") as refused:
+        check_repository(CONFIG)
+    assert "hf_expired" not in str(refused.value)
+    monkeypatch.setenv("HF_TOKEN", READER)
+    with pytest.raises(UsageError, match=r"refuses \(status 403.*token that may create and write"):
+        check_repository(CONFIG)
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    check_repository(CONFIG)
+    monkeypatch.setenv("HF_TOKEN", READER)  # the repository is there and may be read, which is not enough
+    with pytest.raises(UsageError, match=r"refuses \(status 403"):
+        check_repository(CONFIG)
+
+
+def test_no_way_to_the_hub_is_said(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
+    with pytest.raises(UsageError, match=r"the Hub at http://hub\.invalid cannot be reached"):
+        check_repository(CONFIG)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match="HF_HUB_OFFLINE unset"):
+        check_repository(CONFIG)
+
+
+def test_a_hub_in_trouble_does_not_stop_training(server: HubServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.faults = [Fault("whoami", 503, count=2)]
+    check_repository(CONFIG)  # came back
+    assert not caplog.records
+    server.faults = [Fault("whoami", 503, count=9)]
+    check_repository(CONFIG)
+    assert "checkpoints wait in the queue" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------------- what is pushed
+def test_weights_only_round_trip(server: HubServer, run: Path, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(run, 1200, metrics={"loss": 1.25})
+    where = push(checkpoint)
+    assert where["revision"] == "step-00001200"
+    pushed = server.files(REPO)
+    assert pushed == server.files(REPO, "step-00001200")
+    extras = {"README.md", "config.yaml", "curves.png", "samples.md", "evaluation.json", ".gitattributes"}
+    listed = {"model.safetensors", "ema.safetensors", "config.json", "assets/tokenizer.json"}
+    assert set(pushed) == listed | {"manifest.json"} | extras
+    assert server.large.keys() >= {checkpoint.manifest["files"]["model.safetensors"]["sha256"]}  # went as LFS
+    manifest = json.loads(pushed["manifest.json"])
+    assert manifest["state"] is False
+    assert set(manifest["files"]) == listed
+
+    back = download("org/model@1200", tmp_path / "there")
+    assert back.name == "checkpoint_00001200"
+    assert commit.verify(back).manifest["metrics"] == {"loss": 1.25}
+    original = contents(checkpoint.path)
+    assert {k: v for k, v in contents(back).items() if k != "manifest.json"} == {k: original[k] for k in listed}
+    assert [p.name for p in (tmp_path / "there").iterdir()] == ["checkpoint_00001200"]
+
+
+def test_with_state_everything_comes_back_byte_for_byte(server: HubServer, run: Path, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(run, 1200)
+    push(checkpoint, include_state=True)
+    for spec in ("hub:org/model@1200", "org/model@step-00001200", "org/model"):
+        assert download_manifest(spec) == checkpoint.manifest
+        back = download(spec, tmp_path / spec.replace("/", "_"))
+        assert contents(back) == contents(checkpoint.path)
+    assert (back.stat().st_mode ^ (run / "checkpoints").stat().st_mode) & 0o777 == 0
+
+
+def test_what_an_earlier_push_left_goes_and_what_people_added_stays(server: HubServer, run: Path) -> None:
+    push(make_checkpoint(run, 1), include_state=True)
+    repository = server.repositories[REPO]
+    repository.add(
+        "main", "by hand", "", server.files(REPO) | {"LICENSE": b"mine", "model-00001-of-00002.safetensors": b""}
+    )
+    (run / "samples.md").unlink()
+    push(make_checkpoint(run, 2))
+    left = set(server.files(REPO))
+    assert "LICENSE" in left
+    assert not left & {"samples.md", "model-00001-of-00002.safetensors", "optimizer/exp_avg.safetensors"}
+    assert "samples.md" in server.files(REPO, "step-00000001")
+    manifest = json.loads(server.files(REPO)["manifest.json"])
+    assert manifest["step"] == 2
+
+
+def test_pushed_again_is_no_second_commit(server: HubServer, run: Path) -> None:
+    checkpoint = make_checkpoint(run, 5)
+    first = push(checkpoint)
+    for step in (6, 7, 8, 9):
+        push(make_checkpoint(run, step))
+    (run / "samples.md").write_text("# New samples\n")  # else huggingface_hub itself sees that nothing is new
+    assert push(checkpoint) == first  # found on the second page of the commits
+    assert len(server.titles(REPO)) == 5
+
+
+def test_main_only_advances(server: HubServer, run: Path, tmp_path: Path) -> None:
+    old, new = make_checkpoint(run, 600), make_checkpoint(run, 1200)
+    push(new)
+    assert push(old)["revision"] == "step-00000600"
+    assert json.loads(server.files(REPO)["manifest.json"])["step"] == 1200
+    assert commit.verify(download("org/model@600", tmp_path / "there")).step == 600
+    push(old, include_state=True)  # the same step with more: on top of its own branch
+    assert len(server.titles(REPO, "step-00000600")) == 3
+    assert len(server.titles(REPO)) == 1
+
+
+def test_tags(server: HubServer, run: Path, tmp_path: Path) -> None:
+    where = push(make_checkpoint(run, 7), revisions="tag")
+    assert server.repositories[REPO].tags == {"step-00000007": where["commit"]}
+    assert set(server.repositories[REPO].branches) == {"main"}
+    assert download("org/model@7", tmp_path / "there").name == "checkpoint_00000007"
+
+
+@pytest.mark.parametrize("revisions", ["branch", "tag"])
+def test_a_step_trained_again_replaces_its_name_and_another_run_does_not(
+    server: HubServer, run: Path, tmp_path: Path, revisions: str
+) -> None:
+    push(make_checkpoint(run, 10), revisions=revisions)
+    commit.remove(run / "checkpoints" / "checkpoint_00000010")
+    again = push(make_checkpoint(run, 10, size=300), revisions=revisions)
+    assert again["revision"] == "step-00000010"
+    assert server.repositories[REPO].resolve("step-00000010").oid == again["commit"]  # type: ignore[union-attr]
+    other = tmp_path / "other"
+    (other / "checkpoints").mkdir(parents=True)
+    foreign = push(make_checkpoint(other, 10, run_id="other9"), revisions=revisions)
+    assert foreign["revision"] == "step-00000010-other9"
+    assert b'revision="step-00000010-other9"' in server.files(REPO)["README.md"]
+    assert server.repositories[REPO].resolve("step-00000010").oid == again["commit"]  # type: ignore[union-attr]
+    older = push(make_checkpoint(other, 4, run_id="other9"), revisions=revisions)
+    assert older["revision"] == "step-00000004"
+
+
+def test_a_commit_of_another_meanwhile_is_not_overwritten(server: HubServer, run: Path) -> None:
+    check_repository(CONFIG)
+    server.before_commit = [
+        lambda repo: repo.add("main", "someone else", "", repo.commits[repo.branches["main"]].files)
+    ]
+    config = replace(CONFIG, finish_minutes=5)
+    assert len(push_now(make_checkpoint(run, 3).path, config)) == 1
+    assert server.titles(REPO)[0] == "someone else"
+    assert re.fullmatch(r"step 3 of run abc123 \([0-9a-f]{12}\)", server.titles(REPO)[1])
+    assert len(server.times("commit")) == 2
+
+
+# ------------------------------------------------------------------------------------------------------- what is queued
+@pytest.fixture
+def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pusher process that pushes nothing, so that the queue can be looked at."""
+
+    def start(run: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(hub, "_start_worker", start)
+
+
+def offered(run: Path, config: HubConfig, *checkpoints: commit.Checkpoint, **options: Any) -> list[str]:
+    """Offer them in one start of training; returns what waits afterwards."""
+    pusher = Pusher(run, config, is_main=True, **options)
+    for checkpoint in checkpoints:
+        pusher.offer(checkpoint)
+    pusher.close()
+    return sorted(name.removeprefix("checkpoint_0000000") for name in pusher.busy())
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_every_nth_is_counted_over_restarts(run: Path) -> None:
+    config = replace(CONFIG, push_every=2)
+    points = [make_checkpoint(run, step) for step in range(1, 6)]
+    assert offered(run, config, *points[:3]) == ["2"]
+    assert offered(run, config, points[2]) == ["2"]  # the one resumed from: offered before, not counted twice
+    assert offered(run, config, points[3]) == ["2", "4"]
+    assert offered(run, config, points[4]) == ["2", "4"]
+    assert offered(run, config, make_checkpoint(run, 6, run_id="new")) == ["2", "4"]  # another run counts from 0
+
+
+@pytest.mark.usefixtures("sleeping")
+@pytest.mark.parametrize(("mode", "best"), [("min", ["1", "3"]), ("max", ["1", "2", "5"])])
+def test_best_is_the_best_so_far_over_restarts(run: Path, mode: Any, best: list[str]) -> None:
+    config = replace(CONFIG, push="best")
+    figures = [2.0, 3.0, 1.0, None, 4.0]
+    points = [make_checkpoint(run, step, metrics={"loss": f} if f else {}) for step, f in enumerate(figures, 1)]
+    offered(run, config, *points[:2], best_metric="loss", best_mode=mode)
+    assert offered(run, config, *points[2:], best_metric="loss", best_mode=mode) == best
+    assert offered(run, config, make_checkpoint(run, 9), best_metric="loss", best_mode=mode) == best  # no figure
+    with pytest.raises(UsageError, match=r"set checkpoints\.best_metric"):
+        Pusher(run, config, is_main=True)
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_off_or_not_the_main_process_nothing_happens(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    point = make_checkpoint(run, 1)
+    for pusher in (Pusher(run, CONFIG, is_main=False), Pusher(run, HubConfig(), is_main=True)):
+        pusher.offer(point)
+        assert pusher.busy() == set()
+        assert pusher.finish().code == 0
+    assert not (run / "hub").exists()
+    HubQueue(run).add(entry_of(point))
+    caplog.clear()
+    Pusher(run, HubConfig(), is_main=True)
+    assert f"go on with: accel-train checkpoints push {shlex.quote(str(run))}" in caplog.text
+
+
+def test_the_queue_gives_way_to_the_newest_but_keeps_best_and_hand(run: Path) -> None:
+    queue = HubQueue(run)
+    for step, reason in ((10, "every"), (20, "hand"), (30, "best"), (40, "every"), (50, "every")):
+        queue.add(Entry(f"checkpoint_{step:08d}", step, "abc123", REPO, reason=reason))  # type: ignore[arg-type]
+    order = []
+    while (entry := queue.next()) is not None:
+        order.append(entry.step)
+        queue.done(entry, {})
+    assert order == [20, 30, 50]
+    events = [json.loads(line) for line in (run / "hub" / "log.jsonl").read_text().splitlines()]
+    coalesced = [e["checkpoint"] for e in events if e["event"] == "coalesced"]
+    assert coalesced == ["checkpoint_00000010", "checkpoint_00000040"]
+    assert "behind: checkpoint_00000050 is newer" in events[0]["reason"]
+
+
+@pytest.mark.fault(
+    "R1",
+    injected="files of the Hub's queue cut, changed by a bit, of wrong types, nested deeply; a directory, a FIFO, a "
+    "link in their place",
+    outcome="set aside, with the reason; the others are pushed",
+)
+def test_a_damaged_queue_file_does_not_block_the_others(run: Path) -> None:
+    queue = HubQueue(run)
+    queue.add(entry_of(make_checkpoint(run, 2)))
+    sound = (run / "hub" / "queue" / "checkpoint_00000002.json").read_text()
+    own = json.dumps({key: value for key, value in json.loads(sound).items() if key != strict_json.SEAL})
+    texts = {
+        "cut": sound[:50],
+        "a bit": sound.replace('"step": 2', '"step": 3'),
+        "another": own,
+        "type": own.replace('"step": 2', '"step": "2"'),
+        "huge": own.replace('"step": 2', '"step": 1' + "0" * 30),
+        "repository": own.replace(f'"{REPO}"', "7"),
+        "reason": own.replace('"every"', '"whim"'),
+        "deep": "[" * 100_000,
+        "twice": own.replace('"step": 2', '"step": 2, "step": 2'),
+        "lacking": '{"step": 3}',
+    }
+    damaged = {f"checkpoint_{step:08d}" for step in range(10, 10 + len(texts) + 3)}
+    for name, text in zip(sorted(damaged), texts.values(), strict=False):
+        renamed = text if name == "checkpoint_00000012" else text.replace("checkpoint_00000002", name)
+        (run / "hub" / "queue" / f"{name}.json").write_text(renamed)
+    directory, fifo, link = (run / "hub" / "queue" / f"{name}.json" for name in sorted(damaged)[-3:])
+    directory.mkdir()
+    os.mkfifo(fifo)
+    link.symlink_to("/nowhere")
+    assert [entry.step for entry in queue.entries()] == [2]
+    assert queue.names() == {"checkpoint_00000002"}
+    assert set(queue.failed()) == damaged
+    assert all("cannot be read" in reason for reason in queue.failed().values())
+    assert len(list((run / "hub" / "queue").glob("*.aside-*"))) == len(damaged)
+    queue.retry_failed()
+    assert queue.names() == {"checkpoint_00000002"}
+
+
+def test_other_files_of_the_queue_may_be_damaged(run: Path) -> None:
+    queue = HubQueue(run)
+    queue.save_offers({"run_id": "abc123", "committed": 4, "last": "checkpoint_00000004", "best": 1.5})
+    assert queue.offers("abc123")["committed"] == 4
+    file = run / "hub" / "offers.json"
+    file.write_text(file.read_text().replace('"committed": 4', '"committed": 5'))
+    assert queue.offers("abc123") == {"run_id": "abc123", "committed": 0}
+    (run / "hub" / "pushed").mkdir()
+    os.mkfifo(run / "hub" / "pushed" / "checkpoint_00000004.json")
+    assert queue.pushed() == {"checkpoint_00000004": {}}
+    (run / "hub" / "log.jsonl").write_text('NaN\n{"event": "pushed"}\n' + "[" * 100_000 + "\n")
+    assert queue.events(0)[0] == [{"event": "pushed"}]
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_offering_never_raises(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (run / "hub").write_text("in the way")
+    pusher = Pusher(run, replace(CONFIG, finish_minutes=0.01), is_main=True)
+    pusher.offer(make_checkpoint(run, 1))
+    assert "hub: " in caplog.text
+    pusher.finish()
+
+
+# ------------------------------------------------------------------------------------------------------ beside the loop
+def test_training_pushes_in_the_background(server: HubServer, run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    check_repository(CONFIG)
+    pusher = Pusher(run, CONFIG, is_main=True)
+    for step in (1, 2):
+        server.faults = [held := Fault("lfs_put", "held")]
+        pusher.offer(make_checkpoint(run, step))  # returns though the Hub does not answer
+        held.release.set()
+        until(lambda: not pusher.busy())
+    pusher.offer(make_checkpoint(run, 3))
+    status = pusher.finish()
+    assert (status.code, status.waiting, dict(status.failed)) == (0, (), {})
+    assert status.pushed == ("checkpoint_00000001", "checkpoint_00000002", "checkpoint_00000003")
+    assert [t.split()[1] for t in server.titles(REPO)] == ["1", "2", "3"]
+    assert set(server.repositories[REPO].branches) == {"main", "step-00000001", "step-00000002", "step-00000003"}
+    assert "3 pushed, 0 waiting, 0 failed; hub status 0" in caplog.text
+    assert f"hub: pushed checkpoint_00000001: {server.url}/org/model/commit/" in caplog.text
+    assert json.loads((run / "run.json").read_text())["hub"] == {"repo_id": REPO, "pending": [], "failed": {}}
+    assert (run / "hub" / "worker.log").read_text() == ""
+
+
+def test_last_is_pushed_at_the_end_and_not_at_a_preemption(server: HubServer, run: Path) -> None:
+    check_repository(CONFIG)
+    config = replace(CONFIG, push="last")
+    pusher = Pusher(run, config, is_main=True)
+    pusher.offer(make_checkpoint(run, 1))
+    asked = len(server.requests)
+    assert pusher.finish(preempted=True).pushed == ()
+    assert len(server.requests) == asked
+    pusher = Pusher(run, config, is_main=True)
+    pusher.offer(make_checkpoint(run, 1))
+    pusher.offer(make_checkpoint(run, 2))
+    assert pusher.finish().pushed == ("checkpoint_00000002",)
+
+
+def test_a_stop_ends_the_waiting_for_the_last_push(server: HubServer, run: Path) -> None:
+    check_repository(CONFIG)
+    server.faults = [held := Fault("lfs_put", "held")]  # no answer comes before the end of this test
+    pusher = Pusher(run, CONFIG, is_main=True)
+    pusher.offer(make_checkpoint(run, 1))
+    status = pusher.finish(asked_to_stop=lambda: bool(server.times("lfs_put")))
+    held.release.set()
+    assert pusher.broken_off
+    assert status.waiting == ("checkpoint_00000001",)
+    again = Pusher(run, CONFIG, is_main=True)
+    assert again.finish().pushed == ("checkpoint_00000001",)
+    assert not again.broken_off
+
+
+def test_behind_the_newest_goes_and_the_log_says_so(
+    server: HubServer, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    check_repository(CONFIG)
+    server.faults = [held := Fault("lfs_put", "held")]
+    pusher = Pusher(run, CONFIG, is_main=True)
+    pusher.offer(make_checkpoint(run, 1))
+    until(lambda: server.times("lfs_put"))
+    for step in (2, 3, 4):
+        pusher.offer(make_checkpoint(run, step))
+    held.release.set()
+    assert pusher.finish().code == 0
+    assert [t.split()[1] for t in server.titles(REPO)] == ["1", "4"]
+    assert "hub: coalesced checkpoint_00000002: behind: checkpoint_00000004 is newer" in caplog.text
+
+
+def test_a_checkpoint_that_is_gone_or_damaged_is_dropped(
+    server: HubServer, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_repository(CONFIG)
+    queue = HubQueue(run)
+    damaged, gone, good = (make_checkpoint(run, step) for step in (1, 2, 3))
+    for point in (damaged, gone, good):
+        queue.add(entry_of(point, reason="hand"))
+    (damaged.path / "model.safetensors").write_bytes(b"damaged")
+    commit.remove(gone.path)
+    status = Pusher(run, CONFIG, is_main=True).finish()
+    assert status.pushed == ("checkpoint_00000003",)
+    assert status.code == 0
+    assert "dropped checkpoint_00000001" in caplog.text
+    assert "7 bytes, the manifest says" in caplog.text
+    assert "checkpoint_00000002 is not there any more" in caplog.text
+
+
+def test_the_token_is_written_nowhere(server: HubServer, run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    check_repository(CONFIG)
+    leak = {"X-Error-Message": f"Illegal header value b'Bearer {WRITER}'"}
+    server.faults = [Fault("commit", 500, headers=leak), Fault("lfs_put", 500), Fault("commits", 403, 0, leak)]
+    pusher = Pusher(run, CONFIG, is_main=True)
+    pusher.offer(make_checkpoint(run, 1))
+    assert pusher.finish().code == 0
+    server.faults[2].count = 1
+    pusher = Pusher(run, CONFIG, is_main=True)
+    pusher.offer(make_checkpoint(run, 2))
+    assert pusher.finish().code == 1
+    written = contents(run / "hub")
+    assert b"Illegal header value" in written["log.jsonl"]
+    everything = b"".join(written.values()) + b"".join(contents(run).values()) + caplog.text.encode()
+    everything += b"".join(server.files(REPO).values())
+    assert WRITER.encode() not in everything
+    assert b"secretsignature" not in everything
+
+
+def test_the_pusher_is_light() -> None:
+    """It starts beside a job that needs its memory: no torch, and the file formats' own packages alone."""
+    code = "import sys, accel_train.hub.worker, accel_train.hub.repository as r; r.hub_api(); "
+    code += "from huggingface_hub import ModelCardData; print({'torch', 'numpy', 'accelerate'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
+
+
+# -------------------------------------------------------------------------------------------------------------- by hand
+def test_by_hand_pushes_what_waits_and_what_was_refused(server: HubServer, run: Path) -> None:
+    queue = HubQueue(run)
+    for step in (1, 2, 3):
+        queue.add(entry_of(make_checkpoint(run, step)))
+    queue.fail(queue.entries()[0], "no right to write")
+    urls = push_now(run, HubConfig())  # where to is in the queue
+    assert len(urls) == 3
+    assert all(url.startswith(f"{server.url}/org/model/commit/") for url in urls)
+    assert queue.names() == set()
+    assert queue.failed() == {}
+    assert set(queue.pushed()) == {f"checkpoint_0000000{n}" for n in (1, 2, 3)}
+    assert [t.split()[1] for t in server.titles(REPO)] == ["1", "2", "3"]
+
+
+def test_by_hand_with_nothing_waiting_pushes_the_newest(server: HubServer, run: Path) -> None:
+    make_checkpoint(run, 1)
+    make_checkpoint(run, 2)
+    assert len(push_now(run, CONFIG)) == 1
+    assert [t.split()[1] for t in server.titles(REPO)] == ["2"]
+    with pytest.raises(UsageError, match=r"where to\?.*give hub\.repo_id"):
+        push_now(run, HubConfig())
+
+
+def test_by_hand_what_cannot_be_pushed_is_said(server: HubServer, run: Path, tmp_path: Path) -> None:
+    check_repository(CONFIG)
+    with pytest.raises(UsageError, match="neither a run nor a checkpoint"):
+        push_now(tmp_path, CONFIG)
+    with pytest.raises(UsageError, match="has no checkpoint to push"):
+        push_now(run, CONFIG)
+    point = make_checkpoint(run, 1)
+    (point.path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="only a checkpoint that verifies is pushed"):
+        push_now(point.path, CONFIG)
+    good = make_checkpoint(run, 2)
+    HubQueue(run).add(entry_of(good))
+    server.faults = [Fault("commits", 404, headers={"X-Error-Code": "RepoNotFound"})]
+    with pytest.raises(HubError, match=r"0 pushed, 1 not: checkpoint_00000002 to org/model: .*repository is not there"):
+        push_now(run, CONFIG)
+    assert HubQueue(run).names() == {"checkpoint_00000002"}
+    with HubQueue(run).pushing(), pytest.raises(UsageError, match=f"being pushed by process {os.getpid()}"):
+        push_now(run, CONFIG)
+    server.faults = [Fault("commit", 503, count=99)]
+    with pytest.raises(HubError, match="503"):
+        push_now(good.path, replace(CONFIG, finish_minutes=0.001))
+
+
+# --------------------------------------------------------------------------------------------------------- loading back
+@pytest.mark.parametrize("spec", ["model", "org/model@", "org/model@a b", "hub:", "a/b/c@3", "hub:hub:org/model"])
+def test_a_malformed_source_is_refused(tmp_path: Path, spec: str) -> None:
+    with pytest.raises(UsageError, match="is not ORGANISATION/NAME or ORGANISATION/NAME@STEP"):
+        download(spec, tmp_path)
+
+
+def test_a_revision_that_is_not_there_lists_those_that_are(server: HubServer, run: Path, tmp_path: Path) -> None:
+    push(make_checkpoint(run, 1200))
+    with pytest.raises(UsageError, match="no revision step-00001300; it has main, step-00001200; name one"):
+        download("org/model@1300", tmp_path / "there")
+    with pytest.raises(UsageError, match=r"org/other cannot be read.*repository is not there"):
+        download("org/other@1200", tmp_path / "there")
+    server.repositories[REPO].add("main", "another", "", {"model.safetensors": b""})
+    with pytest.raises(UsageError, match="was not pushed by accel_train"):
+        download("org/model", tmp_path / "there")
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_download_that_does_not_verify_leaves_nothing(server: HubServer, run: Path, tmp_path: Path) -> None:
+    push(make_checkpoint(run, 1))
+    files = server.files(REPO)
+    server.repositories[REPO].add(
+        "main", "damaged", "", files | {"model.safetensors": files["model.safetensors"][::-1]}
+    )
+    with pytest.raises(HubError, match=r"model\.safetensors has changed since it was written"):
+        download("org/model", tmp_path / "there")
+    outside = json.loads(files["manifest.json"])
+    outside["files"]["../../escaped"] = outside["files"]["config.json"]
+    hostile = json.dumps(strict_json.sealed(outside)).encode()
+    server.repositories[REPO].add("main", "hostile", "", files | {"manifest.json": hostile})
+    with pytest.raises(UsageError, match=r"\.\./\.\./escaped', which is no name of a file in a checkpoint"):
+        download("org/model", tmp_path / "there")
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_download_goes_on_through_trouble(server: HubServer, run: Path, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(run, 1)
+    push(checkpoint, include_state=True)
+    server.faults = [Fault("info", 503), Fault("info", "drop_before"), Fault("resolve", "drop_before")]
+    assert contents(download("org/model", tmp_path / "there")) == contents(checkpoint.path)
+    server.faults = [Fault("info", 500, count=99)]
+    with pytest.raises(HubError, match=r"could not be downloaded.*500"):
+        download("org/model", tmp_path / "there")
+
+
+def test_what_is_there_is_kept_or_the_download_refused(server: HubServer, run: Path, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(run, 1)
+    push(checkpoint)
+    assert download("org/model", run / "checkpoints") == checkpoint.path  # the whole one stays, with its state
+    assert (checkpoint.path / "trainer_state.json").exists()
+    commit.remove(checkpoint.path)
+    make_checkpoint(run, 1, size=300)
+    with pytest.raises(UsageError, match="exists and differs from org/model"):
+        download("org/model", run / "checkpoints")
+    (checkpoint.path / "config.json").unlink()
+    with pytest.raises(UsageError, match="delete that one first"):
+        download("org/model", run / "checkpoints")
+
+
+def test_from_pretrained_loads_what_was_pushed(server: HubServer, run: Path) -> None:
+    import torch
+
+    from accel_train.config import to_tree
+    from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
+
+    torch.manual_seed(0)
+    shape = MultimodalMMDiTConfig(MMDiTConfig(width=32, depth=1, heads=2), 11, 4, 8)
+    model = MultimodalMMDiT(shape)
+    checkpoint = make_checkpoint(run, 1)
+    model.save_pretrained(checkpoint.path)
+    (checkpoint.path / "config.json").write_text(json.dumps(to_tree(shape)))
+    changed = {name: commit.seal_file(checkpoint.path / name) for name in ("model.safetensors", "config.json")}
+    commit.rewrite_manifest(checkpoint.path, {"files": checkpoint.manifest["files"] | changed})
+    push(commit.verify(checkpoint.path))
+    card = server.files(REPO)["README.md"].decode()
+    assert 'MultimodalMMDiT.from_pretrained("org/model", revision="step-00000001")' in card
+    loaded = MultimodalMMDiT.from_pretrained(REPO, revision="step-00000001")
+    for (name, expected), found in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(expected, found), name
+
+
+# ------------------------------------------------------------------------------------------------------------- the card
+def test_the_card_has_figures_curve_samples_and_code(server: HubServer, run: Path) -> None:
+    options = {"optimizer.lr": 0.1, "data.note": "a | b\nc"}
+    push(make_checkpoint(run, 1200, metrics={"heldout/loss": 1.25}, experiment=options, samples_seen=4800))
+    text = server.files(REPO)["README.md"].decode()
+    card = ModelCard(text)
+    assert card.data.library_name == "accel_train"
+    assert card.data.license is None
+    assert [(r.metric_type, r.metric_value) for r in card.data.eval_results or []] == [("heldout/loss", 1.25)]
+    for part in (
+        "| heldout/loss | 1.25 |",
+        "![Training curve](curves.png)",
+        "- a text",
+        'load_file(hf_hub_download("org/model", name, revision="step-00001200"))',
+        "| `optimizer.lr` | `0.1` |",
+        r"| `data.note` | `a \| b c` |",
+        "| Samples seen | 4800 |",
+        "| Optimizer state | not included |",
+    ):
+        assert part in text, part
+
+
+def test_the_card_names_the_class_of_an_operator_and_shows_its_fields(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"tasks": [], "model": {}}))
+    text = build_card(commit.Checkpoint(tmp_path, 7, {}), {"fields.png": b""}, REPO, "step-00000007")
+    assert 'PdeTransformer.from_pretrained("org/model", revision="step-00000007")' in text
+    assert "MultimodalMMDiT" not in text
+    assert "](fields.png)" in text
+
+
+@pytest.mark.parametrize(
+    ("manifest", "texts"),
+    [
+        ({}, {}),
+        ({"metrics": {"a": float("nan"), "b": "text", "c": None}, "files": {}}, {"evaluation.json": b"{"}),
+        ({"metrics": [1], "experiment": [], "files": {"model.safetensors": {}}}, {"samples.md": b"\xff\xfe"}),
+        ({"metrics": {}}, {"evaluation.json": b"[1]", "manifest.json": b""}),
+    ],
+)
+def test_the_card_survives_what_is_missing(tmp_path: Path, manifest: Any, texts: dict[str, bytes]) -> None:
+    text = build_card(commit.Checkpoint(tmp_path, 7, manifest), texts, REPO, "step-00000007")
+    assert ModelCard(text).data.eval_results is None
+    assert "| Step | 7 |" in text
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+class Answered(OSError):
+    """What ``huggingface_hub`` raises has the answer in ``response``."""
+
+    def __init__(self, status: int, **headers: str) -> None:
+        import httpx2
+
+        super().__init__(f"status {status}")
+        self.response = httpx2.Response(status, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+
+@pytest.mark.parametrize("status", [400, 401, 402, 403, 404, 408, 409, 412, 413, 422, 425, 429, 500, 502, 503, 504])
+def test_which_answers_are_worth_another_try(status: int) -> None:
+    retry = status not in (400, 401, 402, 403, 404, 413, 422)
+    wrapped = RuntimeError("Error while uploading 'model.safetensors' to the Hub.")
+    wrapped.__cause__ = Answered(status)
+    for error in (Answered(status), wrapped):
+        problem = describe(error)
+        assert (problem.status, problem.retry) == (status, retry)
+
+
+def test_without_an_answer_the_network_comes_back_and_a_wrong_value_does_not() -> None:
+    assert describe(ConnectionError("name resolution")).retry
+    assert describe(TimeoutError()).retry
+    assert describe(json.JSONDecodeError("a login page", "<html>", 0)).retry
+    assert not describe(ValueError("LFS batch API returned errors")).retry
+    assert not describe(TypeError("a bug")).retry
+
+
+def test_the_wait_that_the_hub_asks_for_is_kept() -> None:
+    assert describe(Answered(429, Retry_After="7")).retry_after_seconds == 7
+    soon = (datetime.now(UTC) + timedelta(hours=1)).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    assert 3000 < describe(Answered(503, Retry_After=soon)).retry_after_seconds <= 3600
+    assert describe(Answered(429, RateLimit='"api";r=0;t=55')).retry_after_seconds == 55
+    assert describe(Answered(429, RateLimit='"api";r=3;t=55')).retry_after_seconds == 0
+    assert describe(Answered(503, Retry_After="soon")).retry_after_seconds == 0
+
+
+def test_secrets_do_not_leave_in_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a-token-of-another-form")
+    text = redact("PUT https://s3/x?X-Amz-Signature=abc 'Bearer hf_abcDEF123'\n a-token-of-another-form")
+    assert text == "PUT https://s3/x?... 'Bearer hf_...' hf_..."

@@ -1,0 +1,89 @@
+"""Held-out sums on one process: what they add up to, and what an evaluation leaves as it was."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train.data.heldout import heldout_batches
+from accel_train.metrics.evaluation import evaluating, weighted_sums
+from accel_train.training.ema import Ema, EmaConfig
+
+CPU = torch.device("cpu")
+
+
+class Drawn:
+    """Sample i draws with all three generators, as an augmentation may."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]:
+        return {"x": torch.tensor([index + random.random(), np.random.random(), float(torch.rand(()))])}
+
+
+def sums_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"x": (batch["x"] * batch["weight"].unsqueeze(1)).sum(0), "samples": batch["weight"].sum()}
+
+
+def total(accelerator: Accelerator, batch_size: int, world_size: int) -> dict[str, Tensor]:
+    parts = [heldout_batches(Drawn(), 23, batch_size, rank, world_size, CPU) for rank in range(world_size)]
+    return weighted_sums(accelerator, (batch for part in parts for batch in part), sums_of)
+
+
+@pytest.mark.parametrize(("batch_size", "world_size"), [(4, 1), (23, 1), (64, 1), (1, 3), (7, 2)])
+def test_sums_are_those_of_every_sample_once(accelerator: Accelerator, batch_size: int, world_size: int) -> None:
+    torch.manual_seed(batch_size)  # what another part of a program did before
+    (whole,) = heldout_batches(Drawn(), 23, 23, 0, 1, CPU)
+    found = total(accelerator, batch_size, world_size)
+    assert found["samples"] == 23
+    assert found["x"].dtype == torch.float64
+    torch.testing.assert_close(found["x"], whole["x"].double().sum(0), rtol=1e-7, atol=0)
+
+
+def test_an_evaluation_leaves_the_random_states_alone() -> None:
+    states = random.getstate(), torch.get_rng_state()
+    list(heldout_batches(Drawn(), 23, 4, 0, 1, CPU))
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_sums_are_exact_where_fp32_would_lose_them(accelerator: Accelerator) -> None:
+    values = [torch.tensor(2.0**25), *[torch.tensor(1.0)] * 40]
+    assert float(weighted_sums(accelerator, values, lambda v: {"v": v})["v"]) == 2.0**25 + 40
+
+
+def test_nothing_to_evaluate_is_an_error(accelerator: Accelerator) -> None:
+    with pytest.raises(ValueError, match="no batch to evaluate"):
+        weighted_sums(accelerator, list[Tensor](), lambda v: {"v": v})
+
+
+def test_modes_weights_and_gradients_come_back() -> None:
+    linear, norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    model = nn.Sequential(linear, nn.Dropout(0.9), norm)
+    norm.eval()  # frozen by its owner
+
+    def master(_: str) -> Tensor:
+        return linear.weight.data
+
+    def show(tensors: dict[str, Tensor]) -> None:
+        linear.weight.data.copy_(tensors["weight"])
+
+    view: Any = SimpleNamespace(parameters=["weight"], master=master, show=show)
+    average = Ema(EmaConfig(), view)
+    average.shards["weight"].zero_()
+    before = linear.weight.detach().clone()
+    with evaluating(model, average):
+        assert not any(module.training for module in model.modules())
+        assert not linear.weight.any()
+        assert not model(torch.ones(3, 2)).requires_grad
+    assert [module.training for module in model.modules()] == [True, True, True, False]
+    assert torch.equal(linear.weight, before)
+    assert torch.is_grad_enabled()

@@ -1,0 +1,216 @@
+"""How a process ends: its exit code, and a stop before there is anything to save. Real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_train.runtime import exiting
+from accel_train.runtime.exiting import reported_exit_code
+from tests.waiting import PATIENCE_SECONDS, until
+
+ROOT = Path(__file__).parents[2]
+MAIN = """
+import hashlib, os, sys, time
+from pathlib import Path
+from accel_train.config import UsageError
+from accel_train.runtime.early_stop import look_for_stop_file
+from accel_train.runtime.exiting import run_main
+
+def ready():
+    os.write(1, b"ready\\n")
+
+def main(argv):
+    if argv == ["usage"]:
+        raise UsageError("--x 1: must be 2; write 2")
+    if argv == ["exit"]:
+        raise SystemExit(2)
+    if argv == ["words"]:
+        raise SystemExit("words")
+    if argv == ["python"]:
+        ready()
+        while True:
+            time.sleep(0.1)
+    if argv == ["library"]:
+        ready()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes without one bytecode
+    if argv[0] == "file":
+        look_for_stop_file(Path(argv[1]))
+        ready()
+        time.sleep(3600)
+    if argv[0] == "first":
+        from accel_train.runtime.signals import StopRequests
+        requests = StopRequests(Path(argv[1]), main=True, alone=True)
+        ready()
+        time.sleep(3600)
+    if argv[0] == "later":
+        from accel_train.runtime.signals import StopRequests
+        requests = StopRequests(Path(argv[1]), main=True, alone=True)
+        requests.begin()
+        ready()
+        while not requests.requested:
+            time.sleep(0.01)
+        print(requests.reason)
+        return 7
+    if argv == ["fork"]:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            ready()
+            os.write(writing, b"x")
+            time.sleep(3600)
+        os.read(reading, 1)
+        os.kill(child, 15)
+        _, status = os.waitpid(child, 0)
+        time.sleep(4)  # longer than a signal of its own would leave it
+        return 40 + os.WTERMSIG(status)
+    return int(argv[0])
+
+run_main(main)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "main.py"
+    path.write_text(MAIN)
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")}
+    return kept | {"PYTHONPATH": str(ROOT)} | more
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "reported", "printed"),
+    [
+        ("0", 0, "0 1\n0 0\n", ""),
+        ("75", 75, "0 1\n0 75\n", ""),
+        ("usage", 2, "0 1\n0 2\n", "error (wrong usage, exit code 2): --x 1: must be 2; write 2\n"),
+        ("exit", 2, "0 1\n0 2\n", ""),
+        ("words", 1, "0 1\n", "words\n"),
+        ("fork", 40 + signal.SIGTERM, "0 1\n0 55\n", "ready\n"),
+    ],
+)
+def test_the_exit_code_leaves_the_process_and_reaches_the_launcher(
+    argument: str, code: int, reported: str, printed: str, script: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "codes"
+    done = subprocess.run(
+        [sys.executable, str(script), argument],
+        env=environment(ACCEL_TRAIN_EXIT_CODE_FILE=str(file)),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (code, printed)
+    assert file.read_text() == reported
+
+
+def test_a_wrong_usage_is_in_the_log_of_the_run_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exiting, "asked_output_dir", lambda: tmp_path / "run")
+    exiting._log("error (wrong usage, exit code 2): no directory is made for it")
+    assert not (tmp_path / "run").exists()
+    log = tmp_path / "run" / "logs" / "rank_0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("an earlier start\n")
+    exiting._log("error (wrong usage, exit code 2): --seed fast")
+    first, second = log.read_text().splitlines()
+    assert (first, second.partition(" ERROR ")[2]) == (
+        "an earlier start",
+        "accel_train.runtime.exiting: error (wrong usage, exit code 2): --seed fast",
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "stopped", "code"),
+    [
+        (None, True, None),
+        ("0 1\n", True, 1),
+        ("0 1\n1 1\n0 75\n1 75\n", False, 75),
+        ("0 1\n1 1\n0 2\n1 75\n", False, 2),
+        ("0 1\n1 1\n1 75\n", False, 1),
+        ("0 1\n1 1\n1 75\n", True, 75),
+        ("0 1\n1 1\n1 0\n0 75\n", True, 75),
+        ("0 1\n0 3\n", False, 3),
+    ],
+    ids=["imports", "crash", "saved", "usage", "crash of one", "early on one", "last push", "other"],
+)
+def test_the_codes_of_all_ranks_become_one(said: str | None, stopped: bool, code: int | None, tmp_path: Path) -> None:
+    if said is not None:
+        (tmp_path / "codes").write_text(said)
+    assert reported_exit_code(tmp_path / "codes", stopped=stopped) == code
+
+
+@pytest.mark.fault(
+    "R4", injected="a stop before the first step is done: data, compilation", outcome="ends at once with exit code 75"
+)
+@pytest.mark.parametrize(
+    ("arguments", "number", "code", "says"),
+    [
+        (("python",), signal.SIGTERM, 75, "asked to stop (SIGTERM) while there is nothing to save"),
+        (("python",), signal.SIGUSR1, 75, "(SIGUSR1)"),
+        (("python",), signal.SIGINT, 75, "(SIGINT)"),
+        (("library",), signal.SIGTERM, 75, "(SIGTERM)"),
+        (("first", "."), signal.SIGTERM, 75, "(SIGTERM)"),
+        (("file", "."), None, 75, "(the file STOP)"),
+        (("later", "."), signal.SIGTERM, 7, "SIGTERM"),
+    ],
+    ids=["python", "usr1", "ctrl-c", "inside a library", "first step", "stop file", "after it"],
+)
+def test_a_stop_while_there_is_nothing_to_save_ends_the_process(
+    arguments: tuple[str, ...], number: signal.Signals | None, code: int, says: str, script: Path, tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        env=environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        if number is None:
+            (tmp_path / "STOP").touch()
+        else:
+            child.send_signal(number)
+        said = child.communicate(timeout=PATIENCE_SECONDS)[0]
+        assert child.returncode == code, said
+        assert says in said
+        assert not (tmp_path / "STOP").exists()
+
+
+LAUNCHER = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, *sys.argv[1:]])
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("launched", "code"), [(True, 75), (False, 0)])
+def test_a_recipe_whose_launcher_died_during_its_imports_does_not_train_unwatched(
+    launched: bool, code: int, script: Path, tmp_path: Path
+) -> None:
+    """The launcher leads a process group of its own; the recipe comes to ``run_main`` after its death."""
+    head = "import os, time\nwhile os.path.exists(f'/proc/{os.getpgrp()}'):\n    time.sleep(0.01)\n"
+    script.write_text(head + script.read_text())
+    variables = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"} if launched else {}
+    codes = tmp_path / "codes"
+    variables["ACCEL_TRAIN_EXIT_CODE_FILE"] = str(codes)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(script), "0"], env=environment(**variables), start_new_session=True
+    )
+    launcher.wait()
+    last = until(lambda: codes.exists() and codes.read_text().count("\n") == 2 and codes.read_text().split()[-1])
+    assert last == str(code)

@@ -1,0 +1,104 @@
+"""A model that cannot fit is refused by arithmetic, before memory is taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_train.config import UsageError
+from accel_train.speed import fitting
+from accel_train.speed.fitting import GIB, host_bytes, parameters_of, refuse_what_cannot_fit
+from recipes import mmdit, pde
+
+ONE_GIB_OF_WEIGHTS = GIB // 4
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def check(parameters: int, optimizer: Any = "adamw", processes: int = 1, **given: Any) -> None:
+    usual: dict[str, Any] = {"training": True, "has_average": True, "sharded": False, "device": CPU}
+    options = usual | {"world_size": processes} | given
+    refuse: Any = refuse_what_cannot_fit
+    refuse(parameters, optimizer, **options)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host of 16 GiB with devices of 4 GiB."""
+    monkeypatch.setattr(fitting, "host_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(fitting, "_device_bytes", lambda _: 4.0 * GIB)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("weights_gib", "options", "says"),
+    [
+        (3.2, {}, None),
+        (
+            3.3,
+            {},
+            r"take 16\.5 GiB \(20 bytes each: weights, average, gradient, state of adamw\), and this host with 1 ",
+        ),
+        (3.3, {"has_average": False}, None),
+        (3.3, {"optimizer": "muon"}, None),
+        (7.9, {"training": False}, None),
+        (8.1, {"training": False}, r"\(8 bytes each: weights, average\)"),
+        (1.7, {"processes": 2}, r"take 17\.0 GiB .*this host with 2 process\(es\) has 16\.0 GiB"),
+        (1.7, {"processes": 2, "sharded": True}, None),
+        (3.3, {"processes": 2, "sharded": True}, r"16\.5 GiB .*; divided by 2 processes\), and this host"),
+        (8.1, {"processes": 2, "sharded": True}, r"take 16\.2 GiB as fp32 weights, which each of 2 .* start fewer"),
+        (0.7, {"device": GPU}, None),
+        (0.9, {"device": GPU}, r"take 4\.5 GiB .*cuda:0 has 4\.0 GiB.*fsdp2\.yaml"),
+        (0.9, {"device": GPU, "optimizer": "adamw_offload"}, None),
+        (3.9, {"device": GPU, "sharded": True}, None),
+        (4.1, {"device": GPU, "sharded": True}, r"cuda:0 and host memory has 20\.0 GiB"),
+    ],
+)
+def test_what_fits_by_hand(
+    weights_gib: float, options: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(options.get("processes", 1)))
+    if says is None:
+        check(int(weights_gib * ONE_GIB_OF_WEIGHTS), **options)
+    else:
+        with pytest.raises(UsageError, match=says):
+            check(int(weights_gib * ONE_GIB_OF_WEIGHTS), **options)
+
+
+def test_counting_takes_no_memory_and_no_randomness() -> None:
+    before = torch.get_rng_state()
+    assert parameters_of(lambda: nn.Linear(1 << 20, 1 << 20)) == (1 << 40) + (1 << 20)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    whole = host_bytes([])
+    (tmp_path / "limit").write_text("1048576\n")
+    (tmp_path / "none").write_text("max\n")
+    assert host_bytes([str(tmp_path / "limit"), str(tmp_path / "none")]) == 1 << 20
+    assert host_bytes([str(tmp_path / "none"), str(tmp_path / "absent")]) == whole
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        (
+            mmdit,
+            "demo --data.path {}/texts.jsonl --data.vocab_size 300 --global_batch_size 8 --data.latent_dim 4",
+        ),
+        (pde, "pde_demo --data.train_samples 16 --data.heldout_samples 4 --data.workers 0 --model.decoder_width 65536"),
+    ],
+)
+def test_a_recipe_refuses_a_width_that_no_machine_has(
+    recipe: Any, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
+    lines = (json.dumps({"text": f"the {i * 7} old king rode {i} north"}) + "\n" for i in range(60))
+    (tmp_path / "texts.jsonl").write_text("".join(lines))
+    given = [*flags.replace("{}", str(tmp_path)).split(), "--model.width", "65536"]
+    with pytest.raises(UsageError, match=r"--model\.width 65536.*: [\d,]+ parameters take [\d,.]+ GiB .*smaller"):
+        recipe.main([*given, "--output_dir", str(tmp_path / "run")])

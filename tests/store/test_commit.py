@@ -1,0 +1,276 @@
+"""Names, hashes, atomic commit, verification and retention, on plain files."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from accel_train import strict_json
+from accel_train.store import commit, manifest
+
+
+def make(directory: Path, step: int, content: bytes = b"weights") -> Path:
+    temporary = directory / commit.temporary_name(step, commit.new_nonce())
+    (temporary / "optimizer").mkdir(parents=True)
+    files = {}
+    for name in ("model.safetensors", "optimizer/exp_avg.safetensors"):
+        (temporary / name).write_bytes(content)
+        files[name] = commit.seal_file(temporary / name)
+    final = directory / commit.checkpoint_name(step)
+    commit.commit(temporary, final, {"step": step, "files": files})
+    return final
+
+
+def test_a_committed_checkpoint_verifies(tmp_path: Path) -> None:
+    final = make(tmp_path, 1200)
+    found = commit.verify(final)
+    assert (final.name, found.step) == ("checkpoint_00001200", 1200)
+    assert [p.name for p in tmp_path.iterdir()] == [final.name]
+    assert (final / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda p: (p / "model.safetensors").write_bytes(b"weightz"), "sha256 differs"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"weight"), "6 bytes, the manifest says 7"),
+        (lambda p: (p / "optimizer" / "exp_avg.safetensors").unlink(), "exp_avg.safetensors is missing"),
+        (lambda p: (p / "manifest.json").unlink(), "no manifest.json"),
+        (lambda p: (p / "manifest.json").write_text("{"), "cannot be read"),
+        (lambda p: (p / "manifest.json").write_text('{"schema": 9, "accel_train": "9.0"}'), "accel_train 9.0"),
+        (lambda p: (p / "manifest.json").write_text("[]"), "it holds no object"),
+        (lambda p: (p / "manifest.json").write_text('{"schema": 1}'), "it has no 'step'"),
+        (lambda p: _instead(p / "optimizer" / "exp_avg.safetensors", Path.mkdir), "is no regular file"),
+        (lambda p: _instead(p / "optimizer" / "exp_avg.safetensors", os.mkfifo), "is no regular file"),
+        (lambda p: _instead(p / "optimizer" / "exp_avg.safetensors", _to_itself), "is missing"),
+    ],
+)
+def test_damage_is_found_and_an_older_checkpoint_is_used(tmp_path: Path, damage: object, reason: str) -> None:
+    older, newer = make(tmp_path, 10), make(tmp_path, 20)
+    damage(newer)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=reason):
+        commit.verify(newer)
+    found, reasons = commit.newest_verified(tmp_path)
+    assert found is not None
+    assert found.path == older
+    assert len(reasons) == 1
+    assert reason in reasons[0]
+
+
+def _instead(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+def _to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+FAULT = pytest.mark.fault(
+    "R1",
+    injected="a manifest whose step is 0, -5, 10^20 or Infinity, with doubled keys, deep nesting, half a surrogate "
+    "pair, wrong types, no file list, or files outside",
+    outcome="a reason; older one used",
+)
+
+
+@FAULT
+@pytest.mark.parametrize("own", [True, False], ids=["with_a_hash", "schema_1"])
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ('"step": 20', '"step": 0', "its step is 0, the directory's name says 20"),
+        ('"step": 20', '"step": 22', "its step is 22, the directory's name says 20"),
+        ('"step": 20', '"step": -5', "step is -5; a whole number from 0"),
+        ('"step": 20', '"step": 100000000000000000000', "a whole number from 0 to 1000000000000000"),
+        ('"step": 20', f'"step": {"9" * 5000}', "Exceeds the limit"),
+        ('"step": 20', '"step": true', "step is True"),
+        ('"step": 20', '"step": 20.0', "step is 20.0"),
+        ('"step": 20', '"step": Infinity', "Infinity is no number of JSON"),
+        ('"step": 20', '"step": 20, "step": 20', "the key 'step' comes twice"),
+        ('"step": 20', '"step": 20, "epoch": 1e999', "1e999 is beyond every float"),
+        ('"step": 20', '"step": 20, "epoch": -1', "epoch is -1"),
+        ('"step": 20', '"step": 20, "epoch": 1' + "0" * 400, "finite number"),
+        ('"step": 20', '"step": 20, "run_id": 7', "run_id is 7; a text is required"),
+        ('"step": 20', '"step": 20, "run_id": "\\ud800"', "half of a surrogate pair"),
+        ('"step": 20', '"step": 20, "metrics": {"loss": "low"}', "finite numbers by name"),
+        ('"step": 20', '"step": 20, "state": 1', "true or false"),
+        ('"step": 20', '"step": 20, "more": ' + "[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ('"files": {', '"filez": {', "it has no 'files'"),
+        ('"files": {', '"files": [], "more": {', "files is .*; an object is required"),
+        ('"model.safetensors"', '"../model.safetensors"', "is no name of a file in a checkpoint"),
+        ('"model.safetensors"', '"/etc/passwd"', "is no name of a file in a checkpoint"),
+        ('"model.safetensors"', '"a//b"', "is no name of a file in a checkpoint"),
+        ('"model.safetensors"', f'"{"a/" * 20}b"', "is no name of a file in a checkpoint"),
+        ('"model.safetensors"', '"manifest.json"', "is no name of a file in a checkpoint"),
+        ('"size": 7', '"size": -7', "model.safetensors has no size and sha256"),
+        ('"sha256": "', '"sha256": "x', "model.safetensors has no size and sha256"),
+    ],
+)
+def test_a_manifest_that_cannot_be_believed(tmp_path: Path, before: str, after: str, reason: str, own: bool) -> None:
+    """Also where the hash is right, as of one who made it so, and in the first schema, which has none."""
+    older, newer = make(tmp_path, 10), make(tmp_path, 20)
+    file = newer / "manifest.json"
+    lines = [line for line in file.read_text().splitlines(keepends=True) if strict_json.SEAL not in line]
+    text = "".join(lines).replace("},\n}", "}\n}").replace('"schema": 2', f'"schema": {1 + own}')
+    assert before in text
+    text = text.replace(before, after, 1)
+    if own:
+        with suppress(ValueError):  # what cannot be parsed has no hash
+            text = commit.to_json(strict_json.sealed(strict_json.parse(text)))
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"checkpoint_00000020: manifest.json cannot be read .*{reason}"):
+        commit.verify(newer)
+    assert commit.newest_verified(tmp_path)[0] == commit.opened(older)
+
+
+@pytest.mark.fault("R1", injected="each single bit of a manifest flipped", outcome="noticed; older one used")
+def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
+    path = make(tmp_path, 20)
+    sound, content = commit.opened(path).manifest, (path / "manifest.json").read_bytes()
+    believed = 0
+    for place, bit in itertools.product(range(len(content)), range(8)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << bit
+        with suppress(ValueError):
+            assert manifest.parse(bytes(flipped)) == sound
+            believed += 1
+    assert believed == 0
+
+
+@pytest.mark.fault(
+    "R1", injected="a directory, a FIFO, a device, a socket, a link to nowhere for the manifest", outcome="the same"
+)
+@pytest.mark.parametrize(
+    ("make_it", "reason"),
+    [
+        (Path.mkdir, "it is a directory, not a regular file"),
+        (os.mkfifo, "it is a FIFO, not a regular file"),
+        (lambda p: p.symlink_to("/dev/zero"), "it is a device, not a regular file"),
+        (lambda p: p.symlink_to("/nowhere"), "it is a link to /nowhere, which does not exist"),
+        (lambda p: p.symlink_to(p.name), "Too many levels of symbolic links"),
+        (lambda p: p.symlink_to("../checkpoint_00000010/manifest.json"), "the directory's name says 20"),
+        (lambda p: os.truncate(p.parent / "manifest.json", 1 << 40), "at most 67108864 are read"),
+        (lambda p: p.write_bytes(b"\xff{}"), "it is not UTF-8"),
+        (lambda p: p.write_bytes(b""), "it is not JSON"),
+    ],
+)
+def test_something_else_in_the_manifest_s_place(tmp_path: Path, make_it: Callable[[Path], object], reason: str) -> None:
+    older, newer = make(tmp_path, 10), make(tmp_path, 20)
+    if reason.startswith("at most"):
+        make_it(newer / "manifest.json")
+    else:
+        _instead(newer / "manifest.json", make_it)
+    with pytest.raises(ValueError, match=reason):
+        commit.verify(newer)
+    assert commit.newest_verified(tmp_path)[0] == commit.opened(older)
+
+
+def test_a_manifest_of_the_first_schema_is_read_and_rewritten_with_a_hash(tmp_path: Path) -> None:
+    path = make(tmp_path, 20)
+    found = {key: value for key, value in commit.opened(path).manifest.items() if key != strict_json.SEAL}
+    commit.write_json(path / "manifest.json", found | {"schema": 1})
+    assert commit.verify(path).step == 20
+    commit.rewrite_manifest(path, {"metrics": {"loss": 1.5}})
+    assert commit.verify(path).manifest["schema"] == 2
+    commit.write_json(path / "manifest.json", dict(commit.opened(path).manifest) | {"schema": 1})
+    with pytest.raises(ValueError, match="schema 1 has no self_sha256"):
+        commit.verify(path)
+
+
+def test_order_is_by_step_and_not_by_time(tmp_path: Path) -> None:
+    for step in (900, 1000, 100_000_000, 20):
+        make(tmp_path, step)
+    os.utime(tmp_path / commit.checkpoint_name(20), (2e9, 2e9))
+    assert [s for s, _ in commit.committed(tmp_path)] == [20, 900, 1000, 100_000_000]
+
+
+def test_only_dead_processes_of_this_host_are_swept(tmp_path: Path) -> None:
+    dead = tmp_path / f".tmp-checkpoint_00000001-{socket.gethostname()}-{_dead_pid()}-abc"
+    alive = tmp_path / commit.temporary_name(2, "def")
+    foreign = tmp_path / f".trash-checkpoint_00000003-elsewhere-{_dead_pid()}-abc"
+    for path in (dead, alive, foreign):
+        path.mkdir()
+    assert commit.sweep(tmp_path) == [dead]
+    assert {p.name for p in tmp_path.iterdir()} == {alive.name, foreign.name}
+
+
+def _dead_pid() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_a_step_written_again_replaces_the_damaged_one(tmp_path: Path) -> None:
+    first = make(tmp_path, 5, b"old")
+    (first / "stray").write_text("left over")
+    second = make(tmp_path, 5, b"new")
+    assert (second / "model.safetensors").read_bytes() == b"new"
+    assert not (second / "stray").exists()
+
+
+@pytest.mark.fault(
+    "R2",
+    injected="a file, a link, a dangling link or a strange directory where a checkpoint goes",
+    outcome="set aside by name; the save goes on",
+)
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda p: p.write_text("mine"),
+        lambda p: p.symlink_to("/nowhere"),
+        lambda p: p.symlink_to(p.parent / "else"),
+        lambda p: (p.mkdir(), (p / "notes.txt").write_text("mine")),
+    ],
+    ids=["file", "dangling", "link", "directory"],
+)
+def test_what_stands_in_the_way_is_set_aside(tmp_path: Path, put: Callable[[Path], object]) -> None:
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "notes.txt").write_text("mine")
+    final = tmp_path / commit.checkpoint_name(5)
+    put(final)
+    was = os.readlink(final) if final.is_symlink() else None
+    make(tmp_path, 5)
+    (aside,) = tmp_path.glob("checkpoint_00000005.aside-*")
+    assert commit.committed(tmp_path) == [(5, final)]
+    assert commit.verify(final).step == 5
+    assert (tmp_path / "else" / "notes.txt").read_text() == "mine"
+    if was is not None:
+        assert os.readlink(aside) == was
+    else:
+        assert (aside if aside.is_file() else aside / "notes.txt").read_text() == "mine"
+
+
+def test_only_the_link_to_a_checkpoint_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    there = make(tmp_path / "disk", 5)
+    link = tmp_path / "run" / there.name
+    link.symlink_to(there)
+    assert commit.verify(link).step == 5
+    commit.remove(link)
+    assert list((tmp_path / "run").iterdir()) == []
+    assert commit.verify(there).step == 5
+
+
+def test_a_full_disk_is_explained_with_numbers(tmp_path: Path) -> None:
+    text = commit.describe_write_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path, 3 * 2**20)
+    assert "need about 3 MiB" in text
+    assert "free" in text
+    foreign = commit.describe_write_error(RuntimeError("I/O error: File too large (os error 27)"), tmp_path, 2**20)
+    assert "no space left" in foreign

@@ -1,0 +1,75 @@
+"""The average of the weights against its formula, and switched off: no memory, and everything else goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_train.checkpoints import restore
+from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.store import commit
+from accel_train.training.ema import Ema, EmaConfig, decay_at
+from tests.checkpoints.test_saver import Toy
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy:
+    return Toy(tmp_path / "run")
+
+
+def off(toy: Toy) -> Toy:
+    toy.average = Ema(EmaConfig(0.0), toy.average.view)
+    return toy
+
+
+def test_the_average_is_that_of_the_formula(toy: Toy) -> None:
+    view = toy.average.view
+    expected = {n: view.master(n).double() for n in view.parameters}
+    for step in range(20):
+        toy.step(step)
+        decay = decay_at(0.5, step)
+        expected = {n: decay * e + (1 - decay) * view.master(n).double() for n, e in expected.items()}
+    for name, tensor in toy.average.shards.items():
+        torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-5, atol=1e-7)
+    trained = {n: view.master(n).clone() for n in view.parameters}
+    with toy.average.applied():
+        assert all(torch.equal(view.master(n), t) for n, t in toy.average.shards.items())
+    assert all(torch.equal(view.master(n), t) for n, t in trained.items())
+
+
+def test_switched_off_it_keeps_no_tensor_and_the_average_is_the_weights(toy: Toy) -> None:
+    off(toy).step(0)
+    view = toy.average.view
+    trained = {n: view.master(n).clone() for n in view.parameters}
+    assert not toy.average.shards
+    with toy.average.applied():
+        assert all(torch.equal(view.master(n), t) for n, t in trained.items())
+    assert not toy.average.shards
+
+
+def test_switched_off_a_run_saves_and_restores(toy: Toy, tmp_path: Path) -> None:
+    assert off(toy).train(CheckpointConfig(), 2) == [2]
+    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000002")
+    assert not list(saved.path.glob("ema*"))
+    other = off(Toy(tmp_path / "other", seed=1))
+    restore.restore(replace(other.run, checkpoint=saved), other.accelerator, other.average.view, other.average)
+    assert not other.average.shards
+    found = other.state()
+    assert all(torch.equal(t, found[n]) for n, t in toy.state().items())
+
+
+def test_switched_off_on_resume_the_weights_stay_the_trained_ones(toy: Toy, tmp_path: Path) -> None:
+    """``--allow ema.decay``: the average that the checkpoint has is not read, nor taken for the weights."""
+    toy.train(CheckpointConfig(), 2)
+    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000002")
+    assert list(saved.path.glob("ema*"))
+    other = off(Toy(tmp_path / "other", seed=1))
+    restore.restore(replace(other.run, checkpoint=saved), other.accelerator, other.average.view, other.average)
+    view = other.average.view
+    assert all(torch.equal(view.master(n), toy.average.view.master(n)) for n in view.parameters)
+    assert not other.average.shards
