@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from accel_train.training import frozen
+from accel_train.training.parameters import clear_gradients, without_gradients
 from accel_train.training.step_guard import Evidence, NonFiniteError, StepGuard
 
 __all__ = ["Batch", "GradientWindow", "NonFiniteError", "StepResult", "SyncPolicy", "no_sync", "resolve_sync", "widest"]
@@ -204,7 +204,7 @@ class GradientWindow:
 
     def _attempt(self) -> Iterator[Batch]:
         engine: Any = self.model
-        held_back = frozen.without_gradients(self.model, self._optimizers) if self._zero_stage > 0 else nullcontext()
+        held_back = without_gradients(self.model, self._optimizers) if self._zero_stage > 0 else nullcontext()
         with engine.coalesce_grad_reduction() if self._coalesced else nullcontext(), held_back:
             for i, inputs in enumerate(self.inputs):
                 self._is_last = i + 1 == len(self.inputs)
@@ -304,7 +304,7 @@ class GradientWindow:
         if self._zero_stage > 0:
             norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf)
             return torch.as_tensor(norm, device=self._reduce_sums().device)
-        frozen.clear_gradients(self._optimizers)
+        clear_gradients(self._optimizers)
         if self.accelerator.scaler is not None:
             for optimizer in self._optimizers:
                 self.accelerator.scaler.unscale_(optimizer.optimizer)

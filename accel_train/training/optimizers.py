@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from accel_train.config import FractionBelowOne, NonNegativeFloat, PositiveFloat, UsageError
-from accel_train.training import frozen
 from accel_train.training.muon import MuonAdamW, MuonPrecision
 from accel_train.training.offload import HostAdamW
 from accel_train.training.optimizer_choice import OptimizerName, refuse_combination
-from accel_train.training.parameter_kinds import Kind, kinds
+from accel_train.training.parameters import Kind, kinds, mark_part
 
 _FUSED_DEVICES = ("cuda", "xpu", "mps", "cpu")
 
@@ -180,7 +179,7 @@ def _parameter_groups(
             if members:  # DeepSpeed cannot flatten an empty group
                 groups.append(_group(members, part, kind, config))
                 if part:
-                    frozen.mark(members, part)
+                    mark_part(members, part)
     in_groups = [id(p) for group in groups for p in group["params"]]
     assert sorted(in_groups) == sorted(id(p) for p in trainable.values()), "a parameter is in no group or in two"
     if config.name == "muon" and not any(group["muon"] for group in groups):

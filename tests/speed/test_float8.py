@@ -28,7 +28,7 @@ from accel_train.speed.activation_checkpointing import ActivationCheckpointingCo
 from accel_train.speed.attention_table import AttentionNeeds
 from accel_train.speed.compile import CompileConfig, apply_compile
 from accel_train.speed.float8 import apply_float8, gains, large_linears, refuse_float8
-from accel_train.training.parameter_kinds import kinds
+from accel_train.training.parameters import kinds
 from recipes import mmdit
 from tests.distributed.launching import ROOT, Finished, Layout, command, environment
 from tests.waiting import PATIENCE_SECONDS

@@ -34,7 +34,7 @@ from accel_train.speed.activation_checkpointing import (
     blocks_of,
 )
 from accel_train.speed.attention import apply_attention, build_attention
-from accel_train.training.parameter_kinds import kinds
+from accel_train.training.parameters import kinds
 
 TASKS = (
     TaskShape("advection", 1, 1, (1, 16), parameters=1, periodic=True),

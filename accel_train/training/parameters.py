@@ -1,13 +1,21 @@
-"""What each parameter is, read from the modules that own it: hidden matrix, other decayed matrix, or the rest."""
+"""Parameters by kind (hidden matrix, other decayed matrix, the rest), and parts of a model that are frozen.
+
+A frozen part has no gradient: neither the norm that is clipped nor the optimizer's running means see one. Its
+parameters keep `requires_grad`: switched off after wrapping, DDP raises, FSDP2 leaves the gradient None and ZeRO fills
+zeros, three different trainings. Zeros are what all strategies can have.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
+_PART = "_accel_train_part"
 Kind = Literal["muon", "decay", "no_decay"]
 
 _MATRICES = (
@@ -80,3 +88,35 @@ def _names_below(block: nn.Module, path: str) -> Iterator[str]:
         module = module.get_submodule(name)
         yield name
         yield type(module).__name__
+
+
+def mark_part(parameters: Iterable[nn.Parameter], part: str) -> None:
+    """Note the part on the parameters themselves: ZeRO puts flat tensors of its own into the optimizer's groups."""
+    for parameter in parameters:
+        setattr(parameter, _PART, part)
+
+
+def clear_gradients(optimizers: Iterable[Any]) -> None:
+    """Set the gradients of frozen groups to zero, whole ones and shards. Not for ZeRO, which keeps them to itself."""
+    for group in _frozen_groups(optimizers):
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+@contextmanager
+def without_gradients(model: nn.Module, optimizers: Iterable[Any]) -> Generator[None]:
+    """For ZeRO, whose engine reduces, measures and clips within the backward: a backward in the body gives the engine
+    zeros for frozen parts."""
+    frozen = {group["part"] for group in _frozen_groups(optimizers)}
+    parameters = [p for p in model.parameters() if getattr(p, _PART, None) in frozen] if frozen else []
+    handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _frozen_groups(optimizers: Iterable[Any]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups if group.get("frozen")]

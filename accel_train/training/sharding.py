@@ -1,0 +1,347 @@
+"""How each strategy shards parameters and optimizer state: one small class each, behind one protocol.
+
+``Shards`` is the view that consumers use. Attributes of DeepSpeed and of DTensor are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_train.training import eight_bit
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class Sharding(Protocol):
+    """How a strategy shards the parameters and the optimizer state of a prepared model."""
+
+    optimizer: torch.optim.Optimizer
+    """The innermost one, which steps on the tensors of ``groups``."""
+
+    def shape(self, parameter: Any) -> torch.Size:
+        """Shape of the whole parameter."""
+        ...
+
+    def extent(self, parameter: Any) -> tuple[int, int]:
+        """First element and number of elements of this rank's shard in the flattened whole. No communication."""
+        ...
+
+    def master(self, parameter: Any) -> Tensor:
+        """This rank's fp32 shard, live: the optimizer writes to the same memory."""
+        ...
+
+    def state(self, parameter: Any, key: str) -> Tensor:
+        """This rank's shard of an optimizer state tensor; 8-bit state comes as a copy in fp32."""
+        ...
+
+    def set_state(self, parameter: Any, key: str, shard: Tensor) -> None:
+        """Write this rank's shard of an optimizer state tensor."""
+        ...
+
+    def state_keys(self, parameter: Any) -> list[str]:
+        """Keys of the optimizer state that has an element for each of the parameter's. Empty before the first step."""
+        ...
+
+    def full(self, parameter: Any, shard: Tensor) -> Tensor:
+        """The whole tensor from the ranks' shards."""
+        ...
+
+    def cut(self, parameter: Any, whole: Tensor) -> Tensor:
+        """This rank's shard of a whole tensor. No communication."""
+        ...
+
+    def show(self, shards: Iterable[tuple[Any, Tensor]]) -> None:
+        """Write fp32 shards into the weights that the forward reads."""
+        ...
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Parameter groups with every tensor that ``optimizer`` steps on."""
+        ...
+
+
+def sharding_of(model: Any, module: nn.Module, first: nn.Parameter, optimizer: Any) -> Sharding:
+    """The sharding of a prepared model, told by its first trainable parameter."""
+    from torch.distributed.tensor import DTensor  # a second of CPU, which --help does not need
+
+    if hasattr(first, "ds_id"):
+        return ZeroStage3(model)
+    if hasattr(model, "zero_optimization_stage"):
+        return ZeroStage12(model)
+    innermost: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return DTensors(module, innermost) if isinstance(first, DTensor) else WholeTensors(innermost)
+
+
+class WholeTensors:
+    """Every rank holds everything: one process, DDP."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        return parameter.shape
+
+    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+        return 0, parameter.numel()
+
+    def master(self, parameter: nn.Parameter) -> Tensor:
+        return parameter.data
+
+    def state(self, parameter: nn.Parameter, key: str) -> Tensor:
+        return _read_state(self.optimizer.state[parameter], key)
+
+    def set_state(self, parameter: nn.Parameter, key: str, shard: Tensor) -> None:
+        _write_state(self.optimizer.state[parameter], key, shard)
+
+    def state_keys(self, parameter: nn.Parameter) -> list[str]:
+        return _element_keys(parameter, self.optimizer.state.get(parameter, {}))
+
+    def full(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        return shard
+
+    def cut(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        return whole
+
+    def show(self, shards: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        for parameter, shard in shards:
+            parameter.data.copy_(shard)
+
+    def groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+
+class DTensors:
+    """FSDP2: each rank holds some rows of a parameter and of its optimizer state."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._module = module
+        self.optimizer = optimizer
+
+    def shape(self, parameter: DTensor) -> torch.Size:
+        return parameter.shape
+
+    def extent(self, parameter: DTensor) -> tuple[int, int]:
+        """FSDP2 cuts the first dimension as ``torch.chunk`` does; a mesh dimension that replicates cuts nothing."""
+        rows, start = parameter.shape[0] if parameter.ndim else 1, 0
+        mesh = parameter.device_mesh
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "this process is outside the mesh of its own parameter"
+        for size, position, placement in zip(mesh.shape, coordinate, parameter.placements, strict=True):
+            if placement.is_replicate():
+                continue
+            assert placement.is_shard(0), f"{placement} is not FSDP2's own way to cut"
+            chunk = -(-rows // size)
+            offset = min(chunk * position, rows)
+            start, rows = start + offset, min(chunk, rows - offset)
+        stride = parameter.shape[1:].numel()
+        return start * stride, rows * stride
+
+    def master(self, parameter: DTensor) -> Tensor:
+        return parameter.to_local().data
+
+    def state(self, parameter: DTensor, key: str) -> Tensor:
+        return _read_state(self.optimizer.state[parameter], key)
+
+    def set_state(self, parameter: DTensor, key: str, shard: Tensor) -> None:
+        _write_state(self.optimizer.state[parameter], key, shard)
+
+    def state_keys(self, parameter: DTensor) -> list[str]:
+        return _element_keys(parameter, self.optimizer.state.get(parameter, {}))
+
+    def full(self, parameter: DTensor, shard: Tensor) -> Tensor:
+        """An all-gather over the parameter's mesh."""
+        from torch.distributed.tensor import DTensor
+
+        whole = DTensor.from_local(
+            shard,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return whole.full_tensor()
+
+    def cut(self, parameter: DTensor, whole: Tensor) -> Tensor:
+        """Rows, as ``extent`` has them; every rank brings the whole."""
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None).to_local()
+
+    def show(self, shards: Iterable[tuple[DTensor, Tensor]]) -> None:
+        """Write into the masters, which the forward gathers."""
+        from torch.distributed.fsdp import FSDPModule
+
+        # After a forward without backward the root stays gathered, and the next forward would use that copy.
+        for unit in self._module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+        for parameter, shard in shards:
+            self.master(parameter).copy_(shard)
+
+    def groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+
+class ZeroStage12:
+    """ZeRO-1 and -2: whole weights in the compute dtype; fp32 masters and state in one flat shard of each group."""
+
+    def __init__(self, engine: Any) -> None:
+        self._zero = engine.optimizer
+        self.optimizer: torch.optim.Optimizer = engine.optimizer.optimizer
+
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        return parameter.shape
+
+    def extent(self, parameter: Any) -> tuple[int, int]:
+        """Elements of the parameter that lie in this rank's part of the group: often all or none."""
+        if (mapping := parameter._hp_mapping) is None:
+            return 0, 0
+        return mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+
+    def master(self, parameter: Any) -> Tensor:
+        """A view of the group's flat fp32 shard, empty where none of the parameter is in it."""
+        if (mapping := parameter._hp_mapping) is None:
+            return self._zero.single_partition_of_fp32_groups[0].data.narrow(0, 0, 0)
+        address = mapping.hp_fragment_address
+        return self._flat(mapping).data.narrow(0, address.start, address.numel)
+
+    def state(self, parameter: Any, key: str) -> Tensor:
+        """A view of the state of the group's flat shard."""
+        if (mapping := parameter._hp_mapping) is None:
+            return self.master(parameter)
+        address = mapping.hp_fragment_address
+        return self.optimizer.state[self._flat(mapping)][key].narrow(0, address.start, address.numel)
+
+    def set_state(self, parameter: Any, key: str, shard: Tensor) -> None:
+        self.state(parameter, key).copy_(shard)
+
+    def state_keys(self, parameter: Any) -> list[str]:
+        return _keys_of_first(self.optimizer)
+
+    def full(self, parameter: Any, shard: Tensor) -> Tensor:
+        """An all-reduce of zeros but for this rank's elements."""
+        buffer = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        start, length = self.extent(parameter)
+        buffer.narrow(0, start, length).copy_(shard)
+        dist.all_reduce(buffer)
+        return buffer.view(parameter.shape)
+
+    def cut(self, parameter: Any, whole: Tensor) -> Tensor:
+        start, length = self.extent(parameter)
+        return whole.flatten().narrow(0, start, length)
+
+    def show(self, shards: Iterable[tuple[Any, Tensor]]) -> None:
+        for parameter, shard in shards:
+            parameter.data.copy_(self.full(parameter, shard))
+
+    def groups(self) -> list[dict[str, Any]]:
+        return _one_group(self.optimizer, self._zero.single_partition_of_fp32_groups)
+
+    def _flat(self, mapping: Any) -> Tensor:
+        return self._zero.single_partition_of_fp32_groups[mapping.param_group_index]
+
+
+class ZeroStage3:
+    """ZeRO-3: equal flat shards of weights, masters and state, the last ones padded."""
+
+    def __init__(self, engine: Any) -> None:
+        self._zero = engine.optimizer
+        self.optimizer: torch.optim.Optimizer = engine.optimizer.optimizer
+
+    def shape(self, parameter: Any) -> torch.Size:
+        return torch.Size(parameter.ds_shape)
+
+    def extent(self, parameter: Any) -> tuple[int, int]:
+        """Equal lengths, rank by rank; padding at the end is not counted."""
+        length = parameter.ds_tensor.numel()
+        start = min(length * dist.get_rank(), parameter.ds_numel)
+        return start, min(length, parameter.ds_numel - start)
+
+    def master(self, parameter: Any) -> Tensor:
+        flat, start, length = self._place(parameter)
+        return flat.data.narrow(0, start, length)
+
+    def state(self, parameter: Any, key: str) -> Tensor:
+        flat, start, length = self._place(parameter)
+        return self.optimizer.state[flat][key].narrow(0, start, length)
+
+    def set_state(self, parameter: Any, key: str, shard: Tensor) -> None:
+        self.state(parameter, key).copy_(shard)
+
+    def state_keys(self, parameter: Any) -> list[str]:
+        return _keys_of_first(self.optimizer)
+
+    def full(self, parameter: Any, shard: Tensor) -> Tensor:
+        """An all-gather, without the padding."""
+        size = dist.get_world_size() * parameter.ds_tensor.numel()
+        pieces = torch.empty(size, dtype=torch.float32, device=parameter.device)
+        _all_gather(pieces, shard.to(parameter.device))
+        return pieces.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
+
+    def cut(self, parameter: Any, whole: Tensor) -> Tensor:
+        """As long on every rank: zeros where the whole has ended."""
+        length = parameter.ds_tensor.numel()
+        padded = whole.new_zeros(length * dist.get_world_size())
+        padded[: whole.numel()] = whole.flatten()
+        return padded.narrow(0, length * dist.get_rank(), length)
+
+    def show(self, shards: Iterable[tuple[Any, Tensor]]) -> None:
+        """Rank 0's values reach the others when DeepSpeed shards the parameter again."""
+        import deepspeed
+
+        for parameter, shard in shards:
+            whole = self.full(parameter, shard)
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(whole)
+
+    def groups(self) -> list[dict[str, Any]]:
+        return _one_group(self.optimizer, self._zero.fp32_partitioned_groups_flat)
+
+    def _place(self, parameter: Any) -> tuple[Tensor, int, int]:
+        """The flat fp32 tensor that holds this rank's shard, where it starts, and its length."""
+        group, start, length = self._zero.grad_position[self._zero.get_param_id(parameter)]
+        return self._zero.fp32_partitioned_groups_flat[group], start, length
+
+
+def _element_keys(holder: Tensor, state: Mapping[str, Any]) -> list[str]:
+    """Keys of what an optimizer keeps for each element of ``holder``."""
+    if eight_bit.holds_moments(state):
+        return list(eight_bit.MOMENTS)
+    return [k for k, v in state.items() if k != "step" and isinstance(v, Tensor) and v.shape == holder.shape]
+
+
+def _keys_of_first(optimizer: torch.optim.Optimizer) -> list[str]:
+    """One flat tensor stands for all parameters of a group, and has the keys of each."""
+    return next((_element_keys(flat, state) for flat, state in optimizer.state.items()), [])
+
+
+def _read_state(state: Mapping[str, Any], key: str) -> Tensor:
+    if eight_bit.holds_moments(state):
+        return eight_bit.read_moment(state, key)
+    return state[key].to_local() if hasattr(state[key], "to_local") else state[key]
+
+
+def _write_state(state: Mapping[str, Any], key: str, shard: Tensor) -> None:
+    if eight_bit.holds_moments(state):
+        eight_bit.write_moment(state, key, shard)
+    else:
+        _read_state(state, key).copy_(shard)
+
+
+def _one_group(optimizer: torch.optim.Optimizer, flat: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """ZeRO's own groups hold the tensors of its next step only."""
+    return [{**optimizer.param_groups[0], "params": list(flat)}]
+
+
+def _all_gather(output: Tensor, piece: Tensor) -> None:
+    """``all_gather_into_tensor`` under the name that this torch wants (renamed in 2.13, the old one warns)."""
+    names = ("all_gather_single", "all_gather_into_tensor")
+    gather: Any = next(getattr(dist, name) for name in names if hasattr(dist, name))
+    gather(output, piece.contiguous())
