@@ -38,7 +38,7 @@ from accel_train.metrics import gates
 from accel_train.metrics.logs import info, setup_logging
 from accel_train.metrics.recorder import LogConfig
 from accel_train.metrics.trackers import resolve_trackers
-from accel_train.runtime import early_stop, lookups, threads
+from accel_train.runtime import early_stop, step_overhead, threads
 from accel_train.runtime.accelerator import Precision, build_accelerator, log_notices, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
 from accel_train.runtime.exiting import current_run
@@ -169,7 +169,7 @@ def start(config: ExperimentConfig) -> Accelerator:
     for, a tracker that is not installed, a kernel that nobody knows, loader options or float8 where the device cannot
     obey, and in a thread, where Python delivers no signals.
     """
-    lookups.remember_lookups()
+    step_overhead.remember_lookups()
     resolve_trackers(config.log.trackers)
     check_name(config.attention)
     directory = expand_path(config.output_dir)

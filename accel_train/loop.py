@@ -25,7 +25,7 @@ from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.throughput import Count, Throughput
-from accel_train.runtime import garbage
+from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.store.commit import checkpoint_name
 from accel_train.training.accumulation import StepResult
@@ -101,7 +101,7 @@ class Training:
         self._contexts = ExitStack()
 
     def __enter__(self) -> Training:
-        for context in (garbage.frozen(), self._log, closing(self._steps), self._saver):
+        for context in (step_overhead.garbage_frozen(), self._log, closing(self._steps), self._saver):
             self._contexts.enter_context(context)
         return self
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
 
-from accel_train.runtime.lookups import remember_lookups
+from accel_train.runtime.step_overhead import remember_lookups
 from accel_train.speed.activation_checkpointing import ActivationCheckpointingConfig
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
 from accel_train.speed.attention_table import AttentionNeeds

@@ -36,8 +36,8 @@ from accel_train.checkpoints.saver import Saver
 from accel_train.hub.pusher import HubConfig
 from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.throughput import Throughput
-from accel_train.runtime import garbage
-from accel_train.runtime.lookups import remember_lookups
+from accel_train.runtime import step_overhead
+from accel_train.runtime.step_overhead import remember_lookups
 from accel_train.store import commit
 from accel_train.training.accumulation import GradientWindow, StepResult
 from accel_train.training.ema import Ema, EmaConfig
@@ -296,10 +296,10 @@ def collections(step: Step, steps: int) -> dict[str, float]:
         for number in range(1, steps + 1):
             step()
             if number % 50 == 0:
-                garbage.collect()
+                step_overhead.collect_garbage()
 
     found = {"automatic": longest(repeated(step, steps)), "full": longest(gc.collect)}
-    with garbage.frozen():
+    with step_overhead.garbage_frozen():
         found["frozen"] = longest(at_log_points)
     return found
 

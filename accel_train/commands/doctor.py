@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from accel_train.launch_files.requested import misleading_variables
 from accel_train.runtime.compiler import paths_with_a_space
+from accel_train.runtime.tested_versions import newer_than_tested
 
 PACKAGES = (
     "accel-train",
@@ -62,6 +63,7 @@ def _versions() -> list[str]:
         floor, why = ADVISED.get(name, (None, ""))
         old = floor is not None and found is not None and Version(found) < Version(floor)
         lines.append(f"{name} {found or 'not installed'}{f'  WARNING: below {floor} ({why})' if old else ''}")
+    lines += [f"WARNING: newer than tested: {package}" for package in newer_than_tested()]
     return lines
 
 

@@ -265,7 +265,8 @@ class Workers:
         return f"worker {worker} (pid {pid}), {doing}"
 
     def close(self) -> None:
-        processes: list[Any] = getattr(self._batches, "_workers", [])
+        batches: Any = self._batches
+        processes: list[Any] = batches._workers if batches is not None and self._settings.num_workers > 0 else []
         self._batches = None
         for process in processes:
             if process.is_alive():  # one that hangs; it does not hear the DataLoader's SIGTERM

@@ -16,7 +16,7 @@ from accel_train.metrics.environment import describe_environment
 from accel_train.metrics.progress import Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
-from accel_train.runtime import garbage
+from accel_train.runtime import step_overhead
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -121,7 +121,7 @@ class Recorder:
             self.record("train", fields, step=step)
             self._trackers.log({f"train/{k}": v for k, v in fields.items()}, step)
             self._progress.show(step, fields)
-        garbage.collect()  # here the host has waited for the device anyway
+        step_overhead.collect_garbage()  # here the host has waited for the device anyway
 
     def evaluation(self, step: int, values: Mapping[str, object]) -> None:
         """One evaluation line, to file, trackers and console; and the report, whose picture has this evaluation."""

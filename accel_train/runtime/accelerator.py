@@ -32,7 +32,7 @@ from accel_train.launch_files.requested import (
     refuse_accumulation,
     refuse_experiment_settings,
 )
-from accel_train.runtime import rehearsal
+from accel_train.runtime import rehearsal, tested_versions
 from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers, verify_ddp
 from accel_train.runtime.exiting import begin_run
 from accel_train.runtime.signals import end_with_the_launcher
@@ -109,11 +109,16 @@ def _forget_accelerator() -> Callable[[], None]:
 
 
 def log_notices() -> None:
-    """Log what was asked of the machine and is not followed. Every process, once logging is set up."""
+    """Log what was asked of the machine and is not followed, and packages that are newer than tested.
+
+    Every process, once logging is set up.
+    """
     command_lines = parent_command_lines()
     machine = read_request(os.environ, command_lines).machine
     for sentence in notices(machine, os.environ, launcher_flags(command_lines)):
         logger.warning("%s", sentence)
+    if (newer := tested_versions.notice()) is not None:
+        logger.warning("%s", newer)
 
 
 def _silence_known_warnings() -> None:

@@ -182,7 +182,7 @@ class GradientWindow:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield each micro-batch's inputs; the body of the loop runs without reduction until the last."""
-        if _lays_out_anew(self.model, self.accelerator.num_processes):
+        if _will_rebuild_buckets(self.model, self.accelerator.num_processes):
             yield from self._rehearsal()
         yield from self._attempt()
         while self._overflowed():
@@ -191,7 +191,7 @@ class GradientWindow:
             yield from self._attempt()
 
     def _rehearsal(self) -> Iterator[Batch]:
-        """One backward that is thrown away, its draws too: a process's first, under DDP (``_lays_out_anew``)."""
+        """One backward that is thrown away, its draws too: a process's first, under DDP (``_will_rebuild_buckets``)."""
         on_device = torch.cuda.is_initialized()
         states = torch.get_rng_state(), torch.cuda.get_rng_state() if on_device else None
         self._is_last = True
@@ -314,14 +314,15 @@ class GradientWindow:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def _lays_out_anew(model: nn.Module, processes: int) -> bool:
-    """Whether DDP will lay out its buckets anew after the next backward, as torch's ``Reducer`` does after the first.
+def _will_rebuild_buckets(model: Any, processes: int) -> bool:
+    """True before the backward after which DDP rebuilds its buckets, as torch's ``Reducer`` does after the first.
 
-    Where in a bucket an element stands decides in which order three processes or more add it up. So the first step
-    after a start would not have the bits of the same step within a run, and a resume would not be exact.
+    The place of an element in its bucket decides in which order three or more processes add it up. The first step
+    after a start would therefore not have the bits of the same step within a run, and a resume would not be exact.
     """
-    ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    return ddp and processes > 2 and not getattr(model, "_has_rebuilt_buckets", True)
+    if processes <= 2 or not isinstance(model, nn.parallel.DistributedDataParallel):
+        return False
+    return not model._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage]
 
 
 def _require_prepared(accelerator: Accelerator, model: object) -> None:

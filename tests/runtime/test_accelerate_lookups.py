@@ -11,7 +11,7 @@ from accelerate import Accelerator, optimizer
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 
-from accel_train.runtime.lookups import remember_lookups
+from accel_train.runtime.step_overhead import remember_lookups
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_step_looks_for_no_package(searches: list[str]) -> None:
     prepared.step()
     searches.clear()
     prepared.step()
-    assert searches == ["lomo_optim"] * 2, "Accelerate does not look twice any more; delete lookups.py"
+    assert searches == ["lomo_optim"] * 2, "Accelerate does not look twice any more; delete remember_lookups"
 
     assert remember_lookups()
     prepared.step()

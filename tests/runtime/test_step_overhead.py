@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from accel_train.runtime import garbage
+from accel_train.runtime import step_overhead
 
 
 class Knot:
@@ -53,13 +53,13 @@ def is_looked_at(thing: object) -> bool:
 def test_nothing_is_collected_but_when_told(collections: list[int]) -> None:
     allocate_much()
     assert collections, "this would start collections"
-    with garbage.frozen():
+    with step_overhead.garbage_frozen():
         collections.clear()
         knot = weakref.ref(Knot())
         allocate_much()
         assert collections == []
         assert knot() is not None
-        assert garbage.collect() >= 1
+        assert step_overhead.collect_garbage() >= 1
         assert collections == [2]
         assert knot() is None
     allocate_much()
@@ -69,20 +69,20 @@ def test_nothing_is_collected_but_when_told(collections: list[int]) -> None:
 def test_a_collection_leaves_out_what_was_there_before() -> None:
     gc.collect()
     before = len(gc.get_objects())
-    with garbage.frozen():
+    with step_overhead.garbage_frozen():
         assert gc.get_freeze_count() > 0.9 * before
         assert sum(len(gc.get_objects(generation=g)) for g in range(3)) < 0.1 * before
     assert gc.get_freeze_count() == 0
 
 
 def test_objects_without_cycles_are_freed_at_once() -> None:
-    with garbage.frozen():
+    with step_overhead.garbage_frozen():
         freed = weakref.ref(set())
         assert freed() is None
 
 
 def test_an_error_puts_the_collector_back() -> None:
-    with pytest.raises(RuntimeError), garbage.frozen():
+    with pytest.raises(RuntimeError), step_overhead.garbage_frozen():
         assert not gc.isenabled()
         raise RuntimeError
     assert gc.isenabled()
@@ -90,18 +90,18 @@ def test_an_error_puts_the_collector_back() -> None:
 
 
 def test_a_body_within_a_body_and_a_disabled_collector_change_nothing() -> None:
-    with garbage.frozen():
+    with step_overhead.garbage_frozen():
         later = Knot()
-        with garbage.frozen():
+        with step_overhead.garbage_frozen():
             assert is_looked_at(later), "frozen by the inner body"
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0, "thawed by the inner body"
     gc.disable()
-    with garbage.frozen():
+    with step_overhead.garbage_frozen():
         assert gc.get_freeze_count() == 0
     assert not gc.isenabled()
 
 
 def test_collect_leaves_a_collector_alone_that_runs_by_itself(collections: list[int]) -> None:
-    assert garbage.collect() == 0
+    assert step_overhead.collect_garbage() == 0
     assert collections == []

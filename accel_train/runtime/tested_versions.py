@@ -1,0 +1,112 @@
+"""Versions of other packages that the tests have passed with, and their private names that are used here.
+
+A private name may change in any release. Where one is used, its public counterpart does not exist or lacks what is
+needed. ``tests/runtime/test_tested_versions.py`` keeps the table complete and looks up each dotted name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+
+@dataclass(frozen=True)
+class Tested:
+    """One package: the newest release that the tests have passed with, and what is used of its inside."""
+
+    newest: str
+    """Release line, such as 2.13: any patch release of it is taken to be the same."""
+
+    private: Mapping[str, str]
+    """Private or undocumented name -> what it is used for. A dotted name can be looked up in the package."""
+
+
+TESTED: Mapping[str, Tested] = {
+    "torch": Tested(
+        "2.13",
+        {
+            "torch._amp_foreach_non_finite_check_and_unscale_": "step guard: finite or not, without a wait",
+            "torch._foreach_copy_": "snapshot: one call for many tensors",
+            "torch._foreach_lerp_": "EMA: one call for many tensors",
+            "torch._foreach_norm": "gradient norm: one call for many tensors",
+            "torch._dynamo.exc.FailOnRecompileLimitHit": "compile: the remedy in the message",
+            "torch._dynamo.exc.TorchDynamoException": "compile: the remedy in the message",
+            "torch._dynamo.utils.counters": "compile: what was compiled, said at the start",
+            "torch._dynamo.utils.get_compilation_metrics": "compile: what was compiled, said at the start",
+            "torch._inductor.cpp_builder.get_cpp_compiler": "compile: the compiler's own error",
+            "torch.nn.Module._call_impl": "compile: a block in place, its parameter names unchanged",
+            "torch.nn.Module._compiled_call_impl": "compile: a block in place, its parameter names unchanged",
+            "torch.nn.modules.conv._ConvNd": "parameter kinds: every convolution",
+            "torch.utils._python_dispatch.TorchDispatchMode": "attention: which kernel ran",
+            "torch.utils.cpp_extension._get_build_directory": "DeepSpeed's build: where a stale lock lies",
+            "_comm_hooks": "DistributedDataParallel: which hook was registered",
+            "_has_rebuilt_buckets": "DistributedDataParallel: whether the order of reduction is final",
+            "_orig_mod": "OptimizedModule: the module that was compiled",
+            "_step_supports_amp_scaling": "optimizers that can be stopped on the device",
+            "_workers": "the DataLoader's iterator: processes to end where one hangs",
+        },
+    ),
+    "accelerate": Tested(
+        "1.15",
+        {
+            "accelerate.commands.launch._validate_launch_command": "accel-train launch: the launcher's own checks",
+            "accelerate.state.AcceleratorState._reset_state": "a second run in one process",
+            "accelerate.state.GradientState._reset_state": "a second run in one process",
+            "accelerate.state.PartialState._shared_state": "a second run in one process",
+            "_action_groups": "the launcher's parser: which keys a launch file may hold",
+            "_group_actions": "the launcher's parser: which keys a launch file may hold",
+            "_models": "Accelerator: whether a module has been prepared",
+        },
+    ),
+    "deepspeed": Tested(
+        "0.19",
+        {
+            "__compatible_ops__": "rehearsal: whether the CPU communication can be compiled",
+            "coalesce_grad_reduction": "engine: one reduction a step",
+            "ds_id": "ZeRO-3 parameter",
+            "ds_numel": "ZeRO-3 parameter",
+            "ds_shape": "ZeRO-3 parameter",
+            "ds_tensor": "ZeRO-3 parameter: this rank's shard",
+            "fp32_partitioned_groups_flat": "ZeRO-3: fp32 masters",
+            "get_param_id": "ZeRO-3: where a master lies",
+            "grad_position": "ZeRO-3: where a master lies",
+            "_hp_mapping": "ZeRO-1 and -2 parameter: where its master lies",
+            "lp_fragment_address": "ZeRO-1 and -2: this rank's part of a parameter",
+            "hp_fragment_address": "ZeRO-1 and -2: where it lies in the group's fp32 shard",
+            "param_group_index": "ZeRO-1 and -2: the group of a parameter",
+            "single_partition_of_fp32_groups": "ZeRO-1 and -2: fp32 masters",
+            "overflow": "fp16: whether the last step was skipped",
+            "zero_optimization_stage": "engine: told from other models by it",
+        },
+    ),
+    "huggingface-hub": Tested(
+        "2.4",
+        {
+            "huggingface_hub.utils._http.default_client_factory": "timeouts of its HTTP client",
+        },
+    ),
+}  # fmt: skip
+
+
+def newer_than_tested() -> list[str]:
+    """Installed packages of the table that are newer than tested, such as ``torch 2.15.0 (tested up to 2.13)``."""
+    found: list[str] = []
+    for name, tested in TESTED.items():
+        try:
+            installed = Version(version(name))
+        except PackageNotFoundError:
+            continue
+        if installed.release[:2] > Version(tested.newest).release[:2]:
+            found.append(f"{name} {installed} (tested up to {tested.newest})")
+    return found
+
+
+def notice() -> str | None:
+    """One line for the start of a run; None where nothing is newer than tested."""
+    newer = ", ".join(newer_than_tested())
+    if not newer:
+        return None
+    return f"newer than tested: {newer}. If a private name has changed, an error names it; install a tested version"

@@ -1,0 +1,106 @@
+"""The table of private names is complete, each name exists, and a package newer than tested is named."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from accel_train.runtime import tested_versions
+from accel_train.runtime.tested_versions import TESTED
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted([*(ROOT / "accel_train").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
+DOCUMENTED = {"_exit", "_asdict", "_make", "_replace", "_no_split_modules"}
+"""Of os and of named tuples; what transformers asks of a model."""
+
+
+def trees() -> list[ast.Module]:
+    return [ast.parse(path.read_text()) for path in FILES]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names() -> set[str]:
+    """Private names that the library gives to things of its own."""
+    found: set[str] = set()
+    for node in (node for tree in trees() for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def foreign_names() -> set[str]:
+    """Private attributes and imports in the library that are not its own, by their last part."""
+    found: set[str] = set()
+    for node in (node for tree in trees() for node in ast.walk(tree)):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found.update(alias.name for alias in node.names)
+            if any(map(is_private, str(node.module).split("."))):
+                found.update(f"_{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            found.update(str(word.value) for word in node.args[1:2] if isinstance(word, ast.Constant))
+    return {name for name in found if is_private(name)} - own_names() - DOCUMENTED
+
+
+def test_every_private_name_is_in_the_table() -> None:
+    known: set[str] = set()
+    for tested in TESTED.values():
+        for name in tested.private:
+            last = name.split(".")[-1]
+            known |= {last, f"_{last}"}
+    assert foreign_names() - known == set()
+
+
+def test_no_name_in_the_table_is_unused() -> None:
+    text = "\n".join(path.read_text() for path in FILES if path.name != "tested_versions.py")
+    assert not [name for tested in TESTED.values() for name in tested.private if name.split(".")[-1] not in text]
+
+
+@pytest.mark.parametrize("name", [n for tested in TESTED.values() for n in tested.private if "." in n])
+def test_a_dotted_name_exists(name: str) -> None:
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return
+    pytest.fail(f"no module of {name}")
+
+
+def test_these_tests_run_with_tested_versions() -> None:
+    """A newer package that passes the whole suite is entered into the table."""
+    for name, tested in TESTED.items():
+        try:
+            installed = Version(version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        assert installed.release[:2] <= Version(tested.newest).release[:2], f"{name} {installed}: raise TESTED"
+
+
+def test_a_newer_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tested_versions.notice() is None
+    monkeypatch.setattr(tested_versions, "version", lambda name: "99.1.0" if name == "torch" else version(name))
+    newest = TESTED["torch"].newest
+    assert tested_versions.newer_than_tested() == [f"torch 99.1.0 (tested up to {newest})"]
+    assert "torch 99.1.0" in str(tested_versions.notice())
+
+
+def test_a_patch_release_is_taken_to_be_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tested_versions, "version", lambda name: f"{TESTED[name].newest}.99+cu130")
+    assert tested_versions.notice() is None
