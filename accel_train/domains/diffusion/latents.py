@@ -97,7 +97,12 @@ def add_noise(
     return torch.where(t < 1, a * latents + b * noise, noise)
 
 
-def target(latents: Tensor, noise: Tensor, time: Tensor, config: LatentDiffusionConfig) -> Tensor:
+def target(
+    latents: Tensor,
+    noise: Tensor,
+    time: Tensor,
+    config: LatentDiffusionConfig,
+) -> Tensor:
     """Return the training target: eps - x0, eps, x0, or v = a eps - b x0 (Salimans and Ho 2022)."""
     if config.prediction == "velocity":
         return noise - latents

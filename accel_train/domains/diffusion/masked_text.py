@@ -101,7 +101,12 @@ def term_weight(
     return (counted.sum(-1) * weight).sum()
 
 
-def correct_counts(logits: Tensor, tokens: Tensor, masked: Tensor, mask_id: int) -> Tensor:
+def correct_counts(
+    logits: Tensor,
+    tokens: Tensor,
+    masked: Tensor,
+    mask_id: int,
+) -> Tensor:
     """Count the masked positions with a correct most likely token: (B,) int64."""
     predicted = _without_mask(logits, mask_id).argmax(-1)  # (B, S)
     return ((predicted == tokens) & masked).sum(-1)

@@ -116,7 +116,12 @@ def sample_latents(
     return x
 
 
-def _draw_tokens(logits: Tensor, draws: Tensor, mask_id: int, temperature: float) -> Tensor:
+def _draw_tokens(
+    logits: Tensor,
+    draws: Tensor,
+    mask_id: int,
+    temperature: float,
+) -> Tensor:
     """Draw one token per row of logits (N, V), never MASK."""
     logits[:, mask_id] = MASK_LOGIT
     if temperature == 0:

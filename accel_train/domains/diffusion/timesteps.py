@@ -44,7 +44,12 @@ def training_times(
     return _rescale(time)
 
 
-def low_discrepancy(position: Tensor, count: int, shift: float, axis: Literal[0, 1] = 0) -> Tensor:
+def low_discrepancy(
+    position: Tensor,
+    count: int,
+    shift: float,
+    axis: Literal[0, 1] = 0,
+) -> Tensor:
     """Return frac(position / count + shift): `count` evenly spaced times, float32 in [0, 1).
 
     With axis=1, return frac(a * position / count + shift), with a coprime to `count`. This is the second

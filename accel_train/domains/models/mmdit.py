@@ -1,7 +1,6 @@
-"""MMDiT (Esser et al., 2024, arXiv 2403.03206): transformer streams, one per modality, that attend jointly.
+"""MMDiT (Esser et al., 2024, arXiv 2403.03206): one transformer stream per modality, with joint attention.
 
-`MMDiT` is the transformer alone. `MultimodalMMDiT` puts text and continuous latents in front of it and a head
-behind each.
+`MMDiT` is the transformer alone. `MultimodalMMDiT` adds embeddings and a head for text and for continuous latents.
 """
 
 from collections.abc import Sequence
@@ -38,13 +37,13 @@ Tensors = tuple[Tensor, ...]
 MODALITIES = 2
 WEIGHT_STD = 0.02
 EMBEDDING_STD = 0.002
-"""A tenth of the usual start. Adam moves every value by about the learning rate, however small its gradient: from here
-a rare token turns far enough in the few steps that see it, and the norm of the first block takes the size out."""
+"""A tenth of the usual value. Adam moves each weight by about the learning rate, however small its gradient. From a
+small start a rare token still changes direction in its few steps. The norm of the first block removes the scale."""
 
 
 @dataclass(frozen=True)
 class MMDiTConfig:
-    """The shape of a transformer: what `MMDiT` needs, and nothing of the data."""
+    """Shape of an `MMDiT`, independent of the data."""
 
     width: int = 192
     depth: int = 4
@@ -60,11 +59,12 @@ class MMDiTConfig:
             _require_positive(name, getattr(self, name))
         if self.conditioning_width is not None:
             _require_positive("conditioning_width", self.conditioning_width)
-        if self.width % (2 * self.heads):
-            nearest = max(2 * self.heads, round(self.width / (2 * self.heads)) * 2 * self.heads)
+        unit = 2 * self.heads
+        if self.width % unit:
+            nearest = max(unit, round(self.width / unit) * unit)
             raise UsageError(
                 f"width {self.width} with heads {self.heads}: the width must be a multiple of 2 * heads = "
-                f"{2 * self.heads}, so that each head has the same even number of channels. "
+                f"{unit}, so that each head has the same even number of channels. "
                 f"Set width to {nearest}, or change heads."
             )
 
@@ -74,13 +74,13 @@ class MMDiTConfig:
 
     @property
     def modulation_width(self) -> int:
-        """Width of the conditioning vector: `conditioning_width`, or the width where that is None."""
+        """Width of the conditioning vector: `conditioning_width`, by default the width."""
         return self.conditioning_width or self.width
 
 
 @dataclass(frozen=True)
 class MultimodalMMDiTConfig:
-    """Everything needed to build a `MultimodalMMDiT`; saved as config.json. The lengths are maxima."""
+    """Everything needed to build a `MultimodalMMDiT`. Saved as config.json. The lengths are maxima."""
 
     transformer: MMDiTConfig
     vocabulary_size: int
@@ -91,11 +91,11 @@ class MultimodalMMDiTConfig:
     def __post_init__(self) -> None:
         for name in ("vocabulary_size", "latent_dim", "max_text_length", "max_latent_length"):
             _require_positive(name, getattr(self, name))
-        if isinstance(self.transformer, dict):  # as it comes from config.json
+        if isinstance(self.transformer, dict):  # as read from config.json
             object.__setattr__(self, "transformer", MMDiTConfig(**self.transformer))
 
     def attention_needs(self, device: torch.device, precision: str, batch: int) -> AttentionNeeds:
-        """What a kernel must do for this model: texts are padded, `precision` is fp32, bf16 or fp16."""
+        """Return the requirements on an attention kernel. Texts are padded, `precision` is fp32, bf16 or fp16."""
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         length = self.max_text_length + self.max_latent_length
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -105,30 +105,30 @@ class MultimodalMMDiTConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model's options in a run. What the size names can be replaced value by value."""
+    """Model options. Each value that `size` implies can be overridden."""
 
     size: Literal["demo", "tiny", "small", "base", "1b"] = "demo"
-    """Named width/blocks/heads and parameters of the transformer: demo 192/4/4 (5 M, trains on 2 CPU cores),
+    """Width/depth/heads of the transformer and its parameters: demo 192/4/4 (5 M, trains on 2 CPU cores),
     tiny 512/8/8 (76 M), small 768/12/12 (255 M), base 1024/24/16 (0.9 B), 1b 2048/24/32 (3.6 B: one billion
-    per stream, and the modulation)."""
+    per stream plus the modulation)."""
     width: PositiveInt | None = None
-    """Channels per token, a multiple of 2 * heads. None: by size. Cost grows with its square."""
+    """Channels per token, a multiple of 2 * heads. None: by size. Cost grows with the square of the width."""
     depth: PositiveInt | None = None
     """Number of blocks. None: by size."""
     heads: PositiveInt | None = None
-    """Attention heads; each has width / heads channels, best 64 or 128 on a GPU. None: by size."""
+    """Attention heads, each of width / heads channels, best 64 or 128 on a GPU. None: by size."""
     conditioning_width: PositiveInt | None = None
-    """Channels of the vector made of the two times, from which every block takes its shifts, scales and
-    gates. None: the width. At the default these layers are a third of the parameters, but almost no time."""
+    """Channels of the conditioning vector. Every block derives its shifts, scales and gates from it. None: the
+    width. These layers then hold a third of the parameters, but take almost no time."""
     ffn_ratio: PositiveInt = 4
     """Hidden channels of a feed-forward layer, as a multiple of the width."""
     qk_norm: bool = True
     """RMSNorm on queries and keys of each head: keeps attention logits bounded, so that bf16 stays stable."""
     bias: bool = False
-    """Biases in the linear layers of the blocks: 5 % slower, and modulation shifts what they would shift."""
+    """Biases in the linear layers of the blocks. 5 % slower, and redundant beside the shifts of the modulation."""
 
     def transformer(self) -> MMDiTConfig:
-        """Size and replacements resolved into numbers."""
+        """Resolve the size and its overrides into numbers."""
         named = SIZES[self.size]
         return MMDiTConfig(
             width=self.width or named["width"],
@@ -143,10 +143,14 @@ class ModelConfig:
     def multimodal(
         self, vocabulary_size: int, max_text_length: int, latent_shape: tuple[int, int]
     ) -> MultimodalMMDiTConfig:
-        """The whole model for data of this vocabulary, text length and latent shape (L, Dz)."""
+        """Return the config of the whole model for this vocabulary, text length and latent shape (L, Dz)."""
         max_latent_length, latent_dim = latent_shape
         return MultimodalMMDiTConfig(
-            self.transformer(), vocabulary_size, latent_dim, max_text_length, max_latent_length
+            transformer=self.transformer(),
+            vocabulary_size=vocabulary_size,
+            latent_dim=latent_dim,
+            max_text_length=max_text_length,
+            max_latent_length=max_latent_length,
         )
 
 
@@ -156,46 +160,74 @@ class MMDiTOutput(NamedTuple):
 
 
 class Stream(nn.Module):
-    """One modality's part of a block. With `context_only` it gives keys and values and is then finished."""
+    """One modality's part of a block. A `context_only` stream contributes keys and values and has no output."""
 
     checkpoint_parts: ClassVar[dict[str, str]] = {"ffn": "feed_forward"}
 
     def __init__(self, config: MMDiTConfig, context_only: bool) -> None:
         super().__init__()
-        width, bias = config.width, config.bias
+        width = config.width
+        # Without an output: keys and values alone, and no gates.
+        projections = 2 if context_only else 3
+        modulations = 2 if context_only else 6
         self.head_width = config.head_width
         self.context_only = context_only
-        self.modulation = Modulation(config.modulation_width, width, parts=2 if context_only else 6)
-        self.qkv = nn.Linear(width, (2 if context_only else 3) * width, bias=bias)
-        self.q_norm = RMSNorm(config.head_width) if config.qk_norm and not context_only else None
-        self.k_norm = RMSNorm(config.head_width) if config.qk_norm else None
-        self.out = None if context_only else nn.Linear(width, width, bias=bias)
-        self.ffn = None if context_only else FeedForward(width, config.ffn_ratio, bias, config.tanh_gelu)
+        self.modulation = Modulation(config.modulation_width, width, modulations)
+        self.qkv = nn.Linear(width, projections * width, bias=config.bias)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        self.out: nn.Linear | None = None
+        self.ffn: FeedForward | None = None
+        if config.qk_norm and not context_only:
+            self.q_norm = RMSNorm(config.head_width)
+        if config.qk_norm:
+            self.k_norm = RMSNorm(config.head_width)
+        if not context_only:
+            self.out = nn.Linear(width, width, bias=config.bias)
+            self.ffn = FeedForward(width, config.ffn_ratio, config.bias, config.tanh_gelu)
 
     def project(self, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """x (B, n, D) -> queries (None where context only), keys, values, each (B, n, H, D/H)."""
-        heads = self.qkv(modulated_norm(x, shift, scale)).unflatten(-1, (-1, self.head_width))
-        *q, k, v = heads.chunk(2 if self.context_only else 3, dim=2)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
+        """Project x (B, n, D) to queries (None if context only), keys, values, each (B, n, H, D/H)."""
+        qkv = self.qkv(modulated_norm(x, shift, scale))
+        heads = qkv.unflatten(-1, (-1, self.head_width))  # (B, n, 3 H, D/H), or 2 H if context only
+        if self.context_only:
+            k, v = heads.chunk(2, dim=2)
+            return None, self._normalise_keys(k), v
+        q, k, v = heads.chunk(3, dim=2)
+        k = self._normalise_keys(k)
         if self.q_norm is not None:
-            q = [self.q_norm(q[0])]
-        return q[0] if q else None, k, v
+            q = self.q_norm(q)
+        return q, k, v
 
-    def receive(self, x: Tensor, attended: Tensor, gate: Tensor) -> Tensor:
-        """Adds what attention gave (B, n, D), behind its gate."""
-        return x if self.out is None else x + gate * self.out(attended)
+    def _normalise_keys(self, k: Tensor) -> Tensor:
+        if self.k_norm is None:
+            return k
+        return self.k_norm(k)
 
-    def feed_forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        """Adds the feed-forward layer, behind its gate."""
-        return x if self.ffn is None else x + gate * self.ffn(modulated_norm(x, shift, scale))
+    def add_attention(self, x: Tensor, attended: Tensor, gate: Tensor) -> Tensor:
+        """Return x plus the gated, projected attention output (B, n, D)."""
+        if self.out is None:
+            return x
+        return x + gate * self.out(attended)
+
+    def feed_forward(
+        self,
+        x: Tensor,
+        shift: Tensor,
+        scale: Tensor,
+        gate: Tensor,
+    ) -> Tensor:
+        """Return x plus the gated feed-forward layer."""
+        if self.ffn is None:
+            return x
+        return x + gate * self.ffn(modulated_norm(x, shift, scale))
 
 
 class MMDiTBlock(nn.Module):
-    """Joint attention over all streams, then a feed-forward layer for each.
+    """Joint attention over all streams, then a feed-forward layer per stream.
 
-    `context_only` names streams, by position, that give keys and values and leave as they came, like the text
-    in SD3's last block.
+    `context_only` names streams by position. They contribute keys and values and leave unchanged, like the text in
+    SD3's last block.
     """
 
     checkpoint_parts: ClassVar[dict[str, str]] = {"attention": "attend_jointly"}
@@ -206,66 +238,83 @@ class MMDiTBlock(nn.Module):
         self.streams = nn.ModuleList(Stream(config, context_only=i in context_only) for i in range(streams))
 
     def forward(self, tokens: Sequence[Tensor], conditioning: Tensor, mask: Any) -> list[Tensor]:
-        """tokens: (B, n_i, D) per stream; conditioning (B, C) after SiLU; mask: None or of `self.attend.mask`."""
+        """tokens: (B, n_i, D) per stream. conditioning (B, C) after SiLU. mask: None or from `self.attend.mask`."""
         streams = cast("list[Stream]", list(self.streams))
         modulations = [stream.modulation(conditioning) for stream in streams]
         tokens = self.attend_jointly(tokens, modulations, mask)
-        parts = zip(streams, tokens, modulations, strict=True)
-        return [x if s.context_only else s.feed_forward(x, *m[3:]) for s, x, m in parts]
+        outputs: list[Tensor] = []
+        for stream, x, modulation in zip(streams, tokens, modulations, strict=True):
+            if not stream.context_only:
+                _, _, _, shift, scale, gate = modulation
+                x = stream.feed_forward(x, shift, scale, gate)
+            outputs.append(x)
+        return outputs
 
     def attend_jointly(self, tokens: Sequence[Tensor], modulations: list[Tensors], mask: Any) -> list[Tensor]:
-        """The first half of the block: every stream's tokens and what it took from all of them."""
+        """Compute the attention half of the block: each stream's tokens attend to the tokens of all streams."""
         streams = cast("list[Stream]", list(self.streams))
-        projected = [s.project(x, m[0], m[1]) for s, x, m in zip(streams, tokens, modulations, strict=True)]
-        q, k, v = (_join(parts) for parts in zip(*projected, strict=True))
-        attended = self.attend(q, k, v, mask).transpose(1, 2).flatten(2)  # (B, N, D)
-        lengths = [0 if s.context_only else x.shape[1] for s, x in zip(streams, tokens, strict=True)]
-        pieces = attended.split(lengths, dim=1)
-        parts = zip(streams, tokens, pieces, modulations, strict=True)
-        return [x if s.context_only else s.receive(x, piece, m[2]) for s, x, piece, m in parts]
+        projections: list[tuple[Tensor | None, Tensor, Tensor]] = []
+        lengths: list[int] = []
+        for stream, x, modulation in zip(streams, tokens, modulations, strict=True):
+            shift, scale = modulation[:2]
+            projections.append(stream.project(x, shift, scale))
+            # A context-only stream has no queries, so nothing comes back for it.
+            lengths.append(0 if stream.context_only else x.shape[1])
+        q, k, v = (_join(parts) for parts in zip(*projections, strict=True))
+        attended = self.attend(q, k, v, mask)  # (B, H, N, D/H)
+        per_stream = attended.transpose(1, 2).flatten(2).split(lengths, dim=1)  # (B, n_i, D) each
+        outputs: list[Tensor] = []
+        for stream, x, output, modulation in zip(streams, tokens, per_stream, modulations, strict=True):
+            if not stream.context_only:
+                gate = modulation[2]
+                x = stream.add_attention(x, output, gate)
+            outputs.append(x)
+        return outputs
 
 
 def _join(parts: Sequence[Tensor | None]) -> Tensor:
-    """Streams' (B, n_i, H, d) -> (B, H, N, d), a view: torch's kernels read it without another copy."""
-    return torch.cat([part for part in parts if part is not None], dim=1).transpose(1, 2)
+    """Concatenate the streams' (B, n_i, H, d) to (B, H, N, d), a view that torch's kernels read without a copy."""
+    present = [part for part in parts if part is not None]
+    return torch.cat(present, dim=1).transpose(1, 2)
 
 
 class MMDiT(nn.Module):
-    """The transformer alone: streams of tokens in, the same streams out, each behind a final RMSNorm.
+    """The transformer alone: streams of tokens in, the same streams out, each after a final RMSNorm.
 
-    `context_only` streams are finished in the last block: they come back without its update and without a
-    norm, for nothing is meant to read them.
+    `context_only` streams end in the last block. They return without its update and without a norm, and are not
+    meant to be read.
     """
 
     def __init__(self, config: MMDiTConfig, streams: int = MODALITIES, context_only: Sequence[int] = ()) -> None:
         super().__init__()
-        if len(set(context_only)) >= streams or not set(context_only) <= set(range(streams)):
+        named = set(context_only)
+        if len(named) >= streams or not named <= set(range(streams)):
             raise UsageError(
                 f"context_only {tuple(context_only)}: must name fewer than all of the {streams} streams, by "
                 f"position 0 to {streams - 1}. Leave at least one stream out of it."
             )
         last = config.depth - 1
-        self.blocks = nn.ModuleList(
-            MMDiTBlock(config, streams, context_only if i == last else ()) for i in range(config.depth)
-        )
-        self.norms = nn.ModuleList(
-            nn.Identity() if i in context_only else RMSNorm(config.width) for i in range(streams)
-        )
+        self.blocks = nn.ModuleList(MMDiTBlock(config, streams) for _ in range(last))
+        self.blocks.append(MMDiTBlock(config, streams, context_only))
+        self.norms = nn.ModuleList()
+        for i in range(streams):
+            self.norms.append(nn.Identity() if i in named else RMSNorm(config.width))
         self.attend = TORCH_CHOICE
         self.apply(initialise)
 
     def forward(self, tokens: Sequence[Tensor], conditioning: Tensor, key_mask: Tensor | None) -> list[Tensor]:
-        """tokens: one (B, n_i, D) per stream; conditioning (B, C); key_mask (B, N), True = attended."""
+        """tokens: (B, n_i, D) per stream. conditioning (B, C). key_mask (B, N), True = attended."""
         conditioning = F.silu(conditioning).to(tokens[0].dtype)
         mask = self.attend.mask(key_mask)
-        tokens = list(tokens)  # what blocks return: of a tuple in the first one a compiler makes a second graph
+        # Blocks return lists. A tuple into the first block would compile a second graph.
+        tokens = list(tokens)
         for block in self.blocks:
             tokens = block(tokens, conditioning, mask)
         return [norm(x) for norm, x in zip(self.norms, tokens, strict=True)]
 
 
 class TimeConditioning(nn.Module):
-    """Two times (B,) -> one conditioning vector (B, width), in fp32."""
+    """Map two times (B,) to one conditioning vector (B, width), in fp32."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -275,12 +324,13 @@ class TimeConditioning(nn.Module):
         self.project = Float32Linear(4 * width, width)
 
     def forward(self, text_time: Tensor, latent_time: Tensor) -> Tensor:
-        both = torch.cat((self.text(text_time), self.latent(latent_time)), dim=-1)
-        return self.project(F.silu(self.expand(F.silu(both))))
+        both = torch.cat((self.text(text_time), self.latent(latent_time)), dim=-1)  # (B, 2 * width)
+        hidden = self.expand(F.silu(both))  # (B, 4 * width)
+        return self.project(F.silu(hidden))
 
 
 class LatentEncoder(nn.Module):
-    """(B, L, Dz) of any float dtype -> (B, L, D)."""
+    """Map latents (B, L, Dz) of any float dtype to tokens (B, L, D)."""
 
     def __init__(self, latent_dim: int, width: int) -> None:
         super().__init__()
@@ -289,12 +339,12 @@ class LatentEncoder(nn.Module):
         self.project = nn.Linear(2 * width, width)
 
     def forward(self, latents: Tensor) -> Tensor:
-        x = self.expand(latents.to(self.expand.weight.dtype))
+        x = self.expand(latents.to(self.expand.weight.dtype))  # (B, L, 2 D)
         return self.project(F.gelu(self.norm(x)))
 
 
 class LatentHead(nn.Module):
-    """(B, L, D) -> (B, L, Dz)."""
+    """Map tokens (B, L, D) to latents (B, L, Dz)."""
 
     def __init__(self, width: int, latent_dim: int) -> None:
         super().__init__()
@@ -308,12 +358,12 @@ class LatentHead(nn.Module):
 class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
     """Text tokens and continuous latents, each with its own time, through one MMDiT to one head each.
 
-    Every forward runs every part, so that every parameter takes part in every step under every strategy.
-    `save_pretrained` writes config.json and model.safetensors; `from_pretrained` refuses weights that do not
-    fit.
+    Every forward runs every part, so every parameter has a gradient in every step under every strategy.
+    `save_pretrained` writes config.json and model.safetensors. `from_pretrained` refuses mismatched weights.
     """
 
-    _no_split_modules: ClassVar[list[str]] = ["MMDiTBlock"]  # what FSDP2 shards as one unit
+    # FSDP2 shards each of these modules as one unit.
+    _no_split_modules: ClassVar[list[str]] = ["MMDiTBlock"]
 
     def __init__(self, config: MultimodalMMDiTConfig) -> None:
         super().__init__()
@@ -329,7 +379,8 @@ class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
         self.apply(initialise)
         for head in (self.text_head, self.latent_head.project):
             nn.init.normal_(head.weight, std=WEIGHT_STD)
-        self.transformer = MMDiT(config.transformer)  # initialises itself
+        # Initialises itself, so it comes after `apply`.
+        self.transformer = MMDiT(config.transformer)
 
     def forward(
         self,
@@ -341,15 +392,18 @@ class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
     ) -> MMDiTOutput:
         """tokens (B, S) int64, latents (B, L, Dz), times (B,) fp32 in [0, 1], text_mask (B, S) True = token.
 
-        `text_mask` None says that no row is padded, which leaves torch faster attention kernels. Outputs have
-        the dtype of the computation: it is for losses to turn them into fp32.
+        Pass `text_mask` None if no row is padded: torch then has faster attention kernels. Outputs keep the
+        compute dtype. Losses convert them to fp32.
         """
         self._check_lengths(tokens, latents)
-        text = self.token_embedding(tokens) + self.text_positions(_positions(tokens))
+        text = self.token_embedding(tokens) + self.text_positions(_positions(tokens))  # (B, S, D)
         latent = self.latent_encoder(latents)
-        latent = latent + self.latent_positions(_positions(latents))
-        mask = None if text_mask is None else F.pad(text_mask, (0, latent.shape[1]), value=True)  # (B, S + L)
-        text, latent = self.transformer((text, latent), self.conditioning(text_time, latent_time), mask)
+        latent = latent + self.latent_positions(_positions(latents))  # (B, L, D)
+        mask = None
+        if text_mask is not None:
+            mask = F.pad(text_mask, (0, latent.shape[1]), value=True)  # (B, S + L)
+        conditioning = self.conditioning(text_time, latent_time)  # (B, C)
+        text, latent = self.transformer((text, latent), conditioning, mask)
         return MMDiTOutput(self.text_head(text), self.latent_head(latent))
 
     def _check_lengths(self, tokens: Tensor, latents: Tensor) -> None:
@@ -368,18 +422,19 @@ class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
     def _from_pretrained(
         cls, *, model_id: str, map_location: str = "cpu", strict: bool = True, **options: Any
     ) -> "MultimodalMMDiT":
-        of_the_hub = {name: options.pop(name) for name in DOWNLOAD_OPTIONS if name in options}
+        # The mixin passes its own options together with the model's.
+        download_options = {name: options.pop(name) for name in DOWNLOAD_OPTIONS if name in options}
         model = cls(**options)
-        load_pretrained(model, model_id, map_location, strict, **of_the_hub)
+        load_pretrained(model, model_id, map_location, strict, **download_options)
         return model.eval()
 
 
 def initialise(module: nn.Module) -> None:
-    """Starting values of one layer, for `Module.apply`. Deterministic given `torch.manual_seed`.
+    """Initialise one layer, for `Module.apply`. Deterministic given `torch.manual_seed`.
 
-    Xavier keeps the variance of a signal whatever the width. Embeddings, and the heads (set by their owner),
-    start small, so that the first predictions are near uniform and near zero. Modulation starts at zero, so
-    that every block starts as the identity.
+    Xavier keeps the variance of a signal at any width. Embeddings start small. So do the heads, initialised by
+    their owner: the first predictions are near uniform and near zero. Modulation starts at zero, so every block
+    starts as the identity.
     """
     if isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=EMBEDDING_STD)
@@ -387,7 +442,8 @@ def initialise(module: nn.Module) -> None:
         nn.init.xavier_uniform_(module.weight)
         if getattr(module, "bias", None) is not None:
             nn.init.zeros_(module.bias)
-    elif isinstance(module, Modulation):  # after its own linear layer: apply visits children first
+    elif isinstance(module, Modulation):
+        # Overrides the Xavier values of its linear layer: `apply` visits children first.
         nn.init.zeros_(module.linear.weight)
 
 

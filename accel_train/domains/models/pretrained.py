@@ -1,4 +1,4 @@
-"""Weights from a directory or the Hub into a model: what `from_pretrained` of every model here does."""
+"""Load weights from a directory or the Hub into a model, for `from_pretrained` of every model here."""
 
 from __future__ import annotations
 
@@ -9,28 +9,34 @@ from huggingface_hub import load_torch_model, snapshot_download
 from torch import nn
 
 DOWNLOAD_OPTIONS = ("revision", "cache_dir", "force_download", "local_files_only", "token")
-"""What the hub mixin hands to `_from_pretrained` beside the model's own arguments."""
+"""Options that the hub mixin passes to `_from_pretrained` beside the model's own arguments."""
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 
 
 def load_pretrained(
-    model: nn.Module, model_id: str, map_location: str = "cpu", strict: bool = True, **of_the_hub: Any
+    model: nn.Module, model_id: str, map_location: str = "cpu", strict: bool = True, **download_options: Any
 ) -> None:
-    """One file or several with an index, which the hub mixin's own loader cannot read.
+    """Load one weights file, or several with an index. The hub mixin's own loader cannot read several.
 
-    Strict, unlike the mixin's default: weights missing in the files would stay random without a word. `of_the_hub`:
-    the arguments of `snapshot_download`; nothing is downloaded where `model_id` is a directory.
+    Strict, unlike the mixin's default: weights missing from the files would silently stay random. If `model_id` is a
+    directory, nothing is downloaded. Otherwise `download_options` go to `snapshot_download`.
     """
     directory = model_id
     if not Path(model_id).is_dir():
-        directory = snapshot_download(model_id, allow_patterns=WEIGHT_FILES, **of_the_hub)
+        directory = snapshot_download(model_id, allow_patterns=WEIGHT_FILES, **download_options)
     load_directory(model, Path(directory), "model", map_location, strict)
 
 
 def load_directory(
-    model: nn.Module, directory: Path, stem: str, map_location: str = "cpu", strict: bool = True
+    model: nn.Module,
+    directory: Path,
+    stem: str,
+    map_location: str = "cpu",
+    strict: bool = True,
 ) -> None:
-    """The weights (``model``) or their average (``ema``) of a directory, in one file or several with an index."""
-    whole = directory / f"{stem}.safetensors"  # named, because that of the other may stand beside it
-    source, pattern = whole if whole.is_file() else directory, stem + "{suffix}.safetensors"
+    """Load the weights (``model``) or their EMA (``ema``) of a directory, from one file or several with an index."""
+    single = directory / f"{stem}.safetensors"
+    # A single file is passed by name, because the directory may hold both the weights and their EMA.
+    source = single if single.is_file() else directory
+    pattern = stem + "{suffix}.safetensors"
     load_torch_model(model, source, strict=strict, map_location=map_location, filename_pattern=pattern)

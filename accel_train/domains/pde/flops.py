@@ -68,7 +68,9 @@ def _operator_products(shape: TaskShape, grid: FieldGrid, model: PdeModelConfig)
     total = _conditioning_products(shape, width)
     total += lengths[0] * model.latent * width * (1 if model.latent == width else 2)  # out, and in
     total += sum(length * width**2 for length in lengths[middle + 1 :])  # skips
-    return total + sum(n * model.block().products(length) for n, length in zip(model.stages, lengths, strict=True))
+    return total + sum(
+        n * model.block().multiplications(length) for n, length in zip(model.stages, lengths, strict=True)
+    )
 
 
 def _conditioning_products(shape: TaskShape, width: int) -> int:

@@ -124,5 +124,5 @@ def residual_products(
     """Multiplications of one sample's way through `FieldResidual`, beside what is done once for a batch."""
     tokens, width = math.prod(grid.cells), block.width
     total = (2 * targets + inputs) * encoder_products(grid, width, stem_width)
-    total += width * (TIME_FEATURES + width) + depth * block.products(tokens)
+    total += width * (TIME_FEATURES + width) + depth * block.multiplications(tokens)
     return total + targets * math.prod(grid.points) * width

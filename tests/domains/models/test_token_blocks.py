@@ -72,13 +72,13 @@ def test_groups_attend_apart() -> None:
     block, (x, _) = build(BlockShape(16, 4, 8)), inputs()
     zeros = torch.zeros(3, 1, 16)
     x.requires_grad_()
-    block.attend_to_all(x, zeros, zeros - 1, zeros + 1)[..., :8].sum().backward()  # scale -1: x is not read
+    block.self_attention(x, zeros, zeros - 1, zeros + 1)[..., :8].sum().backward()  # scale -1: x is not read
     assert x.grad is not None
     assert x.grad[..., 8:].abs().max() == 0
     read = torch.randn_like(x)
-    first = block.attend_to_all(read, zeros, zeros, zeros + 1)
+    first = block.self_attention(read, zeros, zeros, zeros + 1)
     # LayerNorm is over all channels: a permutation within the second group leaves its statistics as they are.
-    second = block.attend_to_all(torch.cat((read[..., :8], read[..., 8:].flip(-1)), -1), zeros, zeros, zeros + 1)
+    second = block.self_attention(torch.cat((read[..., :8], read[..., 8:].flip(-1)), -1), zeros, zeros, zeros + 1)
     torch.testing.assert_close(first[..., :8], second[..., :8])
     assert not torch.allclose(first[..., 8:], second[..., 8:].flip(-1))
 
@@ -124,7 +124,7 @@ def test_products_equal_the_counter(shape: BlockShape) -> None:
     block, (x, conditioning) = build(shape), inputs()
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         block(x, conditioning, None)
-    assert counter.get_total_flops() == 3 * 2 * shape.products(7)
+    assert counter.get_total_flops() == 3 * 2 * shape.multiplications(7)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
