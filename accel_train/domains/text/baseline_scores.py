@@ -1,4 +1,4 @@
-"""What a model of text and latents must beat, by the measures that the model itself is judged by."""
+"""Scores of the text baselines, measured like the model's own metrics."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from accel_train.data.heldout import heldout_pairs
 from accel_train.domains.text import both_ways
-from accel_train.domains.text.baselines import fit_baselines, fits_log_linear
+from accel_train.domains.text.baselines import TextBaselines, fit_baselines, fits_log_linear
 from accel_train.domains.text.both_ways import bag_nll_sum, cosine_sum
 from accel_train.domains.text.prepare import PreparedData
 
@@ -19,39 +20,59 @@ LOG_LINEAR = ("l2t_log_linear_nll", "l2t_log_linear_nll_shuffled", "l2t_log_line
 
 
 def metric_names(data: PreparedData) -> list[str]:
-    """Everything that an evaluation on this data reports: the model's metrics and the baselines beside them."""
+    """List every metric of an evaluation on this data: the model's, then the baselines'."""
     return [*both_ways.metric_names(), *_baseline_names(data)]
 
 
 def _baseline_names(data: PreparedData) -> tuple[str, ...]:
-    return BASELINES + (LOG_LINEAR if fits_log_linear(data.train, data.tokenizer.vocab_size) else ())
+    if fits_log_linear(data.train, data.tokenizer.vocab_size):
+        return BASELINES + LOG_LINEAR
+    return BASELINES
 
 
 @lru_cache(maxsize=1)
 def baseline_figures(data: PreparedData, samples: int, timesteps: int, seed: int) -> Mapping[str, float]:
-    """``t2l_ridge_cosine``, ``unigram_nll``, ``l2t_log_linear_nll``, its ``_shuffled`` and ``l2t_log_linear_gain``.
+    """Score the baselines on the first ``samples`` held-out texts, with the model's own masks and shuffled partners.
 
-    On the first ``samples`` held-out texts, at the masks and with the shuffled partners that the model meets. One
-    process; some seconds, once for a run. The last three are absent where the fit would cost minutes.
+    Returns ``t2l_ridge_cosine``, ``unigram_nll``, ``l2t_log_linear_nll``, its ``_shuffled`` and
+    ``l2t_log_linear_gain``. The last three are absent where the fit would take minutes. Call it on one process. It
+    takes some seconds, once per run.
     """
     fitted = fit_baselines(data.train, data.tokenizer.vocab_size)
+    mask_id = data.tokenizer.mask_id
     sums: dict[str, float] = {}
     for batch, shuffled in heldout_pairs(data.heldout, samples, BATCH_SIZE, 0, 1, torch.device("cpu")):
-        masks = batch, data.tokenizer.mask_id, seed, timesteps
-        found = fitted.latents(batch["tokens"], batch["maskable"]).view_as(batch["latent"])
-        unigram = fitted.unigram.expand(len(found), -1)
-        added = {
-            "t2l_ridge_cosine": cosine_sum(found, batch["latent"], batch["weight"]),
-            "unigram_nll": bag_nll_sum(unigram, *masks),
-            "samples": batch["weight"].sum(),
-            "tokens": (batch["maskable"].sum(-1) * batch["weight"]).sum() * timesteps,
-        }
-        if fitted.log_linear is not None:
-            for name, latent in (("nll", batch["latent"]), ("nll_shuffled", shuffled["latent"])):
-                added[f"l2t_log_linear_{name}"] = bag_nll_sum(fitted.logits(latent), *masks)
-        sums = {name: sums.get(name, 0.0) + float(value) for name, value in added.items()}
-    per = {"t2l_ridge_cosine": "samples"}
-    figures = {name: value / max(sums[per.get(name, "tokens")], 1e-12) for name, value in sums.items()}
+        added = _batch_sums(fitted, batch, shuffled, mask_id, seed, timesteps)
+        for name, value in added.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+
+    # The cosine is a mean over samples, all others are means over tokens.
+    counts = {"t2l_ridge_cosine": sums["samples"]}
+    metrics = {name: value / max(counts.get(name, sums["tokens"]), 1e-12) for name, value in sums.items()}
     if fitted.log_linear is not None:
-        figures["l2t_log_linear_gain"] = 1 - figures["l2t_log_linear_nll"] / figures["l2t_log_linear_nll_shuffled"]
-    return {name: figures[name] for name in _baseline_names(data)}
+        metrics["l2t_log_linear_gain"] = 1 - metrics["l2t_log_linear_nll"] / metrics["l2t_log_linear_nll_shuffled"]
+    return {name: metrics[name] for name in _baseline_names(data)}
+
+
+def _batch_sums(
+    fitted: TextBaselines,
+    batch: dict[str, Tensor],
+    shuffled: dict[str, Tensor],
+    mask_id: int,
+    seed: int,
+    timesteps: int,
+) -> dict[str, Tensor]:
+    """Sum the scores of one batch, and count its samples and tokens."""
+    weight = batch["weight"]
+    predicted = fitted.latents(batch["tokens"], batch["maskable"]).view_as(batch["latent"])
+    unigram = fitted.unigram.expand(len(predicted), -1)
+    sums = {
+        "t2l_ridge_cosine": cosine_sum(predicted, batch["latent"], weight),
+        "unigram_nll": bag_nll_sum(unigram, batch, mask_id, seed, timesteps),
+        "samples": weight.sum(),
+        "tokens": (batch["maskable"].sum(-1) * weight).sum() * timesteps,
+    }
+    if fitted.log_linear is not None:
+        for name, latent in (("nll", batch["latent"]), ("nll_shuffled", shuffled["latent"])):
+            sums[f"l2t_log_linear_{name}"] = bag_nll_sum(fitted.logits(latent), batch, mask_id, seed, timesteps)
+    return sums

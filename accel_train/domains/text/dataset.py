@@ -1,4 +1,4 @@
-"""Text and latent examples for the loader, and the assets that turn text into them and back."""
+"""Pairs of text and latent for the loader, with the assets for encoding and decoding text."""
 
 import hashlib
 import json
@@ -21,16 +21,16 @@ ASSETS_FORMAT = 1
 
 @dataclass(frozen=True)
 class DataAssets:
-    """All that is needed to tokenise, encode and decode in another process, apart from the texts themselves."""
+    """Tokenizer, encoder and normalisation: enough to tokenise, encode and decode in another process."""
 
     tokenizer: TextTokenizer
     encoder: LatentEncoder | None
-    """None where latents were ready-made: then new text cannot be encoded."""
+    """None with ready-made latents. New text cannot be encoded then."""
     max_length: int
     latent_mean: Tensor
-    """(Dz,) of the training split."""
+    """Mean over the training split, (Dz,)."""
     latent_std: float
-    """One scalar, so that cosines of centred latents are those of normalised ones."""
+    """One scalar for all dimensions, so normalising leaves the cosines of centred latents unchanged."""
     latent_tokens: int = 1
     """L"""
 
@@ -40,27 +40,30 @@ class DataAssets:
         return self.latent_tokens, len(self.latent_mean)
 
     def tokenise(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """tokens (B, S) int64, text_mask (B, S) bool, maskable (B, S) bool."""
+        """Return tokens (B, S) int64, text_mask (B, S) bool and maskable (B, S) bool."""
         tokens = self.tokenizer.tokenise(texts, self.max_length)
-        positions, pad_id = torch.arange(self.max_length), self.tokenizer.pad_id
-        rows = [padded(tokens, i, positions, pad_id) for i in range(len(texts))]
-        ids, mask = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+        positions = torch.arange(self.max_length)
+        ids, mask = padded_rows(tokens, torch.arange(len(texts)), positions, self.tokenizer.pad_id)
         return {"tokens": ids, "text_mask": mask, "maskable": mask & self.tokenizer.maskable()[ids]}
 
     def encode(self, texts: Sequence[str]) -> Tensor:
-        """(B, L, Dz) float32, normalised with the training split's mean and std. One batch, not a whole corpus."""
+        """Return latents (B, L, Dz) float32, normalised with the training split's mean and std.
+
+        The texts are one batch, not a whole corpus.
+        """
         if self.encoder is None:
             raise UsageError(
                 "--data.latents: ready-made latents have no encoder here, so new text has no latent. Name the "
                 "encoder that made them with --data.encoder instead of --data.latents."
             )
-        return self.normalise(torch.from_numpy(self.encoder.encode(texts)).unsqueeze(1))
+        latents = torch.from_numpy(self.encoder.encode(texts))  # (B, Dz)
+        return self.normalise(latents.unsqueeze(1))
 
     def normalise(self, latents: Tensor) -> Tensor:
         return (latents - self.latent_mean) / self.latent_std
 
     def save(self, directory: Path) -> None:
-        """tokenizer.json, assets.json, latent.safetensors and the encoder's files, into a folder that is made."""
+        """Write tokenizer.json, assets.json, latent.safetensors and the encoder's files into a new folder."""
         from safetensors.torch import save_file
 
         directory.mkdir(parents=True, exist_ok=True)
@@ -80,16 +83,19 @@ class DataAssets:
 
 
 def load_assets(directory: Path, device: str = "cpu") -> DataAssets:
-    """What `DataAssets.save` wrote. The weights of a transformers encoder are found by its id and verified."""
+    """Read the files of `DataAssets.save`. A transformers encoder is found by its id, and its weights are verified."""
     from safetensors.torch import load_file
 
     try:
         facts: dict[str, Any] = json.loads((directory / "assets.json").read_text("utf-8"))
         if facts["format"] != ASSETS_FORMAT:
             raise ValueError(f"format {facts['format']}, this version reads {ASSETS_FORMAT}")
-        tokenizer = TextTokenizer.from_json((directory / "tokenizer.json").read_text("utf-8"), **facts["tokenizer"])
+        saved_tokenizer = (directory / "tokenizer.json").read_text("utf-8")
+        tokenizer = TextTokenizer.from_json(saved_tokenizer, **facts["tokenizer"])
         mean = load_file(directory / "latent.safetensors")["mean"]
-        encoder = load_encoder(directory, device) if facts["encoder"] else None
+        encoder = None
+        if facts["encoder"]:
+            encoder = load_encoder(directory, device)
         return DataAssets(tokenizer, encoder, facts["max_length"], mean, facts["latent_std"], facts["latent_tokens"])
     except UsageError:
         raise
@@ -101,7 +107,7 @@ def load_assets(directory: Path, device: str = "cpu") -> DataAssets:
 
 
 def padded(tokens: Tokens, index: int, positions: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
-    """(S,) int64 and (S,) bool, True at real tokens; `positions` is range(S)."""
+    """Return one row of ids (S,) int64 and its mask (S,) bool, True at real tokens. `positions` is range(S)."""
     ids = tokens.row(index)
     row = torch.full_like(positions, pad_id)
     row[: len(ids)] = ids
@@ -109,28 +115,32 @@ def padded(tokens: Tokens, index: int, positions: Tensor, pad_id: int) -> tuple[
 
 
 def padded_rows(tokens: Tokens, index: Tensor, positions: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
-    """`padded` for the samples `index` (B,), all at once: (B, S) int64 and (B, S) bool."""
+    """Return `padded` for the samples `index` (B,) at once: ids (B, S) int64 and mask (B, S) bool."""
     starts = tokens.offsets[index].unsqueeze(-1)
-    mask = positions < tokens.offsets[index + 1].unsqueeze(-1) - starts
+    lengths = tokens.offsets[index + 1].unsqueeze(-1) - starts
+    mask = positions < lengths
     places = torch.where(mask, starts + positions, 0)
     return torch.where(mask, tokens.ids[places].long(), pad_id), mask
 
 
 class TextLatentDataset:
-    """Map-style. `texts[i]` is the whole text of sample i, before it was cut to `max_length`."""
+    """Map-style dataset of text and latents. `texts[i]` is the whole text of sample i, not cut to `max_length`."""
 
     PADDED = ("tokens", "text_mask", "maskable")
-    """Fields whose second dimension is the text's length."""
+    """Fields with the text length as second dimension."""
 
     def __init__(
         self, texts: Sequence[str], tokens: Tokens, table: LatentTable, assets: DataAssets, fingerprint: str
     ) -> None:
         self.texts = list(texts)
-        self.table, self.fingerprint = table, fingerprint
+        self.table = table
+        self.fingerprint = fingerprint
         self._tokens = tokens
-        self._positions, self._pad_id = torch.arange(assets.max_length), assets.tokenizer.pad_id
+        self._positions = torch.arange(assets.max_length)
+        self._pad_id = assets.tokenizer.pad_id
         self._maskable = assets.tokenizer.maskable()
-        self._mean, self._std = assets.latent_mean, assets.latent_std
+        self._mean = assets.latent_mean
+        self._std = assets.latent_std
         self._lengths = tokens.offsets.diff().numpy()
         self._memory = BatchMemory()
 
@@ -138,7 +148,7 @@ class TextLatentDataset:
         return len(self.texts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """tokens (S,) int64, text_mask (S,) bool, maskable (S,) bool, latent (L, Dz) float32."""
+        """Return tokens (S,) int64, text_mask (S,) bool, maskable (S,) bool and latent (L, Dz) float32."""
         row, mask = padded(self._tokens, index, self._positions, self._pad_id)
         return {
             "tokens": row,
@@ -148,8 +158,10 @@ class TextLatentDataset:
         }
 
     def batch(self, indices: list[int]) -> dict[str, Tensor]:
-        """These samples stacked: tokens, text_mask, maskable (B, S) and latent (B, L, Dz). Latents are read in one
-        copy, into memory that is used again when the batch is gone, and normalised there."""
+        """Stack samples: tokens, text_mask, maskable (B, S) and latent (B, L, Dz).
+
+        Latents are read in one copy and normalised in place. Their memory is reused once the batch is gone.
+        """
         index = torch.tensor(indices)
         rows, mask = padded_rows(self._tokens, index, self._positions, self._pad_id)
         latent = self.table.rows(index, self._memory.empty(len(indices), *self.table.shape))
@@ -157,24 +169,35 @@ class TextLatentDataset:
         return {"tokens": rows, "text_mask": mask, "maskable": mask & self._maskable[rows], "latent": latent}
 
     def length(self, index: int) -> int:
-        """Tokens of the text, padding not counted."""
+        """Return the number of tokens without padding."""
         return int(self._lengths[index])
 
     def trim(self, batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
-        """The batch with at most `length` tokens a text; the caller knows that none is longer."""
-        return {k: v[:, :length].contiguous() if k in self.PADDED else v for k, v in batch.items()}
+        """Cut the padded fields to `length` tokens. The caller knows that no text is longer."""
+        trimmed = dict(batch)
+        for name in self.PADDED:
+            trimmed[name] = batch[name][:, :length].contiguous()
+        return trimmed
 
 
 def statistics(table: LatentTable) -> tuple[Tensor, float]:
-    """Mean (Dz,) over samples and latent tokens, and the one std of all centred entries. Accumulated in float64;
-    reads every latent once."""
-    count, total, squares = 0, torch.zeros(table.shape[1], dtype=torch.float64), 0.0
+    """Compute the mean (Dz,) over samples and latent tokens, and one std over all centred entries.
+
+    Reads every latent once and accumulates in float64.
+    """
+    count = 0
+    total = torch.zeros(table.shape[1], dtype=torch.float64)
+    squares = 0.0
     for _, block in table.blocks():
-        flat = block.double().flatten(0, 1)
-        count, total, squares = count + len(flat), total + flat.sum(0), squares + float((flat**2).sum())
+        flat = block.double().flatten(0, 1)  # (n * L, Dz)
+        count += len(flat)
+        total = total + flat.sum(0)
+        squares += float((flat**2).sum())
     mean = total / count
-    variance = squares / (count * len(mean)) - float((mean**2).mean())
-    if variance <= 1e-12 * max(1.0, float((mean**2).mean())):
+    mean_square = float((mean**2).mean())
+    variance = squares / (count * len(mean)) - mean_square
+    # Rounding leaves a variance of this size where all latents are equal.
+    if variance <= 1e-12 * max(1.0, mean_square):
         raise UsageError(
             f"--data.encoder: all {count} latents of the training split are equal, so they say nothing about "
             "their texts. Latents that differ are required: check the encoder, or the ready-made latents."
@@ -183,7 +206,10 @@ def statistics(table: LatentTable) -> tuple[Tensor, float]:
 
 
 def dataset_fingerprint(texts: Sequence[str], table: LatentTable, assets: DataAssets) -> str:
-    """sha256 of texts, tokenizer, length and latents: of the encoder's identity, or of ready-made latents' bytes."""
+    """Hash texts, tokenizer, length and latents with sha256.
+
+    Latents enter by the encoder's identity, ready-made ones by their bytes.
+    """
     digest = hashlib.sha256(f"{texts_hash(texts)} {assets.max_length} {assets.tokenizer.to_json()}".encode())
     if assets.encoder is not None:
         digest.update(assets.encoder.identity.encode())

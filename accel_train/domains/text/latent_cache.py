@@ -1,6 +1,6 @@
-"""Latents on disk: computed once, by all processes together, in checksummed safetensors shards.
+"""Cache of computed latents: checksummed safetensors shards, built once by all processes together.
 
-A cache folder is named by the hash of texts, encoder and format: other texts or another encoder never meet it.
+A cache folder is named by the hash of texts, encoder and format, so other texts or encoders never read it.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ FORMAT = "latents-1"
 ROWS_PER_SHARD = 4096
 BLOCK_BYTES = 2**26
 ROWS_WORTH_A_SELECTION = 8
-"""Of one shard, on average: where a batch has fewer, it is read row by row."""
+"""Rows per shard in a batch, on average. Below it, reading row by row is faster than one selection per shard."""
 
 
 @dataclass(frozen=True)
 class LatentTable:
-    """Latents by row, (L, Dz) each, from memory-mapped shards; opened on first use in each process."""
+    """Latents (L, Dz) by row, from memory-mapped shards. Each process opens a shard on first use."""
 
     files: tuple[Path, ...]
     shard_of: Tensor  # (N,) int64
@@ -61,9 +61,11 @@ class LatentTable:
         return self._shard(int(self.shard_of[index]))[int(self.row_of[index])].float()
 
     def rows(self, indices: Tensor, out: Tensor | None = None) -> Tensor:
-        """(n,) int64 -> (n, L, Dz) float32, in `out` where one is given: one copy, straight from the mapped file."""
-        out = torch.empty(len(indices), *self.shape) if out is None else out
-        shards, rows = self.shard_of[indices], self.row_of[indices]
+        """Read rows (n,) int64 as (n, L, Dz) float32, into `out` if given. One copy, straight from the mapped file."""
+        if out is None:
+            out = torch.empty(len(indices), *self.shape)
+        shards = self.shard_of[indices]
+        rows = self.row_of[indices]
         numbers = shards.tolist()
         opened = {number: self._shard(number) for number in numbers}
         if len(opened) == 1:
@@ -77,17 +79,19 @@ class LatentTable:
         return out
 
     def blocks(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """(first index, (n, L, Dz)) in order; None: as many rows as fit into 64 MiB."""
-        size = size or max(1, BLOCK_BYTES // (4 * math.prod(self.shape)))
+        """Yield (first index, latents (n, L, Dz)) in order. `size` None: as many rows as fit into 64 MiB."""
+        row_bytes = 4 * math.prod(self.shape)
+        size = size or max(1, BLOCK_BYTES // row_bytes)
         for start in range(0, len(self), size):
-            yield start, self.rows(torch.arange(start, min(start + size, len(self))))
+            stop = min(start + size, len(self))
+            yield start, self.rows(torch.arange(start, stop))
 
 
 class BatchMemory:
-    """float32 tensors in memory that is used again as soon as nothing refers to them, on any thread.
+    """Pool of float32 tensors. Memory returns to the pool once nothing refers to its tensor, on any thread.
 
-    Fresh memory costs several times the copy into it, for the system clears each page on first use, and malloc hands
-    large blocks back when they are freed. Holds as much as was ever in use at one time.
+    Fresh memory costs several times the copy into it: the system clears each page on first use, and malloc returns
+    large blocks when they are freed. The pool keeps the most that was in use at one time.
     """
 
     def __init__(self) -> None:
@@ -97,12 +101,13 @@ class BatchMemory:
         return BatchMemory, ()
 
     def empty(self, *shape: int) -> Tensor:
-        """Not initialised. A batch of another shape has memory of its own."""
+        """Return an uninitialised tensor. Each shape has a pool of its own."""
         free = self._free.setdefault(shape, [])
         memory = free.pop() if free else np.empty(shape, np.float32)
-        lent = memory.view()  # lives as long as the tensor's storage, so as long as any view of it
-        weakref.finalize(lent, free.append, memory).atexit = False
-        return torch.from_numpy(lent)
+        # The numpy view lives as long as the tensor's storage, and so as long as any view of the tensor.
+        owner = memory.view()
+        weakref.finalize(owner, free.append, memory).atexit = False
+        return torch.from_numpy(owner)
 
 
 def _select(shard: Tensor, rows: Tensor, out: Tensor) -> Tensor:
@@ -125,17 +130,19 @@ def cached_latents(
     barrier: Callable[[], None] = lambda: None,
     progress: bool = False,
 ) -> LatentTable:
-    """Latents of all texts, computing what the cache lacks. Every rank calls it (two barriers).
+    """Load the latents of all texts and compute the missing ones. Every rank calls it (two barriers).
 
-    Rank r first builds shards r, r + world_size, ...; then each rank builds what is still missing in its own view
-    of the disk, so hosts with separate disks end up complete too. Each process reads every shard once to verify it.
+    Rank r first builds shards r, r + world_size, ... Then each rank builds the shards still missing on its own disk,
+    so hosts with separate disks also end up complete. Each process reads every shard once to verify it.
     """
     folder = cache / "latents" / latent_key(texts, encoder.identity)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = list(range(-(-len(texts) // ROWS_PER_SHARD)))
-    turned = shards[rank % max(1, len(shards)) :] + shards[: rank % max(1, len(shards))]
-    for mine in (shards[rank::world_size], turned):
-        _build(folder, mine, texts, encoder, progress and rank == 0)
+    shards = list(range(math.ceil(len(texts) / ROWS_PER_SHARD)))
+    # Each rank starts at another shard, so ranks with one disk seldom build the same one at the same time.
+    start = rank % max(1, len(shards))
+    rotated = shards[start:] + shards[:start]
+    for assigned in (shards[rank::world_size], rotated):
+        _build(folder, assigned, texts, encoder, progress and rank == 0)
         barrier()
     rows = torch.arange(len(texts))
     files = tuple(shard_file(folder, number) for number in shards)
@@ -143,13 +150,14 @@ def cached_latents(
 
 
 def _build(folder: Path, shards: Sequence[int], texts: Sequence[str], encoder: LatentEncoder, progress: bool) -> None:
-    """Build those of `shards` that are missing or damaged; another process may do so at the same time."""
+    """Build the missing or damaged ones of `shards`. Another process may do so at the same time."""
     missing = [number for number in shards if not _intact(folder, number, len(texts), encoder.dim)]
     if not missing:
         return
     rows = sum(min(ROWS_PER_SHARD, len(texts) - number * ROWS_PER_SHARD) for number in missing)
     with Progress("latents", rows, progress) as bar:
         for number in missing:
+            # Another process may have finished this shard in the meantime.
             if _intact(folder, number, len(texts), encoder.dim):
                 continue
             start = number * ROWS_PER_SHARD
@@ -159,21 +167,23 @@ def _build(folder: Path, shards: Sequence[int], texts: Sequence[str], encoder: L
 
 
 def encode_rows(texts: Sequence[str], encoder: LatentEncoder, done: Callable[[int], None]) -> NDArray[np.float32]:
-    """(n, Dz); batches of similar length, so that little padding is computed."""
-    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+    """Encode texts to (n, Dz) in batches of similar length, to compute little padding."""
+    order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
     latents = np.empty((len(texts), encoder.dim), np.float32)
     for start in range(0, len(order), encoder.batch_size):
         batch = order[start : start + encoder.batch_size]
-        latents[batch] = encoder.encode([texts[i] for i in batch])
+        latents[batch] = encoder.encode([texts[index] for index in batch])
         done(len(batch))
     return latents
 
 
 def check_finite(latents: Tensor, start: int, texts: Sequence[str]) -> None:
-    wrong = (~torch.isfinite(latents.flatten(1)).all(1)).nonzero().flatten().tolist()
+    """Refuse NaN and infinity, naming the first such text. `start` is the index of the first latent."""
+    finite = torch.isfinite(latents.flatten(1)).all(1)
+    wrong = (~finite).nonzero().flatten().tolist()
     if wrong:
         index = start + wrong[0]
-        more = f", so do {len(wrong) - 1} after it" if wrong[1:] else ""
+        more = f", so do {len(wrong) - 1} after it" if len(wrong) > 1 else ""
         raise UsageError(
             f"--data.path: the latent of sample {index} ({texts[index][:60]!r}) holds NaN or infinity{more}. Finite "
             "latents are required: check the encoder's weights and that text."
@@ -185,7 +195,7 @@ def shard_file(folder: Path, number: int) -> Path:
 
 
 def write_shard(file: Path, latents: NDArray[np.float32]) -> None:
-    """Complete or absent, under any crash: written beside its place, synced, renamed. Checksum in the header."""
+    """Write a shard atomically, with its checksum in the header. It is complete or absent after any crash."""
     from safetensors.numpy import save
 
     metadata = {"sha256": hashlib.sha256(latents.tobytes()).hexdigest(), "format": FORMAT}
@@ -199,7 +209,7 @@ def write_shard(file: Path, latents: NDArray[np.float32]) -> None:
 
 
 def open_shard(file: Path) -> Tensor:
-    """(n, L, Dz), memory-mapped."""
+    """Memory-map a shard as (n, L, Dz)."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as shard:
@@ -207,7 +217,7 @@ def open_shard(file: Path) -> Tensor:
 
 
 def _intact(folder: Path, number: int, total: int, dim: int) -> bool:
-    """Shape, dtype, checksum and finiteness as written; False also where the file cannot be read at all."""
+    """Check shape, dtype, checksum and finiteness of a shard. False for an unreadable file."""
     from safetensors import SafetensorError, safe_open
 
     rows = min(ROWS_PER_SHARD, total - number * ROWS_PER_SHARD)
@@ -219,6 +229,7 @@ def _intact(folder: Path, number: int, total: int, dim: int) -> bool:
         return False
     if latents.shape != (rows, 1, dim) or latents.dtype != np.float32:
         return False
-    if metadata.get("sha256") != hashlib.sha256(latents.tobytes()).hexdigest():
+    checksum = hashlib.sha256(latents.tobytes()).hexdigest()
+    if metadata.get("sha256") != checksum:
         return False
     return bool(np.isfinite(latents).all())

@@ -16,22 +16,29 @@ SUFFIXES = (".npy", ".safetensors")
 
 
 def read_latents(folder: Path, references: Sequence[tuple[str | int, int]]) -> LatentTable:
-    """The rows that the texts refer to, memory-mapped. A shard is a file name in `folder`, or a number n for
-    shard_n with any zeros in front. Shards are (rows, Dz) or (rows, L, Dz) of floats; all of one shape."""
+    """Memory-map the rows referenced by the texts.
+
+    A shard is a file name in `folder`, or a number n for shard_n with any number of leading zeros. Shards hold floats
+    (rows, Dz) or (rows, L, Dz), all of one shape.
+    """
     names = list(dict.fromkeys(shard for shard, _ in references))
     files = tuple(_shard_file(folder, name) for name in names)
-    number = {name: position for position, name in enumerate(names)}
+    position = {name: index for index, name in enumerate(names)}
     shards = [_open_checked(file) for file in files]
     _check_shapes(files, shards)
-    for sample, (name, idx) in enumerate(references):
-        rows = len(shards[number[name]])
-        if idx >= rows:
+    shard_of: list[int] = []
+    row_of: list[int] = []
+    for sample, (name, row) in enumerate(references):
+        shard = position[name]
+        rows = len(shards[shard])
+        if row >= rows:
             raise UsageError(
-                f"--data.latents: sample {sample} asks for row {idx} of {files[number[name]]}, which has {rows}. "
-                "The JSONL and the shards must be of the same writing."
+                f"--data.latents: sample {sample} asks for row {row} of {files[shard]}, which has {rows}. The JSONL "
+                "and the shards must come from the same export."
             )
-    shard_of = torch.tensor([number[name] for name, _ in references])
-    return LatentTable(files, shard_of, torch.tensor([idx for _, idx in references]), open_latents)
+        shard_of.append(shard)
+        row_of.append(row)
+    return LatentTable(files, torch.tensor(shard_of), torch.tensor(row_of), open_latents)
 
 
 def _shard_file(folder: Path, shard: str | int) -> Path:
@@ -43,18 +50,21 @@ def _shard_file(folder: Path, shard: str | int) -> Path:
             )
         found = [folder / shard]
     else:
-        names = [f"shard_{shard:0{width}d}{suffix}" for suffix in SUFFIXES for width in (4, 5, 6, 1)]
+        widths = (4, 5, 6, 1)
+        names = [f"shard_{shard:0{width}d}{suffix}" for suffix in SUFFIXES for width in widths]
+        # Several widths give the same name for a large number.
         found = [folder / name for name in dict.fromkeys(names) if (folder / name).is_file()]
     if len(found) != 1 or not found[0].is_file():
+        count = sum(file.is_file() for file in found)
         raise UsageError(
-            f"--data.latents: {len(found) if len(found) > 1 else 'no'} files for shard {shard!r} in {folder}; "
-            "one is required, such as shard_0000.npy. Check the folder against the JSONL."
+            f"--data.latents: {count or 'no'} files for shard {shard!r} in {folder}; one is required, such as "
+            "shard_0000.npy. Check the folder against the JSONL."
         )
     return found[0]
 
 
 def open_latents(file: Path) -> Tensor:
-    """(rows, L, Dz), memory-mapped; a file without L gets L = 1."""
+    """Memory-map a file as (rows, L, Dz). A file without L gets L = 1."""
     if file.suffix == ".npy":
         array: NDArray[np.floating] = np.load(file, mmap_mode="c", allow_pickle=False)
         latents = torch.from_numpy(array)
@@ -65,10 +75,13 @@ def open_latents(file: Path) -> Tensor:
             names = list(shard.keys())
             if len(names) != 1 and "latents" not in names:
                 raise ValueError(f"tensors {names}; one tensor, or one named 'latents', is required")
-            latents = shard.get_tensor("latents" if "latents" in names else names[0])
+            name = "latents" if "latents" in names else names[0]
+            latents = shard.get_tensor(name)
     if not latents.is_floating_point() or latents.ndim not in (2, 3):
         raise ValueError(f"{latents.dtype} of shape {tuple(latents.shape)}; floats (rows[, L], Dz) are required")
-    return latents.unsqueeze(1) if latents.ndim == 2 else latents
+    if latents.ndim == 2:
+        latents = latents.unsqueeze(1)
+    return latents
 
 
 def _open_checked(file: Path) -> Tensor:
@@ -95,11 +108,14 @@ def _check_shapes(files: Sequence[Path], shards: Sequence[Tensor]) -> None:
 def write_latents(
     folder: Path, texts: Sequence[str], latents: NDArray[np.float32], rows_per_shard: int = 100_000
 ) -> Path:
-    """The format that `read_latents` reads: data.jsonl and shard_0000.npy, ... in `folder`. Returns the JSONL."""
+    """Write data.jsonl and shard_0000.npy, ... for `read_latents` into `folder`. Returns the path of the JSONL."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, start in enumerate(range(0, len(texts), rows_per_shard)):
         np.save(folder / f"shard_{number:04d}.npy", latents[start : start + rows_per_shard])
-    rows = ({"text": text, "shard": i // rows_per_shard, "idx": i % rows_per_shard} for i, text in enumerate(texts))
-    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / "data.jsonl").write_text("".join(lines), "utf-8")
-    return folder / "data.jsonl"
+    lines: list[str] = []
+    for index, text in enumerate(texts):
+        row = {"text": text, "shard": index // rows_per_shard, "idx": index % rows_per_shard}
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    path = folder / "data.jsonl"
+    path.write_text("".join(lines), "utf-8")
+    return path

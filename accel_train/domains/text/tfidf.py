@@ -1,6 +1,6 @@
-"""A latent encoder that needs no network: TF-IDF of the words, then truncated SVD (latent semantic analysis).
+"""A latent encoder without a neural network: TF-IDF of the words, then truncated SVD (latent semantic analysis).
 
-The numbers are those of scikit-learn's TfidfVectorizer(sublinear_tf=True) and TruncatedSVD, less the pickle.
+The values equal those of scikit-learn's TfidfVectorizer(sublinear_tf=True) and TruncatedSVD. No pickle is involved.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TfidfSvdEncoder:
-    """Fitted; `encode` is a pure function of one text, so batching and threads change nothing."""
+    """A fitted encoder. `encode` is a pure function of one text, so batching and threads change nothing."""
 
     words: list[str]
     idf: NDArray[np.float32]  # (W,)
     components: NDArray[np.float32]  # (W, Dz)
     normalise: bool
     identity: str
-    """Hash of the texts it was fitted on and of its options: names the same encoder on every machine."""
+    """Hash of the fitted texts and the options. Names the same encoder on every machine."""
     batch_size: int = 4096
 
     @cached_property
@@ -45,19 +45,22 @@ class TfidfSvdEncoder:
         return self.components.shape[1]
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """(n, Dz) float32, of length 1 with `normalise`; a text without a known word is all zeros."""
+        """Return (n, Dz) float32, of length 1 with `normalise`. A text without a known word is all zeros."""
         indptr, columns, values = tfidf_rows(texts, self._index, self.idf.astype(np.float64))
         latents = np.zeros((len(texts), self.dim))
+        # reduceat cannot sum an empty row, so rows without words are skipped.
         filled = np.diff(indptr) > 0
         if columns.size:
             products = self.components[columns].astype(np.float64) * values[:, None]
-            latents[filled] = np.add.reduceat(products, indptr[:-1][filled], axis=0)
+            starts = indptr[:-1][filled]
+            latents[filled] = np.add.reduceat(products, starts, axis=0)
         if self.normalise:
-            latents /= np.maximum(np.linalg.norm(latents, axis=1, keepdims=True), 1e-12)
+            lengths = np.linalg.norm(latents, axis=1, keepdims=True)
+            latents /= np.maximum(lengths, 1e-12)
         return latents.astype(np.float32)
 
     def save(self, directory: Path) -> None:
-        """encoder.json (words, options) and encoder.safetensors (idf, components)."""
+        """Write encoder.json (words, options) and encoder.safetensors (idf, components)."""
         from safetensors.numpy import save_file
 
         facts = {"kind": VERSION, "identity": self.identity, "normalise": self.normalise, "words": self.words}
@@ -70,7 +73,9 @@ class TfidfSvdEncoder:
         from safetensors.numpy import load_file
 
         arrays = load_file(directory / "encoder.safetensors")
-        words, idf, components = facts["words"], arrays["idf"], arrays["components"]
+        words = facts["words"]
+        idf = arrays["idf"]
+        components = arrays["components"]
         if idf.shape != (len(words),) or components.shape[:1] != idf.shape:
             raise ValueError(f"{len(words)} words, idf {idf.shape}, components {components.shape}")
         return cls(words, idf, components, facts["normalise"], facts["identity"])
@@ -83,51 +88,67 @@ def words_of(text: str) -> list[str]:
 def tfidf_rows(
     texts: Sequence[str], index: dict[str, int], idf: Floats
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
-    """Sparse rows (indptr, columns, values): (1 + log count) * idf, each row of length 1, columns ascending."""
+    """Build sparse rows (indptr, columns, values) of (1 + log count) * idf.
+
+    Each row has length 1 and ascending columns.
+    """
     indptr: list[int] = [0]
     columns: list[int] = []
     counts: list[int] = []
     for text in texts:
-        found = sorted(Counter(index[word] for word in words_of(text) if word in index).items())
-        columns.extend(column for column, _ in found)
-        counts.extend(count for _, count in found)
+        known = Counter(index[word] for word in words_of(text) if word in index)
+        for column, count in sorted(known.items()):
+            columns.append(column)
+            counts.append(count)
         indptr.append(len(columns))
-    column_array, starts = np.array(columns, np.int64), np.array(indptr, np.int64)
+    column_array = np.array(columns, np.int64)
+    starts = np.array(indptr, np.int64)
     values = (1.0 + np.log(np.array(counts, np.float64))) * idf[column_array]
-    lengths = np.diff(starts)
+    words_per_text = np.diff(starts)
     squares = np.zeros(len(texts))
     if values.size:
-        squares[lengths > 0] = np.add.reduceat(values**2, starts[:-1][lengths > 0])
-    return starts, column_array, values / np.repeat(np.sqrt(squares), lengths)
+        filled = words_per_text > 0
+        squares[filled] = np.add.reduceat(values**2, starts[:-1][filled])
+    return starts, column_array, values / np.repeat(np.sqrt(squares), words_per_text)
 
 
 def fit_identity(texts: Sequence[str], dim: int, normalise: bool) -> str:
-    """The `identity` of the encoder that `fit` gives, without fitting it."""
+    """Compute the `identity` of the encoder returned by `fit`, without fitting it."""
     return hashlib.sha256(f"{VERSION} {MAX_WORDS} {dim} {normalise} {texts_hash(texts)}".encode()).hexdigest()
 
 
 def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
-    """Fit on the training texts. ARPACK from a fixed start in float64: the singular space itself, not a random
-    approximation of it; the sign of each component is fixed by its largest entry. Seconds for 30,000 sentences."""
+    """Fit the encoder on the training texts, in seconds for 30,000 sentences.
+
+    ARPACK runs in float64 from a fixed start and finds the singular space itself, not a random approximation. The
+    sign of each component is fixed by its largest entry.
+    """
     from scipy.sparse import csr_matrix
     from scipy.sparse.linalg import svds
     from threadpoolctl import threadpool_limits
 
-    frequency = Counter(word for text in texts for word in set(words_of(text)))
-    kept = sorted(frequency, key=lambda word: (-frequency[word], word))[:MAX_WORDS]
-    words = sorted(kept)
+    frequency: Counter[str] = Counter()
+    for text in texts:
+        frequency.update(set(words_of(text)))
+    most_frequent = sorted(frequency, key=lambda word: (-frequency[word], word))
+    words = sorted(most_frequent[:MAX_WORDS])
     if dim >= min(len(words), len(texts)):
         raise UsageError(
             f"--data.latent_dim {dim}: encoder 'tfidf-svd' needs more training texts and more different words "
             f"than dimensions; there are {len(texts)} texts and {len(words)} words. Lower it, or bring more text."
         )
-    idf = np.log((1 + len(texts)) / (1 + np.array([frequency[word] for word in words], np.float64))) + 1
-    indptr, columns, values = tfidf_rows(texts, {word: i for i, word in enumerate(words)}, idf)
+    document_frequency = np.array([frequency[word] for word in words], np.float64)
+    idf = np.log((1 + len(texts)) / (1 + document_frequency)) + 1
+    index = {word: column for column, word in enumerate(words)}
+    indptr, columns, values = tfidf_rows(texts, index, idf)
     matrix = csr_matrix((values, columns, indptr), shape=(len(texts), len(words)))
     start = np.random.default_rng(0).standard_normal(min(len(texts), len(words)))
-    with threadpool_limits(1):  # the same bits with any number of threads, and faster: the blocks are small
-        found: Any = svds(matrix, k=dim, v0=start, solver="arpack")
-    rows: Floats = found[2][np.argsort(-found[1])]
+    # One thread gives the same bits on every machine. It is also faster because the blocks are small.
+    with threadpool_limits(1):
+        decomposition: Any = svds(matrix, k=dim, v0=start, solver="arpack")
+    # svds does not sort the singular values in descending order.
+    _, singular, right = decomposition
+    rows: Floats = right[np.argsort(-singular)]
     largest = np.abs(rows).argmax(axis=1)
     rows *= np.sign(rows[np.arange(dim), largest])[:, None]
     components = np.ascontiguousarray(rows.T, dtype=np.float32)

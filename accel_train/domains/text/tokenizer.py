@@ -1,5 +1,6 @@
-"""Text to ids and back: a tokenizer trained on the corpus, or that of any transformers model."""
+"""Text to token ids and back, by a tokenizer trained on the corpus or taken from a transformers model."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,19 +13,21 @@ from accel_train.config import UsageError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PAD, MASK = "[PAD]", "[MASK]"
+PAD = "[PAD]"
+MASK = "[MASK]"
 MIN_VOCAB_SIZE = 300
-BATCH_TEXTS, BATCH_CHARACTERS = 8192, 2**23
+BATCH_TEXTS = 8192
+BATCH_CHARACTERS = 2**23
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids of many texts, ragged: text i is ids[offsets[i]:offsets[i + 1]], int32 to halve the memory."""
+    """Ragged token ids of many texts. Text i is ids[offsets[i]:offsets[i + 1]]. int32 halves the memory."""
 
     ids: Tensor
     offsets: Tensor
     truncated: int
-    """How many texts were longer than the maximum."""
+    """Number of texts cut to the maximum length."""
 
     def row(self, index: int) -> Tensor:
         start, stop = self.offsets[index : index + 2].tolist()
@@ -32,27 +35,30 @@ class Tokens:
 
 
 class TextTokenizer:
-    """`tokenizers.Tokenizer` with the ids that masked diffusion needs. Special tokens written out in a text are
-    ordinary characters here: no text can bring in a mask."""
+    """A `tokenizers.Tokenizer` with the ids needed by masked diffusion.
+
+    Special tokens spelled out in a text are read as ordinary characters, so no text can introduce a mask.
+    """
 
     def __init__(self, tokenizer: "Tokenizer", *, pad_id: int, mask_id: int, special_ids: Iterable[int]) -> None:
         tokenizer.encode_special_tokens = True
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
-        self.pad_id, self.mask_id = pad_id, mask_id
+        self.pad_id = pad_id
+        self.mask_id = mask_id
         self.special_ids = tuple(sorted({pad_id, mask_id, *special_ids}))
-        """Never diffused: padding, mask, and those the tokenizer puts around a text."""
+        """Ids exempt from diffusion: padding, the mask and the special tokens around a text."""
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def maskable(self) -> Tensor:
-        """(V,) bool: False for the special ids."""
+        """Return a table (V,) bool, False for the special ids."""
         table = torch.ones(self.vocab_size, dtype=torch.bool)
         table[list(self.special_ids)] = False
         return table
 
     def tokenise(self, texts: Sequence[str], max_length: int) -> Tokens:
-        """Ids of each text cut to `max_length`, the special tokens around it kept."""
+        """Tokenise texts, cut to `max_length`. The special tokens around a text are kept."""
         around = self._tokenizer.num_special_tokens_to_add(False)
         if max_length <= around:
             raise UsageError(
@@ -67,23 +73,26 @@ class TextTokenizer:
             encodings = self._tokenizer.encode_batch(batch)
             lengths.extend(len(encoding) for encoding in encodings)
             truncated += sum(bool(encoding.overflowing) for encoding in encodings)
-            ids.append(torch.tensor([i for encoding in encodings for i in encoding.ids], dtype=torch.int32))
-        flat = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
-        return Tokens(flat, torch.tensor(lengths).cumsum(0), truncated)
+            flat = list(itertools.chain.from_iterable(encoding.ids for encoding in encodings))
+            ids.append(torch.tensor(flat, dtype=torch.int32))
+        if not ids:
+            ids.append(torch.zeros(0, dtype=torch.int32))
+        return Tokens(torch.cat(ids), torch.tensor(lengths).cumsum(0), truncated)
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
-        """Readable text of one row of ids; special tokens, padding and masks are left out."""
+        """Decode one row of ids to readable text, without special tokens, padding and masks."""
         row: list[int] = torch.as_tensor(ids).tolist()
-        dropped = set(self.special_ids)
-        return self._tokenizer.decode([i for i in row if i not in dropped], skip_special_tokens=False).strip()
+        special = set(self.special_ids)
+        content = [token for token in row if token not in special]
+        return self._tokenizer.decode(content, skip_special_tokens=False).strip()
 
     def to_json(self) -> str:
-        """The standard `tokenizer.json`, which the tokenizers and transformers libraries read."""
+        """Return the standard `tokenizer.json`, as read by the tokenizers and transformers libraries."""
         self._tokenizer.no_truncation()
         return self._tokenizer.to_str(pretty=True)
 
     def ids(self) -> dict[str, int | tuple[int, ...]]:
-        """What `tokenizer.json` does not say; with it, the arguments of `from_json`."""
+        """Return the ids missing from `tokenizer.json`. Together they are the arguments of `from_json`."""
         return {"pad_id": self.pad_id, "mask_id": self.mask_id, "special_ids": self.special_ids}
 
     @classmethod
@@ -94,13 +103,17 @@ class TextTokenizer:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Of bounded length: the library keeps what is cut off, some 90 bytes for a token of it."""
+    """Group texts into batches of bounded length.
+
+    The library keeps about 90 bytes for every truncated token until its batch is freed.
+    """
     batch: list[str] = []
     characters = 0
     for text in texts:
         if batch and (len(batch) == BATCH_TEXTS or characters + len(text) > BATCH_CHARACTERS):
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
         batch.append(text)
         characters += len(text)
     if batch:
@@ -108,7 +121,7 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> TextTokenizer:
-    """Byte-level BPE: every text can be written and read back, and equal texts give equal merges."""
+    """Train a byte-level BPE. It encodes every text without loss, and equal texts give equal merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < MIN_VOCAB_SIZE:
@@ -130,12 +143,12 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> TextTokenizer:
 
 
 def transformers_tokenizer(name: str) -> TextTokenizer:
-    """That of a model id or local directory; a mask or padding token that it lacks is added at the end."""
+    """Load the tokenizer of a model id or local directory. A missing mask or padding token is appended."""
     from transformers import AutoTokenizer
 
     try:
         loaded: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # hub, network, code and format failures have no common type
+    except Exception as error:  # failures of hub, network, code and format have no common type
         raise UsageError(
             f"--data.tokenizer {name!r} cannot be loaded ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}). Required is 'trained', a local directory with tokenizer.json, "
@@ -147,13 +160,20 @@ def transformers_tokenizer(name: str) -> TextTokenizer:
             f"--data.tokenizer {name!r}: {type(loaded).__name__} is written in Python; one with a "
             "tokenizer.json is required. Name a model with a fast tokenizer, or use 'trained'."
         )
-    missing = {"pad_token": PAD} if loaded.pad_token is None else {}
+    missing: dict[str, str] = {}
+    if loaded.pad_token is None:
+        missing["pad_token"] = PAD
     if loaded.mask_token is None:
         missing["mask_token"] = MASK
     if missing:
         loaded.add_special_tokens(missing)
     special: set[int] = set(loaded.all_special_ids)
+    # An unknown word is content, masked and counted like any other.
     if loaded.unk_token_id not in (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id):
-        special.discard(loaded.unk_token_id)  # an unknown word is content: masked and counted like any other
-    pad, mask = loaded.pad_token_id, loaded.mask_token_id
-    return TextTokenizer(loaded.backend_tokenizer, pad_id=pad, mask_id=mask, special_ids=special)
+        special.discard(loaded.unk_token_id)
+    return TextTokenizer(
+        loaded.backend_tokenizer,
+        pad_id=loaded.pad_token_id,
+        mask_id=loaded.mask_token_id,
+        special_ids=special,
+    )

@@ -1,4 +1,4 @@
-"""Sampling from what a run of text and latents left behind: a checkpoint, or an export of one."""
+"""Loading a trained text and latent model for sampling, from a checkpoint or an export."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ G = TypeVar("G")
 
 
 def load_both_ways(directory: Path, device: str = "cpu") -> tuple[BothWays, DataAssets]:
-    """The model with the objective it was trained for and the run's samplers, and what turns text into its inputs.
+    """Load the model with its objective and samplers, and the assets for its inputs.
 
-    ``directory`` is a checkpoint or what ``accel-train checkpoints export`` wrote. Of a checkpoint the averaged weights
-    are taken where it has them. Nothing is hashed (``newest_verified`` does). Raises ``UsageError`` where options or
-    assets are missing, or of another version.
+    ``directory`` is a checkpoint or the output of ``accel-train checkpoints export``. A checkpoint's EMA weights are
+    used if it has them. Hashes are not verified here (see ``newest_verified``). Raises ``UsageError`` if options or
+    assets are missing or have another version.
     """
     options = _options(directory)
     model = MultimodalMMDiT.from_pretrained(directory)
@@ -55,5 +55,8 @@ def _options(directory: Path) -> dict[str, Any]:
 
 
 def _group(kind: type[G], options: dict[str, Any], prefix: str) -> G:
-    found = {name.removeprefix(prefix): value for name, value in options.items() if name.startswith(prefix)}
-    return from_tree(kind, found, f"{prefix}*")
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        if name.startswith(prefix):
+            values[name.removeprefix(prefix)] = value
+    return from_tree(kind, values, f"{prefix}*")

@@ -58,13 +58,16 @@ def test_phases_follow_each_other_and_start_again() -> None:
         ({"mode": "sequential", "phases": ("mixed:4:freeze=latent",)}, "random initial values"),
         (
             {"mode": "l2t", "weights": (0.1, 1.2, 1), "latent_weight": 4.0},
-            r"modes.weights 0.1 1.2 1, modes.latent_weight 4: not read by modes.mode l2t.*"
+            r"modes.weights 0.1 1.2 1, modes.latent_weight 4: has no effect with modes.mode l2t.*"
             r"--modes.weights 1 1 1 --modes.latent_weight 1",
         ),
-        ({"mode": "unconditional", "conditioning_dropout": 0.2}, r"conditioning_dropout 0.2: not read.*dropout 0.1"),
+        (
+            {"mode": "unconditional", "conditioning_dropout": 0.2},
+            r"conditioning_dropout 0.2: has no effect.*dropout 0.1",
+        ),
         (
             {"mode": "sequential", "phases": ("t2l:4",), "weights": (1, 2, 1)},
-            r"weights 1 2 1: not read by .*sequential",
+            r"weights 1 2 1: has no effect with .*sequential",
         ),
     ],
 )

