@@ -1,4 +1,4 @@
-"""What a comparison says: lines for the terminal, ``compare.json`` and ``compare.png``."""
+"""Results of a comparison: lines for the terminal, ``compare.json`` and ``compare.png``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from math import ceil, isfinite
 from pathlib import Path
 from statistics import median
@@ -20,12 +21,12 @@ from accel_train.compare.figures import (
     interval_seconds,
     window_of,
 )
-from accel_train.compare.runs import Run, Variant
+from accel_train.compare.runs import Line, Run, Variant
 from accel_train.config import expand_path
-from accel_train.metrics.bootstrap import LEVEL, ROUNDS_FOR_LEVEL, coverage_of_range, estimate
+from accel_train.metrics.bootstrap import LEVEL, ROUNDS_FOR_LEVEL, Estimate, coverage_of_range, estimate
 from accel_train.metrics.curves import SMOOTH_FROM, smoothed
 from accel_train.metrics.environment import command_line, git_commit, package_versions
-from accel_train.metrics.gates import Decision, over
+from accel_train.metrics.gates import Decision, ratio
 from accel_train.metrics.records import write_json
 
 EQUAL_SHOWN = ("seed", "global_batch_size", "max_steps", "max_epochs")
@@ -33,11 +34,11 @@ EQUAL_SHOWN = ("seed", "global_batch_size", "max_steps", "max_epochs")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared."""
+    """A comparison before it runs."""
 
     recipe: str
     variants: Sequence[Variant]
-    """The first is the one that all others are held against."""
+    """The first is the reference for all others."""
     key: str | None
     """The varied option."""
     rounds: int
@@ -45,19 +46,24 @@ class Plan:
 
     @property
     def is_ablation(self) -> bool:
-        """Between first and last, the first with single options of the last."""
+        """True if the variants in between are the first with a single option of the last."""
         return self.key is None and len(self.variants) > 2
 
     def differences(self) -> dict[str, list[Any]]:
-        """Each option that is not the same in all variants, with its values; ``output_dir`` is left out."""
-        names = dict.fromkeys(name for v in self.variants for name in v.config if name != "output_dir")
-        values = {name: [v.config.get(name) for v in self.variants] for name in names}
-        return {name: several for name, several in values.items() if any(v != several[0] for v in several)}
+        """Return the values of each option that differs between variants, except ``output_dir``."""
+        names = dict.fromkeys(name for variant in self.variants for name in variant.config)
+        names.pop("output_dir", None)
+        differing: dict[str, list[Any]] = {}
+        for name in names:
+            values = [variant.config.get(name) for variant in self.variants]
+            if any(value != values[0] for value in values):
+                differing[name] = values
+        return differing
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came out. Lists over the variants are in their order; ``effects`` and ``decisions`` lack the first."""
+    """Outcome of a comparison. Lists follow the variants; ``effects`` and ``decisions`` leave out the first."""
 
     plan: Plan
     rounds: Sequence[Sequence[Run]]
@@ -69,208 +75,238 @@ class Result:
 
 # ---------------------------------------------------------------------------------------------------------- terminal
 def header(plan: Plan, output: Path) -> list[str]:
-    """What will be run, before it is."""
+    """Describe the runs before they start."""
     runs = plan.rounds * len(plan.variants)
     lines = [f"{plan.recipe}: {plan.rounds} round(s) of {len(plan.variants)} runs in turns, {runs} runs, in {output}"]
     lines += [f"  {v.letter}  {v.name}" for v in plan.variants]
     differences = plan.differences()
-    if not plan.is_ablation:  # there, the variants' names say it
+    if not plan.is_ablation:  # its variants are named after the differences
         lines += [f"differs  {name}: {' | '.join(map(repr, values))}" for name, values in differences.items()]
     if not differences:
-        lines.append("differs  nothing: what comes out is the noise of this machine")
-    config = plan.variants[0].config
-    same = [f"{n} {config[n]}" for n in EQUAL_SHOWN if config.get(n) is not None and n not in differences]
-    pushes = any("--hub.repo_id" in v.flags for v in plan.variants)
-    if pushes:
+        lines.append("differs  nothing: the result is the noise of this machine")
+    if any("--hub.repo_id" in v.flags for v in plan.variants):
         lines.append("hub.repo_id is set to None: a comparison pushes nothing")
-    return [*lines, f"equal    {', '.join(same)}", f"the output of each run is in {output}/round_N/LETTER.log"]
+    same: list[str] = []
+    for name in EQUAL_SHOWN:
+        value = plan.variants[0].config.get(name)
+        if value is not None and name not in differences:
+            same.append(f"{name} {value}")
+    lines.append(f"equal    {', '.join(same)}")
+    lines.append(f"the output of each run is in {output}/round_N/LETTER.log")
+    return lines
 
 
 def text(result: Result) -> list[str]:
-    """The table, what its intervals are worth, and the gates."""
-    pair = result.plan.key is None and not result.plan.is_ablation
-    table = _pair_table(result) if pair else _ablation_table(result) if result.plan.is_ablation else _vary_table(result)
-    return ["", *table, "", *_notes(result), *(["", *_gate_lines(result)] if any(result.decisions) else [])]
+    """Return the table, notes on its intervals, and the gates."""
+    if result.plan.is_ablation:
+        table = _ablation_table(result)
+    elif result.plan.key is not None:
+        table = _vary_table(result)
+    else:
+        table = _pair_table(result)
+    lines = ["", *table, "", *_notes(result)]
+    if any(result.decisions):
+        lines += ["", *_gate_lines(result)]
+    return lines
 
 
 def _pair_table(result: Result) -> list[str]:
     (found,) = result.effects
     few = 1 < result.plan.rounds < ROUNDS_FOR_LEVEL
-    rows = [["metric", "A", "B", "B against A", "[range]" if few else f"[{LEVEL:.0%} interval]", "reading"]]
+    interval = "[range]" if few else f"[{LEVEL:.0%} interval]"
+    rows = [["metric", "A", "B", "B against A", interval, "reading"]]
     for effect in found:
-        sign = "x " if effect.form == "ratio" else ""
-        middle = f"{sign}{_short(effect.estimate.median, signed=not sign)}"
-        rows.append([effect.metric, _short(effect.a), _short(effect.b), middle, _interval(effect), effect.reading])
+        sides = [_short(effect.a), _short(effect.b)]
+        rows.append([effect.metric, *sides, _size(effect), _interval(effect), effect.reading])
     return _aligned(rows)
 
 
+def _size(effect: Effect) -> str:
+    if effect.form == "ratio":
+        return f"x {_short(effect.estimate.median)}"
+    return _short(effect.estimate.median, signed=True)
+
+
 def _ablation_table(result: Result) -> list[str]:
-    """A line for each option by itself, the last for all together: its effect on time, memory and loss."""
+    """Show the effect of each option by itself on time, memory and loss, and in the last line of all together."""
     first, *others = result.plan.variants
     rows = [[f"against {first.name}", "step time", "with saves and logs", "processor time", "memory", "loss"]]
     for variant, found in zip(others, result.effects, strict=True):
         effect_of = {effect.metric: effect for effect in found}
         memory = "memory_peak_gib" if "memory_peak_gib" in effect_of else "process_rss_gib"
-        cells = [
-            f"x {_short(e.estimate.median)} {_interval(e)}{' no effect' if e.reading == 'no effect' else ''}"
-            if (e := effect_of.get(name))
-            else "-"
-            for name in ("step_seconds", "loop_step_seconds", "loop_step_cpu_seconds", memory)
-        ]
-        loss = effect_of.get("loss")
-        rows.append([variant.name, *cells, "-" if loss is None else _loss(loss)])
+        metrics = ("step_seconds", "loop_step_seconds", "loop_step_cpu_seconds", memory)
+        cells = [_ratio_cell(effect_of.get(name)) for name in metrics]
+        rows.append([variant.name, *cells, _loss_cell(effect_of.get("loss"))])
     return _aligned(rows)
 
 
-def _loss(effect: Effect) -> str:
-    return effect.reading if effect.reading.startswith("equal") else _short(effect.estimate.median, signed=True)
+def _ratio_cell(effect: Effect | None) -> str:
+    if effect is None:
+        return "-"
+    cell = f"{_size(effect)} {_interval(effect)}"
+    if effect.reading == "no effect":
+        cell += " no effect"
+    return cell
+
+
+def _loss_cell(effect: Effect | None) -> str:
+    if effect is None:
+        return "-"
+    if effect.reading.startswith("equal"):
+        return effect.reading
+    return _size(effect)
 
 
 def _vary_table(result: Result) -> list[str]:
-    """Medians of every metric, one column for each value, and throughput against the first value."""
-    variants = result.plan.variants
-    rows = [["metric", *(v.name.partition("=")[2] for v in variants)]]
-    for name in result.values[0]:
-        cells = [_short(median(values[name])) if name in values else "-" for values in result.values]
-        for column, found in enumerate(result.effects, start=1):
-            reading = next((e.reading for e in found if e.metric == name), "")
-            cells[column] += "*" if reading.startswith(("lower", "higher")) else ""
+    """Show the median of every metric, a column for each value, and the throughput relative to the first value."""
+    first, *others = result.plan.variants
+    effects = [{effect.metric: effect for effect in found} for found in result.effects]
+    columns = [variant.name.removeprefix(f"{result.plan.key}=") for variant in result.plan.variants]
+    rows = [["metric", *columns]]
+    for name, values in result.values[0].items():
+        cells = [_short(median(values))]
+        for other, effect_of in zip(result.values[1:], effects, strict=True):
+            cell = _short(median(other[name]))
+            if effect_of[name].reading.startswith(("lower", "higher")):
+                cell += "*"
+            cells.append(cell)
         rows.append([name, *cells])
-    lines = [
-        f"{result.plan.key}; * differs from the first value: the interval of their ratio or difference excludes none"
-    ]
-    lines += ["", *_aligned(rows), ""]
-    for variant, found in zip(variants[1:], result.effects, strict=True):
-        for effect in (e for e in found if e.metric == "samples_per_second"):
-            lines.append(
-                f"{variant.name}: x {_short(effect.estimate.median)} {_interval(effect)} the samples per second of "
-                f"{variants[0].name} ({effect.reading})"
-            )
+    note = "* differs from the first value: the interval of their ratio or difference excludes none"
+    lines = [f"{result.plan.key}; {note}", "", *_aligned(rows), ""]
+    for variant, effect_of in zip(others, effects, strict=True):
+        if effect := effect_of.get("samples_per_second"):
+            cell = f"{_size(effect)} {_interval(effect)}"
+            lines.append(f"{variant.name}: {cell} the samples per second of {first.name} ({effect.reading})")
     return [*lines, *best_lines(result)]
 
 
 def best_lines(result: Result) -> list[str]:
-    """The setting of highest throughput, and those that this comparison cannot tell from it."""
-    rates = [values.get("samples_per_second") for values in result.values]
-    known = {index: rate for index, rate in enumerate(rates) if rate}
+    """Name the setting of highest throughput and those that cannot be told apart from it."""
+    throughput = [values.get("samples_per_second") for values in result.values]
+    known = {index: values for index, values in enumerate(throughput) if values}
     if not known:
         return []
-    best = max(known, key=lambda index: median(known[index]))
-    names = [v.name for v in result.plan.variants]
-    others = {i: estimate([over(x, y) for x, y in zip(known[best], known[i], strict=True)]) for i in known if i != best}
-    close = [names[i] for i, e in others.items() if e.low is None or e.includes(1.0)]
-    remark = f"; not told apart from {', '.join(close)}" if close else ""
-    return [f"best throughput: {names[best]}, {_short(median(known[best]))} samples per second{remark}"]
+    medians = {index: median(values) for index, values in known.items()}
+    best = max(medians, key=medians.__getitem__)
+    names = [variant.name for variant in result.plan.variants]
+    close: list[str] = []
+    for index, values in known.items():
+        pairs = zip(known[best], values, strict=True)
+        speedup = estimate([ratio(x, y) for x, y in pairs])
+        if index != best and (speedup.low is None or speedup.includes(1.0)):
+            close.append(names[index])
+    line = f"best throughput: {names[best]}, {_short(medians[best])} samples per second"
+    if close:
+        line += f"; not told apart from {', '.join(close)}"
+    return [line]
 
 
 def _notes(result: Result) -> list[str]:
-    count, first = result.plan.rounds, result.rounds[0][0]
-    if count == 1:
-        counts = {len(result.values[0][n]) for n in WITHIN_A_RUN if n in result.values[0]}
-        within = max(counts, default=1)
-        worth = (
-            f"1 round: intervals are over {within} log intervals of one run each, so noise between runs is not in them"
-            if within > 1
-            else "1 round: there are no intervals"
+    """Explain the measured steps, the data, the intervals and the losses."""
+    notes = [f"{result.window}; {_data_note(result)}", _interval_note(result)]
+    if "loss_equal_time" not in result.values[0]:
+        notes.append(
+            f"loss_equal_time is left out: it needs {LINES_AT_EQUAL_TIME} log lines in the last tenth of each run"
         )
-    elif count < ROUNDS_FOR_LEVEL:
-        worth = (
+    notes.append(
+        f"losses are at step {result.window.last} (loss_last_tenth: mean of {len(result.window.tail())} log line(s) of "
+        "each run), of one seed like the evaluation: another seed moves them; within "
+        f"{result.plan.tolerance:g} of A they are equal"
+    )
+    return notes
+
+
+def _data_note(result: Result) -> str:
+    fingerprints = {run.fingerprint for run in chain.from_iterable(result.rounds)}
+    if result.plan.key and len(fingerprints) > 1:
+        return "data are not the same, by the varied option"
+    fingerprint = result.rounds[0][0].fingerprint
+    if not fingerprint:
+        return "the recipe records no fingerprint of its data"
+    return f"data {fingerprint[:12]} in every run"
+
+
+def _interval_note(result: Result) -> str:
+    count = result.plan.rounds
+    if count >= ROUNDS_FOR_LEVEL:
+        return f"medians of {count} rounds with bootstrap {LEVEL:.0%} intervals over the rounds"
+    if count > 1:
+        return (
             f"medians of {count} rounds; with so few an interval is the range of the rounds, which holds the true "
             f"median in {coverage_of_range(count):.0%} of cases; {ROUNDS_FOR_LEVEL} rounds make it "
             f"{coverage_of_range(ROUNDS_FOR_LEVEL):.0%}"
         )
-    else:
-        worth = f"medians of {count} rounds with bootstrap {LEVEL:.0%} intervals over the rounds"
-    data = (
-        f"data {first.fingerprint[:12]} in every run"
-        if first.fingerprint
-        else "the recipe records no fingerprint of its data"
-    )
-    if result.plan.key and len({run.fingerprint for runs in result.rounds for run in runs}) > 1:
-        data = "data are not the same, by the varied option"
-    few, last, tail = "loss_equal_time" not in result.values[0], result.window.last, len(result.window.tail())
-    return [
-        f"{result.window}; {data}",
-        worth,
-        *(
-            [f"loss_equal_time is left out: it needs {LINES_AT_EQUAL_TIME} log lines in the last tenth of each run"]
-            * few
-        ),
-        f"losses are at step {last} (loss_last_tenth: mean of {tail} log line(s) of each run), of one seed like the "
-        f"evaluation: another seed moves them; within {result.plan.tolerance:g} of A they are equal",
-    ]
+    values = result.values[0]
+    within = max((len(values[name]) for name in WITHIN_A_RUN if name in values), default=1)
+    if within == 1:
+        return "1 round: there are no intervals"
+    return f"1 round: intervals are over {within} log intervals of one run each, so noise between runs is not in them"
 
 
 def _gate_lines(result: Result) -> list[str]:
+    several = result.plan.key is not None or result.plan.is_ablation
     lines: list[str] = []
     for variant, decisions in zip(result.plan.variants[1:], result.decisions, strict=True):
+        name = f"{variant.name}: " if several else ""
         for d in decisions:
-            low, high = d.value.low, d.value.high
-            interval = "" if low is None or high is None else f" [{_short(low)}, {_short(high)}]"
-            name = f"{variant.name}: " if result.plan.key or result.plan.is_ablation else ""
-            lines.append(f"gate {name}{d.gate.text}: {_short(d.value.median)}{interval} {d.verdict}: {d.reason}")
+            shown = f"{_short(d.value.median)} {_brackets(d.value)}".rstrip()
+            lines.append(f"gate {name}{d.gate.text}: {shown} {d.verdict}: {d.reason}")
     return lines
 
 
 def _interval(effect: Effect) -> str:
-    low, high = effect.estimate.low, effect.estimate.high
-    if low is None or high is None:
-        return "-"
-    signed = effect.form == "difference"
-    return f"[{_short(low, signed=signed)}, {_short(high, signed=signed)}]"
+    return _brackets(effect.estimate, signed=effect.form == "difference") or "-"
+
+
+def _brackets(value: Estimate, *, signed: bool = False) -> str:
+    if value.low is None or value.high is None:
+        return ""
+    return f"[{_short(value.low, signed=signed)}, {_short(value.high, signed=signed)}]"
 
 
 def _short(value: float, *, signed: bool = False) -> str:
-    return f"{value:{'+' if signed else ''}.4g}"
+    return f"{value:+.4g}" if signed else f"{value:.4g}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 # ------------------------------------------------------------------------------------------------------------- files
 def write(result: Result, output: Path) -> list[Path]:
-    """``compare.json`` and ``compare.png`` in ``output``."""
+    """Write ``compare.json`` and ``compare.png`` into ``output``."""
     write_json(output / "compare.json", as_json(result))
     draw(result, output / "compare.png")
     return [output / "compare.json", output / "compare.png"]
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Everything, with what it was measured on; values by round (or by log interval where there is one round)."""
+    """Return the whole result and its environment. Values are per round, or per log interval of a single round."""
     plan = result.plan
-    letters = [v.letter for v in plan.variants]
+    letters = [v.letter for v in plan.variants[1:]]
+    effects = dict(zip(letters, result.effects, strict=True))
+    decisions = dict(zip(letters, result.decisions, strict=True))
+    first = result.rounds[0][0]
     return {
         "schema": 1,
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": command_line(sys.argv),
         "git_commit": git_commit(expand_path(plan.recipe).parent),
         "versions": package_versions(),
-        "environment": dict(result.rounds[0][0].environment),
+        "environment": dict(first.environment),
         "recipe": plan.recipe,
         "rounds": plan.rounds,
         "varied": plan.key,
         "tolerance": plan.tolerance,
-        "data_fingerprint": result.rounds[0][0].fingerprint,
+        "data_fingerprint": first.fingerprint,
         "window": asdict(result.window),
         "variants": [asdict(v) | {"values": dict(o)} for v, o in zip(plan.variants, result.values, strict=True)],
         "differences": plan.differences(),
-        "effects": {
-            letter: {e.metric: _effect_json(e) for e in found}
-            for letter, found in zip(letters[1:], result.effects, strict=True)
-        },
+        "effects": {letter: {e.metric: _effect_json(e) for e in found} for letter, found in effects.items()},
         "best": best_lines(result) if plan.key else None,
-        "gates": {
-            letter: [asdict(d) for d in decisions]
-            for letter, decisions in zip(letters[1:], result.decisions, strict=True)
-        },
-        "runs": [
-            {"round": run.round, "letter": run.letter, "directory": str(run.directory)}
-            | {"seconds": run.seconds, "cpu_seconds": run.cpu_seconds}
-            for runs in result.rounds
-            for run in runs
-        ],
+        "gates": {letter: [asdict(d) for d in found] for letter, found in decisions.items()},
+        "runs": [_run_json(run) for run in chain.from_iterable(result.rounds)],
     }
 
 
@@ -278,49 +314,69 @@ def _effect_json(effect: Effect) -> dict[str, Any]:
     return asdict(effect) | {"interval_level": LEVEL}
 
 
+def _run_json(run: Run) -> dict[str, Any]:
+    return {
+        "round": run.round,
+        "letter": run.letter,
+        "directory": str(run.directory),
+        "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
+    }
+
+
 def draw(result: Result, path: Path) -> None:
-    """Step time by step, loss by step and loss by clock; a thin line for each round."""
+    """Draw step time by step, loss by step and loss by wall time, with a thin line for each round."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4.3), dpi=110, layout="constrained")
     panels: Any = figure.subplots(1, 3)
     titles = (("Step time", "step", "ms per step"), ("Loss", "step", "loss"), ("Loss by clock", "seconds", "loss"))
-    for axis, (title, below, beside) in zip(panels, titles, strict=True):
+    for axis, (title, x_label, y_label) in zip(panels, titles, strict=True):
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel(below, fontsize=8)
-        axis.set_ylabel(beside, fontsize=8)
+        axis.set_xlabel(x_label, fontsize=8)
+        axis.set_ylabel(y_label, fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(True, alpha=0.25)
     for index, variant in enumerate(result.plan.variants):
         for number, runs in enumerate(result.rounds):
             label = f"{variant.letter}  {variant.name}" if number == 0 else None
-            _draw_run(panels, runs[index], {"color": f"C{index % 10}", "alpha": 0.6, "linewidth": 1.0, "label": label})
+            style = {"color": f"C{index % 10}", "alpha": 0.6, "linewidth": 1.0, "label": label}
+            _draw_run(panels, runs[index], style)
     panels[0].axvline(result.window.first, color="0.55", linestyle=":", label="warm-up ends")
-    panels[0].set_ylim(bottom=0, top=_ceiling(result))
+    panels[0].set_ylim(bottom=0, top=_step_time_limit(result))
     for axis in panels:
-        axis.legend(fontsize=7.5, loc="best", framealpha=0.85)  # the default warns where the machine is busy
+        # loc is also the default, but the default warns if the search for a place is slow.
+        axis.legend(fontsize=7.5, loc="best", framealpha=0.85)
     figure.savefig(path, format="png")
 
 
 def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:
-    own = window_of([run])  # every log line of this run, not only those that all runs have
-    every = Window(0, own.last, (0, *(int(line["step"]) for line in run.lines)))
-    times = [1000 * seconds for seconds in interval_seconds(run, every)]
-    panels[0].step([0, *every.points[1:]], [times[0], *times], where="pre", **style)
-    known = [line for line in run.lines if isinstance(line.get("loss"), (int, float)) and isfinite(line["loss"])]
-    losses = [float(line["loss"]) for line in known]
-    for axis, along in ((panels[1], "step"), (panels[2], "elapsed_seconds")):
-        places = [line.get(along, 0.0) for line in known]
+    # The run's own window has all its log lines, not only those common to all runs.
+    last = window_of([run]).last
+    points = [0, *(int(line["step"]) for line in run.lines)]
+    times = [1000 * s for s in interval_seconds(run, Window(0, last, tuple(points)))]
+    panels[0].step(points, [times[0], *times], where="pre", **style)
+    lines: list[Line] = []
+    for line in run.lines:
+        loss = line.get("loss")
+        if isinstance(loss, (int, float)) and isfinite(loss):
+            lines.append(line)
+    losses = [float(line["loss"]) for line in lines]
+    for axis, x_field in zip(panels[1:], ("step", "elapsed_seconds"), strict=True):
+        x = [line.get(x_field, 0.0) for line in lines]
         if len(losses) < SMOOTH_FROM:
-            axis.plot(places, losses, marker="o", markersize=4, **style)
+            axis.plot(x, losses, marker="o", markersize=4, **style)
             continue
-        axis.plot(places, smoothed(losses), **style)
+        axis.plot(x, smoothed(losses), **style)
         if run.round == 1:
-            axis.plot(places, losses, color=style["color"], linewidth=0.7, alpha=0.25)
+            axis.plot(x, losses, color=style["color"], linewidth=0.7, alpha=0.25)
 
 
-def _ceiling(result: Result) -> float:
-    """Of the first panel: the measured part fills it, and the first step, which may take a minute, leaves it."""
+def _step_time_limit(result: Result) -> float:
+    """Return the upper limit of the first panel in ms. The first step may take a minute and is cut off."""
     window = result.window
-    slowest = [s for runs in result.rounds for run in runs for s in interval_seconds(run, window)]
-    return max(1.6e3 * sorted(slowest)[ceil(0.9 * len(slowest)) - 1], 1e-3)
+    seconds: list[float] = []
+    for run in chain.from_iterable(result.rounds):
+        seconds += interval_seconds(run, window)
+    percentile_90 = sorted(seconds)[ceil(0.9 * len(seconds)) - 1]
+    return max(1.6e3 * percentile_90, 1e-3)

@@ -1,4 +1,4 @@
-"""Runs of a recipe in subprocesses of their own: what its options are, one run to its end, what it left behind."""
+"""Runs of a recipe in subprocesses: read its options, run it to the end, read the result."""
 
 from __future__ import annotations
 
@@ -24,29 +24,34 @@ from accel_train.metrics.curves import last_pass
 from accel_train.metrics.gates import GATES_VARIABLE
 from accel_train.metrics.records import NON_FINITE, read_metrics
 
+Line = Mapping[str, Any]
+"""One line of ``metrics.jsonl``."""
+
 LINES_SHOWN = 20
-"""Of the output of a run that failed."""
-SECONDS_TO_LEAVE = 10.0
-"""Between SIGTERM and SIGKILL for the processes of a run that is broken off."""
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Output lines shown of a failed run."""
+GRACE_SECONDS = 10.0
+"""Time between SIGTERM and SIGKILL for the processes of an interrupted run."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OPTION = re.compile(r"(?P<name>[A-Za-z_][\w.]*): (?P<value>.*\S) *  # .*")
 """A line of ``--print_config``: name, Python literal, origin."""
-USAGE = re.compile(r".*error \(wrong usage, exit code 2\): ", re.DOTALL)
-ENDS_WITH_ITS_PARENT = """
+USAGE_ERROR = re.compile(r".*error \(wrong usage, exit code 2\): ", re.DOTALL)
+NOT_HARDWARE = ("event", "time", "elapsed_seconds", "processor_seconds", "command")
+"""Fields of an environment line that differ from run to run."""
+# If this process is killed, it cannot end its run, so the kernel has to. A program that execs the command, not a
+# preexec_fn: that is unsafe in a process with threads, and numpy starts some.
+DIE_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: kept by exec
 os.execv(sys.argv[1], sys.argv[1:])
 """
-"""Run before the command: if this process is killed, so that it can end nothing, the kernel does. A program and not
-``preexec_fn``, which is not safe in a process with threads, and numpy starts some."""
 
 
 class RunFailedError(RuntimeError):
-    """A run ended by itself with another exit code than 0, or without the files of a run."""
+    """A run exited with a code other than 0, or without the files of a run."""
 
 
 class InterruptedRunError(Exception):
-    """This process was asked to end."""
+    """This process received a stop signal."""
 
 
 @dataclass(frozen=True)
@@ -59,28 +64,28 @@ class Variant:
     source: str
     flags: tuple[str, ...]
     config: Mapping[str, Any]
-    """Every dotted option as the recipe resolves it."""
+    """Every dotted option, as resolved by the recipe."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one finished run left behind."""
+    """Result of one finished run."""
 
     letter: str
     round: int
     directory: Path
     seconds: float
-    """From the start of its process to the end, by our clock: imports, data and compilation included."""
+    """Wall time of its process, including imports, data and compilation."""
     cpu_seconds: float
-    """Processor time of all its processes meanwhile: what it cost, whatever else ran on the machine."""
-    lines: Sequence[Mapping[str, Any]]
-    """Training lines of ``metrics.jsonl``, by rising step; at least one."""
+    """CPU time of all its processes, independent of other load on the machine."""
+    lines: Sequence[Line]
+    """Training lines of ``metrics.jsonl`` by rising step, at least one."""
     evaluation: Mapping[str, float]
-    """Numbers of ``evaluation.json`` without ``step``; empty where the recipe wrote none."""
+    """Numbers in ``evaluation.json`` without ``step``. Empty if the recipe writes none."""
     fingerprint: str | None
-    """Of the data, as ``run.json`` has it; None where the recipe writes none."""
+    """Fingerprint of the data in ``run.json``. None if the recipe writes none."""
     environment: Mapping[str, Any]
-    """Versions and hardware, as the run itself recorded them."""
+    """Versions and hardware recorded by the run."""
 
     @property
     def last_step(self) -> int:
@@ -88,47 +93,53 @@ class Run:
 
 
 def read_config(recipe: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Every dotted option and its value, as the recipe itself resolves ``arguments``; it is run, never imported.
+    """Run the recipe with ``--print_config`` and return every dotted option with its value.
 
-    A few seconds: the recipe's imports. Raises ``UsageError`` with the recipe's own words for what it refuses, and for
-    a file that is no recipe.
+    Takes a few seconds for the recipe's imports. Raises ``UsageError`` with the recipe's own message if it refuses the
+    arguments, and for a file without a recipe.
     """
     command = [sys.executable, str(recipe), *arguments, "--print_config"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = done.stdout + done.stderr
     if done.returncode == 2:
-        raise UsageError(USAGE.sub("", (done.stdout + done.stderr).strip()))
-    options = dict(_option(found) for line in done.stdout.splitlines() if (found := OPTION.fullmatch(line)))
+        raise UsageError(USAGE_ERROR.sub("", output.strip()))
+    options: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        if match := OPTION.fullmatch(line):
+            options[match["name"]] = _literal(match["value"])
     if done.returncode or not options:
         raise UsageError(
             f"recipe {str(recipe)!r}: it does not print its options with --print_config (exit code {done.returncode}); "
-            f"a recipe reads its config with accel_train.config.load_config\n{_tail(done.stdout + done.stderr)}"
+            f"a recipe reads its config with accel_train.config.load_config\n{_tail(output)}"
         )
     return options
 
 
-def _option(found: re.Match[str]) -> tuple[str, Any]:
+def _literal(text: str) -> Any:
+    """Evaluate a Python literal. Return any other text as it is."""
     try:
-        return found["name"], ast.literal_eval(found["value"])
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return found["name"], found["value"]
+        return text
 
 
 def run_once(command: Sequence[str], log: Path, gates: Sequence[str] = ()) -> tuple[float, float]:
-    """Run ``command`` to its end with its output in ``log``; seconds by the clock and of processor time.
+    """Run ``command`` to its end with its output in ``log``. Return wall time and CPU time in seconds.
 
-    ``gates`` are for the run to refuse (``refuse_unknown_gates``). Whatever ends this function ends the processes it
-    started. Raises with the last lines of the output:
-    ``UsageError`` where the recipe refused its options, ``RunFailedError`` for every other exit code but 0.
+    The run itself checks ``gates`` (``refuse_unknown_gates``). An exception here also ends the processes of the run.
+    A run that refuses its options raises ``UsageError``, any other exit code but 0 ``RunFailedError``, both with the
+    last lines of the output.
     """
-    started, used = time.perf_counter(), _cpu_seconds_of_children()
+    started = time.perf_counter()
+    cpu_before = _cpu_seconds_of_children()
     with log.open("wb") as output:
         child = subprocess.Popen(
-            _ending_with_us(command),
+            _die_with_parent(command),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, GATES_VARIABLE: "\n".join(gates)},
-            start_new_session=True,  # so that its whole group can be ended, and Ctrl-C reaches us alone
+            start_new_session=True,  # its group can be ended as a whole, and Ctrl-C reaches this process alone
         )
         try:
             code = child.wait()
@@ -136,28 +147,32 @@ def run_once(command: Sequence[str], log: Path, gates: Sequence[str] = ()) -> tu
             _end_group(child)
             raise
     if code:
-        raise (UsageError if code == 2 else RunFailedError)(
+        failure = UsageError if code == 2 else RunFailedError
+        raise failure(
             f"the run ended with exit code {code}: {shlex.join(command)}\nthe last lines of {log}:\n"
             f"{_tail(log.read_text(errors='replace'))}"
         )
-    return time.perf_counter() - started, _cpu_seconds_of_children() - used
+    return time.perf_counter() - started, _cpu_seconds_of_children() - cpu_before
 
 
 def _cpu_seconds_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)  # of those that have ended, with their own ended children
+    """Return the CPU time of ended children, including their own ended children."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
-def _ending_with_us(command: Sequence[str]) -> list[str]:
-    return [sys.executable, "-c", ENDS_WITH_ITS_PARENT, *command] if sys.platform == "linux" else list(command)
+def _die_with_parent(command: Sequence[str]) -> list[str]:
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-c", DIE_WITH_PARENT, *command]
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, so that a launcher passes it on; SIGKILL for what has not left by then."""
-    for number, patience in ((signal.SIGTERM, SECONDS_TO_LEAVE), (signal.SIGKILL, SECONDS_TO_LEAVE)):
+    """Send SIGTERM, which a launcher forwards, then SIGKILL to processes still alive."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)
-            child.wait(patience)
+            child.wait(GRACE_SECONDS)
         except ProcessLookupError:
             return
         except subprocess.TimeoutExpired:
@@ -170,9 +185,9 @@ def _tail(text: str) -> str:
 
 
 @contextmanager
-def ending_as_exception() -> Generator[None]:
-    """Inside, SIGINT, SIGTERM and SIGHUP raise ``InterruptedRunError``, so that ``finally`` is reached. Main thread."""
-    before = {number: signal.signal(number, _interrupt) for number in ENDING}
+def stop_signals_raise() -> Generator[None]:
+    """Raise ``InterruptedRunError`` on SIGINT, SIGTERM and SIGHUP, so that ``finally`` runs. Main thread only."""
+    before = {number: signal.signal(number, _interrupt) for number in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -181,43 +196,46 @@ def ending_as_exception() -> Generator[None]:
 
 
 def _interrupt(number: int, _: FrameType | None) -> NoReturn:
-    for other in ENDING:  # a second one must not break off the ending
+    for other in STOP_SIGNALS:  # a second signal must not interrupt the cleanup
         signal.signal(other, signal.SIG_IGN)
     raise InterruptedRunError(signal.Signals(number).name)
 
 
 def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seconds: float) -> Run:
-    """Read what the run in ``directory`` wrote. Raises ``RunFailedError`` where it has no training line."""
+    """Read the files of the run in ``directory``. Raises ``RunFailedError`` without a training line."""
     path = directory / "metrics.jsonl"
     if not path.is_file():
         raise RunFailedError(f"the run wrote no {path}; a recipe records with accel_train.metrics.recorder")
     records = read_metrics(path)
     lines = [r for r in last_pass(records, "train") if isinstance(r.get("step_seconds"), (int, float))]
     if not lines:
-        raise RunFailedError(f"{path} has no training line with step_seconds; the fields are those of docs/metrics.md")
+        raise RunFailedError(f"{path} has no training line with step_seconds; docs/metrics.md lists the fields")
     environment = next((r for r in records if r.get("event") == "environment"), {})
     experiment = _read_json(directory / "run.json").get("experiment", {})
     return Run(
-        letter,
-        number,
-        directory,
-        seconds,
-        cpu_seconds,
-        lines,
-        _numbers(_read_json(directory / "evaluation.json")),
-        experiment.get("data_fingerprint"),
-        {
-            k: v
-            for k, v in environment.items()
-            if k not in ("event", "time", "elapsed_seconds", "processor_seconds", "command")
-        },
+        letter=letter,
+        round=number,
+        directory=directory,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        lines=lines,
+        evaluation=_numbers(_read_json(directory / "evaluation.json")),
+        fingerprint=experiment.get("data_fingerprint"),
+        environment={name: value for name, value in environment.items() if name not in NOT_HARDWARE},
     )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in values.items() if k != "step"}
-    return {k: float(v) for k, v in numbers.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, str):
+            value = NON_FINITE.get(value)
+        if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+            numbers[name] = float(value)
+    return numbers

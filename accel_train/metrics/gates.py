@@ -1,4 +1,4 @@
-"""Conditions on a comparison, such as ``speedup>=3``: read from text, decided by an interval."""
+"""Conditions on a comparison, such as ``speedup>=3``: parsed from text, decided by an interval."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 FORMS = (
-    "speedup (step_seconds of A over that of B), NAME (B's own value), NAME_delta (B - A; with a percent sign: of A's "
-    "value) and NAME_ratio (B / A)"
+    "speedup (step_seconds of A / step_seconds of B), NAME (the value of B), NAME_delta (B - A; with a percent sign, "
+    "relative to A) and NAME_ratio (B / A)"
 )
 COMPARED = (
     "step_seconds",
@@ -40,9 +40,9 @@ COMPARED = (
     "loss_last_tenth",
     "loss_equal_time",
 )
-"""Metrics of any recipe's runs; what a machine does not measure is missing. The terms of the loss are ``loss_TERM``."""
+"""Metrics of every recipe's runs, absent where the machine cannot measure them. Loss terms are ``loss_TERM``."""
 GATES_VARIABLE = "ACCEL_TRAIN_GATES"
-"""Holds the gates of a comparison, one a line, for its runs: they know at their start what they will report."""
+"""Environment variable with the gates of a comparison, one per line. A run checks them against its own metrics."""
 Verdict = Literal["passed", "not decided", "FAILED"]
 
 
@@ -54,17 +54,17 @@ class Gate:
     name: str
     sign: str
     target: float
-    """A value given in percent is already a fraction here."""
+    """A fraction if the value was given in percent."""
     percent: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` meets the target; NaN never does."""
+        """Return True if ``value`` meets the target. NaN never does."""
         return SIGNS[self.sign](value, self.target)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A gate, what it was held against, and what came out."""
+    """A gate with the measured value and the verdict."""
 
     gate: Gate
     value: Estimate
@@ -73,89 +73,103 @@ class Decision:
 
 
 def read_gate(text: str) -> Gate:
-    """Parse ``NAME SIGN NUMBER``; raises ``UsageError``. Whether the name is known is asked of ``values_of``."""
-    found = PATTERN.fullmatch(text)
-    target = _number(found["target"]) if found else None
-    if found is None or target is None:
+    """Parse ``NAME SIGN NUMBER`` or raise ``UsageError``. ``gate_values`` checks the name."""
+    match = PATTERN.fullmatch(text)
+    target = _number(match["target"]) if match else None
+    if match is None or target is None:
         raise UsageError(
             f"--gate {text!r} is not NAME SIGN NUMBER with a sign of {' '.join(SIGNS)} and a finite number; write it "
             "as in --gate 'speedup>=3' 'loss_delta<=0.03' 'step_seconds_ratio<0.9' 'loss_delta<=1%'"
         )
-    percent = bool(found["percent"])
-    if percent and not found["name"].endswith("_delta"):
-        raise UsageError(f"--gate {text!r}: percent is of A's value, so it goes with NAME_delta; leave the sign out")
-    return Gate(text.strip(), found["name"], found["sign"], target / 100 if percent else target, percent)
+    percent = bool(match["percent"])
+    if percent and not match["name"].endswith("_delta"):
+        raise UsageError(f"--gate {text!r}: percent is relative to A, so it needs NAME_delta; remove the percent sign")
+    if percent:
+        target /= 100
+    return Gate(text.strip(), match["name"], match["sign"], target, percent)
 
 
 def _number(text: str) -> float | None:
+    if "_" in text:  # Python accepts 1_0
+        return None
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if isfinite(number) and "_" not in text else None
+    return number if isfinite(number) else None
 
 
-def values_of(gate: Gate, a: Mapping[str, Sequence[float]], b: Mapping[str, Sequence[float]]) -> list[float]:
-    """What the gate is about, once for each pair of values. ``a`` and ``b`` hold as many of a metric, in pairs.
+def gate_values(gate: Gate, a: Mapping[str, Sequence[float]], b: Mapping[str, Sequence[float]]) -> list[float]:
+    """Return the gated value of each pair. ``a`` and ``b`` map a metric to equally many values.
 
-    A metric of that very name wins over a form of another. Raises ``UsageError`` for a name that is not known.
+    A metric named exactly like the gate wins over a form of another metric. Raises ``UsageError`` for an unknown name.
     """
     known = [name for name in b if name in a]
     if gate.name in b and not gate.percent:
         return list(b[gate.name])
     if gate.name == "speedup" and "step_seconds" in known:
-        return [over(x, y) for x, y in zip(a["step_seconds"], b["step_seconds"], strict=True)]
+        return [ratio(x, y) for x, y in zip(a["step_seconds"], b["step_seconds"], strict=True)]
     metric, _, form = gate.name.rpartition("_")
-    if metric in known and form in ("delta", "ratio"):
-        pairs = list(zip(a[metric], b[metric], strict=True))
-        if form == "ratio":
-            return [over(y, x) for x, y in pairs]
-        return [over(y - x, abs(x), of_zeros=0.0) if gate.percent else y - x for x, y in pairs]
-    raise _unknown(gate, known)
+    if metric not in known or form not in ("delta", "ratio"):
+        raise _unknown(gate, known)
+    pairs = list(zip(a[metric], b[metric], strict=True))
+    if form == "ratio":
+        return [ratio(y, x) for x, y in pairs]
+    if gate.percent:
+        return [ratio(y - x, abs(x), zero_over_zero=0.0) for x, y in pairs]
+    return [y - x for x, y in pairs]
 
 
 def refuse_unknown_gates(metrics: Sequence[str]) -> None:
-    """In a run of a comparison, refuse a gate on what neither this run's evaluation (``metrics``) reports nor any run.
+    """Refuse, inside a run of a comparison, a gate on a metric that no run reports. ``metrics`` are of the evaluation.
 
-    Terms of the loss are known when the first step is logged: ``compare`` asks for them after the run.
+    Loss terms are not known until the first step is logged, so ``compare`` checks them after the run.
     """
     known = [*COMPARED, *metrics, *(f"evaluation_{name}" for name in metrics)]
     for gate in map(read_gate, os.environ.get(GATES_VARIABLE, "").splitlines()):
+        if gate.name == "speedup" or gate.name.startswith("loss_"):
+            continue
+        names = {gate.name}
         metric, _, form = gate.name.rpartition("_")
-        names = {gate.name, metric if form in ("delta", "ratio") else gate.name}
-        if gate.name != "speedup" and names.isdisjoint(known) and not gate.name.startswith("loss_"):
+        if form in ("delta", "ratio"):
+            names.add(metric)
+        if names.isdisjoint(known):
             raise _unknown(gate, [*COMPARED, *metrics])
 
 
 def _unknown(gate: Gate, known: Sequence[str]) -> UsageError:
     return UsageError(
-        f"--gate {gate.text!r}: {gate.name} is not known{_nearest(gate.name, known)}; a gate is on {FORMS}, where NAME "
-        f"is one of {', '.join(known)}"
+        f"--gate {gate.text!r}: {gate.name} is not known{_did_you_mean(gate.name, known)}; a gate is on {FORMS}, where "
+        f"NAME is one of {', '.join(known)}"
     )
 
 
-def over(numerator: float, denominator: float, *, of_zeros: float = 1.0) -> float:
-    """A ratio that exists for 0 as well: ``of_zeros`` where both are 0, else infinite."""
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    forms = ["speedup", *(metric + form for metric in known for form in ("", "_delta", "_ratio"))]
+    nearest = difflib.get_close_matches(name, forms, n=1, cutoff=0.6)
+    return f": did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def ratio(numerator: float, denominator: float, *, zero_over_zero: float = 1.0) -> float:
+    """Divide. ``x / 0`` is infinite, and ``0 / 0`` is ``zero_over_zero``."""
     if denominator:
         return numerator / denominator
-    return copysign(inf, numerator) if numerator else of_zeros
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    forms = ["speedup", *(n + form for n in known for form in ("", "_delta", "_ratio"))]
-    found = difflib.get_close_matches(name, forms, n=1, cutoff=0.6)
-    return f": did you mean {found[0]!r}?" if found else ""
+    return copysign(inf, numerator) if numerator else zero_over_zero
 
 
 def decide(gate: Gate, values: Sequence[float]) -> Decision:
-    """FAILED only where no value of the interval meets the target; passed where each does. Without an interval (a
-    single value) it is the value that decides. A value that is not a number fails."""
+    """Decide a gate by the interval of ``values``.
+
+    It fails if the interval excludes the target and passes if the whole interval meets it. A single value has no
+    interval and decides by itself. NaN fails.
+    """
     value = estimate(values)
     if any(map(isnan, values)):
         return Decision(gate, value, "FAILED", "a value is not a number")
     if value.low is None or value.high is None:
-        why = "one value, so no interval: it decides" if len(values) == 1 else "a value is infinite"
-        return Decision(gate, value, "passed" if gate.holds(value.median) else "FAILED", why)
+        verdict = "passed" if gate.holds(value.median) else "FAILED"
+        reason = "one value, so no interval: it decides" if len(values) == 1 else "a value is infinite"
+        return Decision(gate, value, verdict, reason)
     ends = [gate.holds(value.low), gate.holds(value.high)]
     if all(ends):
         return Decision(gate, value, "passed", "the whole interval meets the target")

@@ -31,7 +31,7 @@ from accel_train.compare.comparison import single_options
 from accel_train.compare.runs import Run, read_config
 from accel_train.config import UsageError, flatten
 from accel_train.metrics.bootstrap import LEVEL, Estimate, coverage_of_range, estimate
-from accel_train.metrics.gates import COMPARED, SIGNS, decide, read_gate, values_of
+from accel_train.metrics.gates import COMPARED, SIGNS, decide, gate_values, read_gate
 from accel_train.metrics.throughput import Throughput
 from accel_train.strict_yaml import read_yaml
 from tests.waiting import PATIENCE_SECONDS, until
@@ -344,14 +344,17 @@ def test_nothing_is_pushed_and_caches_may_differ(recipe: str, capsys: pytest.Cap
         ("slow --vary hub.repo_id=me/it,me/other", r"--vary hub.repo_id: a comparison pushes nothing"),
         ("slow --vary step_seconds=0.1,1e-1", r"--vary: step_seconds=0.1 and step_seconds=1e-1 are the same value"),
         ("slow --vary seed=1,two", r"two"),
-        ("slow --vary seed=0,1 --seed 3", r"--seed 3 and --vary seed: both say it"),
-        ("slow --vary max_steps=5,6 --max_epochs 1", r"--max_epochs 1\.0 and --vary max_steps: both say it"),
+        ("slow --vary seed=0,1 --seed 3", r"--seed 3 and --vary seed: they set the same thing"),
+        (
+            "slow --vary max_steps=5,6 --max_epochs 1",
+            r"--max_epochs 1\.0 and --vary max_steps: they set the same thing",
+        ),
         ("slow --vary seed=" + ",".join(map(str, range(27))), r"27 values given, at most 26"),
         ("slow fast --max_steps 5 --max_epochs 1", r"--max_steps 5 and --max_epochs 1\.0: a run ends once"),
         ("slow fast --rounds 0", r"--rounds 0: at least 1"),
         ("slow fast --tolerance=-1", r"--tolerance -1\.0: a number from 0 up"),
         ("slow fast --gate speedup", r"--gate 'speedup' is not NAME SIGN NUMBER"),
-        ("slow fast --gate speedup>=10%", r"percent is of A's value, so it goes with NAME_delta"),
+        ("slow fast --gate speedup>=10%", r"percent is relative to A, so it needs NAME_delta"),
         ("slow fast --output presets", r"--output .*presets is not empty"),
     ],
 )
@@ -462,11 +465,11 @@ def test_children_end_with_us(number: signal.Signals, recipe: str, tmp_path: Pat
     until(lambda: not _alive(child))
     assert code == (-number if number == signal.SIGKILL else 1)
     if number != signal.SIGKILL:
-        assert f"broken off by {number.name}" in (tmp_path / "shown").read_text()
+        assert f"interrupted by {number.name}" in (tmp_path / "shown").read_text()
 
 
 def test_what_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_runs, "SECONDS_TO_LEAVE", 0.5)
+    monkeypatch.setattr(compare_runs, "GRACE_SECONDS", 0.5)
     stubborn = (
         "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(1800)"
     )
@@ -478,7 +481,7 @@ def test_what_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
 
     before = signal.getsignal(signal.SIGTERM)
     asking = threading.Thread(target=interrupt_it)
-    with pytest.raises(compare_runs.InterruptedRunError, match="SIGTERM"), compare_runs.ending_as_exception():
+    with pytest.raises(compare_runs.InterruptedRunError, match="SIGTERM"), compare_runs.stop_signals_raise():
         asking.start()
         compare_runs.run_once([sys.executable, "-c", stubborn], log)
     asking.join()
@@ -543,7 +546,7 @@ def test_intervals_that_do_not_exist_or_have_no_width() -> None:
     ],
 )
 def test_an_effect_in_words(found: Estimate, neutral: float, tolerated: float, reading: str) -> None:
-    assert figures.read_effect(found, neutral, tolerated) == reading
+    assert figures.describe_effect(found, neutral, tolerated) == reading
 
 
 def run_of(lines: list[dict[str, Any]], **more: Any) -> Run:
@@ -611,15 +614,15 @@ def test_the_metrics_of_any_run_are_those_that_a_gate_may_name() -> None:
     fields = dict.fromkeys(("processor_seconds", "data_wait_fraction", "mfu"), 1.0)
     fields |= {"memory_peak_gib": 1.0, "process_rss_gib": 1.0, "step_seconds": 1.0, "loss": 1.0, "global_batch_size": 8}
     run = run_of([{"step": step, "elapsed_seconds": float(step), **fields} for step in range(1, 101)])
-    assert set(figures.figures(run, figures.window_of([run]), 100.0)) == set(COMPARED)
+    assert set(figures.run_metrics(run, figures.window_of([run]), 100.0)) == set(COMPARED)
 
 
 def test_figures_that_a_run_lacks_are_left_out_and_names_do_not_collide() -> None:
     run = run_of([{"step": 4, "step_seconds": 0.5}, {"step": 8, "step_seconds": 0.25}], evaluation={"loss": 3.0})
-    found = figures.figures(run, figures.window_of([run]), 1.0)
+    found = figures.run_metrics(run, figures.window_of([run]), 1.0)
     assert found == {"step_seconds": 0.0, "run_seconds": 9.0, "run_cpu_seconds": 8.0, "loss": 3.0}
     run = run_of([{"step": 8, "step_seconds": 0.25, "loss": 2.0, "mfu": 0.4}], evaluation={"loss": 3.0})
-    found = figures.figures(run, figures.window_of([run]), 1.0)
+    found = figures.run_metrics(run, figures.window_of([run]), 1.0)
     assert found == {
         "step_seconds": 0.25,
         "run_seconds": 9.0,
@@ -630,7 +633,7 @@ def test_figures_that_a_run_lacks_are_left_out_and_names_do_not_collide() -> Non
         "evaluation_loss": 3.0,
     }
     line = {"step": 8, "step_seconds": 0.25, "loss": 2.0, "loss_prediction": 1.5, "loss_reencoding": None}
-    found = figures.figures(run := run_of([line]), figures.window_of([run]), 1.0)
+    found = figures.run_metrics(run := run_of([line]), figures.window_of([run]), 1.0)
     assert {name: value for name, value in found.items() if name.startswith("loss_")} == {
         "loss_last_tenth": 2.0,
         "loss_prediction": 1.5,
@@ -692,13 +695,13 @@ B = {"step_seconds": [0.1, 0.1], "loss": [4.4, -1.0], "x_delta": [7.0, 8.0], "no
     ],
 )
 def test_what_a_gate_is_about(gate: str, values: list[float]) -> None:
-    assert values_of(read_gate(gate), A, B) == pytest.approx(values)
+    assert gate_values(read_gate(gate), A, B) == pytest.approx(values)
 
 
 @pytest.mark.parametrize("name", ["lss", "loss_detla", "speed_up", "delta", "_delta", "only_a_delta", "loss_speedup"])
 def test_names_that_are_not_known(name: str) -> None:
     with pytest.raises(UsageError, match=r"is not known.*NAME is one of step_seconds, loss, x_delta, none"):
-        values_of(read_gate(f"{name}>1"), A, B)
+        gate_values(read_gate(f"{name}>1"), A, B)
 
 
 @pytest.mark.parametrize(
