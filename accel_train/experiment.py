@@ -8,13 +8,13 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
-from torch import nn
+from torch import Tensor, nn
 
 from accel_train.checkpoints import refused
 from accel_train.checkpoints.policy import CheckpointConfig, refuse_unknown_metric
@@ -36,7 +36,7 @@ from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.hub.pusher import push_the_rest
 from accel_train.metrics import gates
 from accel_train.metrics.logs import info, setup_logging
-from accel_train.metrics.recorder import LogConfig
+from accel_train.metrics.recorder import LogConfig, RunInfo
 from accel_train.metrics.trackers import resolve_trackers
 from accel_train.runtime import early_stop, step_overhead, threads
 from accel_train.runtime.accelerator import Precision, build_accelerator, log_notices, strategy_of, verify_prepared
@@ -48,18 +48,13 @@ from accel_train.speed.activation_checkpointing import ActivationCheckpointingCo
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
 from accel_train.speed.attention import check_name
 from accel_train.speed.attention_table import AttentionNeeds
-from accel_train.speed.compile import CompileConfig, CompiledBlocks
+from accel_train.speed.compile import CompileConfig
 from accel_train.speed.float8 import Float8, refuse_float8
-from accel_train.training.accumulation import SyncPolicy, resolve_sync
+from accel_train.training import schedules
+from accel_train.training.accumulation import Batch, GradientWindow, SyncPolicy, resolve_sync
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
-from accel_train.training.schedules import (
-    ScheduleConfig,
-    learning_rate_factor,
-    notices,
-    resolve_decay_steps,
-    shortened_warmup,
-)
+from accel_train.training.schedules import ScheduleConfig
 from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import StepGuard, resolve_step_guard
 
@@ -138,8 +133,10 @@ class ExperimentConfig:
 
 @dataclass(frozen=True)
 class Opened:
-    """An experiment with its directory and its length, as far as it got before. One per process."""
+    """An experiment on its machine, with its directory and its length. One per process."""
 
+    config: ExperimentConfig
+    accelerator: Accelerator
     run: Run
     schedule: ScheduleConfig
     max_steps: int
@@ -156,9 +153,10 @@ class Opened:
         """Optimizer steps already done."""
         return self.run.start_step
 
-    def learning_rate_factor(self, step: int) -> float:
-        """Of the learning rate in optimizer step ``step``."""
-        return learning_rate_factor(self.schedule, step, self.decay_steps)
+    def learning_rate_factor(self, step: int, decay_steps: int | None = None) -> float:
+        """Of the learning rate in step ``step`` of a schedule that ends at ``decay_steps``; None: the run's."""
+        steps = self.decay_steps if decay_steps is None else decay_steps
+        return schedules.learning_rate_factor(self.schedule, step, steps)
 
 
 def start(config: ExperimentConfig) -> Accelerator:
@@ -210,7 +208,7 @@ def lengths(config: ExperimentConfig, accelerator: Accelerator, dataset_size: in
 def _lengths(config: ExperimentConfig, resolved: Mapping[str, Any], dataset_size: int) -> tuple[int, int]:
     max_steps = config.max_steps or math.ceil((config.max_epochs or 0) * dataset_size / config.global_batch_size)
     steps = resolved.get("schedule.decay_steps") or max_steps
-    return max_steps, resolve_decay_steps(_schedule_of(config, resolved, steps), steps)
+    return max_steps, schedules.resolve_decay_steps(_schedule_of(config, resolved, steps), steps)
 
 
 def _schedule_of(config: ExperimentConfig, resolved: Mapping[str, Any], steps: int) -> ScheduleConfig:
@@ -226,7 +224,9 @@ def _schedule_of(config: ExperimentConfig, resolved: Mapping[str, Any], steps: i
     asked, used = resolved.get(WARMUP_KEPT) or (None, 0)
     if schedule.warmup_steps == asked:
         return replace(schedule, warmup_steps=used)
-    return shortened_warmup(schedule, steps) if warmup not in sources and length == "command line" else schedule
+    return (
+        schedules.shortened_warmup(schedule, steps) if warmup not in sources and length == "command line" else schedule
+    )
 
 
 def _length_option(config: ExperimentConfig) -> str:
@@ -236,19 +236,20 @@ def _length_option(config: ExperimentConfig) -> str:
 def open_experiment(
     config: ExperimentConfig,
     accelerator: Accelerator,
+    *,
     dataset_size: int,
     fingerprint: str,
-    words: Sequence[str] = (),
-    *,
+    notices: Sequence[str] = (),
     metrics: Sequence[str] | None = None,
 ) -> Opened:
     """Open the run directory: a start or a resume. All processes call it; collective.
 
-    ``dataset_size`` samples make an epoch; ``fingerprint`` is the data's; ``words`` are said first; ``metrics`` are the
-    names of all that an evaluation reports. Raises what ``open_run`` raises, and ``UsageError`` for a
+    ``dataset_size`` samples make an epoch; ``fingerprint`` is the data's; ``notices`` are logged first; ``metrics`` are
+    the names of all that an evaluation reports. Raises what ``open_run`` raises, and ``UsageError`` for a
     ``checkpoints.best_metric`` or a gate of ``accel-train compare`` that is not among ``metrics``; None: a wrong one is
     found when there is an evaluation.
     """
+    given = config
     _refuse_different_data(accelerator, dataset_size, fingerprint)
     if metrics is not None:
         refuse_unknown_metric(config.checkpoints.best_metric, metrics)
@@ -261,8 +262,8 @@ def open_experiment(
     if schedule != config.schedule:
         asked, used = config.schedule.warmup_steps, schedule.warmup_steps
         resolved[WARMUP_KEPT] = [asked, used]
-        words = [
-            *words,
+        notices = [
+            *notices,
             f"schedule.warmup_steps: {asked} is more than the {decay_steps} steps of this run's schedule: "
             f"shortened to {used}; to choose the number yourself, give --schedule.warmup_steps",
         ]
@@ -271,7 +272,7 @@ def open_experiment(
     current_run.callback(run.close)
     decay_steps = run.resolved("schedule.decay_steps")
     uneven = sampler.notices(batch, world_size, config.micro_batch_size)
-    info(logger, *words, *uneven, *notices(config.schedule, decay_steps, max_steps), run.decision)
+    info(logger, *notices, *uneven, *schedules.notices(config.schedule, decay_steps, max_steps), run.decision)
     if run.checkpoint is not None:
         info(logger, *threads.keep_threads(run.checkpoint.manifest, accelerator.device.type))
     finished = run.start_step >= max_steps and not config.evaluate_only
@@ -280,7 +281,7 @@ def open_experiment(
         if not (run.directory / "evaluation.json").exists():
             info(logger, f"{run.directory} has no evaluation.json: --evaluate_only writes it")
     pieces = sampler.accumulation_steps(batch, world_size, config.micro_batch_size)
-    return Opened(run, config.schedule, max_steps, decay_steps, pieces, finished)
+    return Opened(given, accelerator, run, config.schedule, max_steps, decay_steps, pieces, finished)
 
 
 def _refuse_different_data(accelerator: Accelerator, dataset_size: int, fingerprint: str) -> None:
@@ -298,13 +299,12 @@ def _refuse_different_data(accelerator: Accelerator, dataset_size: int, fingerpr
             )
 
 
-def build_model(
-    config: ExperimentConfig, accelerator: Accelerator, model: Callable[P, nn.Module], *shape: P.args, **named: P.kwargs
-) -> nn.Module:
-    """``model(*shape)`` with the initial weights of ``config.seed``, the same on every process.
+def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, **named: P.kwargs) -> nn.Module:
+    """``model(*shape)`` with the initial weights of the experiment's seed, the same on every process.
 
     Raises ``UsageError``, with the numbers, for one that cannot fit: before any memory is taken.
     """
+    config, accelerator = opened.config, opened.accelerator
     given = [f"--{name} {value}" for name, value in flatten(to_tree(config)).items() if _sets_model(config, name)]
     fitting.refuse_what_cannot_fit(
         fitting.parameters_of(lambda: model(*shape, **named)),
@@ -324,38 +324,32 @@ def _sets_model(config: ExperimentConfig, option: str) -> bool:
     return option.startswith("model.") and origin_of(config, option) == "command line"
 
 
-class Prepared(NamedTuple):
-    """A model as the strategy trains it, with what belongs to it."""
+@dataclass(frozen=True)
+class Prepared:
+    """A model as the strategy trains it, with what belongs to it. One per process."""
 
+    accelerator: Accelerator
     model: nn.Module
     optimizer: AcceleratedOptimizer
-    average: Ema
+    ema: Ema
+    run_info: RunInfo
+    sync: SyncPolicy
     guard: StepGuard | None
-    """For the ``GradientWindow``."""
-    notes: Notes
 
-
-@dataclass(frozen=True)
-class Notes:
-    """What is recorded beside losses and rates."""
-
-    facts: dict[str, Any]
-    """Once, of the run."""
-    compiled: CompiledBlocks
-    optimizer: AcceleratedOptimizer
-    global_batch_size: int
-
-    def fields(self, epoch: float) -> dict[str, Any]:
-        """At log points: learning rate, epoch, batch, and what compilation has cost. Waits for nothing."""
-        groups = self.optimizer.param_groups
-        trained = next((group for group in groups if not group["frozen"]), groups[0])
-        place = {"lr": trained["lr"], "epoch": epoch}
-        return self.compiled.fields() | place | {"global_batch_size": self.global_batch_size}
+    def window(
+        self,
+        micro_batches: Sequence[tuple[Batch, Mapping[str, Tensor] | Tensor]],
+        coefficients: Mapping[str, float],
+        step: int,
+    ) -> GradientWindow:
+        """The gradient of optimizer step ``step``, from (inputs, weights) of each micro-batch: see ``GradientWindow``.
+        Costs two small reductions a step; every process must have equally many micro-batches."""
+        return GradientWindow(
+            self.accelerator, self.model, micro_batches, coefficients, step, policy=self.sync, guard=self.guard
+        )
 
 
 def prepare(
-    config: ExperimentConfig,
-    accelerator: Accelerator,
     opened: Opened,
     model: nn.Module,
     needs: AttentionNeeds | None = None,
@@ -368,6 +362,7 @@ def prepare(
     prepared: both are functions of the step. Raises ``UsageError`` for what cannot be done, and where ``prepare`` did
     not do what the strategy says.
     """
+    config, accelerator = opened.config, opened.accelerator
     load_initial_weights(model, opened.run)
     strategy = strategy_of(accelerator)
     options = SpeedOptions(config.attention, config.activation_checkpointing, config.compile, config.float8)
@@ -379,20 +374,21 @@ def prepare(
     masters = exact_masters(model, config.precision)
     model, optimizer = accelerator.prepare(model, optimizer)
     weights = Shards(model, optimizer, masters)
-    average = Ema(config.ema, weights)
-    restore(opened.run, accelerator, weights, average)
+    ema = Ema(config.ema, weights)
+    restore(opened.run, accelerator, weights, ema)
     wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
     ahead = apply_fsdp2_prefetch(config.distributed, model)
     guard, waits = resolve_step_guard(accelerator, optimizer)
     info(logger, wrapped, *ahead, *applied.notices, reason, resolve_sync(config.sync, accelerator)[1], waits)
     facts = applied.facts | {"run_id": opened.run.run_id, "strategy": strategy}
-    notes = Notes(facts, applied.compiled, optimizer, config.global_batch_size)
-    return Prepared(model, optimizer, average, guard, notes)
+    run_info = RunInfo(facts, applied.compiled, optimizer, config.global_batch_size)
+    return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard)
 
 
-def nothing_to_do(config: ExperimentConfig, accelerator: Accelerator, opened: Opened) -> int:
+def nothing_to_do(opened: Opened) -> int:
     """Instead of training, where no step is left: push what an earlier start left to be pushed. Returns exit code 0."""
-    if accelerator.is_main_process and opened.run.checkpoint is not None:
-        best, mode = config.checkpoints.best_metric, config.checkpoints.best_mode
-        push_the_rest(opened.run.directory, opened.run.checkpoint, config.hub, best, mode)
+    run, config = opened.run, opened.config
+    if opened.accelerator.is_main_process and run.checkpoint is not None:
+        policy = config.checkpoints
+        push_the_rest(run.directory, run.checkpoint, config.hub, policy.best_metric, policy.best_mode)
     return 0

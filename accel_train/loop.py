@@ -6,12 +6,13 @@ It owns neither model nor optimizer nor loss: these and the order of a step are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
-from accelerate import Accelerator
+import torch
+from torch import Tensor, nn
 
 from accel_train.checkpoints.saver import Saver
 from accel_train.config import to_tree
@@ -19,12 +20,13 @@ from accel_train.data import sampler
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.reading import MapDataset
 from accel_train.data.sampler import Sampler
-from accel_train.experiment import ExperimentConfig, Opened, Prepared
+from accel_train.experiment import Opened, Prepared
 from accel_train.hub.repository import RUN_FILES
+from accel_train.metrics import evaluation
 from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
-from accel_train.metrics.recorder import Recorder
-from accel_train.metrics.throughput import Count, Throughput
+from accel_train.metrics.recorder import Recorder, RunInfo, write_report
+from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.store.commit import checkpoint_name
@@ -32,14 +34,23 @@ from accel_train.training.accumulation import StepResult
 
 logger = logging.getLogger(__name__)
 CALLS = ("report", "save_if_due")
+SAMPLES = "samples"
+"""Name of the sum of the weights, which divides the others."""
 
 
-class Training:
-    """One run from the step that it stands at. Made, iterated and called on every process; a context manager.
+@contextmanager
+def training(
+    opened: Opened,
+    prepared: Prepared,
+    dataset: MapDataset,
+    order: Sampler,
+    write_extras: Callable[[Path], None],
+) -> Generator[Training]:
+    """One run from the step that it stands at. Every process enters it, iterates it and calls it.
 
     ::
 
-        with loop.Training(config, accelerator, opened, prepared, data, order, write_extras) as training:
+        with loop.training(opened, prepared, data, order, write_extras) as training:
             for batches in training:                # ends at max_steps, at a stop, at an early end
                 ...                                 # forward, backward, optimizer, EMA
                 training.report(batches, result)
@@ -51,70 +62,71 @@ class Training:
     Leaving it finishes the last save and ends readers and trackers, whatever the reason. ``write_extras(directory)``
     puts beside the weights of a checkpoint what their use needs; the main process calls it.
     """
+    config, accelerator, run = opened.config, opened.accelerator, opened.run
+    log = Recorder(
+        accelerator,
+        run.directory,
+        config.log,
+        max_steps=opened.max_steps,
+        start_step=opened.start_step,
+        config=to_tree(config),
+        facts=prepared.run_info.facts,
+    )
+    saver = Saver(
+        accelerator,
+        run,
+        prepared.ema,
+        config.checkpoints,
+        config.hub,
+        write_extras,
+        epoch=order.epoch,
+        on_commit=log.saved,
+    )
+    steps = iterate_steps(
+        dataset,
+        order,
+        sampler.Cut(accelerator.process_index, accelerator.num_processes, config.micro_batch_size),
+        start_step=opened.start_step,
+        max_steps=opened.max_steps,
+        device=accelerator.device,
+        config=config.loader,
+    )
+    throughput = Throughput(accelerator.device, world_size=accelerator.num_processes, precision=config.precision)
+    made = Training(opened, order, prepared.run_info, log, saver, steps, throughput)
+    with step_overhead.garbage_frozen(), log, closing(steps), saver:
+        yield made
+    made.stopped = made.stopped or saver.stopping
 
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        accelerator: Accelerator,
-        opened: Opened,
-        prepared: Prepared,
-        dataset: MapDataset,
-        order: Sampler,
-        write_extras: Callable[[Path], None],
-    ) -> None:
-        run, first, device, world_size = opened.run, opened.start_step, accelerator.device, accelerator.num_processes
-        self.opened, self.accelerator = opened, accelerator
-        self.done = first
-        """Optimizer steps done, with those of earlier starts."""
-        self.stopped = False
-        """The run was asked to stop, and what it has done is saved."""
-        self._ended = False
-        self._order, self._notes, self._batch = order, prepared.notes, config.global_batch_size
-        self._result: StepResult | None = None
-        self._metrics: Mapping[str, float] = {}
-        """Of an evaluation after the present step."""
-        self._called: list[str] = []
-        self._log = Recorder(
-            accelerator,
-            run.directory,
-            config.log,
-            max_steps=opened.max_steps,
-            start_step=first,
-            config=to_tree(config),
-            facts=prepared.notes.facts,
-        )
-        self._saver = Saver(
-            accelerator,
-            run,
-            prepared.average,
-            config.checkpoints,
-            config.hub,
-            write_extras,
-            epoch=order.epoch,
-            on_commit=self._log.saved,
-        )
-        cut = sampler.Cut(accelerator.process_index, world_size, config.micro_batch_size)
-        self._steps = iterate_steps(
-            dataset, order, cut, start_step=first, max_steps=opened.max_steps, device=device, config=config.loader
-        )
-        self._rates = Throughput(device, world_size=world_size, precision=config.precision)
-        self._contexts = ExitStack()
 
-    def __enter__(self) -> Training:
-        for context in (step_overhead.garbage_frozen(), self._log, closing(self._steps), self._saver):
-            self._contexts.enter_context(context)
-        return self
+@dataclass
+class Training:
+    """What `training` gives: iterated for the batches of each step, and told what came of it."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._contexts.__exit__(kind, error, trace)
-        self.stopped = self.stopped or self._saver.stopping
+    opened: Opened
+    order: Sampler
+    run_info: RunInfo
+    log: Recorder
+    saver: Saver
+    steps: Iterator[StepBatches]
+    throughput: Throughput
+    done: int = field(init=False)
+    """Optimizer steps done, with those of earlier starts."""
+    stopped: bool = False
+    """The run was asked to stop, and what it has done is saved."""
+    _ended: bool = False
+    _result: StepResult | None = None
+    _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Of an evaluation after the present step."""
+    _called: set[str] = field(default_factory=set[str])
+    _counts: LocalCounts = field(default_factory=LocalCounts)
+
+    def __post_init__(self) -> None:
+        self.done = self.opened.start_step
 
     def __iter__(self) -> Iterator[StepBatches]:
         """The micro-batches of each step. Raises ``RuntimeError`` where the step before was not reported or saved."""
-        for batches in self._steps:
-            self._called, self._metrics, self.done = [], {}, batches.done
+        for batches in self.steps:
+            self._called, self._metrics, self.done = set(), {}, batches.done
             yield batches
             if missing := [name for name in CALLS if name not in self._called]:
                 raise RuntimeError(f"step {batches.step}: the loop did not call training.{missing[0]}; add the call")
@@ -128,7 +140,6 @@ class Training:
         batches: StepBatches,
         result: StepResult,
         *,
-        samples: Count | None = None,
         tokens: Count = 0.0,
         padded_tokens: Count = 0.0,
         flops: Count = 0.0,
@@ -136,47 +147,51 @@ class Training:
     ) -> None:
         """Count the step for the throughput and, at a log point, write a training line; that waits for the device.
 
-        ``samples`` (None: the global batch), ``tokens``, ``padded_tokens`` and ``flops`` are of this step over all
-        processes, as in ``Throughput.update``; ``fields`` join the line as they are.
+        ``tokens``, ``padded_tokens`` and ``flops`` are what this process computed in this step, as numbers or tensors;
+        they are summed over the processes at the log point (``Throughput.update`` says what each is). ``fields`` join
+        the line as they are.
         """
-        self._called.append("report")
-        self._saver.begin()
-        samples = self._batch if samples is None else samples
-        counts = {"samples": samples, "tokens": tokens, "padded_tokens": padded_tokens, "flops": flops}
-        self._rates.update(data_wait_seconds=batches.data_wait_seconds, **counts)
-        self._log.advance(self.done)
-        if self._log.due(self.done):
-            notes = self._notes.fields(self._order.epoch(self.done))
-            self._log.train(self.done, result.fields() | self._rates.read() | notes | fields)
+        self._called.add("report")
+        self.saver.begin()
+        self._counts.add(tokens=tokens, padded_tokens=padded_tokens, flops=flops)
+        logs = self.log.due(self.done)
+        totals = self._counts.take(self.opened.accelerator) if logs else {}
+        self.throughput.update(
+            samples=self.opened.config.global_batch_size, data_wait_seconds=batches.data_wait_seconds, **totals
+        )
+        self.log.advance(self.done)
+        if logs:
+            line = result.fields() | self.throughput.read() | self.run_info.fields(self.order.epoch(self.done))
+            self.log.train(self.done, line | fields)
 
     def save_if_due(self, result: StepResult) -> None:
         """Save if a save is due or somebody asked to stop: all processes learn of it at one step."""
-        self._called.append("save_if_due")
+        self._called.add("save_if_due")
         self._result = result
-        self.stopped = self._saver.boundary(self.done)
-        if self.stopped or self._saver.due(self.done, self.opened.max_steps):
+        self.stopped = self.saver.boundary(self.done)
+        if self.stopped or self.saver.due(self.done, self.opened.max_steps):
             self._save()
 
-    def evaluate(self, evaluation: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-        """Run ``evaluation``, record its metrics, and add them to the checkpoint of this step, if there is one.
+    def evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+        """Call ``evaluate``, record its metrics, and add them to the checkpoint of this step, if there is one.
 
         What was saved is committed first, so that an evaluation that raises, hangs or is killed loses nothing. A stop
         ends it at its next ``stopping_point``, on all processes, and saves. Returns the metrics; empty after a stop.
         """
         if self.stopped:
             return {}
-        with self._rates.pause():
-            self._saver.finish()
+        with self.throughput.pause():
+            self.saver.finish()
             try:
-                with stoppable(self._saver.asked_to_stop):
-                    metrics = evaluation()
+                with stoppable(self.saver.asked_to_stop):
+                    metrics = evaluate()
             except EvaluationStopped:
                 info(logger, f"asked to stop: the evaluation after step {self.done} is broken off")
                 self.stopped = True
                 self._save()
                 return {}
-            self._log.evaluation(self.done, metrics)
-            self._saver.add_metrics(self.done, metrics)
+            self.log.evaluation(self.done, metrics)
+            self.saver.add_metrics(self.done, metrics)
         self._metrics = metrics
         return metrics
 
@@ -187,14 +202,44 @@ class Training:
     def _save(self) -> None:
         assert self._result is not None, "save_if_due comes first"
         self._result.check()
-        with self._rates.pause():
-            self.stopped = self._saver.save(self.done, self._metrics) or self.stopped
+        with self.throughput.pause():
+            self.stopped = self.saver.save(self.done, self._metrics) or self.stopped
+
+
+def heldout_means(
+    prepared: Prepared,
+    dataset: MapDataset,
+    batch_size: int,
+    metrics_of: Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]],
+) -> dict[str, float]:
+    """Mean of each metric over a held-out set, with the EMA weights; the same on any number of processes.
+
+    ``metrics_of(model, batch)`` gives the metrics of each sample, (B,). All processes call it; a stop ends it between
+    two batches.
+    """
+
+    def sums_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        metrics = dict(metrics_of(prepared.model, batch)) | {SAMPLES: torch.ones_like(batch["weight"])}
+        return {name: (values * batch["weight"]).sum() for name, values in metrics.items()}
+
+    with evaluation.evaluating(prepared.model, prepared.ema):
+        batches = evaluation.heldout_batches(prepared.accelerator, dataset, len(dataset), batch_size)
+        sums = evaluation.weighted_sums(prepared.accelerator, batches, sums_of)
+    samples = sums.pop(SAMPLES)
+    return {name: float(total / samples) for name, total in sums.items()}
+
+
+def evaluate_only(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> int:
+    """Evaluate the checkpoint that was restored and write the report; train nothing. All processes. Returns exit code
+    0."""
+    write_report(opened.accelerator, opened.run.directory, opened.start_step, evaluate())
+    return 0
 
 
 def finish(training: Training) -> int:
-    """End the trackers, say where things are, and give the exit code: 75 where a run was asked to stop."""
+    """End the trackers, log where the results are, and return the exit code: 75 where the run was asked to stop."""
     opened, step = training.opened, training.done
-    training.accelerator.end_training()
+    opened.accelerator.end_training()
     if training.stopped:
         info(logger, f"stopped at step {step} of {opened.max_steps} and saved; start again to go on (exit code 75)")
         return EXIT_PREEMPTED

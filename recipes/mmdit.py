@@ -15,18 +15,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, rng
 from accel_train.config import expand_path, load_config, to_tree
-from accel_train.data import heldout, sampler
+from accel_train.data import sampler
+from accel_train.data.loader import StepBatches
 from accel_train.domains.diffusion import latents, masked_text, timesteps
 from accel_train.domains.models import flops, mmdit
 from accel_train.domains.text import baseline_scores, both_ways, modes, prepare, samples
-from accel_train.metrics import evaluation, logs, recorder, records
+from accel_train.metrics import evaluation, logs, records
 from accel_train.runtime.exiting import one_run, run_main
-from accel_train.training import accumulation, ema, optimizers
+from accel_train.training import accumulation, optimizers
 
 logger = logging.getLogger("recipes.mmdit")
 
@@ -74,8 +76,7 @@ def corrupt(
         "latent_time": latent_time,
     }
     text_weight = masked_text.term_weight(masked, batch["maskable"], batch["weight"], config.text.weighting)
-    tokens = (batch["text_mask"].sum(-1) * batch["weight"]).sum()  # a count, for the throughput
-    return inputs, {"text": text_weight, "latent": batch["weight"].sum(), "tokens": tokens}
+    return inputs, {"text": text_weight, "latent": batch["weight"].sum()}
 
 
 def loss_sums(config: Config, model: nn.Module, inputs: accumulation.Batch, mask_id: int) -> dict[str, Tensor]:
@@ -90,19 +91,30 @@ def loss_sums(config: Config, model: nn.Module, inputs: accumulation.Batch, mask
     return {"text": (text * inputs["weight"]).sum(), "latent": (latent * inputs["weight"]).sum()}
 
 
+def work(shape: mmdit.MultimodalMMDiTConfig, batches: StepBatches) -> dict[str, Tensor | int]:
+    """Counts of this process's part of a step, for the throughput."""
+    tokens = [(batch["text_mask"].sum(-1) * batch["weight"]).sum() for batch in batches.micro_batches]
+    sizes = [batch["tokens"].shape for batch in batches.micro_batches]  # (B, S)
+    forward = sum(b * flops.flops_per_sample(shape, s, shape.max_latent_length) for b, s in sizes)
+    return {
+        "tokens": torch.stack(tokens).sum(),
+        "padded_tokens": sum(b * s for b, s in sizes),
+        "flops": flops.TRAINING_FACTOR * forward,
+    }
+
+
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
-    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: prepare.PreparedData
+    config: Config, accelerator: Accelerator, prepared: experiment.Prepared, data: prepare.PreparedData
 ) -> dict[str, float]:
-    """Held-out figures and samples.md, with the averaged weights; the same on any layout. All ranks."""
-    options, device = config.evaluation, accelerator.device
-    place = accelerator.process_index, accelerator.num_processes, device
-    forward = evaluation.interruptible(model)  # a stop ends it between two forwards
+    """Held-out metrics and samples.md, with the EMA weights; the same on any layout. Every process calls it."""
+    options = config.evaluation
+    forward = evaluation.interruptible(prepared.model)  # a stop ends it between two forwards
     both = both_ways.BothWays(forward, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent)
-    with evaluation.evaluating(model, average):
-        pairs = heldout.heldout_pairs(data.heldout, options.samples, options.batch_size, *place)
+    with evaluation.evaluating(prepared.model, prepared.ema):
+        pairs = evaluation.heldout_pairs(accelerator, data.heldout, options.samples, options.batch_size)
         sums = evaluation.weighted_sums(accelerator, pairs, lambda pair: both.figures(*pair, options.timesteps))
-        shown = next(heldout.heldout_batches(data.heldout, options.shown, options.shown, 0, 1, device))
+        shown = evaluation.first_samples(accelerator, data.heldout, options.shown)
         tokens, sampled = both.sample_text(shown), both.sample_latents(shown)
     if accelerator.is_main_process:
         texts = [data.tokenizer.decode(row) for row in tokens.cpu()]
@@ -115,65 +127,62 @@ def evaluate(
 
 
 # ------------------------------------------------------------------------------------------------------------ main
+def save_extras(shape: mmdit.MultimodalMMDiTConfig, data: prepare.PreparedData, directory: Path) -> None:
+    """Put beside the weights what sampling from the checkpoint needs."""
+    records.write_json(directory / "config.json", to_tree(shape))
+    data.assets.save(directory / "assets")
+
+
 @one_run
 def main(argv: Sequence[str]) -> int:
-    """Every process runs it. Raises ``UsageError`` (exit code 2) before anything is built."""
+    """Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
     accelerator = experiment.start(config)
-    world_size, device = accelerator.num_processes, accelerator.device
-    data = experiment.prepare_data(accelerator, partial(prepare.prepare_data, config.data, device=str(device)))
+    prepare_data = partial(prepare.prepare_data, config.data, device=str(accelerator.device))
+    data = experiment.prepare_data(accelerator, prepare_data)
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
-    metrics = baseline_scores.metric_names(data)
-    found = len(data.train), data.fingerprint, data.notices
-    opened = experiment.open_experiment(config, accelerator, *found, metrics=metrics)
+    opened = experiment.open_experiment(
+        config,
+        accelerator,
+        dataset_size=len(data.train),
+        fingerprint=data.fingerprint,
+        notices=data.notices,
+        metrics=baseline_scores.metric_names(data),
+    )
     if opened.finished:
-        return experiment.nothing_to_do(config, accelerator, opened)
+        return experiment.nothing_to_do(opened)
 
+    mask_id = data.tokenizer.mask_id
     shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape)
-    model = experiment.build_model(config, accelerator, mmdit.MultimodalMMDiT, shape)
-    needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
-    prepared = experiment.prepare(config, accelerator, opened, model, needs, modes.freezable(config.modes))
-    model, optimizer, average, guard, _ = prepared
-    held_out = partial(evaluate, config, accelerator, model, average, data)
+    model = experiment.build_model(opened, mmdit.MultimodalMMDiT, shape)
+    needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
+    prepared = experiment.prepare(opened, model, needs, modes.freezable(config.modes))
+    model, optimizer = prepared.model, prepared.optimizer
+    evaluation = partial(evaluate, config, accelerator, prepared, data)
     if config.evaluate_only:
-        recorder.write_report(accelerator, opened.run.directory, opened.start_step, held_out())
-        return 0
+        return loop.evaluate_only(opened, evaluation)
 
-    def write_extras(directory: Path) -> None:
-        """What sampling from the checkpoint needs beside the weights."""
-        records.write_json(directory / "config.json", to_tree(shape))
-        data.assets.save(directory / "assets")
-
-    per_sample = partial(flops.flops_per_sample, shape, latent_length=shape.max_latent_length)
-    with loop.Training(config, accelerator, opened, prepared, data.train, order, write_extras) as training:
+    write_extras = partial(save_extras, shape, data)
+    with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             step = batches.step
             mode = modes.mode_of_step(config.modes, config.seed, step)
             optimizers.set_frozen(optimizer, modes.frozen_parts(config.modes, step))
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(step))
 
-            corrupted = [corrupt(config, batch, step, data.tokenizer.mask_id) for batch in batches.micro_batches]
-            coefficients = modes.coefficients(config.modes, mode)
-            window = accumulation.GradientWindow(accelerator, model, corrupted, coefficients, step, config.sync, guard)
+            corrupted = [corrupt(config, batch, step, mask_id) for batch in batches.micro_batches]
+            window = prepared.window(corrupted, modes.coefficients(config.modes, mode), step)
             for inputs in window:  # gradients stay local until the last micro-batch
-                window.backward(loss_sums(config, model, inputs, data.tokenizer.mask_id))
+                window.backward(loss_sums(config, model, inputs, mask_id))
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-            average.update(step)
+            prepared.ema.update(step)
 
-            sizes = [inputs["tokens"].shape for inputs in batches.micro_batches]  # (B, S), alike on every process
-            training.report(
-                batches,
-                result,
-                mode=mode,
-                tokens=result.weights["tokens"],
-                padded_tokens=world_size * sum(b * s for b, s in sizes),
-                flops=3 * world_size * sum(b * per_sample(s) for b, s in sizes),
-            )
+            training.report(batches, result, mode=mode, **work(shape, batches))
             training.save_if_due(result)  # before the evaluation: one that fails loses nothing
             if config.evaluation.due(batches.done, opened.max_steps):
-                training.evaluate(held_out)
+                training.evaluate(evaluation)
     return loop.finish(training)
 
 

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 from accel_train import experiment, loop, rng
 from accel_train.config import PositiveInt, expand_path, load_config, to_tree
-from accel_train.data import heldout, task_sampler
+from accel_train.data import task_sampler
+from accel_train.data.loader import StepBatches
 from accel_train.domains.models import token_blocks
 from accel_train.domains.pde import (
     equations,
-    fields,
     flops,
+    losses,
     operator_learning,
     pictures,
     prediction,
@@ -38,9 +39,10 @@ from accel_train.domains.pde import (
     tokens,
     transformer,
 )
-from accel_train.metrics import early_stopping, evaluation, logs, recorder, records
+from accel_train.domains.pde.operator_learning import StepObjective
+from accel_train.metrics import evaluation, logs, records
 from accel_train.runtime.exiting import one_run, run_main
-from accel_train.training import accumulation, ema, optimizers, schedules
+from accel_train.training import accumulation, optimizers
 
 logger = logging.getLogger("recipes.pde")
 DEFAULT_PRESET = "pde_demo"
@@ -67,10 +69,10 @@ class Config(experiment.ExperimentConfig):
 
 # ------------------------------------------------------------------------------------------------------------ loss
 def prepare(
-    config: Config, batch: accumulation.Batch, step: int, task: rows.FieldTask, terms: set[str]
-) -> tuple[accumulation.Batch, dict[str, Tensor]]:
-    """Inputs of the model and the weight of each loss term. Draws are keyed by sample, never by process."""
-    options, batch = config.objective, dict(batch)
+    config: Config, batch: accumulation.Batch, step: int, learned: StepObjective
+) -> tuple[accumulation.Batch, Tensor]:
+    """Inputs of the model and the weight of every loss term. Draws are keyed by sample, never by process."""
+    options, task, batch = config.objective, learned.task, dict(batch)
 
     def draws(stream: str, *shape: int) -> Tensor:
         return rng.uniform(rng.sample_keys(config.seed, stream, step, batch["occurrence"]), shape)
@@ -79,94 +81,68 @@ def prepare(
         for name in ("input", "target"):
             batch[name] = operator_learning.mirrored(batch[name], draws("flip", 2), options.flip)
     grid = tokens.coordinates([n for n in task.grid if n > 1], batch["input"].device)
-    inputs = operator_learning.with_queries(options, batch, grid, draws, terms)
-    if "residual" in terms:
+    inputs = operator_learning.with_queries(options, batch, grid, draws, learned.terms)
+    if "residual" in learned.terms:
         inputs |= residual_diffusion.drawn(batch, config.seed, step, config.global_batch_size, options.residual_steps)
     if options.drop_path:
         inputs["keep"] = token_blocks.drop_path(draws("drop_path", sum(config.model.stages)), options.drop_path)
-    return inputs, dict.fromkeys(operator_learning.TERMS, batch["weight"].sum())
+    return inputs, batch["weight"].sum()
 
 
-def parts_of(terms: set[str], freeze: bool) -> transformer.Parts | None:
-    """What the model must compute for these terms. None: a prediction without gradient, and what it misses."""
-    operator = "prediction" in terms
-    parts = transformer.Parts("reconstruction" in terms, "reencoding" in terms, operator, operator, not freeze)
-    return None if "residual" in terms else parts
-
-
-def loss_sums(
-    model: nn.Module, inputs: accumulation.Batch, number: int, task: rows.FieldTask, terms: set[str], freeze: bool
-) -> dict[str, Tensor]:
-    """Sums of ``operator_learning.TERMS`` over a micro-batch, in fp32; divided by the global weights elsewhere."""
-    if (parts := parts_of(terms, freeze)) is None:
-        found, size, correct = prediction.predict(model, inputs, number, task.grid)
-        assert size is not None, "Config has seen to it"
-        losses = {
-            "residual": residual_diffusion.losses(
-                correct, inputs["target"] - found, size, inputs["time"], inputs["noise"]
-            )
-        }
-    else:
-        target = inputs["target"] if terms & {"latent", "reconstruction", "reencoding"} else None
-        given = inputs["parameters"], inputs["dt"], number, inputs.get("queries"), parts, inputs.get("keep")
-        losses = losses_of(model(inputs["input"], target, *given), inputs, task, terms)
+def loss_sums(model: nn.Module, inputs: accumulation.Batch, learned: StepObjective) -> dict[str, Tensor]:
+    """Sum of each loss term over a micro-batch, in fp32, 0 for what this step does not learn."""
+    forward = losses.forward_of(model, inputs, learned.number, learned.task, learned.terms, learned.parts)
     nothing = torch.zeros_like(inputs["weight"])
-    return {term: (losses.get(term, nothing) * inputs["weight"]).sum() for term in operator_learning.TERMS}
+    found = {name: term.losses(forward) if name in learned.terms else nothing for name, term in losses.TERMS.items()}
+    return {name: (values * inputs["weight"]).sum() for name, values in found.items()}
 
 
-def losses_of(out: Any, inputs: accumulation.Batch, task: rows.FieldTask, terms: set[str]) -> dict[str, Tensor]:
-    """The terms of the first two stages, of each sample."""
-    losses, count = dict[str, Tensor](), inputs["sought"].shape[-1]
-    if out.prediction is not None:
-        predicted, edge = out.prediction[..., :count], out.prediction[..., count:]
-        losses["prediction"] = fields.squared_error(predicted, inputs["sought"])
-        if "spectral" in terms:
-            losses["spectral"] = fields.spectral_loss(predicted.unflatten(-1, task.grid), inputs["target"])
-        if "conservation" in terms:
-            physical = task.target.denormalise(predicted, 1), task.input.denormalise(inputs["given"], 1)
-            losses["conservation"] = fields.conservation_gap(*physical)
-        if "boundary" in terms:
-            losses["boundary"] = fields.squared_error(edge, task.target.normalise(torch.zeros_like(edge), 1))
-    if "latent" in terms:
-        losses["latent"] = fields.squared_error(out.predicted_latent, out.target_latent.detach())
-    if "reconstruction" in terms:
-        both = (out.input_reconstruction, inputs["given"]), (out.target_reconstruction, inputs["sought"])
-        errors = [fields.squared_error(made[..., :count], true) for made, true in both]
-        losses["reconstruction"] = torch.stack(errors).sum(0)
-    if "reencoding" in terms:
-        losses["reencoding"] = fields.squared_error(out.reencoded, out.target_latent.detach())
-    return losses
+def work(
+    config: Config,
+    shape: transformer.PdeTransformerConfig,
+    learned: StepObjective,
+    batches: StepBatches,
+) -> dict[str, Tensor | int]:
+    """Counts of this process's part of a step, for the throughput."""
+    points = math.prod(shape.grid(shape.tasks[learned.number]).cells)
+    weights = torch.stack([batch["weight"].sum() for batch in batches.micro_batches])
+    samples = sum(len(batch["weight"]) for batch in batches.micro_batches)
+    per_sample = flops.training_flops_per_sample(shape, learned.number, config.objective.queries, learned.parts)
+    return {"tokens": weights.sum() * points, "padded_tokens": samples * points, "flops": samples * per_sample}
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def task_shape(task: rows.FieldTask) -> transformer.TaskShape:
     """What the model must know of a task of the data."""
     return transformer.TaskShape(
-        task.name, task.input_channels, task.target_channels, task.grid, len(task.parameters),
-        periodic=task.boundary == "periodic", same_fields=task.has_time,
-    )  # fmt: skip
+        task.name,
+        task.input_channels,
+        task.target_channels,
+        task.grid,
+        len(task.parameters),
+        periodic=task.boundary == "periodic",
+        same_fields=task.has_time,
+    )
 
 
 def evaluate(
-    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, data: rows.FieldData
+    config: Config, accelerator: Accelerator, prepared: experiment.Prepared, data: rows.FieldData
 ) -> dict[str, float]:
-    """Held-out figures of every task and pictures, with the averaged weights. All ranks."""
+    """Held-out metrics of every task and pictures, with the EMA weights. Every process calls it."""
     options, figures, pictured = config.evaluation, dict[str, float](), list[tuple[str, Any]]()
-    place = accelerator.process_index, accelerator.num_processes, accelerator.device
-    forward = evaluation.interruptible(model)  # a stop ends it between two forwards
-    with evaluation.evaluating(model, average):
+    forward = evaluation.interruptible(prepared.model)  # a stop ends it between two forwards
+    with evaluation.evaluating(prepared.model, prepared.ema):
         for number, task in enumerate(data.tasks):
             rowset = data.heldout[task.name]
-            batches = heldout.heldout_batches(rowset, options.samples, options.batch_size, *place)
-            draws = config.objective.residual_steps, config.seed
-            sums_of = partial(scores.error_sums, forward, number, task, *draws)
+            batches = evaluation.heldout_batches(accelerator, rowset, options.samples, options.batch_size)
+            sums_of = partial(scores.error_sums, forward, number, task, config.objective.residual_steps, config.seed)
             figures |= scores.row_figures(task, **evaluation.weighted_sums(accelerator, batches, sums_of))
             if task.has_time:
                 step_of = partial(prediction.stepper, forward, dt=task.dt, task=number, grid=task.grid)
                 found, panels = scores.rolled_out(accelerator, task, rowset, options, step_of, config.seed)
                 figures |= found
             else:
-                first = next(heldout.heldout_batches(rowset, 1, 1, 0, 1, accelerator.device))
+                first = evaluation.first_samples(accelerator, rowset, 1)
                 found, _, _ = prediction.predict(forward, first, number, task.grid)
                 panels = scores.row_panels(task, first, found)
             pictured.append((task.name, panels))
@@ -179,77 +155,67 @@ def evaluate(
 
 
 # ------------------------------------------------------------------------------------------------------------ main
+def save_extras(shape: transformer.PdeTransformerConfig, data: rows.FieldData, directory: Path) -> None:
+    """Put beside the weights what prediction from the checkpoint needs."""
+    records.write_json(directory / "config.json", to_tree(shape))
+    data.assets.save(directory / "assets")
+
+
 @one_run
 def main(argv: Sequence[str]) -> int:
-    """Every process runs it. Raises ``UsageError`` (exit code 2) before a model is built."""
+    """Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
     accelerator = experiment.start(config)
-    device = accelerator.device
     data = experiment.prepare_data(accelerator, partial(equations.prepare_pde, config.data))
-    sizes, tasks = data.train.sizes, data.tasks
+    sizes = data.train.sizes
     order = task_sampler.TaskSampler(sizes, config.global_batch_size, config.seed, config.task_weights)
-    operator_learning.check_tasks(config.objective, config.evaluation, tasks)
-    lengths = experiment.lengths(config, accelerator, sum(sizes))
-    words = operator_learning.check_stages(config.objective, config.schedule.warmup_steps, *lengths)
-    found = sum(sizes), data.fingerprint, [*data.notices, *words]
-    metrics = scores.metric_names(data, refined=config.model.residual_depth > 0)
-    opened = experiment.open_experiment(config, accelerator, *found, metrics=metrics)
-    patience, operator_from = config.evaluation.patience, config.objective.autoencode_steps
-    early = early_stopping.EarlyStopping(patience, "mean_nrmse", opened.run.directory, opened.start_step, operator_from)
+    operator_learning.check_tasks(config.objective, config.evaluation, data.tasks)
+    max_steps, decay_steps = experiment.lengths(config, accelerator, sum(sizes))
+    stages = operator_learning.check_stages(config.objective, config.schedule.warmup_steps, max_steps, decay_steps)
+    opened = experiment.open_experiment(
+        config,
+        accelerator,
+        dataset_size=sum(sizes),
+        fingerprint=data.fingerprint,
+        notices=[*data.notices, *stages],
+        metrics=scores.metric_names(data, refined=config.model.residual_depth > 0),
+    )
+    early = scores.early_stopping(config.evaluation, config.objective, opened.run.directory, opened.start_step)
     if opened.finished or (early.exhausted and not config.evaluate_only):
-        return experiment.nothing_to_do(config, accelerator, opened)
+        return experiment.nothing_to_do(opened)
 
-    shape = transformer.PdeTransformerConfig(tuple(map(task_shape, tasks)), config.model)
-    model = experiment.build_model(config, accelerator, transformer.PdeTransformer, shape)
-    needs = shape.attention_needs(device, config.precision, config.micro_batch_size)
-    freezable = operator_learning.freezable(config.objective, model)
-    prepared = experiment.prepare(config, accelerator, opened, model, needs, freezable)
-    model, optimizer, average, guard, _ = prepared
-    held_out = partial(evaluate, config, accelerator, model, average, data)
+    shape = transformer.PdeTransformerConfig(tuple(map(task_shape, data.tasks)), config.model)
+    model = experiment.build_model(opened, transformer.PdeTransformer, shape)
+    needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
+    prepared = experiment.prepare(opened, model, needs, operator_learning.freezable(config.objective, model))
+    model, optimizer = prepared.model, prepared.optimizer
+    evaluation = partial(evaluate, config, accelerator, prepared, data)
     if config.evaluate_only:
-        recorder.write_report(accelerator, opened.run.directory, opened.start_step, held_out())
-        return 0
+        return loop.evaluate_only(opened, evaluation)
 
-    def write_extras(directory: Path) -> None:
-        """What prediction from the checkpoint needs beside the weights."""
-        records.write_json(directory / "config.json", to_tree(shape))
-        data.assets.save(directory / "assets")
-
-    freeze = config.objective.freeze_autoencoder
-    with loop.Training(config, accelerator, opened, prepared, data.train, order, write_extras) as training:
+    write_extras = partial(save_extras, shape, data)
+    with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             step = batches.step
             number = order.task_of_step(step)
-            task = tasks[number]
-            coefficients = operator_learning.coefficients(config.objective, step, task.conserved, task.boundary)
-            terms = operator_learning.used(coefficients)
-            optimizers.set_frozen(optimizer, operator_learning.frozen_parts(config.objective, step))
-            place = operator_learning.place_in_schedule(config.objective, step, opened.decay_steps)
-            optimizers.set_learning_rate(optimizer, schedules.learning_rate_factor(opened.schedule, *place))
+            learned = operator_learning.objective_of_step(config.objective, step, number, data.tasks[number])
+            at, length = operator_learning.place_in_schedule(config.objective, step, opened.decay_steps)
+            optimizers.set_frozen(optimizer, learned.frozen)
+            optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(at, length))
 
-            cut = [prepare(config, batch, step, task, terms) for batch in batches.micro_batches]
-            window = accumulation.GradientWindow(accelerator, model, cut, coefficients, step, config.sync, guard)
+            prepared_batches = [prepare(config, batch, step, learned) for batch in batches.micro_batches]
+            window = prepared.window(prepared_batches, learned.coefficients, step)
             for inputs in window:  # gradients stay local until the last micro-batch
-                window.backward(loss_sums(model, inputs, number, task, terms, freeze))
+                window.backward(loss_sums(model, inputs, learned))
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-            average.update(step)
+            prepared.ema.update(step)
 
-            points = math.prod(shape.grid(shape.tasks[number]).cells)
-            parts, queries = parts_of(terms, freeze), config.objective.queries
-            work = flops.training_flops_per_sample(shape, number, queries, parts)
-            training.report(
-                batches,
-                result,
-                task=task.name,
-                tokens=result.weights["prediction"] * points,
-                padded_tokens=config.global_batch_size * points,
-                flops=config.global_batch_size * work,
-            )
+            training.report(batches, result, task=learned.task.name, **work(config, shape, learned, batches))
             training.save_if_due(result)  # before the evaluation: one that fails loses nothing
             if config.evaluation.due(batches.done, opened.max_steps):
-                metrics = training.evaluate(held_out)
+                metrics = training.evaluate(evaluation)
                 if early.ended(batches.done, metrics):
                     training.end()
     return loop.finish(training)

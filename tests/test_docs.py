@@ -155,7 +155,12 @@ def test_the_recipe_of_your_own_trains_resumes_evaluates_and_loads(tmp_path: Pat
     assert metrics["step"] == 32
     assert metrics["heldout_accuracy"] > 0.25  # five classes
     assert evaluation(*rehearse, "--micro_batch_size", "7") == pytest.approx(metrics, rel=1e-7)
-    assert run("-c", next(text for text in fences if "import Vectors" in text)).startswith("tensor(")
+    assert run("-c", next(text for text in fences if "import build_model" in text)).startswith("tensor(")
+
+
+def test_the_recipe_of_your_own_is_short() -> None:
+    fences = [text for _, text in blocks(ROOT / "docs" / "recipes.md")[1]]
+    assert len(next(text for text in fences if "(experiment.ExperimentConfig)" in text).splitlines()) <= 90
 
 
 def test_check_reads_the_recipe_of_your_own_as_a_start_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

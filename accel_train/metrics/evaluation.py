@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -10,6 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train.data import heldout
+from accel_train.data.reading import MapDataset
 from accel_train.training.accumulation import widest
 from accel_train.training.ema import Ema
 
@@ -30,6 +32,28 @@ def evaluating(model: nn.Module, average: Ema) -> Generator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def heldout_batches(
+    accelerator: Accelerator, dataset: MapDataset, samples: int, batch_size: int
+) -> Iterator[dict[str, Tensor]]:
+    """This process's part of the first ``samples``, as ``data.heldout.heldout_batches``: equally many on every process,
+    with ``weight`` 0 for what only keeps them in step."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    return heldout.heldout_batches(dataset, samples, batch_size, rank, world_size, accelerator.device)
+
+
+def heldout_pairs(
+    accelerator: Accelerator, dataset: MapDataset, samples: int, batch_size: int
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """``heldout_batches``, each beside its shuffled partner."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    return heldout.heldout_pairs(dataset, samples, batch_size, rank, world_size, accelerator.device)
+
+
+def first_samples(accelerator: Accelerator, dataset: MapDataset, samples: int) -> dict[str, Tensor]:
+    """The first ``samples`` as one batch, the same on every process: to be shown."""
+    return next(heldout.heldout_batches(dataset, samples, samples, 0, 1, accelerator.device))
 
 
 def weighted_sums(

@@ -20,6 +20,7 @@ from accel_train.runtime import step_overhead
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,31 @@ class LogConfig:
 
     progress_bar: Literal["auto", "on", "off"] = "auto"
     """auto: a bar on a terminal, one plain line per log point elsewhere. on: always the bar. off: lines."""
+
+
+class Compiled(Protocol):
+    """What is recorded of compilation."""
+
+    def fields(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is recorded of a run beside losses and throughput."""
+
+    facts: Mapping[str, Any]
+    """Once, at the start."""
+    compiled: Compiled
+    optimizer: Optimizer
+    """Its groups know whether they are frozen (``training.optimizers``)."""
+    global_batch_size: int
+
+    def fields(self, epoch: float) -> dict[str, Any]:
+        """At log points: learning rate, epoch, batch, and what compilation has cost. Does not wait for the device."""
+        groups = self.optimizer.param_groups
+        trained = next((group for group in groups if not group["frozen"]), groups[0])
+        place = {"lr": trained["lr"], "epoch": epoch}
+        return self.compiled.fields() | place | {"global_batch_size": self.global_batch_size}
 
 
 class Saved(Protocol):

@@ -7,10 +7,15 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_train.speed.device_peaks import peak_of
+from accel_train.training.accumulation import widest
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 GIB = float(1 << 30)
 Count = float | torch.Tensor
@@ -28,6 +33,28 @@ class _Interval:
     padded_tokens: float
     data_wait_seconds: float
     flops: float
+
+
+class LocalCounts:
+    """What this process has computed since the last log point. Summed where the counts are, without waiting."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Count] = {}
+
+    def add(self, **counts: Count) -> None:
+        """Count one step of this process; the same names in every step."""
+        for name, count in counts.items():
+            self._counts[name] = self._counts.get(name, 0.0) + count
+
+    def take(self, accelerator: Accelerator) -> dict[str, float]:
+        """Sums over all processes since the last call. A small collective; waits for the device."""
+        if not self._counts:
+            return {}
+        dtype = widest(torch.zeros((), device=accelerator.device)).dtype  # FLOPs exceed what fp32 counts
+        values = [torch.as_tensor(c, dtype=dtype, device=accelerator.device) for c in self._counts.values()]
+        total: Any = accelerator.reduce(torch.stack(values), "sum")
+        names, self._counts = list(self._counts), {}
+        return dict(zip(names, total.tolist(), strict=True))
 
 
 class Throughput:

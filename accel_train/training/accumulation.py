@@ -28,8 +28,6 @@ __all__ = ["Batch", "GradientWindow", "NonFiniteError", "StepResult", "SyncPolic
 
 SyncPolicy = Literal["auto", "last", "every"]
 Batch = dict[str, Tensor]
-
-
 DDP_TYPES = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -42,7 +40,7 @@ class StepResult:
     sums: Tensor
     """``S_k`` of the global batch, (K,)."""
     weights: dict[str, Tensor]
-    """``W_k``, and whatever else the micro-batches counted, over the global batch."""
+    """``W_k`` of the global batch."""
     grad_norm: Tensor
     """Norm of the global gradient before clipping."""
     overflows: int = 0
@@ -126,9 +124,7 @@ def no_sync(accelerator: Accelerator, model: nn.Module, *, enabled: bool = True)
 
 
 class GradientWindow:
-    """The micro-batches of one optimizer step, their weights, and the gradient that they add up to.
-
-    ::
+    """The micro-batches of one optimizer step, their weights, and the gradient that they add up to::
 
         window = GradientWindow(accelerator, model, [corrupt(batch, step) for batch in batches], coefficients, step)
         for inputs in window:                               # no gradient reduction until the last
@@ -136,17 +132,15 @@ class GradientWindow:
         result = window.finish(max_grad_norm)               # agree, clip
         optimizer.step()
 
-    Each micro-batch is (inputs, {term: weight}); weights that belong to no term are counts, summed alike. A weight that
-    is one tensor is that of every term, and the sum of a loss of one term may be a tensor as well, so that
-    ``coefficients`` alone names it. Every rank must run the same number of micro-batches. Costs two small reductions a
-    step (weights, losses). A step that is not finite must not move the optimizer: with ``guard`` the device sees to it
+    Each micro-batch is (inputs, {term: weight}). Coefficients, weights and sums name the same terms, or ``ValueError``.
+    One tensor is the weight of every term, and one tensor the sum of the only term, which ``coefficients`` names. Every
+    rank must run the same number of micro-batches. Costs two small reductions a step (weights, losses). A step that is
+    not finite must not move the optimizer: with ``guard`` the device sees to it
     (``resolve_step_guard``), without one ``finish`` waits for the device in every step.
 
     In fp16 the loop over the window ends with a wait of its own. Where the gradient has overflowed, the loss scale
     falls and the same micro-batches come again, so a scale that is too high costs time and no step: step, schedule,
     average and data are those of the experiment. Noise and dropout must be functions of the step.
-
-    The parameters of ``model`` are listed at its first window.
     """
 
     def __init__(
@@ -171,8 +165,10 @@ class GradientWindow:
         self.sync = _when(policy, self._zero_stage)
         self._coalesced = self.sync == "last" and self._zero_stage >= 2
         self._steps_in_backward = self._zero_stage > 0 and not self._coalesced
-        named = [dict.fromkeys(coefficients, w) if isinstance(w, Tensor) else w for _, w in micro_batches]
-        self.weights = _global_weights(accelerator, named)
+        weights = [dict.fromkeys(coefficients, w) if isinstance(w, Tensor) else w for _, w in micro_batches]
+        for found in weights:
+            self._require_terms(found, "weights")
+        self.weights = _global_weights(accelerator, weights)
         self._factors = [_factor(c * accelerator.num_processes, self.weights[k]) for k, c in self.coefficients.items()]
         self._sums: list[list[Tensor]] = []
         self._totals: Tensor | None = None
@@ -245,20 +241,24 @@ class GradientWindow:
 
         The number of processes is in the factors: it undoes the averaging of DDP, FSDP2 and ZeRO.
         """
-        if isinstance(sums, Tensor) and len(self.coefficients) == 1:
-            sums = dict.fromkeys(self.coefficients, sums)
         if isinstance(sums, Tensor):
-            raise ValueError(
-                f"one tensor for {len(self.coefficients)} loss terms; give {sorted(self.coefficients)} each"
-            )
-        if sums.keys() != self.coefficients.keys():
-            raise ValueError(f"loss terms {sorted(sums)} do not match the coefficients {sorted(self.coefficients)}")
+            if (terms := len(self.coefficients)) != 1:
+                raise ValueError(f"one tensor for {terms} loss terms; give {sorted(self.coefficients)} each")
+            sums = dict.fromkeys(self.coefficients, sums)
+        self._require_terms(sums, "sums")
         terms = [sums[k].float() for k in self.coefficients]
         self._sums.append([term.detach() for term in terms])
         if self._is_last and self._steps_in_backward:
             self._evidence(None).read()
         parts = [term * factor for term, factor in zip(terms, self._factors, strict=True)]
         self.accelerator.backward(parts[0] if len(parts) == 1 else torch.stack(parts).sum())
+
+    def _require_terms(self, found: Mapping[str, Tensor], what: str) -> None:
+        if found.keys() != self.coefficients.keys():
+            raise ValueError(
+                f"step {self.step}: a micro-batch has {what} of {sorted(found)}, the loss terms by their coefficients "
+                f"are {sorted(self.coefficients)}; name the same terms in both, with coefficient 0 where one is unused"
+            )
 
     def finish(self, max_grad_norm: float) -> StepResult:
         """Clip the global gradient to ``max_grad_norm`` (0: only measure it), and agree that the step is finite.
@@ -362,8 +362,7 @@ def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 _PARAMETERS: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
-"""Walking through the modules of a large model takes a millisecond, in every step."""
-
+"""As listed at a model's first window: walking through a large one takes a millisecond, in every step."""
 
 _OVERFLOWS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Of every step of a model so far: a window lives for one step."""

@@ -174,15 +174,14 @@ def iterate(dataset, cut: Cut, config: LoaderConfig, *, batch: int = GLOBAL_BATC
 def gradients(dataset: TextLatentDataset, world_size: int, config: LoaderConfig, step: int) -> tuple[Tensor, ...]:
     """Loss and gradient of one global batch as the recipe has it, weights in fp64, the ranks one after another."""
     experiment = recipe.Config(max_steps=5, global_batch_size=GLOBAL_BATCH, seed=11)
-    ranks = [iterate(dataset, Cut(r, world_size, 4), config, start=step) for r in range(world_size)]
-    corrupted = [
-        recipe.corrupt(experiment, batch, step, mask_id=1) for rank in ranks for batch in next(rank).micro_batches
-    ]
+    ranks = [next(iterate(dataset, Cut(r, world_size, 4), config, start=step)) for r in range(world_size)]
+    corrupted = [recipe.corrupt(experiment, batch, step, mask_id=1) for rank in ranks for batch in rank.micro_batches]
     weights = {name: torch.stack([w[name].double() for _, w in corrupted]).sum() for name in corrupted[0][1]}
     assert float(weights["latent"]) == GLOBAL_BATCH
     coefficients = modes.coefficients(experiment.modes, modes.mode_of_step(experiment.modes, experiment.seed, step))
     torch.manual_seed(0)
-    model = MultimodalMMDiT(ModelConfig(width=32, depth=2, heads=2).multimodal(300, LONGEST, (2, 6)))
+    shape = ModelConfig(width=32, depth=2, heads=2).multimodal(300, LONGEST, (2, 6))
+    model = MultimodalMMDiT(shape)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.double()
@@ -192,7 +191,8 @@ def gradients(dataset: TextLatentDataset, world_size: int, config: LoaderConfig,
         sums = recipe.loss_sums(experiment, model, wide, mask_id=1)
         loss = loss + torch.stack([sums[k].double() * coefficients[k] / weights[k] for k in coefficients]).sum()
     loss.backward()
-    return loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), weights["tokens"]
+    tokens = torch.stack([torch.as_tensor(recipe.work(shape, rank)["tokens"]) for rank in ranks]).sum()
+    return loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), tokens
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])

@@ -72,6 +72,13 @@ def reference(references: dict[str, Finished]) -> Finished:
     return references["mmdit"]
 
 
+def tokens_per_sample(run: Finished) -> float:
+    """In the steps up to the last log point: what each process counts is added up over all."""
+    lines = run.train_lines()
+    last = lines[max(lines)]
+    return last["tokens_per_second"] / last["samples_per_second"]
+
+
 @pytest.mark.parametrize(("recipe", "name"), cases())
 def test_every_layout_follows_the_same_trajectory(
     recipe: str, name: str, references: dict[str, Finished], tmp_path: Path
@@ -83,6 +90,7 @@ def test_every_layout_follows_the_same_trajectory(
     assert len(found) == steps
     worst = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
     assert worst < 1e-5, f"{name}: {worst:.1e}"
+    assert tokens_per_sample(run) == pytest.approx(tokens_per_sample(reference), rel=1e-9)
     for stem in ("model", "ema"):
         assert relative_difference(reference.tensors(steps, stem), run.tensors(steps, stem)) < 1e-4, stem
 

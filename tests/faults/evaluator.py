@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop
 from accel_train.config import NonNegativeInt, load_config
 from accel_train.data import sampler
 from accel_train.metrics import evaluation
-from accel_train.training import accumulation, ema, optimizers
+from accel_train.training import optimizers
 from tests.faults.trainer import append
 
 INSTEAD = "from tests.faults import evaluator, trainer; trainer.main = evaluator.main"
@@ -47,15 +46,14 @@ def asked(name: str, default: int = -1) -> int:
     return int(os.environ.get(name, default))
 
 
-def evaluate(
-    config: Config, accelerator: Accelerator, model: nn.Module, average: ema.Ema, step: int
-) -> dict[str, float]:
+def evaluate(config: Config, prepared: experiment.Prepared, step: int) -> dict[str, float]:
     """The distance of the weights from 0, and a line in the file ``evaluations.txt``."""
     out = Path(config.output_dir)
-    forward = evaluation.interruptible(model)
+    accelerator = prepared.accelerator
+    forward = evaluation.interruptible(prepared.model)
     if accelerator.is_main_process:
         append(out / "evaluations.txt", str(step))
-    with evaluation.evaluating(model, average):
+    with evaluation.evaluating(prepared.model, prepared.ema):
         while True:
             value = forward(torch.ones(1, 8))
             if step != asked("LAST_AT"):
@@ -71,31 +69,29 @@ def main(argv: Sequence[str]) -> int:
     accelerator = experiment.start(config)
     data = Numbers()
     order = sampler.StepSampler(len(data), config.global_batch_size, config.seed)
-    opened = experiment.open_experiment(config, accelerator, len(data), data.fingerprint)
+    opened = experiment.open_experiment(config, accelerator, dataset_size=len(data), fingerprint=data.fingerprint)
     if opened.finished:
-        return experiment.nothing_to_do(config, accelerator, opened)
+        return experiment.nothing_to_do(opened)
     torch.manual_seed(config.seed)
-    prepared = experiment.prepare(config, accelerator, opened, nn.Linear(8, 1))
-    model, optimizer, average, guard, _ = prepared
-    with loop.Training(config, accelerator, opened, prepared, data, order, lambda _: None) as training:
+    prepared = experiment.prepare(opened, nn.Linear(8, 1))
+    model, optimizer = prepared.model, prepared.optimizer
+    with loop.training(opened, prepared, data, order, lambda _: None) as training:
         for batches in training:
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))
             weighed = [(batch, batch["weight"].sum()) for batch in batches.micro_batches]
-            window = accumulation.GradientWindow(
-                accelerator, model, weighed, {"main": 1.0}, batches.step, config.sync, guard
-            )
+            window = prepared.window(weighed, {"main": 1.0}, batches.step)
             for batch in window:
                 window.backward((model(batch["x"]).square()[:, 0] * batch["weight"]).sum())
             result = window.finish(1.0)
             optimizer.step()
             optimizer.zero_grad()
-            average.update(batches.step)
+            prepared.ema.update(batches.step)
             if os.environ.get("FORGOTTEN") != "report":
                 training.report(batches, result)
             if os.environ.get("FORGOTTEN") != "save_if_due":
                 training.save_if_due(result)
             if batches.done % config.evaluate_every == 0 or batches.done == opened.max_steps:
-                training.evaluate(partial(evaluate, config, accelerator, model, average, batches.done))
+                training.evaluate(partial(evaluate, config, prepared, batches.done))
             if batches.done == asked("END_AT"):
                 training.end()
     return loop.finish(training)

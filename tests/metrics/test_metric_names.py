@@ -62,9 +62,9 @@ def test_what_is_declared_is_what_an_evaluation_reports(
     declared: list[Sequence[str]] = []
     real = experiment.open_experiment
 
-    def open_experiment(*arguments: Any, metrics: Sequence[str]) -> experiment.Opened:
+    def open_experiment(*arguments: Any, metrics: Sequence[str], **named: Any) -> experiment.Opened:
         declared.append(metrics)
-        return real(*arguments, metrics=metrics)
+        return real(*arguments, metrics=metrics, **named)
 
     monkeypatch.setattr(experiment, "open_experiment", open_experiment)
     run = tmp_path / "run"

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_train.metrics.throughput import Throughput
+from accel_train.metrics.throughput import LocalCounts, Throughput
 
 CPU = torch.device("cpu")
 
@@ -198,3 +199,13 @@ def test_only_pause_waits_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with meter.pause(), meter.pause():
         assert len(waits) == 1
     assert len(waits) == 2
+
+
+def test_counts_of_this_process_are_taken_once(accelerator: Accelerator) -> None:
+    """Numbers and tensors of several steps add up; what was taken begins at zero."""
+    counts = LocalCounts()
+    assert counts.take(accelerator) == {}
+    for step in range(3):
+        counts.add(tokens=torch.tensor(2.0**24 + step, dtype=torch.float64), flops=10**15)
+    assert counts.take(accelerator) == {"tokens": 3 * 2.0**24 + 3, "flops": 3e15}
+    assert counts.take(accelerator) == {}

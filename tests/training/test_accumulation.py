@@ -130,6 +130,16 @@ def test_terms_must_be_complete(accelerator: Accelerator) -> None:
             window.backward({"main": sums(model, inputs)["main"]})
 
 
+@pytest.mark.parametrize("weights", [{"main": 1.0}, {"main": 1.0, "aux": 1.0, "tokens": 9.0}])
+def test_weights_must_name_the_terms(accelerator: Accelerator, weights: dict[str, float]) -> None:
+    """A window is refused when it is built: a count among the weights, or a term without one."""
+    model = accelerator.prepare(nn.Linear(6, 2))
+    x, y, _ = batch()
+    wrong = {name: torch.tensor(value) for name, value in weights.items()}
+    with pytest.raises(ValueError, match=r"step 3: a micro-batch has weights of .*are \['aux', 'main'\]"):
+        GradientWindow(accelerator, model, [({"x": x, "y": y}, wrong)], WEIGHTS, 3)
+
+
 def test_no_sync_takes_one_prepared_module(accelerator: Accelerator) -> None:
     model, other = accelerator.prepare(nn.Linear(6, 2)), nn.Linear(6, 2)
     with no_sync(accelerator, model):

@@ -7,7 +7,7 @@ every process and strategy does the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import Fraction, FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, UsageError
-from accel_train.domains.pde import fields
+from accel_train.domains.pde import fields, losses
+from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.rollout import ConditioningConfig
+from accel_train.domains.pde.rows import FieldTask
+from accel_train.domains.pde.transformer import Parts
 
 Stage = Literal["autoencode", "operator", "residual"]
-TERMS = ("prediction", "latent", "reconstruction", "reencoding", "spectral", "boundary", "conservation", "residual")
 AUTOENCODER = ("encoders", "target_encoders", "decoder")
 """Modules that the operator stage can freeze."""
 RESIDUAL = "residual"
@@ -161,6 +163,41 @@ def frozen_parts(config: ObjectiveConfig, step: int) -> list[str]:
 def used(coefficients: Mapping[str, float]) -> set[str]:
     """Terms that count in this step."""
     return {term for term, coefficient in coefficients.items() if coefficient}
+
+
+@dataclass(frozen=True)
+class StepObjective:
+    """What one optimizer step learns. The same on every process."""
+
+    number: int
+    """Of the task, in the order of the data."""
+    task: FieldTask
+    coefficients: Mapping[str, float]
+    """Of every term of ``TERMS``."""
+    frozen: Sequence[str]
+    """Parts of the model that keep still."""
+    train_encoder: bool
+    """Whether the losses behind the encoder train it."""
+
+    @property
+    def terms(self) -> set[str]:
+        return used(self.coefficients)
+
+    @property
+    def parts(self) -> Parts | None:
+        """What the model computes. None: a prediction without gradient, and what it misses."""
+        return losses.parts_of(self.terms, train_encoder=self.train_encoder)
+
+
+def objective_of_step(config: ObjectiveConfig, step: int, number: int, task: FieldTask) -> StepObjective:
+    """What optimizer step ``step`` learns of task ``number``."""
+    return StepObjective(
+        number,
+        task,
+        coefficients(config, step, task.conserved, task.boundary),
+        frozen_parts(config, step),
+        train_encoder=not config.freeze_autoencoder,
+    )
 
 
 def queries_of(config: ObjectiveConfig, points: int) -> int | None:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 from accel_train.domains.pde import fields, residual_diffusion, rollout
 from accel_train.domains.pde import prediction as pde_prediction
 from accel_train.domains.pde.baselines import baseline_names, baselines
-from accel_train.domains.pde.operator_learning import EvaluationConfig
+from accel_train.domains.pde.operator_learning import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.pictures import Lines, Panel
 from accel_train.domains.pde.rows import FieldData, FieldRows, FieldTask
+from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.evaluation import weighted_sums
 
 logger = logging.getLogger(__name__)
@@ -232,6 +234,13 @@ def metric_names(data: FieldData, refined: bool) -> list[str]:
         kinds = baseline_names(data.training[task.name], same_fields=task.has_time)
         names += [f"{task.name}_{kind}_nrmse" for kind in kinds]
     return [*names, MEAN]
+
+
+def early_stopping(
+    evaluation: EvaluationConfig, objective: ObjectiveConfig, directory: Path, start_step: int
+) -> EarlyStopping:
+    """On the mean of all tasks; evaluations before the operator learns do not count."""
+    return EarlyStopping(evaluation.patience, MEAN, directory, start_step, after=objective.autoencode_steps)
 
 
 def table(data: FieldData, figures: Mapping[str, float]) -> list[str]:

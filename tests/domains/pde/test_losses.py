@@ -11,7 +11,7 @@ import torch
 from accel_train.config import UsageError, load_config
 from accel_train.domains.pde import operator_learning
 from accel_train.domains.pde.equations import prepare_pde
-from accel_train.domains.pde.operator_learning import TERMS
+from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.rows import FieldData
 from accel_train.domains.pde.transformer import PdeTransformer, PdeTransformerConfig
 from recipes import pde
@@ -56,18 +56,16 @@ def opened(tmp_path: Path, *flags: str) -> tuple[pde.Config, FieldData, PdeTrans
 
 def sums_of(config: pde.Config, data: FieldData, model: PdeTransformer, number: int, step: int) -> dict[str, Any]:
     task = data.tasks[number]
-    terms = operator_learning.used(
-        operator_learning.coefficients(config.objective, step, task.conserved, task.boundary)
-    )
+    learned = operator_learning.objective_of_step(config.objective, step, number, task)
     batch = data.training[task.name].batch([0, 1, 2]) | {
         "weight": torch.ones(3), "occurrence": torch.arange(3), "sample": torch.arange(3), "position": torch.arange(3)
     }  # fmt: skip
-    inputs, weights = pde.prepare(config, batch, step, task, terms)
-    assert set(weights) == set(TERMS)
-    found = pde.loss_sums(model, inputs, number, task, terms, config.objective.freeze_autoencoder)
-    assert set(found) == set(TERMS)
-    assert all(float(found[term]) == 0 for term in set(TERMS) - terms)
-    return {term: found[term] for term in terms}
+    inputs, weight = pde.prepare(config, batch, step, learned)
+    assert float(weight) == 3
+    found = pde.loss_sums(model, inputs, learned)
+    assert set(found) == set(TERMS) == set(learned.coefficients)
+    assert all(float(found[term]) == 0 for term in set(TERMS) - learned.terms)
+    return {term: found[term] for term in learned.terms}
 
 
 @pytest.mark.parametrize("freeze", [False, True])

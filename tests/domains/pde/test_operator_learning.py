@@ -12,7 +12,8 @@ from torch import Tensor
 from accel_train import rng
 from accel_train.config import UsageError
 from accel_train.domains.pde import operator_learning
-from accel_train.domains.pde.operator_learning import BOUNDARY_POINTS, TERMS, EvaluationConfig, ObjectiveConfig
+from accel_train.domains.pde.losses import TERMS
+from accel_train.domains.pde.operator_learning import BOUNDARY_POINTS, EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.tokens import coordinates
 from accel_train.domains.pde.transformer import PdeModelConfig, PdeTransformer, PdeTransformerConfig, TaskShape
 from accel_train.training.schedules import ScheduleConfig, learning_rate_factor
