@@ -11,7 +11,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accel_train import __version__
 from accel_train.checkpoints import contents, policy, snapshot
 from accel_train.checkpoints.background import Writer
+from accel_train.checkpoints.pending import REDUCTIONS, PendingSave, Phase
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.restore import layout_of
 from accel_train.checkpoints.run import Run
@@ -31,22 +32,6 @@ from accel_train.store.commit import Checkpoint, CheckpointWriteError
 from accel_train.training.ema import Ema
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Pending:
-    """A save that is not committed yet. The same on every rank but for what its writer says."""
-
-    number: int
-    step: int
-    temporary: Path
-    manifest: dict[str, Any]
-    began: float
-    needed_bytes: int
-    job: dict[str, Any] | None = None
-    """What the writer is to do once the snapshot is there."""
-    committing: bool = False
-    answer: dict[str, Any] | None = None
 
 
 class Saver:
@@ -76,7 +61,7 @@ class Saver:
         self._average = average if average.config.decay > 0 else None
         self._write_extras, self._epoch, self._on_commit = write_extras, epoch, on_commit
         self._rank, self._main = accelerator.process_index, accelerator.is_main_process
-        self._agreement = Agreement(accelerator, 5, run.timeout_seconds)
+        self._agreement = Agreement(accelerator, REDUCTIONS, run.timeout_seconds)
         best, mode = config.best_metric, config.best_mode
         self._pusher = Pusher(run.directory, hub_config, is_main=self._main, best_metric=best, best_mode=mode)
         if run.checkpoint is not None:
@@ -84,10 +69,14 @@ class Saver:
         self._requests = StopRequests(run.directory, main=self._main, alone=accelerator.num_processes == 1)
         self._writer: Writer | None = None
         self._snapshot: tuple[dict[str, list[str]], snapshot.Plan, snapshot.Snapshot] | None = None
-        self._pending: _Pending | None = None
-        self._number = self._written = self._committed = self._failed = 0
+        self._pending: PendingSave | None = None
+        self._number = 0
+        """Of the last save that was begun."""
+        self._status = dict.fromkeys(REDUCTIONS, 0)
+        """What this rank tells the others."""
         self._saved_step = run.start_step if run.checkpoint is not None else -1
-        self._clock_due = self._save_by_clock = self._stopping = False
+        self._save_by_clock = False
+        self._stopping = False
         self._lost: str | None = None
         self._unoffered: Checkpoint | None = None
         """Committed, and not yet offered to the Hub: the metrics of an evaluation may join it."""
@@ -111,16 +100,15 @@ class Saver:
         self._take_answer(wait=False)
         if self._main:
             self._run.note_training()
-        if self._main and self._config.minutes > 0:
-            due = time.monotonic() - self._last_save >= 60 * self._config.minutes
-            self._clock_due = self._clock_due or due
-        asked = self._number + 1 if self._clock_due else 0  # by its number: what is read late asks for no second one
-        mine = [self._requests.requested, -self._written, self._failed, self._committed, asked]
-        stop, written, failed, committed, clock = self._agreement.exchange([int(v) for v in mine])
-        self._stopping, self._save_by_clock = stop > 0, clock > self._number
-        pending = self._pending
-        if pending is not None and pending.number in (failed, committed if pending.committing else -written):
-            self._advance()
+        if self._main and 0 < 60 * self._config.minutes <= time.monotonic() - self._last_save:
+            self._status["wanted"] = self._number + 1
+        self._status["stop"] = int(self._requests.requested)
+        agreed = self._agreement.exchange(self._status)
+        if agreed is not None:
+            self._stopping = agreed["stop"] > 0
+            self._save_by_clock = agreed["wanted"] > self._number
+            if self._pending is not None and self._pending.may_advance(agreed):
+                self._advance()
         if self._stopping and self._main:
             logger.info("asked to stop (%s): saving after step %d", self._requests.reason or "another process", step)
         return self._stopping
@@ -146,7 +134,7 @@ class Saver:
             return self._stopping
         began = self._last_save = time.monotonic()
         self._number += 1
-        self._clock_due = self._save_by_clock = False
+        self._save_by_clock = False
         keys = self._shards.state_names() if step > 0 and self._config.save_state else {}
         collections = contents.collections(self._shards, self._average, self._config, keys)
         planned, taken = self._prepare(keys, collections)
@@ -156,18 +144,19 @@ class Saver:
         taken.take()
         failpoints.hit("after_snapshot", self._rank)
         texts = self._texts(step, planned)
-        manifest = self._manifest(step, metrics or {})
-        self._pending = pending = _Pending(self._number, step, temporary, manifest, began, sum(planned.sizes))
-        pending.job = {
+        needed_bytes = sum(planned.sizes)
+        job = {
             "do": "write",
             "rank": self._rank,
             "directory": str(temporary),
             "files": planned.jobs(self._rank, collections, self._shards.shape),
             "texts": texts if self._main else {},
             "extras": extras,
-            "needed_bytes": pending.needed_bytes,
+            "needed_bytes": needed_bytes,
             "hurry": self._stopping,
         }
+        manifest = self._manifest(step, metrics or {})
+        self._pending = PendingSave(self._number, step, temporary, manifest, began, needed_bytes, job)
         self._take_answer(wait=False)  # submits the job, unless the snapshot is still on its way from the device
         self._saved_step = step
         if not self._config.asynchronous:
@@ -302,25 +291,22 @@ class Saver:
     def _take_answer(self, *, wait: bool) -> None:
         """Give the writer its job, or take its answer, if there is one, and note it for the other ranks."""
         pending = self._pending
-        if pending is not None and pending.job is not None and self._writer is not None and self._snapshot is not None:
+        if pending is None or self._writer is None or self._snapshot is None:
+            return
+        if pending.phase is Phase.COPYING:
             if not self._snapshot[2].ready(wait=wait):
                 return
             self._writer.submit(pending.job)
-            pending.job = None
-        if pending is None or pending.answer is not None or self._writer is None or not self._writer.busy:
+            pending.phase = Phase.WRITING
+        if pending.answer is not None or not self._writer.busy:
             return
         pending.answer = self._writer.answer(wait=wait)
         if pending.answer is None:
             return
-        if "error" in pending.answer:
-            self._failed = pending.number
-        elif pending.committing:
-            self._committed = pending.number
-        else:
-            self._written = pending.number
+        self._status[pending.news()] = pending.number
 
     def _advance(self) -> None:
-        """Every rank, once all have finished writing, or the main process has committed, or one has failed."""
+        """Enter the next phase, once every rank's writer has answered. Every rank."""
         pending = self._pending
         assert pending is not None
         self._take_answer(wait=True)
@@ -328,16 +314,17 @@ class Saver:
         errors = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
         if errors:
             self._give_up("; ".join(errors))
-        elif pending.committing:
+        elif pending.phase is Phase.COMMITTING:
             self._acknowledge()
         else:
             self._commit(pending, {k: v for a in answers for k, v in a["files"].items()})
 
-    def _commit(self, pending: _Pending, files: Mapping[str, Any]) -> None:
+    def _commit(self, pending: PendingSave, files: Mapping[str, Any]) -> None:
         """Have the main process's writer commit and let old checkpoints go."""
         pending.manifest["seconds"] = round(time.monotonic() - pending.began, 3)
         pending.manifest["files"] = dict(sorted(files.items()))
-        pending.committing, pending.answer = True, None
+        pending.phase = Phase.COMMITTING
+        pending.answer = None
         if self._main:
             assert self._writer is not None
             self._writer.submit(

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -114,17 +114,20 @@ def stopped_before_the_first_step() -> bool:
 
 
 class Agreement:
-    """What all processes know at a step boundary, without waiting for one another. Built on every rank.
+    """Named integers that all processes agree on at a step boundary, without waiting for one another.
 
-    Its messages go over gloo between hosts, never over the device.
+    Built on every rank. ``reductions`` names the values and says of each whether the largest (``max``) or the smallest
+    (``min``) over the ranks counts. Messages go over gloo between hosts, never over the device.
     """
 
-    def __init__(self, accelerator: Accelerator, size: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, accelerator: Accelerator, reductions: Mapping[str, Callable[..., int]], timeout_seconds: float
+    ) -> None:
         self._world_size = accelerator.num_processes
+        self._signs = {name: -1 if reduction is min else 1 for name, reduction in reductions.items()}
         self.group: Any = None
         """gloo over all processes, for host tensors; None on one process."""
         self._pending: tuple[Any, torch.Tensor] | None = None
-        self._size = size
         if self._world_size > 1:
             interface = os.environ.get("NCCL_SOCKET_IFNAME", "")
             if interface.replace(",", "").isalnum():  # not NCCL's own patterns; gloo reads a variable of its own
@@ -135,18 +138,20 @@ class Agreement:
                 error.add_note("processes also talk over gloo: name the hosts' interface in GLOO_SOCKET_IFNAME")
                 raise
 
-    def exchange(self, values: Sequence[int]) -> list[int]:
-        """Give this rank's values, get the maxima over all ranks of what they gave at the last call (one process: of
-        these). Every rank, once a step; the first call returns the smallest integers."""
-        assert len(values) == self._size
+    def exchange(self, values: Mapping[str, int]) -> Mapping[str, int] | None:
+        """Give this rank's values; return the reduced ones of the last call, on one process these. Every rank, once a
+        step. None at the first call of several processes."""
+        assert values.keys() == self._signs.keys()
         if self._world_size == 1:
-            return list(values)
-        agreed = [torch.iinfo(torch.int64).min] * self._size
+            return values
+        agreed = None
         if self._pending is not None:
             work, reduced = self._pending
             work.wait()
-            agreed = reduced.tolist()
-        mine = torch.tensor(list(values), dtype=torch.int64)
+            reduced_values = zip(self._signs.items(), reduced.tolist(), strict=True)
+            agreed = {name: sign * value for (name, sign), value in reduced_values}
+        # One reduction for all of them: the smallest is the largest of the negated.
+        mine = torch.tensor([sign * values[name] for name, sign in self._signs.items()], dtype=torch.int64)
         self._pending = (dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group, async_op=True), mine)
         return agreed
 

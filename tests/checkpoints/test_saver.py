@@ -116,8 +116,8 @@ def test_the_clock_asks_for_one_save_where_processes_hear_of_it_a_step_late(
 ) -> None:
     """As with several processes. It is always time, so one save in two steps is all that this can give."""
     with toy.saver(CheckpointConfig(keep_last=0, save_every_minutes=1e-9)) as saver:
-        late: list[list[int]] = [[-1] * 5]
-        monkeypatch.setattr(saver._agreement, "exchange", lambda values: late.append(values) or late[-2])
+        late: list[dict[str, int] | None] = [None]
+        monkeypatch.setattr(saver._agreement, "exchange", lambda values: late.append(dict(values)) or late[-2])
         asked: list[int] = []
         for step in range(1, 10):
             toy.step(step)
