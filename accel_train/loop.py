@@ -85,7 +85,7 @@ def training(
     steps = iterate_steps(
         dataset,
         order,
-        sampler.Cut(accelerator.process_index, accelerator.num_processes, config.micro_batch_size),
+        sampler.BatchShard(accelerator.process_index, accelerator.num_processes, config.micro_batch_size),
         start_step=opened.start_step,
         max_steps=opened.max_steps,
         device=accelerator.device,

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accel_train.data.loader import LoaderConfig, iterate_steps
-from accel_train.data.sampler import Cut, StepSampler
+from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.domains.text.dataset import DataAssets, TextLatentDataset, statistics
 from accel_train.domains.text.latent_cache import LatentTable, open_shard, write_shard
 from accel_train.domains.text.latent_files import open_latents
@@ -206,7 +206,7 @@ def loader_steps(dataset: TextLatentDataset | OneByOne, config: LoaderConfig = A
     steps = iterate_steps(
         dataset,
         StepSampler(len(dataset), BATCH, seed=0),
-        Cut(0, 1, BATCH),
+        BatchShard(0, 1, BATCH),
         start_step=0,
         max_steps=1_000_000,
         device=torch.device("cpu"),

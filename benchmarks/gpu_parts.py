@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.data.loader import LoaderConfig, iterate_steps
-from accel_train.data.sampler import Cut, StepSampler
+from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.speed.attention import resolve_attention
 from accel_train.speed.attention_table import AttentionNeeds, able, machine_of
 from accel_train.training.ema import Ema, EmaConfig
@@ -181,7 +181,7 @@ def g7(machine: Machine, rate: float, found: Found) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dataset = OnDisk(Path(folder) / "samples", count, sizes)
         arguments: Any = {"start_step": 0, "max_steps": steps, "device": machine.device, "config": LoaderConfig()}
-        batches = iterate_steps(dataset, StepSampler(count, batch, 0), Cut(0, 1, batch), **arguments)
+        batches = iterate_steps(dataset, StepSampler(count, batch, 0), BatchShard(0, 1, batch), **arguments)
         waited, seconds = wait_of(machine, batches, a, products)
     found.add("G7", f"data wait as a share of a step, {batch / seconds:.0f} samples a second", waited, "x", "<= 0.003")
     found.details |= {"step_seconds": seconds, "products_per_step": products}

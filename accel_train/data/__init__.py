@@ -1,1 +1,1 @@
-"""What is trained on: sources, latents, the step-indexed sampler, the loader."""
+"""Data loading for any dataset: step-indexed samplers, the loader, buckets, held-out batches, cached folders."""

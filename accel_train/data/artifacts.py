@@ -1,4 +1,4 @@
-"""Small fitted things in the cache (tokenizer, TF-IDF encoder): complete and verified folders, or rebuilt."""
+"""Fitted artifacts in the cache (tokenizer, TF-IDF encoder): complete and verified folders, rebuilt if damaged."""
 
 import hashlib
 import json
@@ -10,15 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
 
 SEAL = "sha256.json"
+"""Hashes of the other files of a folder. Written last."""
 
 
 def cache_directory(option: str | None) -> Path:
-    """The option, else $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train; created, and refused where it cannot be."""
+    """Create and return the option's folder, else $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train.
+
+    Refuses a folder that cannot be created or written.
+    """
     value = option or os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
-    folder = Path(os.path.expandvars(os.path.expanduser(value))).absolute()
+    folder = expand_path(value)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -29,59 +33,75 @@ def cache_directory(option: str | None) -> Path:
         reason = "not writable"
     raise UsageError(
         f"--data.cache_dir {value!r}: {folder} cannot be used ({reason}). A folder that this process may create "
-        "and write is required; set the option or ACCEL_TRAIN_CACHE."
+        "and write is required. Set the option or ACCEL_TRAIN_CACHE."
     )
 
 
 def open_cache(option: str | None, rank: int, world_size: int) -> Path:
-    """`cache_directory` of this process; rank 0 prints which hosts have another one. Collective, as `hosts_without`."""
+    """Return `cache_directory`. Rank 0 prints a notice if other hosts have another one. Collective."""
     cache = cache_directory(option)
-    if (apart := hosts_without(cache, rank, world_size)) and rank == 0:
-        print(apart, flush=True)
+    notice = hosts_without(cache, rank, world_size)
+    if notice is not None and rank == 0:
+        print(notice, flush=True)
     return cache
 
 
 def hosts_without(cache: Path, rank: int, world_size: int) -> str | None:
-    """Which hosts do not see rank 0's `cache`, in a sentence with the remedy; None where all do. Every rank calls it.
+    """Name the hosts that do not see rank 0's `cache`, with the remedy. None if all of them do.
 
-    Collective where several processes are connected. Each host's own processes share what it has.
+    Collective if several processes are connected: every rank calls it. Processes of one host share its cache.
     """
     from torch import distributed
 
     if world_size == 1 or not distributed.is_available() or not distributed.is_initialized():
         return None
-    name = [f".rank_0.{uuid.uuid4().hex}.probe"]  # new each time: a network file system remembers what was not there
+    # A new name each time: a network file system remembers files that did not exist.
+    name = [f".rank_0.{uuid.uuid4().hex}.probe"]
     if rank == 0:
         (cache / name[0]).touch()
     distributed.broadcast_object_list(name, src=0)
     probe = cache / name[0]
-    mine, everyone = (socket.gethostname(), str(cache), probe.exists()), [None] * world_size
-    distributed.all_gather_object(everyone, mine)
+    mine = (socket.gethostname(), str(cache), probe.exists())
+    gathered: list[object] = [None] * world_size
+    distributed.all_gather_object(gathered, mine)
+    # The gather was also a barrier: every rank has looked.
     if rank == 0:
         probe.unlink()
-    found = cast("list[tuple[str, str, bool]]", everyone)
-    apart = sorted({f"{host} ({folder})" for host, folder, sees in found if not sees})
-    if not apart:
+    ranks = cast("list[tuple[str, str, bool]]", gathered)
+    without = sorted({f"{host} ({folder})" for host, folder, sees_probe in ranks if not sees_probe})
+    if not without:
         return None
+    first_host = ranks[0][0]
     return (
-        f"--data.cache_dir: {', '.join(apart)} does not see {cache} of {found[0][0]}, so each makes what is kept "
-        "there (data, latents) for itself; give --data.cache_dir a folder that all hosts share to make it once"
+        f"--data.cache_dir: {', '.join(without)} does not see {cache} of {first_host}, so each builds its own copy of "
+        "the cached data and latents. Give --data.cache_dir a folder that all hosts share to build it once"
     )
 
 
 def cached_folder(
-    folder: Path, write: Callable[[Path], None], *, rank: int = 0, barrier: Callable[[], None] = lambda: None
+    folder: Path,
+    write: Callable[[Path], None],
+    *,
+    rank: int = 0,
+    barrier: Callable[[], None] = lambda: None,
 ) -> Path:
-    """`folder` holding what `write(directory)` puts there. Every rank calls it (two barriers): rank 0 builds,
-    then any process that does not see the folder (another host's disk) builds its own."""
-    for turn in (rank == 0, True):
-        if turn and not intact(folder):
-            _build(folder, write)
-        barrier()
+    """Return `folder`, filled by `write(directory)` unless it is intact already.
+
+    Every rank calls it (two barriers). Rank 0 builds first. Processes on hosts without the folder then build their
+    own.
+    """
+    if rank == 0:
+        _build_unless_intact(folder, write)
+    barrier()
+    _build_unless_intact(folder, write)
+    barrier()
     return folder
 
 
-def _build(folder: Path, write: Callable[[Path], None]) -> None:
+def _build_unless_intact(folder: Path, write: Callable[[Path], None]) -> None:
+    if is_intact(folder):
+        return
+    # Named by host and process: several may build at once on a shared file system.
     part = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -89,17 +109,19 @@ def _build(folder: Path, write: Callable[[Path], None]) -> None:
     (part / SEAL).write_text(json.dumps(_hashes(part)), "utf-8")
     try:
         part.rename(folder)
-    except OSError:  # there already: another process was faster, or what is there is damaged
-        if not intact(folder):
+    except OSError:
+        # The folder exists: another process was faster, or the old one is damaged.
+        if not is_intact(folder):
             shutil.rmtree(folder)
             part.rename(folder)
         shutil.rmtree(part, ignore_errors=True)
 
 
-def intact(folder: Path) -> bool:
-    """Exactly the files that were written, with their hashes."""
+def is_intact(folder: Path) -> bool:
+    """Compare the folder's files and hashes with its seal."""
     try:
-        return json.loads((folder / SEAL).read_text("utf-8")) == _hashes(folder)
+        expected = json.loads((folder / SEAL).read_text("utf-8"))
+        return expected == _hashes(folder)
     except (OSError, ValueError):
         return False
 
@@ -110,6 +132,6 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def _hash(file: Path) -> str:
-    """Read in pieces: generated fields may be larger than the memory that all processes of a host have."""
+    # Read in pieces: generated fields may be larger than the memory of the host.
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

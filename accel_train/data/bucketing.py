@@ -1,13 +1,14 @@
-"""Micro-batches of similar length, cut from one and the same global batch.
+"""Micro-batches of similar length from an unchanged global batch.
 
-Which samples a step trains on, their noise and their weights stay what the sampler says. Only inside the global
-batch they are sorted by length before they are dealt to micro-batches and processes, and each micro-batch is padded
-to its own longest sample instead of to the longest of all. The gradient changes by the order of its sums alone.
+The sampler still decides the samples of a step, their noise and their weights. Within the global batch they are
+sorted by length before they are dealt to micro-batches and processes. Each micro-batch is padded to its own longest
+sample. The gradient changes by the order of its sums alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -16,112 +17,136 @@ import numpy as np
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.data.sampler import Cut, Draw, Sampler, accumulation_steps
+from accel_train.data.sampler import BatchShard, Draw, Sampler, accumulation_steps
 
 LENGTH_MULTIPLE = 8
 """Padded lengths are multiples of it: GPU kernels work on tiles, and fewer lengths mean fewer compilations."""
 
 DEFAULT_SHAPES = 4
 
-PROBED_STEPS, PROBED_SAMPLES = 64, 16384
-"""How many steps from the first one on decide the padded lengths, and about how many samples at most: 50 ms."""
+PROBED_STEPS = 64
+"""First steps of the experiment that decide the padded lengths."""
+PROBED_SAMPLES = 16384
+"""Approximate limit on the samples of these steps. Measuring them takes about 50 ms."""
 
 
 @runtime_checkable
-class Measured(Protocol):
-    """A dataset whose samples have a length that is known without reading them."""
+class VariableLengthDataset(Protocol):
+    """Dataset with sample lengths known without reading the samples."""
 
     def length(self, index: int, /) -> int:
-        """What of the sample must be kept, in tokens; asked for every sample of every global batch, so cheap."""
+        """Return the length of a sample in tokens. Must be cheap: called for every sample of every global batch."""
         ...
 
     def trim(self, batch: Mapping[str, Tensor], length: int, /) -> Mapping[str, Tensor]:
-        """The batch with its padded fields cut to `length`, contiguous; what is shorter already stays."""
+        """Return the batch with padded fields cropped to `length`, contiguous. Shorter fields stay."""
         ...
 
 
 class Buckets(NamedTuple):
-    """How the samples of a step are grouped, the same on every process."""
+    """Grouping of a step's samples by length, the same on every process."""
 
     length: Callable[[int], int]
     shapes: tuple[int, ...]
-    """Padded lengths, ascending; the last one holds the longest sample of the dataset."""
+    """Padded lengths, ascending. The last one fits the longest sample of the dataset."""
 
     def padded(self, length: int) -> int:
-        """The smallest shape that holds `length`."""
+        """Return the smallest shape of at least `length`."""
         return self.shapes[bisect_left(self.shapes, length)]
 
-    def micro_batches(self, draws: Sequence[Draw], cut: Cut) -> list[tuple[list[Draw], int]]:
-        """What one process computes of the global batch `draws`: a micro-batch and its padded length, each.
+    def micro_batches(self, draws: Sequence[Draw], shard: BatchShard) -> list[tuple[list[Draw], int]]:
+        """Return one process's micro-batches of the global batch `draws`, each with its padded length.
 
-        Longest first. The k-th micro-batches of all processes are dealt in turn from one piece of the sorted
-        batch and padded alike, so that none waits for another. Their number and sizes are those of
-        `StepSampler.micro_batches`; processes without a last sample repeat the shortest with weight 0.
+        Longest first. The k-th micro-batches of all processes are dealt in turn from one slice of the sorted batch and
+        padded alike, so no process waits for another. Their number and sizes equal `StepSampler.micro_batches`.
+        Processes without a last sample repeat the shortest one with weight 0.
         """
-        world_size = cut.world_size
-        ordered = [draw for _, draw in self._longest_first(draws)]
-        share = -(-len(ordered) // world_size)
-        ordered += [ordered[-1]._replace(weight=0.0)] * (share * world_size - len(ordered))
-        pieces = accumulation_steps(len(draws), world_size, cut.micro_batch_size)
-        bounds = [share * piece // pieces * world_size for piece in range(pieces + 1)]
-        groups = (ordered[a:b] for a, b in itertools.pairwise(bounds))
-        return [(group[cut.rank :: world_size], self.padded(self.length(group[0].sample))) for group in groups]
+        world_size = shard.world_size
+        # `sorted` is stable: samples of one length stay in the order of positions.
+        ordered = sorted(draws, key=lambda draw: -self.length(draw.sample))
+        per_process = math.ceil(len(ordered) / world_size)
+        padding = per_process * world_size - len(ordered)
+        ordered += [ordered[-1]._replace(weight=0.0)] * padding
 
-    def _longest_first(self, draws: Sequence[Draw]) -> list[tuple[int, Draw]]:
-        """Samples of one length stay in the order of positions."""
-        return sorted(((self.length(draw.sample), draw) for draw in draws), key=lambda item: -item[0])
+        # Bounds are multiples of the world size, so each slice deals equally many samples to every process.
+        count = accumulation_steps(len(draws), world_size, shard.micro_batch_size)
+        bounds = [per_process * k // count * world_size for k in range(count + 1)]
+        micro_batches: list[tuple[list[Draw], int]] = []
+        for start, stop in itertools.pairwise(bounds):
+            own = ordered[start:stop][shard.rank :: world_size]
+            # Of all processes, not only this one.
+            longest = self.length(ordered[start].sample)
+            micro_batches.append((own, self.padded(longest)))
+        return micro_batches
 
 
-def resolve_buckets(dataset: object, sampler: Sampler, cut: Cut, shapes: int | None) -> tuple[Buckets, str]:
-    """Buckets for this dataset and cut with at most `shapes` padded lengths (None: 4), and a line for the log.
+def resolve_buckets(
+    dataset: object,
+    sampler: Sampler,
+    shard: BatchShard,
+    shapes: int | None,
+) -> tuple[Buckets, str]:
+    """Choose at most `shapes` padded lengths (None: 4). Return the buckets and a notice for the log.
 
-    The lengths are those that pad least over the first steps of the experiment. Every process finds the same;
-    it asks the length of every sample once. Refuses a dataset that does not know its lengths.
+    The chosen lengths minimise padding over the first steps of the experiment. Every process chooses the same. Asks
+    for the length of every sample once. Refuses a dataset without lengths.
     """
-    if not isinstance(dataset, Measured):
+    if not isinstance(dataset, VariableLengthDataset):
         raise UsageError(
             f"bucket_by_length=True: {type(dataset).__name__} does not know the lengths of its samples. Give it the "
             "methods length(index) and trim(batch, length), or set bucket_by_length to False."
         )
     longest = max(map(dataset.length, range(sampler.dataset_size)))
-    needed = _lengths_needed(dataset.length, longest, sampler, cut)
-    chosen = choose_shapes(needed, shapes or DEFAULT_SHAPES)
+    counts = _count_lengths(dataset.length, longest, sampler, shard)
+    chosen = choose_shapes(counts, shapes or DEFAULT_SHAPES)
     buckets = Buckets(dataset.length, chosen)
-    padded = sum(buckets.padded(length) * count for length, count in needed.items())
-    share = padded / (chosen[-1] * sum(needed.values()))
-    return buckets, f"padded to {', '.join(map(str, chosen))} tokens, {share:.0%} of {chosen[-1]} on average"
+    padded = sum(buckets.padded(length) * count for length, count in counts.items())
+    unbucketed = chosen[-1] * sum(counts.values())
+    lengths = ", ".join(map(str, chosen))
+    return buckets, f"padded to {lengths} tokens, {padded / unbucketed:.0%} of {chosen[-1]} on average"
 
 
-def _lengths_needed(length: Callable[[int], int], longest: int, sampler: Sampler, cut: Cut) -> dict[int, int]:
-    """Of the first samples of the experiment, how many are in micro-batches of each length; the longest with 0."""
+def _count_lengths(
+    length: Callable[[int], int],
+    longest: int,
+    sampler: Sampler,
+    shard: BatchShard,
+) -> dict[int, int]:
+    """Count the samples of the first steps by the length of their micro-batch. The longest length is always a key."""
     multiples = range(LENGTH_MULTIPLE, max(1, longest) + LENGTH_MULTIPLE, LENGTH_MULTIPLE)
-    every = Buckets(length, tuple(multiples))
-    needed = {every.shapes[-1]: 0}
-    for step in range(min(PROBED_STEPS, 1 + PROBED_SAMPLES // sampler.global_batch_size)):
-        for draws, padded in every.micro_batches(sampler.draws(step), cut):
-            needed[padded] = needed.get(padded, 0) + len(draws)
-    return needed
+    finest = Buckets(length, tuple(multiples))
+    # The longest sample may be beyond the probed steps, but must still fit.
+    counts = {finest.shapes[-1]: 0}
+    steps = min(PROBED_STEPS, 1 + PROBED_SAMPLES // sampler.global_batch_size)
+    for step in range(steps):
+        for draws, padded in finest.micro_batches(sampler.draws(step), shard):
+            counts[padded] = counts.get(padded, 0) + len(draws)
+    return counts
 
 
-def choose_shapes(needed: Mapping[int, int], count: int) -> tuple[int, ...]:
-    """At most `count` of the lengths in `needed`, the longest among them, that pad the least in all.
+def choose_shapes(counts: Mapping[int, int], shapes: int) -> tuple[int, ...]:
+    """Choose at most `shapes` of the lengths in `counts`, the longest included, with the least padding in total.
 
-    `needed` says how many samples need each length; each sample is padded to the next length chosen. Exact, by
-    dynamic programming: O(count * lengths^2).
+    `counts` maps a length to its number of samples. Each sample is padded to the next chosen length. Exact, by
+    dynamic programming in O(shapes * lengths^2).
     """
-    lengths = np.array(sorted(needed))
-    samples = np.cumsum([0, *(needed[length] for length in lengths.tolist())])
-    first, end = np.ogrid[: len(samples), : len(samples)]
-    # of the lengths first to end - 1: all their samples padded to the last of them
-    cost = np.where(first < end, (samples[end] - samples[first]) * np.append(0, lengths)[end], np.inf)
-    least, starts = cost[0], [np.zeros(len(samples), np.int64)]
-    for _ in range(min(count, len(lengths)) - 1):
+    lengths = np.array(sorted(counts))
+    samples = np.cumsum([0, *(counts[length] for length in lengths.tolist())])
+    start, stop = np.ogrid[: len(samples), : len(samples)]
+    # cost[i, j]: tokens of lengths i to j - 1 with all their samples padded to the last of them.
+    padded_to = np.append(0, lengths)[stop]
+    cost = np.where(start < stop, (samples[stop] - samples[start]) * padded_to, np.inf)
+    # least[j]: tokens of the first j lengths with the shapes so far. starts: where the last shape begins.
+    least = cost[0]
+    starts = [np.zeros(len(samples), np.int64)]
+    for _ in range(min(shapes, len(lengths)) - 1):
         with_one_more = least[:, None] + cost
         least = with_one_more.min(0)
         starts.append(with_one_more.argmin(0))
-    shapes: list[int] = []
-    stop = len(lengths)
-    for start in reversed(starts):
-        shapes.append(int(lengths[stop - 1]))
-        stop = int(start[stop])
-    return tuple(reversed(shapes))
+    chosen: list[int] = []
+    end = len(lengths)
+    # Trace the choices back from the longest length.
+    for best_start in reversed(starts):
+        chosen.append(int(lengths[end - 1]))
+        end = int(best_start[end])
+    return tuple(reversed(chosen))

@@ -1,5 +1,6 @@
-"""Blocks of data made in order, by worker processes where the work is worth their start."""
+"""Generate blocks of data in order, in worker processes if the work outweighs their start."""
 
+import itertools
 import multiprocessing
 import os
 import threading
@@ -13,41 +14,52 @@ from accel_train.data.loader import usable_cores
 T = TypeVar("T")
 
 SECONDS_WORTH_WORKERS = 15.0
-"""A worker imports torch and the script that was started, which takes seconds of each core."""
+"""Shortest work that starts workers. Each imports torch and the main script, which takes seconds of its core."""
 
 
 def blocks_in_order(
-    make: Callable[[int], T], count: int, workers: int | Literal["auto"], sharing: int = 1
+    make: Callable[[int], T],
+    count: int,
+    workers: int | Literal["auto"],
+    sharing: int = 1,
 ) -> Iterator[T]:
-    """make(0), make(1), ..., make(count - 1), which may differ in nothing but the time they take.
+    """Yield make(0), make(1), ..., make(count - 1). All should take about the same time.
 
-    The first two are made here. auto: one worker a core, or fewer where `sharing` processes do the same on this host,
-    if the others would take longer than 15 seconds. Workers are spawned, not forked, so that the caller may have
-    threads and a process group; `make` must be picklable. They end with the iterator, and with this process even where
-    it is killed.
+    The first two are made in this process. With `workers` auto, the rest goes to one worker per core, shared with
+    `sharing` processes on this host, if it would take longer than 15 seconds. Workers are spawned, not forked, so the
+    caller may have threads and a process group. `make` must be picklable. Workers end with the iterator, and with
+    this process, even if killed.
     """
-    if count:
-        yield make(0)  # imports what it needs
+    if count > 0:
+        # Not timed: the first block also pays for imports.
+        yield make(0)
     if count > 1:
         started = time.perf_counter()
         yield make(1)
         seconds = (count - 2) * (time.perf_counter() - started)
         if workers == "auto":
             workers = usable_cores() // sharing if seconds > SECONDS_WORTH_WORKERS else 0
-        yield from _made_by(make, range(2, count), workers) if workers else map(make, range(2, count))
+        remaining = range(2, count)
+        if workers:
+            yield from _map_in_workers(make, remaining, workers)
+        else:
+            yield from map(make, remaining)
 
 
-def _made_by(make: Callable[[int], T], numbers: range, workers: int) -> Iterator[T]:
+def _map_in_workers(make: Callable[[int], T], numbers: range, workers: int) -> Iterator[T]:
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_end_with_parent)
+    pool = ProcessPoolExecutor(workers, context, initializer=_exit_with_parent)
     try:
         yield from pool.map(make, numbers)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _end_with_parent() -> None:
-    """A worker waits for work on a pipe that it holds open itself, so that it would outlive a killed parent."""
+def _exit_with_parent() -> None:
+    """End this worker when its parent dies.
+
+    A worker waits for work on a pipe that it holds open itself, so it would outlive a killed parent.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -58,7 +70,10 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def even_shares(wanted: int | None, default: Sequence[int]) -> Sequence[int]:
-    """``wanted`` dealt to as many as ``default`` has, as evenly as whole numbers can; None: the default itself."""
-    count = len(default)
-    return default if wanted is None else [wanted * (k + 1) // count - wanted * k // count for k in range(count)]
+def split_evenly(total: int | None, default: Sequence[int]) -> Sequence[int]:
+    """Split `total` into `len(default)` whole numbers that differ by at most 1. None: return `default`."""
+    if total is None:
+        return default
+    parts = len(default)
+    bounds = [total * part // parts for part in range(parts + 1)]
+    return [stop - start for start, stop in itertools.pairwise(bounds)]

@@ -1,7 +1,8 @@
-"""Held-out batches for evaluation: each process its share, the same number of forwards on all."""
+"""Held-out batches for evaluation: each process reads its share, with the same number of forwards on all."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,30 +10,40 @@ from torch.utils.data import default_collate
 
 from accel_train import rng
 from accel_train.data.progress import Progress
-from accel_train.data.reading import Batch, MapDataset, random_states_kept, seed_generators
+from accel_train.data.reading import Batch, MapDataset, preserve_random_states, seed_generators
 
 
 def heldout_batches(
-    dataset: MapDataset, samples: int, batch_size: int, rank: int, world_size: int, device: torch.device
+    dataset: MapDataset,
+    samples: int,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
 ) -> Iterator[Batch]:
-    """This rank's part of the first ``samples`` held-out samples.
+    """Yield this rank's part of the first ``samples`` held-out samples.
 
-    A batch has the dataset's fields, ``sample`` (B,) int64 and ``weight`` (B,): 0 for repetitions that keep the ranks
-    in step. A sample that draws at random gives the same in every evaluation, on any process: the global generators
-    are seeded by its index, and restored. No collectives; all ranks get equally many batches, all of ``batch_size``.
-    Process 0 shows how far it is where it takes longer.
+    A batch has the dataset's fields, ``sample`` (B,) int64 and ``weight`` (B,). Weight 0 marks repeated samples that
+    keep the ranks in step. All ranks get the same number of batches of ``batch_size``. No collectives.
+
+    Random draws in a sample are the same in every evaluation on any process: the global generators are seeded by its
+    index and restored afterwards. Process 0 shows the progress of a long evaluation.
     """
-    shares = _shares(len(dataset), samples, batch_size, rank, world_size)
-    return (_collate(dataset, index, weight, device) for _, index, weight in shares)
+    for _, index, weight in _shares(len(dataset), samples, batch_size, rank, world_size):
+        yield _collate(dataset, index, weight, device)
 
 
 def heldout_pairs(
-    dataset: MapDataset, samples: int, batch_size: int, rank: int, world_size: int, device: torch.device
+    dataset: MapDataset,
+    samples: int,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
 ) -> Iterator[tuple[Batch, Batch]]:
-    """``heldout_batches``, each beside its shuffled partner.
+    """Yield ``heldout_batches``, each with its shuffled partner.
 
-    The partner of sample i is sample ``(i + n // 2) % n``: a fixed derangement that does not depend on how the set
-    is cut.
+    The partner of sample i is sample ``(i + n // 2) % n``, a fixed derangement that is the same for every sharding.
     """
     for count, index, weight in _shares(len(dataset), samples, batch_size, rank, world_size):
         partner = (index + count // 2) % count
@@ -40,26 +51,39 @@ def heldout_pairs(
 
 
 def _shares(
-    size: int, samples: int, batch_size: int, rank: int, world_size: int
+    size: int,
+    samples: int,
+    batch_size: int,
+    rank: int,
+    world_size: int,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Number of samples in all, and indices and weights (B,) of each of this rank's batches."""
+    """Yield the number of samples over all ranks, and indices and weights (B,) of each of this rank's batches."""
     count = min(samples, size)
-    rounds = -(-count // (batch_size * world_size))
+    global_batch_size = batch_size * world_size
+    rounds = math.ceil(count / global_batch_size)
     with Progress("evaluation", count, enabled=rank == 0) as progress:
         for number in range(rounds):
-            start = (number * world_size + rank) * batch_size
-            wanted = torch.arange(start, start + batch_size)
-            yield count, wanted.clamp(max=count - 1), (wanted < count).float()
-            progress.update(min(batch_size * world_size, count - progress.done))
+            start = number * global_batch_size + rank * batch_size
+            index = torch.arange(start, start + batch_size)  # (B,)
+            # Indices beyond the last sample repeat it with weight 0.
+            weight = (index < count).float()  # (B,)
+            yield count, index.clamp(max=count - 1), weight
+            progress.update(min(global_batch_size, count - progress.done))
 
 
-def _collate(dataset: MapDataset, index: torch.Tensor, weight: torch.Tensor, device: torch.device) -> Batch:
+def _collate(
+    dataset: MapDataset,
+    index: torch.Tensor,
+    weight: torch.Tensor,
+    device: torch.device,
+) -> Batch:
+    # A fixed seed, so that evaluations of different runs compare.
     keys = rng.sample_keys(0, "heldout", 0, index).tolist()
-    with random_states_kept():
-        batch = default_collate([_read(dataset, i, key) for i, key in zip(index.tolist(), keys, strict=True)])
-    return {k: v.to(device) for k, v in (batch | {"sample": index, "weight": weight}).items()}
-
-
-def _read(dataset: MapDataset, sample: int, key: int) -> Batch:
-    seed_generators(key)
-    return dict(dataset[sample])
+    samples: list[Batch] = []
+    with preserve_random_states():
+        for sample, key in zip(index.tolist(), keys, strict=True):
+            seed_generators(key)
+            samples.append(dict(dataset[sample]))
+        batch: Batch = default_collate(samples)
+    batch = batch | {"sample": index, "weight": weight}
+    return {name: value.to(device) for name, value in batch.items()}

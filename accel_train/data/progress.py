@@ -1,4 +1,4 @@
-"""A bar on a terminal, a plain line every few seconds elsewhere, nothing where it is over at once."""
+"""Progress of long work: a bar on a terminal, else a line every few seconds. Short work prints nothing."""
 
 import sys
 import time
@@ -9,20 +9,29 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Counts samples done; a disabled one is silent (processes other than the main one)."""
+    """Counter of finished samples. Silent unless enabled, which is meant for the main process alone."""
 
     def __init__(self, label: str, total: int, enabled: bool) -> None:
-        self.label, self.total, self.enabled = label, total, enabled
+        self.label = label
+        self.total = total
+        self.enabled = enabled
         self.done = 0
         self._bar: Any = None
 
     def __enter__(self) -> "Progress":
-        self._started = self._last_line = time.monotonic()
+        self._started = time.monotonic()
+        self._last_line = self._started
         if self.enabled and sys.stdout.isatty():
             from tqdm import tqdm
 
-            # leave=None: stays where it is the only bar, goes where it was drawn below that of training
-            self._bar = tqdm(total=self.total, desc=self.label, unit="sample", file=sys.stdout, delay=1, leave=None)
+            self._bar = tqdm(
+                total=self.total,
+                desc=self.label,
+                unit="sample",
+                file=sys.stdout,
+                delay=1,
+                leave=None,  # remove the bar if it was drawn below that of training
+            )
         return self
 
     def update(self, count: int) -> None:
@@ -31,12 +40,19 @@ class Progress:
             self._bar.update(count)
         elif self.enabled and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            rate = self.done / (self._last_line - self._started)
-            left = (self.total - self.done) / rate
-            print(f"{self.label}: {self.done} of {self.total} samples, {rate:.0f}/s, {left:.0f} s left", flush=True)
+            samples_per_second = self.done / (self._last_line - self._started)
+            seconds_left = (self.total - self.done) / samples_per_second
+            print(
+                f"{self.label}: {self.done} of {self.total} samples, "
+                f"{samples_per_second:.0f}/s, {seconds_left:.0f} s left",
+                flush=True,
+            )
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
             self._bar.close()

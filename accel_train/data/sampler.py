@@ -1,8 +1,8 @@
-"""Which sample is where: a function of (seed, step) and of nothing that belongs to the machine.
+"""Order of samples: a function of (seed, step), independent of the machine.
 
-Sample i of step s has position p = s * global_batch_size + i in one endless order. Its epoch is p // N, its
-index a permutation of range(N) keyed by (seed, epoch), evaluated on demand. Batches run on across epochs, so
-nothing is dropped. Resuming is a matter of naming the step.
+Sample i of step s has position p = s * global_batch_size + i in one endless order. Its epoch is p // N. Its index is a
+permutation of range(N) keyed by (seed, epoch), evaluated on demand. Batches span epochs, so nothing is dropped.
+To resume, continue at the next step.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from accel_train import rng
 from accel_train.config import UsageError
 
 BLOCK = 4096
-"""Places of the order that are computed together. Changes no order."""
+"""Indices computed at a time. Has no effect on the order."""
 
 
 class Draw(NamedTuple):
@@ -27,15 +27,15 @@ class Draw(NamedTuple):
     sample: int
     """Index in the dataset."""
     occurrence: int
-    """epoch * len(dataset) + sample: the key for everything random about it."""
+    """epoch * len(dataset) + sample: the key of all its random draws."""
     position: int
     """0 to global_batch_size - 1: its place in the batch of the step."""
     weight: float
-    """1, or 0 for a repetition that only keeps the processes in step and must not count."""
+    """1, or 0 for a repeated sample: it keeps the processes in step and must not count."""
 
 
-class Cut(NamedTuple):
-    """The part of every global batch that one process computes, and in what pieces."""
+class BatchShard(NamedTuple):
+    """One process's share of every global batch, and the size of its micro-batches."""
 
     rank: int
     world_size: int
@@ -51,23 +51,31 @@ class EvenSetting(NamedTuple):
 
 
 class Sampler(Protocol):
-    """What the loader asks of the order of samples: `StepSampler`, or another one that is a function of the step."""
+    """Order of samples as the loader needs it: `StepSampler`, or any other function of the step."""
 
     @property
     def dataset_size(self) -> int: ...
+
     @property
     def global_batch_size(self) -> int: ...
+
     @property
     def seed(self) -> int: ...
 
     def draws(self, step: int) -> list[Draw]: ...
     def epoch(self, step: int) -> float: ...
-    def micro_batches(self, step: int, rank: int, world_size: int, micro_batch_size: int) -> list[list[Draw]]: ...
+    def micro_batches(
+        self,
+        step: int,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+    ) -> list[list[Draw]]: ...
 
 
 @dataclass(frozen=True)
 class StepSampler:
-    """Keeps no position and may be asked for any step. Refuses a dataset smaller than one global batch."""
+    """Stateless sampler with random access to any step. Refuses a dataset smaller than one global batch."""
 
     dataset_size: int
     global_batch_size: int
@@ -75,62 +83,76 @@ class StepSampler:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        size, batch = self.dataset_size, self.global_batch_size
+        size = self.dataset_size
+        batch = self.global_batch_size
         if size == 0:
-            raise UsageError("dataset: it is empty, at least 1 sample is needed. Check its path and filters.")
+            raise UsageError("dataset: it is empty, at least 1 sample is required. Check its path and filters.")
         if batch < 1:
             raise UsageError(f"global_batch_size={batch}: must be at least 1. Raise it.")
         if batch > size:
             raise UsageError(
                 f"global_batch_size={batch}: the dataset has {size} samples, at least one global batch is "
-                f"needed. Lower it to {size} or less, or use more data."
+                f"required. Lower it to {size} or less, or use more data."
             )
 
     def draws(self, step: int) -> list[Draw]:
-        """The global batch of optimizer step `step`, in the order of positions."""
+        """Return the global batch of optimizer step `step`, in the order of positions."""
         return self._draws(step, 0, self.global_batch_size)
 
     def epoch(self, step: int) -> float:
-        """Passes over the dataset completed when step `step` begins."""
+        """Return the passes over the dataset completed before step `step`."""
         return step * self.global_batch_size / self.dataset_size
 
-    def micro_batches(self, step: int, rank: int, world_size: int, micro_batch_size: int) -> list[list[Draw]]:
-        """What `rank` computes in `step`: one list per forward, their number and sizes equal on all ranks.
+    def micro_batches(
+        self,
+        step: int,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+    ) -> list[list[Draw]]:
+        """Return the share of `rank` in `step`: one list per forward, equal in number and sizes on all ranks.
 
-        Shares are contiguous and differ by at most one sample; a rank whose share is the shorter one repeats
-        its last sample with weight 0. No list is longer than micro_batch_size, and their lengths differ by
-        at most one.
+        Shares are contiguous and differ by at most one sample. A rank with the shorter share repeats its last sample
+        with weight 0. No list is longer than micro_batch_size, and their lengths differ by at most one.
         """
-        pieces = accumulation_steps(self.global_batch_size, world_size, micro_batch_size)
+        count = accumulation_steps(self.global_batch_size, world_size, micro_batch_size)
+        # The first `longer` ranks have one sample more than the others.
         shortest, longer = divmod(self.global_batch_size, world_size)
         start = rank * shortest + min(rank, longer)
-        share = self._draws(step, start, start + shortest + (rank < longer))
-        if longer and rank >= longer:
-            share.append(share[-1]._replace(weight=0.0))
-        bounds = [len(share) * piece // pieces for piece in range(pieces + 1)]
-        return [share[a:b] for a, b in itertools.pairwise(bounds)]
+        if rank < longer:
+            share = self._draws(step, start, start + shortest + 1)
+        else:
+            share = self._draws(step, start, start + shortest)
+            if longer:
+                share.append(share[-1]._replace(weight=0.0))
+        bounds = [len(share) * k // count for k in range(count + 1)]
+        return [share[start:stop] for start, stop in itertools.pairwise(bounds)]
 
     def _draws(self, step: int, start: int, stop: int) -> list[Draw]:
+        """Return the draws at positions `start` to `stop` - 1 of `step`."""
         first = step * self.global_batch_size
         draws: list[Draw] = []
-        while start < stop:  # one turn for each block of each epoch that the range touches
+        # One iteration for each block of each epoch in the range.
+        while start < stop:
             epoch, offset = divmod(first + start, self.dataset_size)
-            block, place = divmod(offset, BLOCK)
-            count = min(stop - start, self.dataset_size - offset, BLOCK - place)
+            block, block_offset = divmod(offset, BLOCK)
+            count = min(stop - start, self.dataset_size - offset, BLOCK - block_offset)
             if self.shuffle:
-                order = _block_of_order(self.dataset_size, self.seed, epoch, block)[place : place + count]
+                samples = _shuffled_block(self.dataset_size, self.seed, epoch, block)
+                samples = samples[block_offset : block_offset + count]
             else:
-                order = range(offset, offset + count)
-            before = epoch * self.dataset_size
-            draws += [Draw(n, before + n, p, 1.0) for p, n in enumerate(order, start)]
+                samples = range(offset, offset + count)
+            for position, sample in enumerate(samples, start):
+                occurrence = epoch * self.dataset_size + sample
+                draws.append(Draw(sample, occurrence, position, weight=1.0))
             start += count
         return draws
 
 
 @lru_cache(maxsize=32)
-def _block_of_order(size: int, seed: int, epoch: int, block: int) -> Sequence[int]:
-    """Indices at the places block * BLOCK and after it of one epoch. A permutation of a few costs as much as one of
-    thousands: half a millisecond."""
+def _shuffled_block(size: int, seed: int, epoch: int, block: int) -> Sequence[int]:
+    """Return up to BLOCK indices of one epoch, from place block * BLOCK on."""
+    # Permuting a few indices costs as much as thousands (half a millisecond), so blocks are computed and kept.
     places = torch.arange(block * BLOCK, min(size, (block + 1) * BLOCK), device="cpu")
     return rng.permute(places, size, rng.key(seed, "order", epoch)).tolist()
 
@@ -148,7 +170,7 @@ def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size
 
 
 def notices(global_batch_size: int, world_size: int, micro_batch_size: int) -> list[str]:
-    """What a person should know of a batch that does not divide evenly: it is exact, and what would be even."""
+    """Return a notice if the batch does not divide evenly, with settings that would."""
     settings = even_settings(global_batch_size, world_size, micro_batch_size)
     if not settings:
         return []
@@ -157,25 +179,30 @@ def notices(global_batch_size: int, world_size: int, micro_batch_size: int) -> l
     )
     return [
         f"global_batch_size {global_batch_size} over {world_size} process(es) in micro-batches of "
-        f"{micro_batch_size} is uneven: shares and micro-batches differ by one sample, the gradient is exact all "
-        f"the same. Even: {proposals}"
+        f"{micro_batch_size} is uneven: shares and micro-batches differ by one sample, the gradient is still exact. "
+        f"Even: {proposals}"
     ]
 
 
 def even_settings(global_batch_size: int, world_size: int, micro_batch_size: int) -> list[EvenSetting]:
-    """The three nearest settings in which every forward of every process has the same number of samples.
+    """Return the three nearest settings with equally many samples in every forward of every process.
 
-    A smaller micro-batch is nearer than another global batch, which changes the experiment; a larger
-    micro-batch is never proposed, it may not fit in memory. Empty where all forwards are equal already.
+    Prefers a smaller micro-batch to another global batch, which changes the experiment. Never proposes a larger
+    micro-batch, which may not fit in memory. Empty for even settings.
     """
     steps = accumulation_steps(global_batch_size, world_size, micro_batch_size)
+    # All forwards are equal already.
     if global_batch_size % (world_size * steps) == 0:
         return []
     nearest: dict[int, tuple[float, EvenSetting]] = {}
-    for micro in range(micro_batch_size, 0, -1):  # of one global batch, the largest micro-batch
+    # Downwards, so the largest micro-batch of each global batch is kept.
+    for micro in range(micro_batch_size, 0, -1):
         unit = world_size * micro
-        for accumulation in {global_batch_size // unit, -(-global_batch_size // unit)} - {0}:
+        for accumulation in (global_batch_size // unit, math.ceil(global_batch_size / unit)):
+            if accumulation == 0:
+                continue
             total = unit * accumulation
+            # A change of the global batch weighs four times as much as one of the micro-batch.
             distance = 4 * abs(math.log(total / global_batch_size)) + math.log(micro_batch_size / micro)
             nearest.setdefault(total, (distance, EvenSetting(total, micro, accumulation)))
     return [setting for _, setting in sorted(nearest.values())[:3]]

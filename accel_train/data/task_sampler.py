@@ -1,6 +1,6 @@
-"""Steps that belong to one of several tasks each, balanced: a function of (seed, step) and of nothing else.
+"""Balanced sampling of several tasks, one task per step: a function of (seed, step).
 
-The dataset is [task 0 | task 1 | ...]. Samples of different tasks may differ in shape, so that a batch is of one task.
+The dataset is [task 0 | task 1 | ...]. Samples of different tasks may differ in shape, so each batch has one task.
 """
 
 from dataclasses import dataclass, field
@@ -14,18 +14,18 @@ from accel_train.data.sampler import Draw, StepSampler
 
 @dataclass(frozen=True)
 class TaskSampler:
-    """What `StepSampler` is for one task, for several. Keeps no position and may be asked for any step.
+    """`StepSampler` for several tasks. Stateless, with random access to any step.
 
     Steps come in blocks: one step of every task, or `weights[k]` of task k, in an order drawn from (seed, block).
-    Within a task the order is that of a `StepSampler` over its samples alone, so that each of its epochs holds each of
-    its samples once. Refuses a task smaller than one global batch.
+    Within a task the order is a `StepSampler` over its samples alone: each of its epochs has each of its samples once.
+    Refuses a task smaller than one global batch.
     """
 
     sizes: tuple[int, ...]
     global_batch_size: int
     seed: int
     weights: tuple[int, ...] | None = None
-    """Steps of each task in a block, 1 or more; None: 1 of each."""
+    """Steps of each task in a block, at least 1. None: 1 of each."""
     _samplers: tuple[StepSampler, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -40,59 +40,82 @@ class TaskSampler:
             if size < self.global_batch_size:
                 raise UsageError(
                     f"global_batch_size={self.global_batch_size}: task {task + 1} of {len(self.sizes)} has {size} "
-                    "samples, at least one global batch of each task is needed. Lower it to "
+                    "samples, at least one global batch of each task is required. Lower it to "
                     f"{min(self.sizes)} or less, or use more data."
                 )
-        object.__setattr__(self, "_samplers", tuple(self._sampler(task) for task in range(len(self.sizes))))
+        samplers = tuple(self._sampler(task) for task in range(len(self.sizes)))
+        object.__setattr__(self, "_samplers", samplers)  # the dataclass is frozen
 
     @property
     def dataset_size(self) -> int:
-        """Samples of all tasks together."""
+        """Number of samples of all tasks."""
         return sum(self.sizes)
 
     def task_of_step(self, step: int) -> int:
-        """Index of the task that `step` trains: the same on every process."""
-        return self._place(step)[0]
+        """Return the index of the task of `step`, the same on every process."""
+        task, _ = self._locate(step)
+        return task
 
     def draws(self, step: int) -> list[Draw]:
-        """The global batch of optimizer step `step`, in the order of positions."""
-        task, own = self._place(step)
-        return self._in_dataset(task, self._samplers[task].draws(own))
+        """Return the global batch of optimizer step `step`, in the order of positions."""
+        task, task_step = self._locate(step)
+        draws = self._samplers[task].draws(task_step)
+        return self._in_dataset(task, draws)
 
     def epoch(self, step: int) -> float:
-        """Samples drawn before `step` over those of all tasks. Small tasks are passed over more often than this."""
+        """Return the samples drawn before `step` divided by the samples of all tasks.
+
+        Small tasks have completed more epochs than this.
+        """
         return step * self.global_batch_size / self.dataset_size
 
-    def micro_batches(self, step: int, rank: int, world_size: int, micro_batch_size: int) -> list[list[Draw]]:
-        """What `rank` computes in `step`: see `StepSampler.micro_batches`."""
-        task, own = self._place(step)
-        pieces = self._samplers[task].micro_batches(own, rank, world_size, micro_batch_size)
-        return [self._in_dataset(task, piece) for piece in pieces]
+    def micro_batches(
+        self,
+        step: int,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+    ) -> list[list[Draw]]:
+        """Return the share of `rank` in `step`, as `StepSampler.micro_batches` does."""
+        task, task_step = self._locate(step)
+        micro_batches = self._samplers[task].micro_batches(task_step, rank, world_size, micro_batch_size)
+        return [self._in_dataset(task, draws) for draws in micro_batches]
 
     def _weights(self) -> tuple[int, ...]:
-        return self.weights if self.weights is not None else (1,) * len(self.sizes)
+        if self.weights is None:
+            return (1,) * len(self.sizes)
+        return self.weights
 
     def _sampler(self, task: int) -> StepSampler:
-        # Tasks of one size would else be read in one order. Task 0 alone is a StepSampler to the last bit.
-        seed = rng.key(self.seed, "task", task) & 0xFFFFFFFF if task else self.seed
+        # Task 0 keeps the seed: alone, it equals a StepSampler to the last bit.
+        seed = self.seed
+        if task > 0:
+            # Tasks of equal size would otherwise share one order.
+            seed = rng.key(self.seed, "task", task) & 0xFFFFFFFF
         return StepSampler(self.sizes[task], self.global_batch_size, seed)
 
-    def _place(self, step: int) -> tuple[int, int]:
-        """The task of a step, and how many steps of that task come before it: the work of one block."""
+    def _locate(self, step: int) -> tuple[int, int]:
+        """Return the task of a step and the number of earlier steps of that task, from the step's block alone."""
         weights = self._weights()
-        tasks = [task for task, weight in enumerate(weights) for _ in range(weight)]
+        tasks: list[int] = []
+        for task, weight in enumerate(weights):
+            tasks += [task] * weight
         block, slot = divmod(step, len(tasks))
-        order = rng.permute(torch.arange(slot + 1, device="cpu"), len(tasks), rng.key(self.seed, "tasks", block))
+        # Only the slots up to this one are permuted.
+        places = torch.arange(slot + 1, device="cpu")
+        order = rng.permute(places, len(tasks), rng.key(self.seed, "tasks", block))
         chosen = [tasks[place] for place in order.tolist()]
         task = chosen[slot]
-        return task, block * weights[task] + chosen[:slot].count(task)
+        earlier_in_block = chosen[:slot].count(task)
+        return task, block * weights[task] + earlier_in_block
 
     def _in_dataset(self, task: int, draws: list[Draw]) -> list[Draw]:
-        """The same samples as numbered in the dataset of all tasks; an occurrence is epoch * dataset_size + sample."""
-        before, size, total = sum(self.sizes[:task]), self.sizes[task], self.dataset_size
-        return [
-            draw._replace(
-                sample=before + draw.sample, occurrence=draw.occurrence // size * total + before + draw.sample
-            )
-            for draw in draws
-        ]
+        """Renumber a task's samples as in the dataset of all tasks. occurrence is epoch * dataset_size + sample."""
+        offset = sum(self.sizes[:task])
+        renumbered: list[Draw] = []
+        for draw in draws:
+            epoch = draw.occurrence // self.sizes[task]
+            sample = offset + draw.sample
+            occurrence = epoch * self.dataset_size + sample
+            renumbered.append(draw._replace(sample=sample, occurrence=occurrence))
+        return renumbered

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.data.artifacts import SEAL, cache_directory, cached_folder, intact
+from accel_train.data.artifacts import SEAL, cache_directory, cached_folder, is_intact
 
 
 class Writer:
@@ -43,10 +43,10 @@ def test_what_is_damaged_is_built_again(tmp_path: Path, kind: str) -> None:
         (folder / "c.txt").write_text("")
     else:
         (folder / SEAL).write_text("{")
-    assert not intact(folder)
+    assert not is_intact(folder)
     cached_folder(folder, writer)
     assert writer.calls == 2
-    assert intact(folder)
+    assert is_intact(folder)
     assert (folder / "b.bin").read_bytes() == b"content"
 
 
@@ -58,7 +58,7 @@ def test_a_crash_while_building_leaves_nothing_that_counts(tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt):
         cached_folder(tmp_path / "x", crashes)
     assert not (tmp_path / "x").exists()
-    assert intact(cached_folder(tmp_path / "x", Writer()))
+    assert is_intact(cached_folder(tmp_path / "x", Writer()))
 
 
 def test_cache_directory_of_option_variable_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 from accel_train.config import UsageError
 from accel_train.data.bucketing import Buckets, choose_shapes, resolve_buckets
 from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps
-from accel_train.data.sampler import Cut, StepSampler
+from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.domains.text import modes
 from accel_train.domains.text.corpus import DEMO_FILE
@@ -45,7 +45,8 @@ def test_every_cut_holds_the_global_batch_and_pads_all_ranks_alike(batch, world_
     lengths = [1 + (7 * n) % 37 for n in range(70)]
     buckets = Buckets(lengths.__getitem__, (16, 24, 40))
     ranks = [
-        buckets.micro_batches(sampler.draws(step), Cut(r, world_size, micro_batch_size)) for r in range(world_size)
+        buckets.micro_batches(sampler.draws(step), BatchShard(r, world_size, micro_batch_size))
+        for r in range(world_size)
     ]
     plain = [sampler.micro_batches(step, r, world_size, micro_batch_size) for r in range(world_size)]
     pieces = [draws for rank in ranks for draws, _ in rank]
@@ -64,7 +65,7 @@ def test_every_cut_holds_the_global_batch_and_pads_all_ranks_alike(batch, world_
 
 def test_equal_lengths_keep_the_order_of_positions():
     sampler = StepSampler(40, 8, seed=0)
-    [(first, _), (second, _)] = Buckets(lambda _: 5, (8,)).micro_batches(sampler.draws(2), Cut(0, 1, 4))
+    [(first, _), (second, _)] = Buckets(lambda _: 5, (8,)).micro_batches(sampler.draws(2), BatchShard(0, 1, 4))
     assert first + second == sampler.draws(2)
 
 
@@ -104,7 +105,7 @@ class Lengths:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 50])
 def test_lengths_are_few_multiples_of_8_and_the_share_of_padding_is_told(count):
-    sampler, cut = StepSampler(60, 16, seed=1), Cut(1, 2, 2)
+    sampler, cut = StepSampler(60, 16, seed=1), BatchShard(1, 2, 2)
     buckets, choice = resolve_buckets(Lengths(), sampler, cut, count)
     assert len(buckets.shapes) <= count
     assert all(shape % 8 == 0 for shape in buckets.shapes)
@@ -117,7 +118,9 @@ def test_lengths_are_few_multiples_of_8_and_the_share_of_padding_is_told(count):
 
 def test_more_shapes_never_pad_more():
     shares = [
-        int(resolve_buckets(Lengths(), StepSampler(60, 16, seed=1), Cut(0, 1, 4), n)[1].split("%")[0].split()[-1])
+        int(
+            resolve_buckets(Lengths(), StepSampler(60, 16, seed=1), BatchShard(0, 1, 4), n)[1].split("%")[0].split()[-1]
+        )
         for n in (1, 2, 4)
     ]
     assert shares[0] == 100
@@ -125,7 +128,7 @@ def test_more_shapes_never_pad_more():
 
 
 def test_one_micro_batch_per_step_is_still_cut_to_the_longest_of_the_step():
-    [batch] = next(iterate(Lengths(), Cut(0, 1, 8), BUCKETED, batch=8)).micro_batches
+    [batch] = next(iterate(Lengths(), BatchShard(0, 1, 8), BUCKETED, batch=8)).micro_batches
     longest = max(draw.sample for draw in StepSampler(60, 8, seed=3).draws(0)) + 1
     assert longest <= batch["text"].shape[1] < longest + 16
     assert batch["text"].is_contiguous()
@@ -134,7 +137,7 @@ def test_one_micro_batch_per_step_is_still_cut_to_the_longest_of_the_step():
 
 def test_what_was_chosen_is_printed(caplog):
     with caplog.at_level(logging.INFO, "accel_train.data.loader"):
-        next(iterate(Lengths(), Cut(0, 1, 2), BUCKETED, batch=8))
+        next(iterate(Lengths(), BatchShard(0, 1, 2), BUCKETED, batch=8))
     assert "bucket_by_length, padded to" in caplog.text
     assert "of 64 on average" in caplog.text
 
@@ -148,7 +151,7 @@ def test_what_was_chosen_is_printed(caplog):
 )
 def test_options_are_obeyed_or_refused(options, words):
     with pytest.raises(UsageError) as error:
-        iterate(Subset(Lengths(), range(60)), Cut(0, 1, 4), LoaderConfig(**options))
+        iterate(Subset(Lengths(), range(60)), BatchShard(0, 1, 4), LoaderConfig(**options))
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
@@ -166,7 +169,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> TextLatentDataset:
     return TextLatentDataset(lines, tokenizer.tokenise(lines, LONGEST), table, assets, "f")
 
 
-def iterate(dataset, cut: Cut, config: LoaderConfig, *, batch: int = GLOBAL_BATCH, start: int = 0, stop: int = 3):
+def iterate(
+    dataset, cut: BatchShard, config: LoaderConfig, *, batch: int = GLOBAL_BATCH, start: int = 0, stop: int = 3
+):
     sampler = StepSampler(60, batch, seed=3)
     return iterate_steps(dataset, sampler, cut, start_step=start, max_steps=stop, device=CPU, config=config)
 
@@ -174,7 +179,7 @@ def iterate(dataset, cut: Cut, config: LoaderConfig, *, batch: int = GLOBAL_BATC
 def gradients(dataset: TextLatentDataset, world_size: int, config: LoaderConfig, step: int) -> tuple[Tensor, ...]:
     """Loss and gradient of one global batch as the recipe has it, weights in fp64, the ranks one after another."""
     experiment = recipe.Config(max_steps=5, global_batch_size=GLOBAL_BATCH, seed=11)
-    ranks = [next(iterate(dataset, Cut(r, world_size, 4), config, start=step)) for r in range(world_size)]
+    ranks = [next(iterate(dataset, BatchShard(r, world_size, 4), config, start=step)) for r in range(world_size)]
     corrupted = [recipe.corrupt(experiment, batch, step, mask_id=1) for rank in ranks for batch in rank.micro_batches]
     weights = {name: torch.stack([w[name].double() for _, w in corrupted]).sum() for name in corrupted[0][1]}
     assert float(weights["latent"]) == GLOBAL_BATCH
@@ -211,7 +216,7 @@ def test_noise_of_a_token_does_not_depend_on_the_length_of_its_batch(texts: Text
 
     def seen(config: LoaderConfig) -> dict[int, tuple[list[int], list[float], float, float]]:
         found = {}
-        for batch in next(iterate(texts, Cut(0, 1, 4), config, start=1)).micro_batches:
+        for batch in next(iterate(texts, BatchShard(0, 1, 4), config, start=1)).micro_batches:
             noisy, _ = recipe.corrupt(experiment, batch, 1, mask_id=1)
             for i, n in enumerate(batch["text_mask"].sum(-1).tolist()):
                 times = float(noisy["text_time"][i]), float(noisy["latent_time"][i])
@@ -227,8 +232,8 @@ def shapes(steps: list[StepBatches]) -> list[list[int]]:
 
 
 def test_the_padding_goes_and_the_rest_stays(texts: TextLatentDataset) -> None:
-    plain = list(iterate(texts, Cut(0, 1, 4), LoaderConfig(num_workers=0)))
-    steps = list(iterate(texts, Cut(0, 1, 4), BUCKETED))
+    plain = list(iterate(texts, BatchShard(0, 1, 4), LoaderConfig(num_workers=0)))
+    steps = list(iterate(texts, BatchShard(0, 1, 4), BUCKETED))
     assert len({length for step in shapes(steps) for length in step}) <= 4
     assert sum(map(sum, shapes(steps))) < 0.7 * sum(map(sum, shapes(plain)))
     for a, b in zip(plain, steps, strict=True):
@@ -249,7 +254,7 @@ def test_the_padding_goes_and_the_rest_stays(texts: TextLatentDataset) -> None:
 
 
 def test_workers_and_a_resumed_run_give_the_same(texts: TextLatentDataset) -> None:
-    cut = Cut(1, 2, 3)
+    cut = BatchShard(1, 2, 3)
     whole = list(iterate(texts, cut, BUCKETED, stop=4))
     with_workers = LoaderConfig(num_workers=2, bucket_by_length=True)
     for others, expected in (

@@ -46,7 +46,7 @@ def test_in_order_with_workers() -> None:
 def test_auto_starts_workers_for_long_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
     monkeypatch.setattr(
-        generation, "_made_by", lambda make, numbers, workers: started.append(workers) or map(make, numbers)
+        generation, "_map_in_workers", lambda make, numbers, workers: started.append(workers) or map(make, numbers)
     )
     monkeypatch.setattr(generation, "usable_cores", lambda: 8)
     monkeypatch.setattr(generation, "SECONDS_WORTH_WORKERS", 600.0)

@@ -15,11 +15,11 @@ from torch.utils.data import default_collate
 from accel_train.config import UsageError
 from accel_train.data import loader
 from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps, resolve_loader, usable_cores
-from accel_train.data.sampler import Cut, StepSampler
+from accel_train.data.sampler import BatchShard, StepSampler
 from tests.waiting import until
 
 CPU = torch.device("cpu")
-WHOLE = Cut(rank=0, world_size=1, micro_batch_size=4)
+WHOLE = BatchShard(rank=0, world_size=1, micro_batch_size=4)
 # Python 3.12 and later warn of any fork in a process with threads
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
@@ -55,7 +55,7 @@ class Counted(Noisy):
 
 
 def collect(
-    cut: Cut = WHOLE,
+    cut: BatchShard = WHOLE,
     *,
     workers: int = 0,
     start: int = 0,
@@ -103,7 +103,7 @@ def noise_by_occurrence(steps: list[StepBatches]) -> dict[int, tuple[float, ...]
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro_batch_size", [16, 3, 1])
 def test_every_cut_reads_the_same(world_size, micro_batch_size):
-    ranks = [collect(Cut(rank, world_size, micro_batch_size)) for rank in range(world_size)]
+    ranks = [collect(BatchShard(rank, world_size, micro_batch_size)) for rank in range(world_size)]
     sampler = StepSampler(40, 14, seed=5)
     expected = Counter((step, *draw[:3]) for step in range(6) for draw in sampler.draws(step))
     assert sum((counted_draws(steps) for steps in ranks), Counter()) == expected
@@ -120,7 +120,7 @@ def test_every_cut_reads_the_same(world_size, micro_batch_size):
 
 
 def test_workers_change_nothing():
-    cut = Cut(1, 3, 2)
+    cut = BatchShard(1, 3, 2)
     assert_same(collect(cut), collect(cut, workers=2))
 
 
@@ -165,7 +165,7 @@ def test_data_wait_is_what_the_loop_waited():
     config = LoaderConfig(num_workers=1, prefetch_factor=4)
     waits: list[float] = []
     arguments = {"start_step": 0, "max_steps": 3, "device": CPU, "config": config}
-    for step in iterate_steps(dataset, StepSampler(40, 14, seed=0), Cut(0, 1, 14), **arguments):
+    for step in iterate_steps(dataset, StepSampler(40, 14, seed=0), BatchShard(0, 1, 14), **arguments):
         waits.append(step.data_wait_seconds)
         until(lambda: dataset.count.value == 3 * 14)  # the worker has read the next steps meanwhile
     assert max(waits[1:]) < 14 * 0.03
@@ -176,14 +176,16 @@ def test_own_collate():
         return {"twice": default_collate([2 * sample["value"] for sample in samples])}
 
     sampler = StepSampler(40, 8, seed=0)
-    steps = iterate_steps(Noisy(40), sampler, Cut(0, 1, 8), start_step=0, max_steps=1, device=CPU, collate=shifted)
+    steps = iterate_steps(
+        Noisy(40), sampler, BatchShard(0, 1, 8), start_step=0, max_steps=1, device=CPU, collate=shifted
+    )
     [batch] = next(steps).micro_batches
     assert torch.equal(batch["twice"], 2 * batch["sample"])
 
 
 def test_another_dataset_than_the_sampler_was_made_for():
     with pytest.raises(ValueError, match="for 39 samples, the dataset has 40"):
-        iterate_steps(Noisy(40), StepSampler(39, 8, seed=0), Cut(0, 1, 8), start_step=0, max_steps=1, device=CPU)
+        iterate_steps(Noisy(40), StepSampler(39, 8, seed=0), BatchShard(0, 1, 8), start_step=0, max_steps=1, device=CPU)
 
 
 def test_auto_settings():
@@ -224,7 +226,7 @@ def test_workers_live_through_epochs():
     steps = iterate_steps(
         Noisy(10),
         StepSampler(10, 8, seed=0),
-        Cut(0, 1, 4),
+        BatchShard(0, 1, 4),
         start_step=0,
         max_steps=8,
         device=CPU,
@@ -257,7 +259,7 @@ def test_the_choice_is_printed(caplog, device, options, words):
         iterate_steps(
             Noisy(40),
             StepSampler(40, 8, seed=0),
-            Cut(0, 1, 8),
+            BatchShard(0, 1, 8),
             start_step=0,
             max_steps=1,
             device=device,
@@ -285,7 +287,7 @@ def test_options_are_obeyed_or_refused(options, words):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_prefetch_on_cuda_gives_the_same(workers):
-    sampler, cut, cuda = StepSampler(40, 14, seed=5), Cut(0, 1, 4), torch.device("cuda")
+    sampler, cut, cuda = StepSampler(40, 14, seed=5), BatchShard(0, 1, 4), torch.device("cuda")
     config = LoaderConfig(num_workers=workers)
     steps: list[StepBatches] = []
     for step in iterate_steps(Noisy(40), sampler, cut, start_step=0, max_steps=6, device=cuda, config=config):
@@ -301,5 +303,5 @@ def test_more_workers_than_the_cores_can_run_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(loader, "usable_cores", lambda: 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert resolve_loader(LoaderConfig(num_workers=16), torch.device("cpu")).num_workers == 16
-    with pytest.raises(UsageError, match=r"num_workers=17: .* 34 .*, on 4 core.*at most 32.* 16 or less"):
+    with pytest.raises(UsageError, match=r"num_workers=17: .* 34 .*, on 4 core.*At most 32.* 16 or less"):
         resolve_loader(LoaderConfig(num_workers=17), torch.device("cpu"))

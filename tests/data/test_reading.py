@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps
 from accel_train.data.reading import LoadingError, MapDataset
-from accel_train.data.sampler import Cut, StepSampler
+from accel_train.data.sampler import BatchShard, StepSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
@@ -79,7 +79,7 @@ class Whole(Faulty):
 def steps_of(dataset: MapDataset, **options) -> Generator[StepBatches, None, None]:
     config = LoaderConfig(**options)
     return iterate_steps(
-        dataset, SAMPLER, Cut(0, 1, 4), start_step=0, max_steps=5, device=torch.device("cpu"), config=config
+        dataset, SAMPLER, BatchShard(0, 1, 4), start_step=0, max_steps=5, device=torch.device("cpu"), config=config
     )
 
 
@@ -156,7 +156,7 @@ def test_a_worker_that_hangs():
 
 
 def test_a_slow_worker_is_waited_for_longer_than_one_poll(monkeypatch):
-    monkeypatch.setattr("accel_train.data.reading.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("accel_train.data.workers.POLL_SECONDS", 0.05)
     slow = Faulty("none")
     monkeypatch.setattr(Faulty, "__getitem__", lambda self, index: (time.sleep(0.05), {"v": torch.tensor(index)})[1])
     steps = list(steps_of(slow, num_workers=2))
@@ -192,7 +192,7 @@ def test_the_signal_handler_of_the_process_stays():
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("field", "field 'weight' is added by the loader"), ("text", "leading dimension 4 is needed, got a list")],
+    [("field", "field 'weight' is added by the loader"), ("text", "leading dimension 4 is required, got a list")],
 )
 def test_fields_that_no_batch_can_have(fault, words):
     with pytest.raises(LoadingError, match=f"collating of step 0, micro-batch 0.*{words}"):
@@ -249,7 +249,13 @@ def test_a_collate_of_ones_own_gets_samples():
         return {"twice": 2 * torch.stack([sample["value"] for sample in samples])}
 
     steps = iterate_steps(
-        Whole("none"), SAMPLER, Cut(0, 1, 4), start_step=0, max_steps=1, device=torch.device("cpu"), collate=doubled
+        Whole("none"),
+        SAMPLER,
+        BatchShard(0, 1, 4),
+        start_step=0,
+        max_steps=1,
+        device=torch.device("cpu"),
+        collate=doubled,
     )
     [first, _] = next(steps).micro_batches
     assert torch.equal(first["twice"], 2 * first["sample"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.data.loader import LoaderConfig, iterate_steps
-from accel_train.data.sampler import Cut, Draw, StepSampler
+from accel_train.data.sampler import BatchShard, Draw, StepSampler
 from accel_train.data.task_sampler import TaskSampler
 
 SIZES = (40, 23, 100)
@@ -127,7 +127,7 @@ class Tasks:
         return {"value": torch.full((task_of_sample(index) + 1,), index), "noise": torch.rand(())}
 
 
-def rows(cut: Cut, start: int = 0, workers: int = 0) -> dict[tuple[int, int], tuple[list[int], float]]:
+def rows(cut: BatchShard, start: int = 0, workers: int = 0) -> dict[tuple[int, int], tuple[list[int], float]]:
     """(step, position) -> value and noise, of the samples that count."""
     sampler = TaskSampler(SIZES, 14, seed=5)
     steps = iterate_steps(
@@ -147,9 +147,9 @@ def rows(cut: Cut, start: int = 0, workers: int = 0) -> dict[tuple[int, int], tu
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_the_loader_reads_it_in_any_cut_with_workers_and_from_any_step():
-    whole = rows(Cut(0, 1, 14))
+    whole = rows(BatchShard(0, 1, 14))
     assert len(whole) == 8 * 14
-    cut = [rows(Cut(rank, 3, 2)) for rank in range(3)]
+    cut = [rows(BatchShard(rank, 3, 2)) for rank in range(3)]
     assert cut[0] | cut[1] | cut[2] == whole
-    assert rows(Cut(0, 1, 5), workers=2) == whole
-    assert rows(Cut(0, 1, 5), start=6) == {key: row for key, row in whole.items() if key[0] >= 6}
+    assert rows(BatchShard(0, 1, 5), workers=2) == whole
+    assert rows(BatchShard(0, 1, 5), start=6) == {key: row for key, row in whole.items() if key[0] >= 6}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.data.loader import LoaderConfig, iterate_steps
-from accel_train.data.sampler import Cut, StepSampler
+from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.runtime.accelerator import build_accelerator, verify_prepared
 from accel_train.training.accumulation import GradientWindow
 from tests.distributed.launching import ROOT, environment
@@ -67,7 +67,9 @@ class Rows:
 def test_the_next_step_is_copied_while_this_one_trains(tmp_path: Path) -> None:
     device, weight = torch.device("cuda"), torch.randn(4096, 4096, device="cuda")
     sampler, loader = StepSampler(4096, 64, seed=0), LoaderConfig(num_workers=2)
-    steps = iterate_steps(Rows(), sampler, Cut(0, 1, 64), start_step=0, max_steps=24, device=device, config=loader)
+    steps = iterate_steps(
+        Rows(), sampler, BatchShard(0, 1, 64), start_step=0, max_steps=24, device=device, config=loader
+    )
     trace = tmp_path / "trace.json"
     with torch.profiler.profile() as profile:
         for batches in steps:

@@ -24,7 +24,7 @@ from torch import Tensor
 from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError, expand_path
 from accel_train.data.artifacts import cached_folder, open_cache
-from accel_train.data.generation import blocks_in_order, even_shares
+from accel_train.data.generation import blocks_in_order, split_evenly
 from accel_train.data.progress import Progress
 from accel_train.domains.pde.files import FieldHeader, FieldPart, StoredFields, hdf5, read_stored, require, write_fields
 from accel_train.domains.pde.rows import FieldData, build_field_data
@@ -301,8 +301,8 @@ def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[St
         return {split: [opened[split].cut(split, (0, sizes[split]), wanted[split], points)] for split in SPLITS}
     files = [_open(file, task) for file in _pdebench_files(config, task, folder)]
     sizes = [len(stored.parameters) for stored in files]
-    heldout = even_shares(config.heldout_samples, [size // 10 for size in sizes])
-    train = even_shares(config.train_samples, [size - count for size, count in zip(sizes, heldout, strict=True)])
+    heldout = split_evenly(config.heldout_samples, [size // 10 for size in sizes])
+    train = split_evenly(config.train_samples, [size - count for size, count in zip(sizes, heldout, strict=True)])
     splits: dict[str, list[StoredFields]] = {split: [] for split in SPLITS}
     for stored, size, last, first in zip(files, sizes, heldout, train, strict=True):
         splits["heldout"].append(stored.cut("heldout", (max(0, size - last), size), last, points))

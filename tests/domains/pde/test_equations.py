@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from accel_train.config import UsageError, from_tree
 from accel_train.data import artifacts
 from accel_train.data.loader import LoaderConfig, iterate_steps
-from accel_train.data.sampler import Cut
+from accel_train.data.sampler import BatchShard
 from accel_train.data.task_sampler import TaskSampler
 from accel_train.domains.pde import equations as pde
 from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde, solve_burgers, solve_darcy
@@ -348,7 +348,7 @@ def test_the_loader_reads_every_task_in_workers(tmp_path: Path) -> None:
 
     def read(workers: int) -> list[Any]:
         steps = iterate_steps(
-            data.train, order, Cut(0, 1, 16), start_step=0, max_steps=4, device=torch.device("cpu"),
+            data.train, order, BatchShard(0, 1, 16), start_step=0, max_steps=4, device=torch.device("cpu"),
             config=LoaderConfig(num_workers=workers),
         )  # fmt: skip
         return [(step.step, step.micro_batches[0]) for step in steps]

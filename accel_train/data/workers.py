@@ -1,0 +1,194 @@
+"""torch's DataLoader as the reader of a plan, with errors that name the request and its worker."""
+
+import contextlib
+import copy
+import ctypes
+import gc
+import itertools
+import multiprocessing
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Generator, Iterator
+from multiprocessing.context import BaseContext
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel_train.data.reading import IDLE, WHOLE_BATCH, Batch, LoaderSettings, LoadingError, Plan, Reader, Request
+
+POLL_SECONDS = 2.0
+"""Time between checks of the workers while a micro-batch is late."""
+
+
+class Workers:
+    """Iteration of the DataLoader over all requests of a plan."""
+
+    def __init__(self, reader: Reader, plan: Plan, settings: LoaderSettings) -> None:
+        self._settings = settings
+        self._progress = reader.progress
+        requests, expected = itertools.tee(plan.requests())
+        self._expected = enumerate(expected)
+        has_workers = settings.num_workers > 0
+        # The DataLoader times out often so that `_wait` can check the workers. `_wait` counts timeout_seconds itself.
+        poll_seconds = min(POLL_SECONDS, settings.timeout_seconds)
+        loader = DataLoader(
+            cast(Any, reader),
+            batch_sampler=cast(Any, requests),
+            num_workers=settings.num_workers,
+            collate_fn=_identity,
+            pin_memory=settings.pin_memory,
+            timeout=poll_seconds if has_workers else 0,
+            prefetch_factor=settings.prefetch_factor if has_workers else None,
+            generator=torch.Generator(device="cpu"),  # by default it draws from the global generator
+            worker_init_fn=_begin_worker,
+            multiprocessing_context=_context_without_shared_lock() if has_workers else None,
+        )
+        with _preserve_sigchld_handler():
+            self._batches: Iterator[Batch] | None = iter(loader)
+
+    def read(self) -> Batch:
+        """Return the next micro-batch of the plan."""
+        number, request = next(self._expected)
+        assert self._batches is not None, "read after close"
+        if self._settings.num_workers == 0:
+            return next(self._batches)
+        batch = self._wait(self._batches, number, request)
+        if isinstance(batch, str):
+            self.close()
+            raise LoadingError(batch)
+        return batch
+
+    def _wait(self, batches: Iterator[Batch], number: int, request: Request) -> Batch | str:
+        """Return the batch, or the text of an error: the error itself would keep the iterator and its workers alive."""
+        started = time.monotonic()
+        while True:
+            try:
+                return next(batches)
+            except LoadingError as error:
+                _clear_frames(error)
+                return str(error).partition("LoadingError: ")[2] or str(error)
+            except Exception as error:
+                # A dying worker also shows as OSError, EOFError or UnpicklingError.
+                _clear_frames(error)
+                waited = time.monotonic() - started
+                # A timeout is the only error without a dead worker.
+                if "timed out" not in str(error):
+                    return self._explain_death(f"{type(error).__name__}: {error}".strip(), request)
+                if waited >= self._settings.timeout_seconds:
+                    return self._explain_hang(number % self._settings.num_workers, waited, request)
+
+    def _explain_death(self, message: str, request: Request) -> str:
+        dead = "".join(f"It was {self._describe(worker)}. " for worker in self._dead_workers())
+        return (
+            f"{request} did not arrive: {message.rstrip('.')}. {dead}Often the host ran out of memory: lower "
+            "num_workers or prefetch_factor. num_workers=0 shows a crash of the dataset where it happens."
+        )
+
+    def _dead_workers(self) -> list[int]:
+        """Return the workers that have read something and are dead now."""
+        # Retried for a second: closed pipes may be noticed before the end of the process.
+        for _ in range(10):
+            alive = {process.pid for process in multiprocessing.active_children()}
+            pids: list[int] = self._progress[:, 0].tolist()
+            dead = [worker for worker, pid in enumerate(pids) if pid > 0 and pid not in alive]
+            if dead:
+                return dead
+            time.sleep(0.1)
+        return []
+
+    def _explain_hang(self, worker: int, waited: float, request: Request) -> str:
+        return (
+            f"timeout_seconds={self._settings.timeout_seconds:g}: {request} did not arrive within {waited:.0f} "
+            f"seconds from {self._describe(worker)}. Raise it if the storage is slow; num_workers=0 shows where "
+            "the dataset waits."
+        )
+
+    def _describe(self, worker: int) -> str:
+        pid, step, sample = self._progress[worker].tolist()
+        if sample == IDLE:
+            activity = "between two micro-batches"
+        elif sample == WHOLE_BATCH:
+            activity = f"reading a micro-batch of step {step} at once"
+        else:
+            activity = f"reading sample {sample} of step {step}"
+        return f"worker {worker} (pid {pid}), {activity}"
+
+    def close(self) -> None:
+        """End the workers."""
+        batches: Any = self._batches
+        processes: list[Any] = []
+        if batches is not None and self._settings.num_workers > 0:
+            processes = batches._workers
+        # Deleting the DataLoader's iterator ends its workers.
+        self._batches = None
+        for process in processes:
+            # A hanging worker ignores the DataLoader's SIGTERM.
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+class _Flag:
+    """Replacement for `multiprocessing.Event` in the DataLoader, without its lock.
+
+    A worker killed while holding the lock would leave the training process waiting forever.
+    """
+
+    def __init__(self, context: BaseContext) -> None:
+        # Raw: shared memory without a lock. A bool is written at once.
+        self._value = context.RawValue(ctypes.c_bool, False)
+
+    def set(self) -> None:
+        self._value.value = True
+
+    def is_set(self) -> bool:
+        return self._value.value
+
+
+def _context_without_shared_lock() -> BaseContext:
+    # A copy, because the context is shared with every other user of multiprocessing.
+    context: Any = copy.copy(multiprocessing.get_context())
+    context.Event = lambda: _Flag(context)
+    return context
+
+
+def _begin_worker(_: int) -> None:
+    # A launcher signals all processes. The trainer still needs its workers until the ranks agree on a step to save.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # The trainer disables the garbage collector and runs it by hand.
+    gc.enable()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames of an error and its causes. They would keep a worker's error, and so its batch, alive."""
+    following: BaseException | None = error
+    while following is not None:
+        traceback.clear_frames(following.__traceback__)
+        following = following.__context__
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+@contextlib.contextmanager
+def _preserve_sigchld_handler() -> Generator[None, None, None]:
+    """Restore the handler of SIGCHLD after the DataLoader has replaced it.
+
+    The DataLoader's handler raises in the middle of a collective or of a checkpoint's commit. A dead worker is
+    noticed without it, when its data is needed.
+    """
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    # Only the main thread may set handlers, and Windows has no SIGCHLD.
+    if not is_main_thread or not hasattr(signal, "SIGCHLD"):
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
