@@ -1,4 +1,4 @@
-"""``accel-train``: each command reads its arguments and calls one function of a room."""
+"""``accel-train``: each command reads its arguments and calls one function of the library."""
 
 from __future__ import annotations
 
@@ -11,24 +11,40 @@ from accel_train.runtime.exiting import exit_with
 
 
 def main() -> None:
-    """Entry point of the ``accel-train`` command."""
+    """Run the ``accel-train`` command."""
     exit_with(_main)
 
 
 def _main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.command == "doctor":
-        from accel_train.commands.doctor import attention_report, report
-
-        print(attention_report() if arguments.attention else report())
-        return 0
+        return _doctor(arguments)
     if arguments.command == "checkpoints":
         return _checkpoints(arguments)
     if arguments.command == "compare":
-        from accel_train.compare.comparison import Request, compare
+        return _compare(arguments)
+    return _launch(arguments)
 
-        arguments.sources, arguments.gates = tuple(arguments.sources), tuple(arguments.gates)
-        return compare(Request(**{k: v for k, v in vars(arguments).items() if k != "command"}))
+
+# Each command imports its own module, so that a fast one never pays for the imports of a slow one.
+def _doctor(arguments: argparse.Namespace) -> int:
+    from accel_train.commands.doctor import attention_report, report
+
+    print(attention_report() if arguments.attention else report())
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from accel_train.compare.comparison import Request, compare
+
+    options = vars(arguments)
+    del options["command"]
+    options["sources"] = tuple(arguments.sources)
+    options["gates"] = tuple(arguments.gates)
+    return compare(Request(**options))
+
+
+def _launch(arguments: argparse.Namespace) -> int:
     from accel_train.commands.launch import Launch, launch
 
     request = Launch(
@@ -49,8 +65,9 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _checkpoints(arguments: argparse.Namespace) -> int:
-    """Torch is imported by those alone that read tensors."""
-    place, action = arguments.place, arguments.action
+    """Run an action on checkpoints. Only actions on tensors import torch."""
+    place = arguments.place
+    action = arguments.action
     if action == "diff":
         from accel_train.commands.diff import diff
 
@@ -69,7 +86,8 @@ def _checkpoints(arguments: argparse.Namespace) -> int:
         return commands.ls(place, as_json=arguments.json, quick=arguments.quick)
     if action == "verify":
         return commands.verify(place)
-    flags = {k: v for k, v in vars(arguments).items() if k not in ("command", "action", "place", "dry_run")}
+    not_flags = ("command", "action", "place", "dry_run")
+    flags = {name: value for name, value in vars(arguments).items() if name not in not_flags}
     if action == "prune":
         return commands.prune(place, dry_run=arguments.dry_run, flags=flags)
     return commands.push(place, flags)
@@ -77,52 +95,56 @@ def _checkpoints(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="accel-train", description="Launch, rehearse and check training recipes; look after their checkpoints."
+        prog="accel-train", description="Launch, rehearse and check training recipes; manage their checkpoints."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="versions, devices, kernels, and what this machine can run")
-    doctor.add_argument("--attention", action="store_true", help="try every kernel of attention: time, error, what ran")
+    doctor = commands.add_parser("doctor", help="versions, devices, kernels, and strategies this machine can run")
+    doctor.add_argument("--attention", action="store_true", help="try every attention kernel: time, error, what ran")
     texts = {
-        "launch": "start a recipe from an accelerate launch file, read strictly; forwards signals, keeps exit codes",
+        "launch": "start a recipe from a strictly read accelerate launch file; forwards signals, keeps exit codes",
         "rehearse": "run the launch file's strategy for real on CPU processes, before paying for the cluster",
-        "check": "read the launch file and the recipe's config, say what would run, run nothing",
+        "check": "read the launch file and the recipe's config, describe the run, run nothing",
     }
     for name, text in texts.items():
-        command = commands.add_parser(name, help=text, description=text)
-        instead = "" if name == "rehearse" else "; as `accelerate launch` takes it where none is named"
-        command.add_argument(
-            "--config_file", required=name == "rehearse", help=f"accelerate launch file (YAML or JSON){instead}"
-        )
-        command.add_argument("--num_processes", type=int, help="processes over all machines; as the file says")
-        command.add_argument("--machine_rank", type=int, help="number of this machine, from 0")
-        command.add_argument("--main_process_ip", help="address of machine 0")
-        command.add_argument("--main_process_port", type=int, help="port of machine 0")
-        command.add_argument("recipe", help="path of the recipe")
-        command.add_argument("arguments", nargs=argparse.REMAINDER, help="preset or YAML file, and flags of the recipe")
+        _add_launch(commands.add_parser(name, help=text, description=text), file_required=name == "rehearse")
     text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
     _add_compare(commands.add_parser("compare", help=text, description=text))
     _add_checkpoints(commands.add_parser("checkpoints", help="list, verify, compare, delete, convert, export, push"))
     return parser
 
 
+def _add_launch(command: argparse.ArgumentParser, *, file_required: bool) -> None:
+    text = "accelerate launch file (YAML or JSON)"
+    if not file_required:
+        text += "; default: the same as for `accelerate launch`"
+    command.add_argument("--config_file", required=file_required, help=text)
+    command.add_argument("--num_processes", type=int, help="processes over all machines; default: from the file")
+    command.add_argument("--machine_rank", type=int, help="number of this machine, from 0")
+    command.add_argument("--main_process_ip", help="address of machine 0")
+    command.add_argument("--main_process_port", type=int, help="port of machine 0")
+    command.add_argument("recipe", help="path of the recipe")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="preset or YAML file, and flags of the recipe")
+
+
 def _add_compare(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("recipe", help="path of the recipe")
     compare.add_argument("sources", nargs="+", metavar="PRESET_OR_YAML", help="A and B, or one with --vary")
-    compare.add_argument("--config_file", help="accelerate launch file for every run; none: one plain process")
-    compare.add_argument("--vary", metavar="KEY=V1,V2", help="values of one option, the others against the first")
-    compare.add_argument("--ablate", action="store_true", help="also A with each single option in which B differs")
-    compare.add_argument("--max_steps", type=int, help="optimizer steps of every run; as the configs say")
+    compare.add_argument("--config_file", help="accelerate launch file for every run; default: one plain process")
+    compare.add_argument("--vary", metavar="KEY=V1,V2", help="values of one option, compared with the first")
+    compare.add_argument("--ablate", action="store_true", help="also run A with each differing option of B by itself")
+    compare.add_argument("--max_steps", type=int, help="optimizer steps of every run; default: from the configs")
     compare.add_argument("--max_epochs", type=float, help="passes over the data, instead of --max_steps")
-    compare.add_argument("--seed", type=int, help="of every run; as the configs say")
-    compare.add_argument(
-        "--rounds", type=int, default=5, help="runs of each side (5); with fewer, intervals are too narrow"
-    )
-    gate = "'speedup>=3' 'loss_delta<=0.03' 'memory_peak_gib<=50': exit code 1 where an interval excludes one"
-    compare.add_argument("--gate", dest="gates", nargs="+", action="extend", default=[], metavar="EXPR", help=gate)
-    compare.add_argument("--output", help="directory for runs, compare.json and compare.png; runs/compare-TIME")
-    compare.add_argument("--tolerance", type=float, default=1e-5, help="losses this close, relative to A, are equal")
-    compare.add_argument("--keep_checkpoints", action="store_true", help="of the runs; else deleted after each")
+    compare.add_argument("--seed", type=int, help="seed of every run; default: from the configs")
+    text = "runs of each side; with fewer than the default of 5, intervals are too narrow"
+    compare.add_argument("--rounds", type=int, default=5, help=text)
+    text = "'speedup>=3' 'loss_delta<=0.03' 'memory_peak_gib<=50': exit code 1 if an interval excludes a target"
+    compare.add_argument("--gate", dest="gates", nargs="+", action="extend", default=[], metavar="EXPR", help=text)
+    text = "directory for runs, compare.json and compare.png; default: runs/compare-TIME"
+    compare.add_argument("--output", help=text)
+    text = "losses this close, relative to A, are equal"
+    compare.add_argument("--tolerance", type=float, default=1e-5, help=text)
+    compare.add_argument("--keep_checkpoints", action="store_true", help="keep the checkpoints of the runs")
 
 
 def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
@@ -133,38 +155,39 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
         action.add_argument("place", metavar=meaning)
         return action
 
-    ls = add("ls", "RUN_OR_DIRECTORY", "a table: step, age, size, metric, state, whether it verifies and is on the Hub")
-    ls.add_argument("--json", action="store_true", help="everything that is known, for programs")
+    ls = add("ls", "RUN_OR_DIRECTORY", "table of step, age, size, metric, state, verification and state on the Hub")
+    ls.add_argument("--json", action="store_true", help="all fields, for programs")
     ls.add_argument("--quick", action="store_true", help="compare sizes only, hash nothing")
     add("verify", "RUN_OR_CHECKPOINT", "hash every file and compare with the manifest; exit code 1 if one is damaged")
-    diff = add("diff", "A", "where two differ and by how much; exit code 1 if they do")
+    diff = add("diff", "A", "compare the tensors of A and B; exit code 1 if they differ")
     diff.add_argument("other", metavar="B", help="like A: run, checkpoint, or any directory with safetensors")
-    _add_prune(add("prune", "RUN", "delete what is not to be kept; options that are not given are those of the run"))
-    convert = add("convert", "SOURCE", "what Accelerator.save_state or save_pretrained wrote, for --init_from")
-    convert.add_argument("destination", metavar="DESTINATION", help="directory to put checkpoint_00000000 into")
-    convert.add_argument("--stem", help="which weights, where there are several: model_1, model.fp16")
-    export = add(
-        "export", "RUN_OR_CHECKPOINT", "weights, config.json, assets and options, for from_pretrained and others"
-    )
+    _add_prune(add("prune", "RUN", "delete old checkpoints; options default to those of the run"))
+    convert = add("convert", "SOURCE", "convert the files of Accelerator.save_state or save_pretrained for --init_from")
+    convert.add_argument("destination", metavar="DESTINATION", help="directory for checkpoint_00000000")
+    convert.add_argument("--stem", help="one of several sets of weights: model_1, model.fp16")
+    text = "write weights, config.json, assets and options for from_pretrained and other tools"
+    export = add("export", "RUN_OR_CHECKPOINT", text)
     export.add_argument("destination", metavar="DESTINATION", help="directory that does not exist or is empty")
-    export.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of what is written")
-    export.add_argument("--weights", choices=("model", "ema"), default="model", help="the weights or their average")
-    push = add("push", "RUN_OR_CHECKPOINT", "push a checkpoint, or what waits in a run, to the Hub; waits for it")
-    push.add_argument("--repo_id", help="ORGANISATION/NAME; hub.repo_id of the run where it is not given")
-    push.add_argument("--include_state", action="store_true", default=None, help="the optimizer state as well")
-    push.add_argument("--revisions", choices=("branch", "tag"), help="what names the step")
-    push.add_argument("--public", dest="private", action="store_false", default=None, help="where it is created")
-    push.add_argument("--finish_minutes", type=float, help="how long network trouble is tried again")
+    export.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the weights")
+    export.add_argument("--weights", choices=("model", "ema"), default="model", help="trained weights or their EMA")
+    push = add("push", "RUN_OR_CHECKPOINT", "push a checkpoint, or all waiting ones of a run, to the Hub, and wait")
+    push.add_argument("--repo_id", help="ORGANISATION/NAME; default: hub.repo_id of the run")
+    push.add_argument("--include_state", action="store_true", default=None, help="push the optimizer state as well")
+    push.add_argument("--revisions", choices=("branch", "tag"), help="name the step by a branch or a tag")
+    text = "create the repository as a public one"
+    push.add_argument("--public", dest="private", action="store_false", default=None, help=text)
+    push.add_argument("--finish_minutes", type=float, help="time limit for retries after network errors")
 
 
 def _add_prune(prune: argparse.ArgumentParser) -> None:
-    prune.add_argument("--dry-run", "--dry_run", action="store_true", help="say what would go and why the rest stays")
+    text = "list deletions, and the reasons for the rest to stay, without deleting"
+    prune.add_argument("--dry-run", "--dry_run", action="store_true", help=text)
     for name in ("keep_last", "keep_best", "keep_every", "keep_window_steps", "keep_state_last"):
-        prune.add_argument(f"--{name}", type=int, help=f"as checkpoints.{name} of a run")
-    prune.add_argument("--keep_window_epochs", type=float, help="as checkpoints.keep_window_epochs of a run")
-    prune.add_argument("--best_metric", help="name of a figure in the manifests")
-    prune.add_argument("--best_mode", choices=("min", "max"), help="whether a smaller or a larger figure is better")
-    prune.add_argument("--pinned", nargs="+", metavar="NAME", help="left alone, beside those that the run pins")
+        prune.add_argument(f"--{name}", type=int, help=f"see checkpoints.{name}")
+    prune.add_argument("--keep_window_epochs", type=float, help="see checkpoints.keep_window_epochs")
+    prune.add_argument("--best_metric", help="name of a metric in the manifests")
+    prune.add_argument("--best_mode", choices=("min", "max"), help="min if a smaller metric is better, else max")
+    prune.add_argument("--pinned", nargs="+", metavar="NAME", help="never delete these, in addition to the run's own")
 
 
 if __name__ == "__main__":

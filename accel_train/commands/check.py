@@ -1,4 +1,4 @@
-"""Read the launch file and the recipe's config as a start would, say what would run, run nothing."""
+"""``accel-train check``: read the launch file and the recipe's config as a start would, and run nothing."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from accel_train.runtime.accelerator import check_batch_sizes, refuse_zero_contr
 
 
 def check(request: Launch) -> str:
-    """What ``accel-train check`` prints. Raises ``UsageError`` for what a start would refuse before connecting.
+    """Return the output of ``accel-train check``, or raise the ``UsageError`` of a start up to its first connection.
 
-    The recipe's ``main`` is called and left as soon as it has read its config, so that the config is that of a start.
+    Calls the recipe's ``main`` and leaves it once it has read its config, so this is the config of a real start.
     """
-    path, machine, words = read_machine(request)
+    path, machine, assumption = read_machine(request)
     recipe = _import(expand_path(request.recipe))
     loaded = config_of(recipe.main, request.arguments)
     if loaded is None:
         raise UsageError(
-            f"recipe {request.recipe!r}: its main ended without a config; a recipe reads it first of all with "
+            f"recipe {request.recipe!r}: its main ended without a config; a recipe first reads it with "
             "accel_train.config.load_config"
         )
     config: Any = loaded.config
     processes = machine.num_processes or 1
     accumulation = _accumulation(config, processes)
     _refuse_contradictions(machine, config, accumulation, str(machine.path))
+    notes = [*notices(machine, os.environ), *_multi_cpu_note(machine)]
     lines = [
-        f"machine: {words or path}",
+        f"machine: {assumption or path}",
         f"  strategy {machine.strategy}, {processes} process(es) on {machine.num_machines} machine(s)",
-        *(f"  note: {note}" for note in [*notices(machine, os.environ), *_other_launcher(machine)]),
+        *(f"  note: {note}" for note in notes),
         f"experiment: {shlex.join([request.recipe, *request.arguments])}",
         f"  global batch {config.global_batch_size} = {processes} process(es) x {accumulation} micro-batch(es) of at "
         f"most {config.micro_batch_size}; precision {config.precision}",
@@ -48,8 +49,8 @@ def check(request: Launch) -> str:
     return "\n".join(lines)
 
 
-def _other_launcher(machine: MachineConfig) -> list[str]:
-    """What a start by plain `accelerate launch` refuses and one by `accel-train launch` obeys."""
+def _multi_cpu_note(machine: MachineConfig) -> list[str]:
+    """Warn of a file that `accelerate launch` ignores and `accel-train launch` obeys."""
     if machine.distributed_type != "MULTI_CPU" or machine.mpirun_hostfile or (machine.num_processes or 1) == 1:
         return []
     return [
@@ -64,29 +65,28 @@ def _accumulation(config: Any, processes: int) -> int:
 
 
 def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: int, source: str) -> None:
+    """Refuse settings of the launch file that contradict the experiment, through the environment a start would see."""
     requested = Requested(machine, source, machine.num_processes, None, rehearsal=False)
-    said = {
+    environment = {
         "ACCELERATE_MIXED_PRECISION": machine.mixed_precision or "no",
         "ACCELERATE_DYNAMO_BACKEND": machine.dynamo.backend,
     }
-    refuse_experiment_settings(requested, said, config.precision)
+    refuse_experiment_settings(requested, environment, config.precision)
     if machine.deepspeed is None:
         return
     values = dict(machine.deepspeed.config_values or {})
     for key in ("gradient_accumulation_steps", "gradient_clipping"):
-        if (value := getattr(machine.deepspeed, key)) is not None:
+        value = getattr(machine.deepspeed, key)
+        if value is not None:
             values[key] = value
-    refuse_accumulation(
-        requested,
-        {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(values.pop("gradient_accumulation_steps", 1))},
-        accumulation,
-    )
+    steps = values.pop("gradient_accumulation_steps", 1)
+    refuse_accumulation(requested, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(steps)}, accumulation)
     generated = {"gradient_clipping": float(config.optimizer.max_grad_norm)}
     refuse_zero_contradictions(values, generated, config.precision, source)
 
 
 def _import(path: Path) -> ModuleType:
-    """The recipe as a module."""
+    """Import the recipe as a module."""
     if not path.is_file():
         raise UsageError(f"recipe {str(path)!r}: there is no such file; give the path of a recipe")
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -1,6 +1,6 @@
-"""``accel-train checkpoints`` ls, verify, prune and push: each prints what it found and returns its exit code.
+"""``accel-train checkpoints`` ls, verify, prune and push. Each command prints its result and returns the exit code.
 
-None of them needs a GPU; ls and verify do not even import torch.
+No command needs a GPU. ls and verify do not import torch.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,32 +19,35 @@ from accel_train.config import UsageError, from_tree, option_names, read_tree
 from accel_train.hub.queue import HubQueue
 from accel_train.store import commit, lock, retention
 
+STATE_CELLS = {None: "-", True: "yes", False: "no"}
+VERIFIED_CELLS = {None: "sizes only", True: "yes", False: "NO"}
+
 
 @dataclass(frozen=True)
 class Row:
-    """What ``ls`` says of one checkpoint. Also its JSON."""
+    """One checkpoint in the output of ``ls``. Its fields are the JSON."""
 
     name: str
     path: str
     step: int | None
     written_at: str | None
     age_seconds: float | None
-    """By this machine's clock; None where the manifest does not say when it was written."""
+    """By this machine's clock. None if the manifest has no valid date."""
     size_bytes: int
     metrics: Mapping[str, float]
     state: bool | None
     verified: bool | None
-    """None where it was not asked for."""
+    """None with ``quick``, which hashes nothing."""
     reason: str | None
-    """Why it does not verify."""
+    """The reason for a failed verification."""
     pushed: str | None
-    """``repository@revision``, or ``queued``, or ``failed`` with the reason."""
+    """``repository@revision``, ``queued``, or ``failed`` with the reason."""
 
 
 def ls(place: str, *, as_json: bool = False, quick: bool = False) -> int:
-    """Print a table, or JSON. Hashes every checkpoint unless ``quick``, which reads manifests and looks at sizes."""
+    """Print a table, or JSON. Hashes every file, except with ``quick``, which reads manifests and compares sizes."""
     found = find_place(place)
-    pushed = _pushed(found)
+    pushed = _push_states(found)
     rows = [_row(path, pushed.get(path.name), quick) for path in found.checkpoints]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
@@ -52,58 +55,74 @@ def ls(place: str, *, as_json: bool = False, quick: bool = False) -> int:
     if not rows:
         print(f"no checkpoints in {found.path}")
         return 0
-    metric = _metric_to_show(found, rows)
+    metric = _shown_metric(found, rows)
     header = ("name", "step", "age", "size", metric or "metric", "state", "verified", "pushed")
     _print_table([header, *(_cells(row, metric) for row in rows)])
     for row in rows:
         if row.reason:
             print(f"{row.name}: {row.reason}")
-    print(f"{len(rows)} checkpoint(s), {readable_size(sum(row.size_bytes for row in rows))}")
+    total_bytes = sum(row.size_bytes for row in rows)
+    print(f"{len(rows)} checkpoint(s), {readable_size(total_bytes)}")
     return 0
 
 
 def _row(path: Path, pushed: str | None, quick: bool) -> Row:
     manifest, reason = _read(path, quick)
-    written = manifest.get("written_at")
-    held = retention.held_from(path, manifest) if "files" in manifest else None
-    match = commit.NAME.fullmatch(path.name)
-    return Row(
+    written_at = manifest.get("written_at")
+    row = Row(
         name=path.name,
         path=str(path),
-        step=held.step if held else int(match[1]) if match else None,
-        written_at=written if isinstance(written, str) else None,
-        age_seconds=_age_seconds(written),
+        step=_step_in_name(path),
+        written_at=written_at if isinstance(written_at, str) else None,
+        age_seconds=_age_seconds(written_at),
         size_bytes=disk_bytes(path),
-        metrics=held.metrics if held else {},
-        state=held.state if held else None,
-        verified=False if reason else None if quick else True,
+        metrics={},
+        state=None,
+        verified=_verified(reason, quick),
         reason=reason,
         pushed=pushed,
     )
+    if "files" not in manifest:  # unreadable
+        return row
+    held = retention.held_from(path, manifest)
+    return replace(row, step=held.step, metrics=held.metrics, state=held.state)
+
+
+def _step_in_name(path: Path) -> int | None:
+    match = commit.NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def _verified(reason: str | None, quick: bool) -> bool | None:
+    if reason:
+        return False
+    return None if quick else True
 
 
 def _read(path: Path, quick: bool) -> tuple[Mapping[str, Any], str | None]:
-    """The manifest, as far as there is one, and why the checkpoint does not verify."""
+    """Return the manifest, empty if it is unreadable, and the reason for a failed verification."""
     manifest = retention.read_manifest(path)
     if quick and manifest is not None:
-        return manifest, _sizes_differ(path, manifest["files"])
+        return manifest, _wrong_size(path, manifest["files"])
     try:
         return commit.verify(path).manifest, None
     except ValueError as error:
-        return manifest or {}, _short(error, path)
+        return manifest or {}, _without_path(error, path)
 
 
-def _sizes_differ(path: Path, files: Mapping[str, Any]) -> str | None:
+def _wrong_size(path: Path, files: Mapping[str, Any]) -> str | None:
     for name, facts in files.items():
-        if not (path / name).is_file():
+        file = path / name
+        if not file.is_file():
             return f"{name} is missing"
-        if (path / name).stat().st_size != facts.get("size"):
-            return f"{name} has {(path / name).stat().st_size} bytes, the manifest says {facts.get('size')}"
+        size = file.stat().st_size
+        if size != facts.get("size"):
+            return f"{name} has {size} bytes, the manifest says {facts.get('size')}"
     return None
 
 
-def _short(error: Exception, path: Path) -> str:
-    """The reason without the path, which the line has already."""
+def _without_path(error: Exception, path: Path) -> str:
+    """Return the message without the path, which is already on the line."""
     return str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")
 
 
@@ -115,45 +134,57 @@ def _age_seconds(written_at: object) -> float | None:
     return max(0.0, time.time() - written.timestamp())
 
 
-def _pushed(found: Place) -> dict[str, str]:
-    """What the run's queue says of each checkpoint."""
+def _push_states(found: Place) -> dict[str, str]:
+    """Return the state of each checkpoint in the run's Hub queue."""
     if found.run is None:
         return {}
     queue = HubQueue(found.run)
-    where = {name: f"{done.get('repo_id')}@{done.get('revision')}" for name, done in queue.pushed().items()}
-    return (
-        where
-        | {name: f"failed: {why}" for name, why in queue.failed().items()}
-        | dict.fromkeys(queue.names(), "queued")
-    )
+    states = {name: f"{record.get('repo_id')}@{record.get('revision')}" for name, record in queue.pushed().items()}
+    # A checkpoint that is queued again is queued, whatever happened to it before.
+    for name, reason in queue.failed().items():
+        states[name] = f"failed: {reason}"
+    for name in queue.names():
+        states[name] = "queued"
+    return states
 
 
-def _metric_to_show(found: Place, rows: Sequence[Row]) -> str | None:
-    """``checkpoints.best_metric`` of the run, else the first that the newest checkpoint with figures has."""
-    best: Any = None
-    with suppress(UsageError):  # a config that cannot be read is no reason not to look
-        best = _options(found.run, "checkpoints").get("best_metric") if found.run is not None else None
+def _shown_metric(found: Place, rows: Sequence[Row]) -> str | None:
+    """Return ``checkpoints.best_metric`` of the run, or else the first metric of the newest checkpoint with any."""
     names = [name for row in reversed(rows) for name in row.metrics]
-    return best if best in names else names[0] if names else None
+    best = _best_metric(found.run)
+    if best in names:
+        return best
+    return names[0] if names else None
+
+
+def _best_metric(run: Path | None) -> str | None:
+    if run is None:
+        return None
+    try:
+        return _options(run, "checkpoints").get("best_metric")
+    except UsageError:  # ls also works beside an unreadable config.yaml
+        return None
 
 
 def _options(run: Path, group: str) -> dict[str, Any]:
-    """A group of the run's config.yaml as it stands there; empty where there is none."""
+    """Return a group of options from the run's config.yaml, empty if there is none."""
     path = run / "config.yaml"
-    options = read_tree(path).get(group) if path.is_file() else None
+    if not path.is_file():
+        return {}
+    options = read_tree(path).get(group)
     return options if isinstance(options, dict) else {}
 
 
 def _cells(row: Row, metric: str | None) -> tuple[str, ...]:
-    figure = row.metrics.get(metric) if metric else None
+    value = row.metrics.get(metric) if metric else None
     return (
         row.name,
         "-" if row.step is None else str(row.step),
         "-" if row.age_seconds is None else _readable_age(row.age_seconds),
         readable_size(row.size_bytes),
-        f"{figure:.5g}" if isinstance(figure, (int, float)) else "-",
-        "-" if row.state is None else "yes" if row.state else "no",
-        "sizes only" if row.verified is None else "yes" if row.verified else "NO",
+        f"{value:.5g}" if isinstance(value, (int, float)) else "-",
+        STATE_CELLS[row.state],
+        VERIFIED_CELLS[row.verified],
         row.pushed or "-",
     )
 
@@ -166,23 +197,23 @@ def _readable_age(seconds: float) -> str:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 def verify(place: str) -> int:
-    """Hash every file of one checkpoint, or of all of a run, and say which are damaged. 1 if one is."""
+    """Hash every file of one checkpoint, or of all checkpoints of a run. Return 1 if one is damaged."""
     found = find_place(place)
     if not found.checkpoints:
-        raise UsageError(f"{found.path}: holds no checkpoint to verify; name a run that has saved one")
+        raise UsageError(f"{found.path}: holds no checkpoint to verify; name a run with a saved checkpoint")
     damaged = 0
     for path in found.checkpoints:
         try:
             files = commit.verify(path).manifest["files"]
         except ValueError as error:
             damaged += 1
-            print(f"DAMAGED  {path.name}  {_short(error, path)}", flush=True)
+            print(f"DAMAGED  {path.name}  {_without_path(error, path)}", flush=True)
             continue
         size = sum(int(facts["size"]) for facts in files.values())
         print(f"ok       {path.name}  {len(files)} files, {readable_size(size)}", flush=True)
@@ -197,43 +228,54 @@ def _names_in(path: Path) -> set[str]:
 
 
 def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = None) -> int:
-    """Delete what retention would delete, now and for a run that does not train. 1 if something could not go.
+    """Apply retention to a run while it is not training. Return 1 if a deletion failed.
 
-    ``flags`` are options of ``CheckpointConfig`` that go over those in config.yaml; None values are left out. Hashes
-    every checkpoint. Nothing goes unless one verifies, and none that is newer than the newest that does.
+    ``flags`` are options of ``CheckpointConfig`` that override config.yaml; None values are ignored. Hashes every
+    checkpoint. Deletes nothing unless a checkpoint verifies, and never one newer than the newest verified.
     """
     place, directory = find_run(run)
-    keep = _keep_options(place, directory, {k: v for k, v in (flags or {}).items() if v is not None})
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    keep = _keep_options(place, directory, given)
     with _lock_held(directory, needed=not dry_run):
         verified, damaged = retention.survey(directory / "checkpoints", {})
         if not verified:
-            raise UsageError(f"{directory}: no checkpoint verifies, so nothing is deleted; look with `verify`")
+            raise UsageError(f"{directory}: no checkpoint verifies, so nothing is deleted; see `verify`")
         _refuse_unknown_metric(keep, verified)
         newest = verified[-1].step
         later = [path for path in damaged if retention.step_of(path) > newest]
         old = [path for path in damaged if path not in later]
         plan = retention.plan(verified, old, keep, newest=newest, busy=HubQueue(directory).names())
-        sizes = {path: disk_bytes(path) for path in plan.remove} | {path: _state_bytes(path) for path in plan.strip}
+        freed = {path: disk_bytes(path) for path in plan.remove}
+        freed |= {path: _state_bytes(path) for path in plan.strip}
         done = plan if dry_run else retention.apply(plan)
-    stays = dict(plan.reasons) | {path.name: "damaged, newer than the newest that verifies" for path in later}
-    _print_plan(done, stays, sizes, dry_run)
+    kept = dict(plan.reasons)
+    for path in later:
+        kept[path.name] = "damaged, newer than the newest that verifies"
+    _print_plan(done, kept, freed, dry_run)
     return 1 if done.failed else 0
 
 
 def _keep_options(place: Place, run: Path, flags: dict[str, Any]) -> retention.Keep:
-    """The run's own options with the flags over them, checked as at the start of training."""
+    """Merge the flags into the run's options and check them as at the start of training."""
     from accel_train.checkpoints.policy import CheckpointConfig
 
-    saved = {key: v for key, v in _options(run, "checkpoints").items() if key in option_names(CheckpointConfig)}
+    saved = _known_options(run, "checkpoints", CheckpointConfig)
     if not saved and "keep_last" not in flags:
-        raise UsageError(f"{run}: has no config.yaml that says what to keep; give --keep_last and the like")
-    names = {path.name for path in place.checkpoints}
-    if unknown := [name for name in flags.get("pinned", ()) if name not in names]:
-        raise UsageError(
-            f"--pinned {unknown[0]}: there is no such checkpoint; {run} has {', '.join(sorted(names)) or 'none'}"
-        )
-    pinned = [*(saved.get("pinned") or ()), *flags.pop("pinned", ())]
-    return from_tree(CheckpointConfig, saved | flags | {"pinned": pinned}, f"checkpoints of {run}")
+        raise UsageError(f"{run}: has no config.yaml with retention options; give --keep_last and the like")
+    names = sorted(path.name for path in place.checkpoints)
+    pinned = flags.get("pinned", ())
+    for name in pinned:
+        if name not in names:
+            raise UsageError(f"--pinned {name}: there is no such checkpoint; {run} has {', '.join(names) or 'none'}")
+    merged = saved | flags
+    merged["pinned"] = [*(saved.get("pinned") or ()), *pinned]
+    return from_tree(CheckpointConfig, merged, f"checkpoints of {run}")
+
+
+def _known_options(run: Path, group: str, config: type[Any]) -> dict[str, Any]:
+    """Return the saved options that ``config`` still has."""
+    known = option_names(config)
+    return {name: value for name, value in _options(run, group).items() if name in known}
 
 
 def _refuse_unknown_metric(keep: retention.Keep, verified: Iterable[retention.Held]) -> None:
@@ -241,31 +283,39 @@ def _refuse_unknown_metric(keep: retention.Keep, verified: Iterable[retention.He
     if keep.keep_best > 0 and keep.best_metric not in names:
         raise UsageError(
             f"best_metric: {keep.best_metric!r} is in no checkpoint of this run, so none would be kept as the best; "
-            f"they have {', '.join(names) or 'no figures'}; give one of these with --best_metric, or --keep_best 0"
+            f"they have {', '.join(names) or 'no metrics'}; give one of these with --best_metric, or --keep_best 0"
         )
 
 
 def _state_bytes(path: Path) -> int:
-    state = path / "trainer_state.json"
-    return disk_bytes(path / "optimizer") + (state.stat().st_size if state.is_file() else 0)
+    total = disk_bytes(path / "optimizer")
+    random_states = path / "trainer_state.json"
+    if random_states.is_file():
+        total += random_states.stat().st_size
+    return total
 
 
-def _print_plan(done: retention.Plan, stays: Mapping[str, str], sizes: Mapping[Path, int], dry_run: bool) -> None:
-    lines = {path.name: ("remove", readable_size(sizes[path])) for path in done.remove}
-    lines |= {name: ("keep", reason) for name, reason in stays.items()}
+def _print_plan(done: retention.Plan, kept: Mapping[str, str], freed: Mapping[Path, int], dry_run: bool) -> None:
+    lines = {path.name: ("remove", readable_size(freed[path])) for path in done.remove}
+    for name, reason in kept.items():
+        lines[name] = ("keep", reason)
     for path in done.strip:
-        lines[path.name] = ("strip", f"{stays[path.name]}; its optimizer state goes, {readable_size(sizes[path])}")
-    lines |= {name: ("FAILED", reason) for name, reason in done.failed.items()}
-    _print_table([(name, *line) for name, line in sorted(lines.items(), key=lambda item: (len(item[0]), item[0]))])
-    gone = [size for path, size in sizes.items() if path.name not in done.failed]
+        lines[path.name] = ("strip", f"{kept[path.name]}; its optimizer state goes, {readable_size(freed[path])}")
+    for name, reason in done.failed.items():
+        lines[name] = ("FAILED", reason)
+    names = sorted(lines, key=lambda name: (len(name), name))  # by step, beyond eight digits too
+    _print_table([(name, *lines[name]) for name in names])
+    freed_bytes = sum(size for path, size in freed.items() if path.name not in done.failed)
     counts = f"{len(done.remove)} to remove, {len(done.strip)} to strip of their optimizer state"
-    freed = readable_size(sum(gone))
-    print(f"{counts}: {freed} would be freed; nothing was touched" if dry_run else f"{counts}: {freed} freed")
+    if dry_run:
+        print(f"{counts}: {readable_size(freed_bytes)} would be freed; nothing was touched")
+    else:
+        print(f"{counts}: {readable_size(freed_bytes)} freed")
 
 
 @contextmanager
 def _lock_held(run: Path, *, needed: bool) -> Generator[None]:
-    """The run's own lock, which training holds: two must not delete, nor one delete what the other is about to read."""
+    """Hold the lock of the run, as training does, so that nothing is deleted while another process reads it."""
     if not needed:
         yield
         return
@@ -273,28 +323,30 @@ def _lock_held(run: Path, *, needed: bool) -> Generator[None]:
         held = lock.take(run, " (accel-train checkpoints prune)")
     except lock.HeldError as holder:
         raise UsageError(
-            f"{run} is in use by {holder}, which keeps and deletes by itself; end it first, or look with --dry-run"
+            f"{run} is in use by {holder}, which applies retention itself; end it first, or look with --dry-run"
         ) from None
     except OSError as error:
-        raise UsageError(f"{run}: cannot be written ({error.strerror}); prune as a user who may") from None
+        raise UsageError(f"{run}: cannot be written ({error.strerror}); prune as a user with write access") from None
     with held:
         yield
 
 
 def push(place: str, flags: Mapping[str, Any]) -> int:
-    """Push a checkpoint, or what waits in a run, to the Hub, in the foreground. 1 where the Hub cannot be had.
+    """Push a checkpoint, or all waiting checkpoints of a run, in the foreground. Return 1 if the Hub is unreachable.
 
-    ``flags`` are options of ``HubConfig`` that go over those in the run's config.yaml; None values are left out.
+    ``flags`` are options of ``HubConfig`` that override config.yaml; None values are ignored.
     """
     from accel_train.hub.pusher import HubConfig, HubError, push_now
 
     found = find_place(place)
-    saved = _options(found.run, "hub") if found.run is not None else {}
-    given = {key: value for key, value in flags.items() if value is not None}
-    options = {key: value for key, value in (saved | given).items() if key in option_names(HubConfig)}
+    options = _known_options(found.run, "hub", HubConfig) if found.run is not None else {}
+    for name in option_names(HubConfig):
+        if flags.get(name) is not None:
+            options[name] = flags[name]
     config = from_tree(HubConfig, options, f"hub options of {found.path}")
+    source = found.path if found.single or found.run is None else found.run
     try:
-        urls = push_now(found.path if found.single else found.run or found.path, config)
+        urls = push_now(source, config)
     except HubError as error:
         print(f"not pushed: {error}")
         return 1

@@ -1,10 +1,10 @@
-"""``accel-train checkpoints diff``: where two sets of tensors differ, and by how much. One pair in memory at a time."""
+"""``accel-train checkpoints diff``: compare two sets of tensors, holding one pair in memory at a time."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,87 +17,110 @@ from accel_train.config import UsageError, expand_path
 from accel_train.store import commit, manifest, weights
 from accel_train.store.weights import TensorInfo, TensorReader
 
-CHUNK = 1 << 20
-"""Elements compared at a time, in fp64."""
+CHUNK = 1 << 20  # elements compared at a time, in fp64: three temporaries of 8 MiB
 SHARD = re.compile(r"(?P<stem>.+?)(?:-\d{5}-of-\d{5})?\.safetensors")
+INDEX = re.compile(r"(?P<stem>.*?)\.safetensors\.index(?P<variant>.*)\.json")
 WEIGHTS = ("model", "diffusion_pytorch_model")
-"""Names under which tools write the weights of a model; both are the collection ``model``."""
+"""File names of model weights in different tools. Both are the collection ``model``."""
 
 Collections = dict[str, dict[str, TensorInfo]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two tensors of one name and shape that are not the same bit for bit."""
+    """Difference of two tensors with the same name and shape."""
 
     name: str
     largest: float
-    """Absolute; 0 where only bits differ (-0 and 0), infinite where one holds NaN or infinity."""
+    """Largest absolute difference. 0 if only bits differ (-0 and 0), infinite next to NaN or infinity."""
     at: tuple[int, ...]
     values: tuple[float, float]
-    """Of A and of B, there."""
+    """Values of A and B at the index ``at``."""
 
     def __str__(self) -> str:
         if self.largest == 0:
             return f"{self.name}: the same values in other bits"
-        place = f" at {list(self.at)}" if self.at else ""
-        return f"{self.name}{place}: {self.values[0]:.9g} in A, {self.values[1]:.9g} in B, apart by {self.largest:.3g}"
+        a, b = self.values
+        index = f" at {list(self.at)}" if self.at else ""
+        return f"{self.name}{index}: {a:.9g} in A, {b:.9g} in B, apart by {self.largest:.3g}"
 
 
 @dataclass
 class Comparison:
-    """One collection in both."""
+    """Comparison of one collection in A and B."""
 
+    only_in_a: list[str]
+    only_in_b: list[str]
     common: int = 0
     differing: int = 0
     first: Difference | None = None
-    """By name."""
+    """First difference by name."""
     largest: Difference | None = None
-    relative: float = 0.0
-    """Norm of A - B over the norm of A, over all tensors of one shape; NaN where both are 0."""
-    only: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    squared_difference: float = 0.0
+    squared_norm: float = 0.0
+    """Squared norms of A - B and of A, over all tensors of equal shape."""
     shapes: list[str] = field(default_factory=list[str])
     types: list[str] = field(default_factory=list[str])
 
     @property
     def equal(self) -> bool:
-        """Bit for bit, in names, shapes, types and values."""
-        return not (self.differing or any(self.only) or self.shapes or self.types)
+        """True if names, shapes, types and all bits are the same."""
+        return not (self.differing or self.only_in_a or self.only_in_b or self.shapes or self.types)
+
+    @property
+    def relative(self) -> float:
+        """Norm of A - B relative to the norm of A, NaN if that is 0."""
+        if not self.squared_norm:
+            return math.nan
+        return math.sqrt(self.squared_difference / self.squared_norm)
 
 
 def diff(a: str, b: str) -> int:
-    """Print how A and B differ; 0 if all tensors are the same bit for bit, else 1.
+    """Print the differences between A and B. Return 0 if all tensors are the same bit for bit, else 1.
 
-    Each is a run (its newest checkpoint that verifies), a checkpoint, a directory with safetensors files or one such
+    Each side is a run (its newest verified checkpoint), a checkpoint, a directory with safetensors files or a single
     file. Random states and manifests are not compared.
     """
-    sides: list[Collections] = []
-    for label, text in (("A", a), ("B", b)):
-        path = _resolve(text)
-        sides.append(collections_of(path))
-        print(f"{label}: {path}{_step_of(path)}")
+    left = _open_side("A", a)
+    right = _open_side("B", b)
     same = True
-    for name in sorted(sides[0].keys() | sides[1].keys(), key=lambda n: (n == "optimizer", n != "model", n)):
-        if name not in sides[0] or name not in sides[1]:
+    for name in sorted(left.keys() | right.keys(), key=_display_order):
+        if name not in right:
             same = False
-            print(f"{name}: only in {'A' if name in sides[0] else 'B'}")
-            continue
-        compared = compare(sides[0][name], sides[1][name])
-        same = same and compared.equal
-        print("\n  ".join([f"{name}: {_summary(compared)}", *_details(compared)]))
+            print(f"{name}: only in A")
+        elif name not in left:
+            same = False
+            print(f"{name}: only in B")
+        else:
+            compared = compare(left[name], right[name])
+            same = same and compared.equal
+            print("\n  ".join([f"{name}: {_summary(compared)}", *_details(compared)]))
     print("equal" if same else "different")
     return 0 if same else 1
 
 
+def _open_side(label: str, text: str) -> Collections:
+    path = _resolve(text)
+    collections = collections_of(path)
+    print(f"{label}: {path}{_step_of(path)}")
+    return collections
+
+
+def _display_order(name: str) -> tuple[bool, bool, str]:
+    """Sort the model first and the optimizer last."""
+    return name == "optimizer", name != "model", name
+
+
 def _resolve(text: str) -> Path:
-    """A run's newest checkpoint; anything else as it is."""
+    """Return the newest verified checkpoint of a run, and any other path unchanged."""
     path = expand_path(text)
     if path.is_dir() and ((path / "checkpoints").is_dir() or commit.committed(path)):
-        checkpoint, passed_over = places.newest_at(text)
-        print("\n".join(f"passed over: {reason}" for reason in passed_over), end="\n" if passed_over else "")
+        checkpoint, skipped = places.newest_at(text)
+        for reason in skipped:
+            print(f"skipped: {reason}")
         return checkpoint.path
     if not path.exists():
-        places.find_place(text)  # which says what is there instead
+        places.find_place(text)  # raises with a list of what is there
     return path
 
 
@@ -109,19 +132,22 @@ def _step_of(path: Path) -> str:
 
 
 def collections_of(path: Path) -> Collections:
-    """Every collection of tensors in a directory by its name: model, ema, optimizer, and whatever else is there.
+    """Return every collection of tensors in a directory by name: model, ema, optimizer, and any others.
 
-    Optimizer tensors are named ``exp_avg/layer.weight``. Pickles are not looked into.
+    Optimizer tensors are named ``exp_avg/layer.weight``. Pickles are never opened.
     """
     if path.is_file():
         if weights.is_pickle(path):
             raise weights.pickle_refusal([path])
         return {"model": weights.read_header(path)}
+    found: Collections = {}
     stems = stems_in(path)
-    named = [stem for stem in WEIGHTS if stem in stems]
-    found = {"model" if [stem] == named else stem: weights.find_tensors(path, stem) for stem in stems}
+    model_stems = [stem for stem in WEIGHTS if stem in stems]
+    for stem in stems:
+        name = "model" if model_stems == [stem] else stem
+        found[name] = weights.find_tensors(path, stem)
     if (path / "optimizer" / "index.json").is_file():
-        found["optimizer"] = {f"{k}/{n}": info for k, part in optimizer_state(path).items() for n, info in part.items()}
+        found["optimizer"] = _flat_optimizer_state(path)
     if not found:
         pickles = [file for file in path.iterdir() if weights.is_pickle(file)]
         if pickles:
@@ -133,32 +159,42 @@ def collections_of(path: Path) -> Collections:
     return {name: part for name, part in found.items() if part}
 
 
+def _flat_optimizer_state(checkpoint: Path) -> dict[str, TensorInfo]:
+    flat: dict[str, TensorInfo] = {}
+    for key, tensors in optimizer_state(checkpoint).items():
+        for name, info in tensors.items():
+            flat[f"{key}/{name}"] = info
+    return flat
+
+
 def stems_in(directory: Path) -> list[str]:
-    """Names of the collections in a directory: ``model`` for model.safetensors, its shards or their index."""
-    names = [path.name for path in directory.iterdir() if path.is_file()]
-    stems = {match["stem"] for name in names if (match := SHARD.fullmatch(name))}
-    for name in names:
-        stem, found, variant = name.removesuffix(".json").partition(".safetensors.index")
-        if found and name.endswith(".json"):
-            stems.add(stem + variant)
+    """Return the collections in a directory: ``model`` for model.safetensors, its shards or their index."""
+    stems: set[str] = set()
+    for path in directory.iterdir():
+        if not path.is_file():
+            continue
+        if match := SHARD.fullmatch(path.name):
+            stems.add(match["stem"])
+        elif match := INDEX.fullmatch(path.name):
+            stems.add(match["stem"] + match["variant"])
     return sorted(stems)
 
 
 def optimizer_state(checkpoint: Path, keys: Collection[str] | None = None) -> dict[str, dict[str, TensorInfo]]:
-    """Headers of a checkpoint's optimizer state, by its keys (exp_avg, ..., master); ``keys`` limits them."""
+    """Read the headers of a checkpoint's optimizer state by key (exp_avg, ..., master), or only those of ``keys``."""
     index = checkpoint / "optimizer" / "index.json"
     try:
         parts = dict(strict_json.read_object(index)["state"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{index}: cannot be read as an index ({error}); verify the checkpoint") from None
-    wanted = [key for key in parts if keys is None or key in keys]
-    return {key: weights.find_mapped(index, parts[key], "optimizer/") for key in wanted}
+    if keys is not None:
+        parts = {key: files for key, files in parts.items() if key in keys}
+    return {key: weights.find_mapped(index, files, "optimizer/") for key, files in parts.items()}
 
 
 def compare(a: Mapping[str, TensorInfo], b: Mapping[str, TensorInfo]) -> Comparison:
     """Compare two collections tensor by tensor, in order of name."""
-    result = Comparison(only=(sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys())))
-    squares = [0.0, 0.0]
+    result = Comparison(sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys()))
     with TensorReader(a) as left, TensorReader(b) as right:
         for name in sorted(a.keys() & b.keys()):
             result.common += 1
@@ -167,77 +203,88 @@ def compare(a: Mapping[str, TensorInfo], b: Mapping[str, TensorInfo]) -> Compari
                 continue
             if a[name].dtype != b[name].dtype:
                 result.types.append(f"{name} {a[name].dtype} in A, {b[name].dtype} in B")
-            found = _compare_pair(name, left.read(name), right.read(name), squares)
+            found = _compare_pair(name, left.read(name), right.read(name), result)
             if found is not None:
                 result.differing += 1
                 result.first = result.first or found
                 if result.largest is None or found.largest > result.largest.largest:
                     result.largest = found
-    result.relative = math.sqrt(squares[0] / squares[1]) if squares[1] else math.nan
     return result
 
 
-def _compare_pair(name: str, a: Tensor, b: Tensor, squares: list[float]) -> Difference | None:
-    """None where they are the same. Adds the squared norms of A - B and of A to ``squares``."""
-    shape, at, largest, bits = tuple(a.shape), 0, 0.0, False
+def _compare_pair(name: str, a: Tensor, b: Tensor, totals: Comparison) -> Difference | None:
+    """Return None if the tensors are the same. Add the squared norms of A - B and of A to ``totals``."""
+    same_bits = True
+    largest = 0.0
+    largest_at = 0
     values = (0.0, 0.0)
-    for start, x, y in _chunks(a, b):
-        bits = bits or not _same_bits(x, y)
-        wide, other = _widened(x), _widened(y)
-        apart = (wide - other).abs()
-        apart[(wide == other) | (wide.isnan() & other.isnan())] = 0.0
-        apart.nan_to_num_(nan=math.inf, posinf=math.inf)
-        squares[0] += float(apart.square().sum())
-        squares[1] += float(wide.abs().square().sum())
-        if float(apart.max()) > largest:
-            place = int(apart.argmax())
-            largest, at = float(apart[place]), start + place
-            values = (float(wide[place].real), float(other[place].real))
-    if not bits and largest == 0:
+    flat_a = a.reshape(-1)
+    flat_b = b.reshape(-1)
+    for start in range(0, flat_a.numel(), CHUNK):
+        x = flat_a[start : start + CHUNK]
+        y = flat_b[start : start + CHUNK]
+        same_bits = same_bits and _same_bits(x, y)
+        wide_x = _widened(x)
+        wide_y = _widened(y)
+        difference = (wide_x - wide_y).abs()
+        # Equal infinities and two NaN subtract to NaN.
+        difference[(wide_x == wide_y) | (wide_x.isnan() & wide_y.isnan())] = 0.0
+        difference.nan_to_num_(nan=math.inf, posinf=math.inf)
+        totals.squared_difference += float(difference.square().sum())
+        totals.squared_norm += float(wide_x.abs().square().sum())
+        if float(difference.max()) > largest:
+            i = int(difference.argmax())
+            largest = float(difference[i])
+            largest_at = start + i
+            values = (float(wide_x[i].real), float(wide_y[i].real))
+    if same_bits and largest == 0:
         return None
-    return Difference(name, largest, _position(at, shape), values)
-
-
-def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    flat, other = a.reshape(-1), b.reshape(-1)
-    for start in range(0, flat.numel(), CHUNK):
-        yield start, flat[start : start + CHUNK], other[start : start + CHUNK]
+    return Difference(name, largest, _unravel(largest_at, tuple(a.shape)), values)
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two of one type hold the same bytes; another type is told apart by itself."""
-    return x.dtype != y.dtype or torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    """Compare the bytes of two tensors of one type. Other types count as equal here, since types are listed apart."""
+    if x.dtype != y.dtype:
+        return True
+    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
 def _widened(x: Tensor) -> Tensor:
-    """As fp64 or complex fp64; types that torch only stores, as the numbers of their bytes."""
+    """Convert to fp64 or complex fp64. Types that torch can only store become the numbers of their bytes."""
     try:
         return x.to(torch.complex128 if x.is_complex() else torch.float64)
     except (RuntimeError, TypeError):
         return x.contiguous().view(torch.uint8).double()
 
 
-def _position(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The index of an element by its place in memory."""
+def _unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of the element at ``offset`` in a flattened tensor."""
     index: list[int] = []
     for length in reversed(shape):
-        at, place = divmod(at, length)
-        index.append(place)
+        offset, i = divmod(offset, length)
+        index.append(i)
     return tuple(reversed(index))
 
 
 def _summary(compared: Comparison) -> str:
     if compared.equal:
         return f"equal ({compared.common} tensors)"
-    relative = "" if math.isnan(compared.relative) else f"; relative difference {compared.relative:.3g}"
-    return f"{compared.differing} of {compared.common} common tensors differ{relative}"
+    summary = f"{compared.differing} of {compared.common} common tensors differ"
+    if math.isnan(compared.relative):
+        return summary
+    return f"{summary}; relative difference {compared.relative:.3g}"
 
 
 def _details(compared: Comparison) -> list[str]:
-    lines = [f"only in {side}: {_some(names)}" for side, names in zip("AB", compared.only, strict=True) if names]
-    for label, texts in (("shapes", compared.shapes), ("types", compared.types)):
-        if texts:
-            lines.append(f"{label}: {_some(texts, 2)}")
+    lines: list[str] = []
+    if compared.only_in_a:
+        lines.append(f"only in A: {_some(compared.only_in_a)}")
+    if compared.only_in_b:
+        lines.append(f"only in B: {_some(compared.only_in_b)}")
+    if compared.shapes:
+        lines.append(f"shapes: {_some(compared.shapes, 2)}")
+    if compared.types:
+        lines.append(f"types: {_some(compared.types, 2)}")
     if compared.first is not None:
         lines += [f"first by name: {compared.first}", f"largest: {compared.largest}"]
     return lines

@@ -1,4 +1,4 @@
-"""What this machine has, what it can run, and what is set to no good effect."""
+"""``accel-train doctor``: versions, devices, supported strategies, and settings without effect."""
 
 from __future__ import annotations
 
@@ -26,23 +26,28 @@ PACKAGES = (
     "flash-attn",
 )
 ADVISED = {"torch": ("2.10", "CVE-2026-24747"), "transformers": ("5.3", "several CVEs")}
+"""Lowest version without known security problems, and the reason."""
 
 
 def report() -> str:
-    """The text that ``accel-train doctor`` prints. Starts nothing and connects to nothing."""
-    sections = (
-        ("versions", _versions()),
-        ("devices", _devices()),
-        ("can run", _strategies()),
-        ("settings", _settings()),
-    )
-    return "\n".join(line for title, lines in sections for line in (f"{title}:", *(f"  {text}" for text in lines)))
+    """Return the output of ``accel-train doctor``. Starts no process and opens no connection."""
+    sections = {
+        "versions": _versions(),
+        "devices": _devices(),
+        "can run": _strategies(),
+        "settings": _settings(),
+    }
+    report: list[str] = []
+    for title, lines in sections.items():
+        report.append(f"{title}:")
+        report += [f"  {line}" for line in lines]
+    return "\n".join(report)
 
 
 def attention_report() -> str:
-    """The text of ``accel-train doctor --attention``: every kernel on one shape, with a mask, forward and backward.
+    """Run every attention kernel on one masked shape, forward and backward, and return a table of the results.
 
-    Runs each: about half a second a row and precision, and what a kernel takes to be built. Joins no processes.
+    Takes about half a second per kernel and precision, and longer to build a kernel. One process.
     """
     from accel_train.speed.attention_proof import attention_rows
     from accel_train.speed.attention_table import AttentionNeeds
@@ -59,28 +64,32 @@ def attention_report() -> str:
 def _versions() -> list[str]:
     lines: list[str] = []
     for name in PACKAGES:
-        found = _installed(name)
-        floor, why = ADVISED.get(name, (None, ""))
-        old = floor is not None and found is not None and Version(found) < Version(floor)
-        lines.append(f"{name} {found or 'not installed'}{f'  WARNING: below {floor} ({why})' if old else ''}")
+        installed = _installed(name)
+        line = f"{name} {installed or 'not installed'}"
+        if installed is not None and name in ADVISED:
+            lowest, reason = ADVISED[name]
+            if Version(installed) < Version(lowest):
+                line += f"  WARNING: below {lowest} ({reason})"
+        lines.append(line)
     lines += [f"WARNING: newer than tested: {package}" for package in newer_than_tested()]
     return lines
 
 
 def _devices() -> list[str]:
-    lines = [f"cpu: {len(psutil.Process().cpu_affinity() or [])} cores usable, {torch.get_num_threads()} torch threads"]
+    cores = psutil.Process().cpu_affinity() or []
+    lines = [f"cpu: {len(cores)} cores usable, {torch.get_num_threads()} torch threads"]
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
-        kernels = ", ".join(_kernels(i))
+        memory_gib = properties.total_memory / 2**30
         lines.append(
-            f"cuda:{i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability "
-            f"{properties.major}.{properties.minor}; attention kernels of torch: {kernels}"
+            f"cuda:{i}: {properties.name}, {memory_gib:.0f} GiB, compute capability "
+            f"{properties.major}.{properties.minor}; attention kernels of torch: {', '.join(_kernels(i))}"
         )
     return lines
 
 
 def _kernels(index: int) -> list[str]:
-    """Kernels of scaled_dot_product_attention that accept a small bf16 problem on this device."""
+    """Return the kernels of scaled_dot_product_attention for a small bf16 problem on this device."""
     from torch.backends import cuda
 
     query = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{index}")
@@ -95,29 +104,44 @@ def _kernels(index: int) -> list[str]:
 
 
 def _strategies() -> list[str]:
-    count = torch.cuda.device_count()
-    deepspeed = _installed("deepspeed") is not None
-    compiler = shutil.which("c++") or shutil.which("g++")
-    on_gpus = f"on {count} GPU(s)" if count else "in rehearsal only (no GPU here): accel-train rehearse"
-    zero = on_gpus if deepspeed else "no: pip install 'accel-train[deepspeed]'"
-    if deepspeed and not count and compiler is None:
-        zero = "no: a rehearsal compiles DeepSpeed's CPU communication and finds no C++ compiler (apt install g++)"
-    precisions = ["fp32", "bf16"] if not count or torch.cuda.is_bf16_supported(including_emulation=False) else ["fp32"]
+    gpus = torch.cuda.device_count()
+    sharded = f"on {gpus} GPU(s)" if gpus else "in rehearsal only (no GPU here): accel-train rehearse"
+    ddp = "yes" if torch.distributed.is_available() else "no"
+    ddp_devices = sharded if gpus else "gloo on CPU"
     return [
         "one process: yes",
-        f"ddp: {'yes' if torch.distributed.is_available() else 'no'} ({on_gpus if count else 'gloo on CPU'})",
-        f"fsdp2: {on_gpus}",
-        f"zero1, zero2, zero3, with and without offload: {zero}",
-        f"precision: {', '.join([*precisions, *(['fp16'] if count else [])])}",
+        f"ddp: {ddp} ({ddp_devices})",
+        f"fsdp2: {sharded}",
+        f"zero1, zero2, zero3, with and without offload: {_zero_problem(gpus) or sharded}",
+        f"precision: {', '.join(_precisions(gpus))}",
     ]
 
 
+def _zero_problem(gpus: int) -> str | None:
+    if _installed("deepspeed") is None:
+        return "no: pip install 'accel-train[deepspeed]'"
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if gpus == 0 and compiler is None:
+        return "no: a rehearsal compiles DeepSpeed's CPU communication and finds no C++ compiler (apt install g++)"
+    return None
+
+
+def _precisions(gpus: int) -> list[str]:
+    if gpus == 0:
+        return ["fp32", "bf16"]
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return ["fp32", "bf16", "fp16"]
+    return ["fp32", "fp16"]
+
+
 def _settings() -> list[str]:
-    timeout = torch.distributed.distributed_c10d.default_pg_timeout if torch.distributed.is_available() else None
+    timeout = None
+    if torch.distributed.is_available():
+        timeout = torch.distributed.distributed_c10d.default_pg_timeout
+    warnings = [*misleading_variables(os.environ), *paths_with_a_space()]
     return [
         f"collective timeout: the recipe's --collective_timeout_seconds (torch's own default here: {timeout})",
-        *(f"WARNING: {sentence}" for sentence in misleading_variables(os.environ)),
-        *(f"WARNING: {sentence}" for sentence in paths_with_a_space()),
+        *(f"WARNING: {warning}" for warning in warnings),
     ]
 
 

@@ -1,6 +1,6 @@
-"""``accel-train checkpoints export``: the weights of a checkpoint as a directory that every tool reads.
+"""``accel-train checkpoints export``: write the weights of a checkpoint as plain files for other tools.
 
-Also how any collection of tensors is written: streamed, one output file in memory at a time.
+``write_collection`` writes any collection of tensors, with one output file in memory at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -30,73 +30,94 @@ Source = Literal["model", "ema"]
 
 
 def export(checkpoint: str, destination: str, *, precision: SavePrecision = "fp32", source: Source = "model") -> int:
-    """Write the weights, or their average (``ema``), as ``destination/model.safetensors`` with config.json, assets and
-    the experiment's options (experiment.json): objective and samplers, without which weights say little.
+    """Write the weights or their EMA as ``destination/model.safetensors``, with config.json, assets and options.
 
-    Above 2 GB in shards with an index. Of a run, its newest checkpoint that verifies. Takes the exact fp32 tensors
-    where the checkpoint has them beside a lower ``save_precision``. Raises ``UsageError`` for a destination in use, a
-    checkpoint that does not verify, NaN, and values that ``precision`` cannot hold.
+    experiment.json has the options of the experiment: weights are of little use without objective and samplers. Above
+    2 GB the weights are shards with an index. A run stands for its newest verified checkpoint. If ``save_precision``
+    is lower than fp32, the exact fp32 tensors are taken. Raises ``UsageError`` for a destination in use, a damaged
+    checkpoint, NaN, and values out of the range of ``precision``.
     """
-    found, passed_over = places.newest_at(checkpoint)
+    found, skipped = places.newest_at(checkpoint)
     target = _unused(destination)
-    tensors = _exact(found, source)
+    tensors = _best_copy(found, source)
     temporary = target.with_name(f".tmp-export-{target.name}-{os.getpid()}")
-    with building(temporary):
+    with temporary_directory(temporary):
         write_collection(temporary, "model", tensors, precision)
         _copy_extras(found, temporary)
-        facts = {name: found.manifest.get(name) for name in ("run_id", "step")}
-        options = found.manifest.get("experiment") or {}
-        commit.write_json(temporary / "experiment.json", {**facts, "weights": source, "options": options})
-        for file in [file for file in temporary.rglob("*") if file.is_file()]:
-            commit.seal_file(file)
-        for folder in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
-            commit.fsync_directory(folder)
-        os.rename(temporary, target)  # onto an empty directory, or none
+        commit.write_json(temporary / "experiment.json", _experiment(found, source))
+        _flush(temporary)
+        os.rename(temporary, target)  # also replaces an empty directory
         commit.fsync_directory(target.parent)
-    for reason in passed_over:
-        print(f"passed over: {reason}")
-    held = sorted({info.dtype for info in tensors.values() if info.dtype in FLOATS} - {"F32"})
-    if precision == "fp32" and held:
-        print(f"note: the checkpoint has these weights in {', '.join(held)}; fp32 adds no digits to them")
-    what, size = "weights" if source == "model" else "averaged weights", places.readable_size(places.disk_bytes(target))
-    print(f"{target}: {what} of {found.path} (step {found.step}) in {precision}, {size}")
+    for reason in skipped:
+        print(f"skipped: {reason}")
+    stored = sorted({info.dtype for info in tensors.values() if info.dtype in FLOATS} - {"F32"})
+    if precision == "fp32" and stored:
+        print(f"note: the checkpoint has these weights in {', '.join(stored)}; fp32 adds no digits to them")
+    label = "weights" if source == "model" else "EMA weights"
+    size = places.readable_size(places.disk_bytes(target))
+    print(f"{target}: {label} of {found.path} (step {found.step}) in {precision}, {size}")
     return 0
 
 
 def _unused(destination: str) -> Path:
     path = expand_path(destination)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        held = f"holds {places.contents(path)}" if path.is_dir() else "is a file"
-        raise UsageError(f"{path}: {held}; give a directory that does not exist or is empty")
+    requirement = "give a directory that does not exist or is empty"
+    if path.is_dir() and any(path.iterdir()):
+        raise UsageError(f"{path}: holds {places.contents(path)}; {requirement}")
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path}: is a file; {requirement}")
     return path
 
 
-def _exact(checkpoint: Checkpoint, source: Source) -> dict[str, TensorInfo]:
-    """Where the best copy of the weights is: exact ones beside the optimizer state, else those of the collection."""
+def _best_copy(checkpoint: Checkpoint, source: Source) -> dict[str, TensorInfo]:
+    """Find the exact fp32 weights beside the optimizer state, or else the weights of the collection."""
     if source not in diff.stems_in(checkpoint.path):
         raise UsageError(
-            f"{checkpoint.path}: has no {source}.safetensors, so there are no averaged weights (ema.decay was 0); "
+            f"{checkpoint.path}: has no {source}.safetensors, so there are no EMA weights (ema.decay was 0); "
             "export --weights model"
         )
     if (checkpoint.path / "optimizer" / "index.json").is_file():
-        exact = diff.optimizer_state(checkpoint.path, ["master" if source == "model" else "master_ema"])
-        for tensors in exact.values():
-            return tensors
+        key = "master" if source == "model" else "master_ema"
+        exact = diff.optimizer_state(checkpoint.path, [key])
+        if key in exact:
+            return exact[key]
     return weights.find_tensors(checkpoint.path, source)
 
 
+def _experiment(checkpoint: Checkpoint, source: Source) -> dict[str, Any]:
+    return {
+        "run_id": checkpoint.manifest.get("run_id"),
+        "step": checkpoint.manifest.get("step"),
+        "weights": source,
+        "options": checkpoint.manifest.get("experiment") or {},
+    }
+
+
 def _copy_extras(checkpoint: Checkpoint, directory: Path) -> None:
-    """What the manifest lists of config.json and assets, which were verified with the rest."""
+    """Copy config.json and assets as listed in the manifest, since only those files were verified."""
     for name in checkpoint.manifest["files"]:
         parts = PurePosixPath(name).parts
-        if parts == ("config.json",) or (parts[:1] == ("assets",) and ".." not in parts):
+        is_asset = parts[:1] == ("assets",) and ".." not in parts
+        if is_asset or parts == ("config.json",):
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint.file(name), directory / name)
 
 
+def _flush(directory: Path) -> None:
+    """Flush every file and directory, so that the rename cannot become durable before them."""
+    paths = list(directory.rglob("*"))
+    for path in paths:
+        if path.is_file():
+            commit.seal_file(path)
+    commit.fsync_directory(directory)
+    for path in paths:
+        if path.is_dir():
+            commit.fsync_directory(path)
+
+
 @contextmanager
-def building(temporary: Path) -> Generator[None]:
-    """Make a directory to build in; nothing of it stays after an error. What the disk refuses is a ``UsageError``."""
+def temporary_directory(temporary: Path) -> Generator[None]:
+    """Create a directory and delete it after an error. Errors of the disk become ``UsageError``."""
     try:
         temporary.mkdir(parents=True)
         yield
@@ -111,18 +132,22 @@ def building(temporary: Path) -> Generator[None]:
 def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInfo], precision: SavePrecision) -> None:
     """Write ``stem.safetensors``, or shards of at most 2 GB and their index, in ``precision``; not flushed.
 
-    Whole numbers stay what they are. Holds one output file in memory. Raises ``UsageError`` for NaN, for infinity and
-    for what ``precision`` cannot hold.
+    Integers keep their type. Holds one output file in memory. Raises ``UsageError`` for NaN, infinity and values out
+    of the range of ``precision``.
     """
+    sizes: dict[str, int] = {}
     for name, info in tensors.items():
-        if info.dtype not in FLOATS | WHOLE:
+        if info.dtype in FLOATS:
+            sizes[name] = info.elements * snapshot.DTYPES[precision][0].itemsize
+        elif info.dtype in WHOLE:
+            sizes[name] = info.elements * WHOLE[info.dtype].itemsize
+        else:
             raise UsageError(
-                f"{info.file}: {name} has the type {info.dtype}, which means nothing without what belongs to it in the "
-                "tool that made it; save it there in fp32, bf16 or fp16"
+                f"{info.file}: {name} has the type {info.dtype}, which only the tool that made it can decode; save it "
+                "there in fp32, bf16 or fp16"
             )
-    width = snapshot.DTYPES[precision][0].itemsize
     split = split_state_dict_into_shards_factory(
-        {n: i.elements * (width if i.dtype in FLOATS else WHOLE[i.dtype].itemsize) for n, i in tensors.items()},
+        sizes,
         get_storage_size=lambda size: size,
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=snapshot.SHARD_BYTES,
@@ -131,20 +156,22 @@ def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInf
         for file, names in split.filename_to_tensors.items():
             part = {name: _converted(name, reader.read(name), precision, tensors[name].file) for name in names}
             save_file(part, directory / file, metadata={"format": "pt"})
-            del part  # before the next is made
+            del part  # frees this file's tensors before the next are read
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         commit.write_json(directory / f"{stem}.safetensors.index.json", index)
 
 
 def _converted(name: str, tensor: Tensor, precision: SavePrecision, file: Path) -> Tensor:
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return tensor.to(snapshot.DTYPES[precision][0]) if tensor.is_floating_point() else tensor
-    weights.refuse_not_finite(name, tensor, file)
+    if not tensor.is_floating_point():
+        return tensor
     converted = tensor.to(snapshot.DTYPES[precision][0])
+    if tensor.numel() == 0:  # has no minimum and maximum
+        return converted
+    weights.refuse_not_finite(name, tensor, file)
     if not torch.stack(torch.aminmax(converted)).isfinite().all():
         raise UsageError(
-            f"{file}: {name} has values beyond {torch.finfo(converted.dtype).max:.6g}, the most that {precision} "
-            "holds; use another precision"
+            f"{file}: {name} has values beyond {torch.finfo(converted.dtype).max:.6g}, the largest value of "
+            f"{precision}; use another precision"
         )
     return converted

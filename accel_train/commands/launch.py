@@ -1,8 +1,8 @@
-"""Start a recipe from a launch file, read strictly first: on the real machine, or as a rehearsal on CPU processes.
+"""Start a recipe from a strictly read launch file, on the real machine or as a rehearsal on CPU processes.
 
-The environment of the processes is Accelerate's own work (``accelerate.utils.launch``), so that a recipe cannot tell
-our launcher from ``accelerate launch``. Ours adds the strict reading, signals that reach the recipe, and exit codes
-that survive: torchrun turns a worker's 2 or 75 into 1.
+Accelerate itself prepares the environment of the processes (``accelerate.utils.launch``), so a recipe cannot tell this
+launcher from ``accelerate launch``. This one adds strict reading, signals forwarded to the recipe, and exit codes:
+torchrun turns a worker's 2 or 75 into 1.
 """
 
 from __future__ import annotations
@@ -42,50 +42,51 @@ FORWARDED: dict[signal.Signals, signal.Signals] = {
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGTERM,
 }
-"""As what a signal is passed on: SIGUSR1 would end torchrun and leave the workers behind."""
-PR_SET_PDEATHSIG = 1
+"""Received signal -> forwarded signal. SIGUSR1 would end torchrun and leave its workers running."""
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 STOPPED_EARLY = "asked to stop before training began; start again to go on (exit code 75)"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start where."""
+    """A recipe, its arguments and the machine."""
 
     config_file: str | None
-    """None: the default file of `accelerate config` where there is one, else the accelerators that are visible."""
+    """None takes the default file of `accelerate config`, or without one the visible accelerators."""
     recipe: str
     arguments: tuple[str, ...] = ()
     num_processes: int | None = None
-    """Over all machines; None as the file says."""
+    """Total over all machines. None takes the number in the file."""
     machine_rank: int | None = None
     main_process_ip: str | None = None
     main_process_port: int | None = None
 
 
 def launch(request: Launch, *, rehearsal: bool = False) -> int:
-    """Run the recipe to its end and return its exit code (0 done, 2 wrong usage, 75 preempted, else 1)."""
-    with _Relay() as relay:  # before Accelerate is imported, which takes a while
-        command, environment = _prepared(request, rehearsal=rehearsal)
+    """Run the recipe to its end and return its exit code (0 done, 2 usage error, 75 preempted, else 1)."""
+    with _SignalRelay() as relay:  # before the slow import of Accelerate
+        command, environment = _prepare(request, rehearsal=rehearsal)
         return _run(command, environment, relay)
 
 
-def _prepared(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, str]]:
-    """The command to run and its environment. Raises ``UsageError``."""
-    path, machine, words = read_machine(request)
-    if words is not None:
-        print(words, flush=True)
+def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, str]]:
+    """Return the command and its environment. Raises ``UsageError``."""
+    path, machine, assumption = read_machine(request)
+    if assumption is not None:
+        print(assumption, flush=True)
     if not expand_path(request.recipe).is_file():
         raise UsageError(f"recipe {request.recipe!r}: there is no such file; give the path of a recipe")
     if rehearsal and request.main_process_port is None and machine.num_machines == 1:
-        request = replace(request, main_process_port=free_port())  # the file's may be that of a run beside this one
-    _check_meeting_point(machine, request)
+        # A real run on this machine may use the port in the file.
+        request = replace(request, main_process_port=free_port())
+    _check_rendezvous(machine, request)
     settings = accelerate_settings(path, machine, request)
     environment = accelerate_environment(settings)
     if machine.use_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
     if THREADS_VARIABLE not in os.environ:
         environment[THREADS_UNASKED_VARIABLE] = "1"
-    environment.pop(MACHINE_FILE_VARIABLE, None)  # of a launch around this one
+    environment.pop(MACHINE_FILE_VARIABLE, None)  # inherited if a launch started this one
     if path is not None:
         environment[MACHINE_FILE_VARIABLE] = str(path)
     if rehearsal:
@@ -99,99 +100,111 @@ def _prepared(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str,
 
 
 def read_machine(request: Launch) -> tuple[Path | None, MachineConfig, str | None]:
-    """The launch file, the machine, and where no file was named one line that says what is taken instead."""
+    """Return the launch file, the machine, and without ``--config_file`` a line about the file or devices used."""
     if request.config_file is not None:
         path = expand_path(request.config_file)
         return path, read_machine_config(path, num_processes=request.num_processes), None
-    if (default := default_machine_config_path()) is not None:
+    default = default_machine_config_path()
+    if default is not None:
         machine = read_machine_config(default, num_processes=request.num_processes)
         return default, machine, f"no --config_file: {default} is read, the default file of `accelerate config`"
     for name in ("machine_rank", "main_process_ip"):
-        if (value := getattr(request, name)) is not None:
+        value = getattr(request, name)
+        if value is not None:
             raise UsageError(
                 f"{name}: {value} without --config_file: several machines need a launch file; copy "
                 "accelerate_configs/multi_node.yaml and give it with --config_file"
             )
     machine = visible_machine(request.num_processes)
-    kind = "accelerator" if not machine.use_cpu else "CPU"
+    return None, machine, _describe_visible(machine, request)
+
+
+def _describe_visible(machine: MachineConfig, request: Launch) -> str:
     processes = "one process" if machine.num_processes == 1 else f"{machine.num_processes} processes, DDP"
-    asked = "as --num_processes says" if request.num_processes is not None else "as many as there are accelerators"
-    if request.num_processes is None and machine.use_cpu:
-        asked = "no accelerator is visible"
-    return None, machine, f"no --config_file and no default file of `accelerate config`: {processes}, {kind} ({asked})"
+    device = "CPU" if machine.use_cpu else "accelerator"
+    if request.num_processes is not None:
+        reason = "as --num_processes says"
+    elif machine.use_cpu:
+        reason = "no accelerator is visible"
+    else:
+        reason = "as many as there are accelerators"
+    return f"no --config_file and no default file of `accelerate config`: {processes}, {device} ({reason})"
 
 
 def accelerate_settings(path: Path | None, machine: MachineConfig, request: Launch) -> Namespace:
-    """The launch settings as Accelerate's own parser and validation see them."""
+    """Return the launch settings after Accelerate's own parser and validation."""
     from accelerate.commands.launch import (
         _validate_launch_command,  # pyright: ignore[reportPrivateUsage]
         launch_command_parser,
     )
 
-    flags = ["--config_file", str(path)] if path is not None else _flags_instead_of_a_file(machine)
+    flags = _explicit_flags(machine) if path is None else ["--config_file", str(path)]
     flags += ["--mixed_precision", "no"]
     for name in ("num_processes", "machine_rank", "main_process_ip", "main_process_port"):
-        if (value := getattr(request, name)) is not None and f"--{name}" not in flags:
+        value = getattr(request, name)
+        if value is not None and f"--{name}" not in flags:
             flags += [f"--{name}", str(value)]
     settings: Any = launch_command_parser().parse_args([*flags, request.recipe, *request.arguments])
     settings, _, _ = _validate_launch_command(settings)
     if settings.num_processes in (None, 0):
         settings.num_processes = machine.num_processes or 1
     if settings.main_process_port is None and settings.num_machines == 1:
-        settings.main_process_port = free_port()  # several launches on one machine must not meet
-    given: Any = machine.raw.get("deepspeed_config") or {}
-    settings.deepspeed_fields_from_accelerate_config = ",".join(given)
+        settings.main_process_port = free_port()  # a fixed port would join several launches on one machine
+    deepspeed: Any = machine.raw.get("deepspeed_config") or {}
+    settings.deepspeed_fields_from_accelerate_config = ",".join(deepspeed)
     return settings
 
 
-def _flags_instead_of_a_file(machine: MachineConfig) -> list[str]:
-    """All that Accelerate would say it had to assume."""
+def _explicit_flags(machine: MachineConfig) -> list[str]:
+    """Return the flags of a start without a file. Accelerate warns of each that it has to assume."""
     flags = ["--num_processes", str(machine.num_processes), "--num_machines", "1", "--dynamo_backend", "no"]
-    kind = ["--cpu"] if machine.use_cpu else ["--multi_gpu"] if machine.strategy == "ddp" else []
-    return [*flags, *kind]
+    if machine.use_cpu:
+        flags.append("--cpu")
+    elif machine.strategy == "ddp":
+        flags.append("--multi_gpu")
+    return flags
 
 
 def accelerate_environment(settings: Any) -> dict[str, str]:
-    """Environment of every process, by Accelerate's own functions; fills in the torchrun settings as well."""
+    """Return the environment from Accelerate's own functions. They also add the torchrun settings to ``settings``."""
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     if settings.use_deepspeed:
-        settings.deepspeed_multinode_launcher = "standard"  # torchrun on each machine, as for the other strategies
+        # torchrun on each machine, as for the other strategies; the default is pdsh over SSH
+        settings.deepspeed_multinode_launcher = "standard"
         _, environment = prepare_deepspeed_cmd_env(settings)
     else:
         environment = prepare_multi_gpu_env(settings)
-    return {k: str(v) for k, v in environment.items()}
+    return {name: str(value) for name, value in environment.items()}
 
 
 def torchrun_command(settings: Any, single: bool) -> list[str]:
-    """The command that starts the processes of this machine."""
+    """Return the command to start the processes of this machine."""
     if single:
         return [sys.executable]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(settings.nproc_per_node)]
+    address = "127.0.0.1"
     if settings.num_machines > 1:
         command += ["--nnodes", str(settings.num_machines), "--node_rank", str(settings.machine_rank)]
-        return [*command, "--master_addr", str(settings.main_process_ip), "--master_port", _port(settings)]
-    return [*command, "--master_addr", "127.0.0.1", "--master_port", _port(settings)]
-
-
-def _port(settings: Any) -> str:
-    return str(settings.main_process_port or 29500)
+        address = str(settings.main_process_ip)
+    port = settings.main_process_port or 29500  # torchrun's own default
+    return [*command, "--master_addr", address, "--master_port", str(port)]
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """Return a port of the loopback interface that is unused now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _check_meeting_point(machine: MachineConfig, request: Launch) -> None:
-    changes = {
-        name: getattr(request, name)
-        for name in ("machine_rank", "main_process_ip", "main_process_port")
-        if getattr(request, name) is not None
-    }
-    machine = replace(machine, **changes)
+def _check_rendezvous(machine: MachineConfig, request: Launch) -> None:
+    overrides: dict[str, Any] = {}
+    for name in ("machine_rank", "main_process_ip", "main_process_port"):
+        value = getattr(request, name)
+        if value is not None:
+            overrides[name] = value
+    machine = replace(machine, **overrides)
     if machine.machine_rank >= machine.num_machines:
         raise UsageError(
             f"machine_rank: {machine.machine_rank} must be below num_machines: {machine.num_machines}; machines count "
@@ -200,21 +213,23 @@ def _check_meeting_point(machine: MachineConfig, request: Launch) -> None:
     check_rendezvous(machine)
 
 
-def _end_with_the_launcher() -> None:
-    """In the child: the launcher's death, even by SIGKILL, counts as SIGTERM, so that nobody trains unwatched."""
+def _die_with_launcher() -> None:
+    """Have the kernel send SIGTERM to this child if the launcher dies, even by SIGKILL."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-class _Relay:
-    """Passes the signals that this launcher gets on to its child; before there is one, a signal ends the launcher."""
+class _SignalRelay:
+    """Forwards signals from the launcher to its child. Before the child exists, a signal ends the launcher."""
 
     def __init__(self) -> None:
         self.stopped = False
         self._child: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> _Relay:
-        heard = [s for s in FORWARDED if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]  # nohup
-        self._previous = {s: signal.signal(s, self._on_signal) for s in heard}
+    def __enter__(self) -> _SignalRelay:
+        numbers = set(FORWARDED)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started by nohup
+            numbers.remove(signal.SIGHUP)
+        self._previous = {number: signal.signal(number, self._on_signal) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -222,30 +237,31 @@ class _Relay:
             signal.signal(number, handler)
 
     def wait_for(self, child: subprocess.Popen[bytes]) -> int:
-        """The child's exit code."""
+        """Return the exit code of the child."""
         self._child = child
         return child.wait()
 
     def _on_signal(self, number: int, _: object) -> None:
         self.stopped = True
-        if self._child is None:  # one that is just being started ends with this process
+        if self._child is None:  # a child being started right now dies with this process
             print(STOPPED_EARLY, file=sys.stderr, flush=True)
             raise SystemExit(EXIT_PREEMPTED)
         self._child.send_signal(FORWARDED[signal.Signals(number)])
 
 
-def _run(command: Sequence[str], environment: dict[str, str], relay: _Relay) -> int:
-    """Run to the end, passing signals on; the exit code that a worker reported wins over torchrun's 1."""
+def _run(command: Sequence[str], environment: dict[str, str], relay: _SignalRelay) -> int:
+    """Run to the end and forward signals. An exit code reported by a worker overrides torchrun's 1."""
     with tempfile.TemporaryDirectory(prefix="accel-train-") as folder:
-        reported = Path(folder) / "exit_codes"
-        child = subprocess.Popen(
-            command, env=environment | {EXIT_CODE_VARIABLE: str(reported)}, preexec_fn=_end_with_the_launcher
-        )
+        report = Path(folder) / "exit_codes"
+        environment = environment | {EXIT_CODE_VARIABLE: str(report)}
+        child = subprocess.Popen(command, env=environment, preexec_fn=_die_with_launcher)
         code = relay.wait_for(child)
-        said = reported_exit_code(reported, stopped=relay.stopped)
+        reported = reported_exit_code(report, stopped=relay.stopped)
     if code == 0:
         return 0
-    if said is None and relay.stopped:
+    if reported:
+        return reported
+    if reported is None and relay.stopped:
         print(STOPPED_EARLY, file=sys.stderr, flush=True)
         return EXIT_PREEMPTED
-    return said or (code if code > 0 else 1)
+    return code if code > 0 else 1  # negative: killed by a signal

@@ -1,4 +1,4 @@
-"""What a path on the command line means: a run, a directory of checkpoints, one checkpoint, or none of these."""
+"""Paths on the command line: a run, a directory of checkpoints, or a single checkpoint."""
 
 from __future__ import annotations
 
@@ -13,53 +13,59 @@ from accel_train.store.commit import Checkpoint
 
 @dataclass(frozen=True)
 class Place:
-    """Checkpoints at one place, and the run that they belong to."""
+    """Checkpoints at a path, with their run."""
 
     path: Path
-    """What was given, made absolute."""
+    """Absolute form of the given path."""
     checkpoints: tuple[Path, ...]
-    """Oldest first, by step; not verified."""
+    """Oldest first, by step, unverified."""
     run: Path | None
-    """None for checkpoints that lie outside a run."""
+    """None for checkpoints outside a run."""
     single: bool = False
-    """One checkpoint was named, not a directory of them."""
+    """True if the path is a checkpoint, False for a directory of checkpoints."""
 
 
 def find_place(text: str | os.PathLike[str]) -> Place:
-    """Raises ``UsageError`` with what was found for a path that is none of the three."""
+    """Find the checkpoints at a path. For any other path, raise ``UsageError`` with its contents."""
     path = expand_path(text)
     if lost := commit.lost_link(path) or commit.lost_link(path / "checkpoints"):
         raise UsageError(f"{lost}; mount it, or correct the link")
     if not path.is_dir():
-        raise UsageError(f"{path}: {_what_is_there(path)}; give the directory of a run or of a checkpoint")
+        raise UsageError(f"{path}: {_describe_wrong_path(path)}; give the directory of a run or of a checkpoint")
     if commit.TEMPORARY.fullmatch(path.name):
-        raise UsageError(f"{path}: never finished, or on its way to deletion; name a checkpoint_ directory beside it")
+        raise UsageError(f"{path}: an unfinished or half-deleted checkpoint; name a checkpoint_ directory beside it")
     if commit.NAME.fullmatch(path.name) or (path / "manifest.json").is_file():
         run = path.parent.parent if path.parent.name == "checkpoints" else None
         return Place(path, (path,), run, single=True)
     if (path / "checkpoints").is_dir() or (path / "run.json").is_file():
-        return Place(path, tuple(p for _, p in commit.committed(path / "checkpoints")), path)
-    found = tuple(p for _, p in commit.committed(path))
-    if found or path.name == "checkpoints":
-        return Place(path, found, path.parent if path.name == "checkpoints" else None)
+        return Place(path, _committed(path / "checkpoints"), path)
+    found = _committed(path)
+    if path.name == "checkpoints":
+        return Place(path, found, path.parent)
+    if found:
+        return Place(path, found, None)
     raise UsageError(
         f"{path}: neither a run (checkpoints/, run.json) nor a checkpoint (manifest.json); it holds {contents(path)}; "
         "give one of these"
     )
 
 
+def _committed(directory: Path) -> tuple[Path, ...]:
+    return tuple(path for _, path in commit.committed(directory))
+
+
 def find_run(text: str | os.PathLike[str]) -> tuple[Place, Path]:
-    """A run, named by its own directory or by the checkpoints in it; else ``UsageError``."""
+    """Find a run by its own directory or its checkpoints/. Raises ``UsageError`` for anything else."""
     place = find_place(text)
     if place.single or place.run is None:
-        raise UsageError(f"{place.path}: a run is required, which is the directory that holds checkpoints/; give that")
+        raise UsageError(f"{place.path}: a run is required, the directory with checkpoints/ in it; give that")
     return place, place.run
 
 
 def newest_at(text: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint that a path names, or the newest of a run that verifies, with why newer ones were passed over.
+    """Return the checkpoint at a path, or the newest verified one of a run, and the reasons for skipping newer ones.
 
-    Hashes what it reads. Raises ``UsageError`` where nothing verifies.
+    Hashes every file it considers. Raises ``UsageError`` if nothing verifies.
     """
     place = find_place(text)
     reasons: list[str] = []
@@ -71,19 +77,19 @@ def newest_at(text: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
     if not reasons:
         raise UsageError(f"{place.path}: holds no checkpoint yet; train first, or name another run")
     listed = "\n  ".join(reasons)
-    raise UsageError(
-        f"{place.path}: no checkpoint that verifies; restore one from a copy, or name another:\n  {listed}"
-    )
+    raise UsageError(f"{place.path}: no checkpoint verifies; restore one from a copy, or name another:\n  {listed}")
 
 
 def contents(directory: Path, limit: int = 6) -> str:
-    """The first names in a directory, for a message."""
+    """List the first names in a directory, for a message."""
     names = sorted(path.name for path in directory.iterdir())
+    if not names:
+        return "nothing"
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "nothing") + more
+    return ", ".join(names[:limit]) + more
 
 
-def _what_is_there(path: Path) -> str:
+def _describe_wrong_path(path: Path) -> str:
     if path.exists():
         return "is a file"
     parent = next(p for p in path.parents if p.is_dir())
@@ -91,14 +97,17 @@ def _what_is_there(path: Path) -> str:
 
 
 def readable_size(size_bytes: float) -> str:
-    """Bytes with three digits and a unit of 1000: ``402 MB``."""
+    """Format bytes with a decimal unit: ``402 MB``, ``4.2 GB``."""
+    size = size_bytes
     for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 999.5:
-            return f"{size_bytes:.0f} {unit}" if size_bytes >= 99.95 or unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.1f} TB"
+        if size < 999.5:
+            # The limit keeps 99.96 from being shown as 100.0, with a fourth digit.
+            digits = 0 if size >= 99.95 or unit == "B" else 1
+            return f"{size:.{digits}f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
 
 
 def disk_bytes(path: Path) -> int:
-    """Bytes of all files below ``path`` that are still there."""
+    """Return the total size of all files below ``path``."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

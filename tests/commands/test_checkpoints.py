@@ -259,7 +259,7 @@ def test_a_wrong_path_is_refused_with_what_is_there(tmp_path: Path, command: str
 def test_what_was_never_finished_is_no_checkpoint(run: Path) -> None:
     unfinished = run / "checkpoints" / commit.temporary_name(40, "abc")
     unfinished.mkdir()
-    with pytest.raises(UsageError, match="never finished"):
+    with pytest.raises(UsageError, match="an unfinished or half-deleted checkpoint"):
         call("verify", unfinished)
     (run / "empty" / "checkpoints").mkdir(parents=True)
     for command in ("verify", "export"):
@@ -652,7 +652,7 @@ def test_an_export_of_a_run_takes_the_newest_that_verifies(
     call("export", run, tmp_path / "out")
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), values_of(model_of(20)))
     passed, done = lines_of(capsys)
-    assert passed.startswith("passed over: ")
+    assert passed.startswith("skipped: ")
     assert name(30) in passed
     assert "(step 20) in fp32" in done
 
@@ -730,7 +730,7 @@ def test_what_save_state_wrote_becomes_a_checkpoint(
     assert_same(converted(source, tmp_path / "first"), first)
     shown = capsys.readouterr().out
     assert "left out: optimizer.bin: a pickle" in shown
-    assert "the optimizer starts anew" in shown
+    assert "the optimizer starts from zero" in shown
     for other in ("scheduler.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl"):
         assert f"left out: {other}: a pickle" in shown
     assert "left out: model_1.safetensors: other weights; take them with --stem model_1" in shown
@@ -782,7 +782,7 @@ def test_where_there_are_several_one_must_be_named(tmp_path: Path) -> None:
     write(tmp_path / "in", "model.fp16", x=torch.ones(2).half())
     assert_same(converted(tmp_path / "in", tmp_path / "a"), {"x": torch.ones(2)})
     write(tmp_path / "in", "model.bf16", x=torch.zeros(2).bfloat16())
-    with pytest.raises(UsageError, match=r"holds model.bf16, model.fp16; say which with --stem"):
+    with pytest.raises(UsageError, match=r"holds model.bf16, model.fp16; choose one with --stem"):
         call("convert", tmp_path / "in", tmp_path / "b")
     with pytest.raises(UsageError, match=r"has no such weights; it has model.bf16, model.fp16"):
         call("convert", tmp_path / "in", tmp_path / "b", "--stem", "model")
@@ -854,20 +854,20 @@ def test_a_conversion_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_pat
         assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
     sound = write(tmp_path / "sound", x=torch.ones(1))
     converted(sound, tmp_path / "out")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         call("convert", sound, tmp_path / "out")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="is a file"):
         call("convert", sound, tmp_path / "file")
 
 
 def test_ours_is_not_converted_nor_written_into_a_run(run: Path, tmp_path: Path) -> None:
     for place in (run, run / "checkpoints" / name(10)):
-        with pytest.raises(UsageError, match="accel_train's own already"):
+        with pytest.raises(UsageError, match="already accel_train's own"):
             call("convert", place, tmp_path / "out")
     sound = write(tmp_path / "sound", x=torch.ones(1))
     for place in (run, run / "checkpoints", run / "checkpoints" / name(0)):
-        with pytest.raises(UsageError, match="lies in a run"):
+        with pytest.raises(UsageError, match="lies in the run"):
             call("convert", sound, place)
     assert steps_in(run) == [10, 20, 30]
 
