@@ -827,7 +827,7 @@ def _only_bin(directory: Path) -> Path:
     ("make", "says"),
     [
         (_distributed, ".metadata is a pickle.*accelerate merge-weights '/.*/saved here/pytorch_model_fsdp_0' OUT"),
-        (_half_of_it, "whose .metadata is a pickle"),
+        (_half_of_it, "Its .metadata is a pickle"),
         (_deepspeed, "python '/.*/saved here/zero_to_fp32.py' '/.*/saved here' OUT --safe_serialization"),
         (_only_bin, r"are a pickle \(pytorch_model.bin\).*safetensors.torch.save_file"),
         (lambda p: _only_bin(p) / "pytorch_model.bin", "are a pickle"),
