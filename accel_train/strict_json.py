@@ -1,7 +1,7 @@
-"""JSON files read as if anybody had written them: a regular file of bounded size, strict JSON, one error to catch.
+"""Read JSON from untrusted files: a regular file of bounded size, strict JSON, one exception to catch.
 
-``json.load`` takes the last of two equal keys, ``NaN``, ``1e999`` as infinity and half a surrogate pair, raises
-``RecursionError`` for deep nesting, and waits for ever on a FIFO. Standard library only: the writer process reads too.
+``json.load`` accepts duplicate keys, ``NaN``, ``1e999`` as infinity and lone surrogates, raises ``RecursionError`` on
+deep nesting, and blocks forever on a FIFO. Standard library only, because the writer process imports it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MAX_BYTES = 256 << 20
-"""Random states and indices of thousands of processes stay below."""
+"""Enough for random states and indices of thousands of processes."""
+READ_BYTES = 1 << 24
 SEAL = "self_sha256"
-"""Key of the hash of everything else in an object, over its canonical JSON: sorted keys, no spaces, ASCII."""
+"""Key of an object's hash over its other keys as canonical JSON: sorted keys, no spaces, ASCII."""
 
 
 def read(path: Path, max_bytes: int = MAX_BYTES) -> Any:
-    """The value in a file. Raises ``FileNotFoundError``, and ``ValueError`` with the reason for every other fault."""
+    """Return the value in a file. Raises ``FileNotFoundError``. Other faults raise ``ValueError`` with the reason."""
     return parse(read_bytes(path, max_bytes))
 
 
 def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """The same for a file that must hold an object."""
+    """Read a file with an object at the top."""
     value = read(path, max_bytes)
     if not isinstance(value, dict):
         raise ValueError(f"it holds {_kind(value)}, not an object")
@@ -35,8 +36,9 @@ def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a regular file, or of what a link leads to. Never waits for a FIFO; raises as ``read`` does."""
+    """Return the content of a regular file, following links. Never blocks on a FIFO. Raises like ``read``."""
     try:
+        # O_NONBLOCK opens a FIFO without waiting for a writer. O_NOCTTY keeps a terminal from becoming ours.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             content = _content(descriptor, max_bytes)
@@ -52,30 +54,37 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def _content(descriptor: int, max_bytes: int) -> bytes:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"it is {_file_kind(found.st_mode)}, not a regular file")
-    if found.st_size > max_bytes:
-        raise ValueError(f"it has {found.st_size} bytes; at most {max_bytes} are read")
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"it is {_file_kind(status.st_mode)}, not a regular file")
+    if status.st_size > max_bytes:
+        raise ValueError(f"it has {status.st_size} bytes; at most {max_bytes} are read")
     content = bytearray()
-    while piece := os.read(descriptor, min(max_bytes + 1 - len(content), 1 << 24)):
+    while piece := os.read(descriptor, min(max_bytes + 1 - len(content), READ_BYTES)):
         content += piece
+        # The file may have grown since, and files in /proc report a size of 0.
         if len(content) > max_bytes:
             raise ValueError(f"it has more than {max_bytes} bytes")
     return bytes(content)
 
 
 def parse(content: bytes | str) -> Any:
-    """The value of a text in UTF-8. Raises ``ValueError`` with the reason."""
+    """Parse JSON, UTF-8 if bytes. Raises ``ValueError`` with the reason."""
     try:
         text = content.decode() if isinstance(content, bytes) else content
-        value = json.loads(text, object_pairs_hook=_pairs, parse_constant=_refuse_constant, parse_float=_finite)
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
+        # Only an escape can give a lone surrogate. Encoding finds it.
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeEncodeError:
-        raise ValueError("it holds half of a surrogate pair, which is no character") from None
+        raise ValueError("it contains a lone surrogate, half of a character") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8: {error}") from None
     except json.JSONDecodeError as error:
@@ -84,46 +93,58 @@ def parse(content: bytes | str) -> Any:
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The object with a hash of itself as its last key; one that it had is replaced."""
-    rest = {key: one for key, one in value.items() if key != SEAL}
-    return rest | {SEAL: _digest(rest)}
+    """Return the object with its own hash as the last key. An existing hash is replaced."""
+    unsealed = _without_seal(value)
+    return unsealed | {SEAL: _digest(unsealed)}
 
 
 def check_seal(value: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless the object is what ``sealed`` returned."""
-    if value.get(SEAL) != _digest({key: one for key, one in value.items() if key != SEAL}):
+    """Raise ``ValueError`` unless the object is unchanged since ``sealed``."""
+    if value.get(SEAL) != _digest(_without_seal(value)):
         raise ValueError(f"it has changed since it was written ({SEAL} differs)")
 
 
+def _without_seal(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if key != SEAL}
+
+
 def _digest(value: Mapping[str, Any]) -> str:
+    # One form of each value, so that a rewritten file with other spaces or order keeps its hash.
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in items:
-        if name in found:
-            raise ValueError(f"the key {name!r} comes twice")
-        found[name] = value
-    return found
+def _unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in items:
+        if key in result:
+            raise ValueError(f"the key {key!r} is given twice")
+        result[key] = value
+    return result
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def _finite(digits: str) -> float:
-    if math.isfinite(value := float(digits)):
-        return value
-    raise ValueError(f"the number {digits[:40]} is beyond every float")
+def _finite_float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {digits[:40]} is too large for a float")
+    return value
 
 
 def _kind(value: Any) -> str:
+    # type(), not isinstance(): a bool is an int.
     names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 
 
 def _file_kind(mode: int) -> str:
-    kinds = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket"}
-    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "a device")
+    if stat.S_ISDIR(mode):
+        return "a directory"
+    if stat.S_ISFIFO(mode):
+        return "a FIFO"
+    if stat.S_ISSOCK(mode):
+        return "a socket"
+    return "a device"

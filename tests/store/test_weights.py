@@ -301,7 +301,7 @@ def test_the_same_tensor_twice_in_the_index_is_refused(tmp_path: Path) -> None:
     text = index.read_text()
     at = text.index('"layers.0.weight"')
     index.write_text(text[:at] + '"layers.1.weight": "model-00001-of-00002.safetensors", ' + text[at:])
-    refused(tmp_path, "the key 'layers.1.weight' comes twice")
+    refused(tmp_path, "the key 'layers.1.weight' is given twice")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "\xff", '"x"'])
