@@ -33,7 +33,7 @@ def fetch(place: str, directory: Path) -> Checkpoint:
         if place.startswith(HUB):
             from accel_train.hub import pusher
 
-            found = commit.opened(pusher.download(place.removeprefix(HUB), directory))  # it has verified it
+            found = commit.open_verified(pusher.download(place.removeprefix(HUB), directory))  # it has verified it
         else:
             found = _copy(_find(place), directory)
     if not found.manifest.get("state", True):

@@ -28,7 +28,7 @@ def remove_new(directory: Path, before: frozenset[Path], rank: int) -> None:
     folders only where nothing is left in them. Of several processes the main one is waited for, some seconds, because
     torchrun ends all when the first leaves. Never raises: what cannot be removed stays.
     """
-    with suppress(OSError, locks.HeldError):
+    with suppress(OSError, locks.LockedError):
         if rank:
             deadline = time.monotonic() + SECONDS_TO_BE_HEARD
             while _of_main(directory, before) and not _holds_run(directory) and time.monotonic() < deadline:
@@ -41,7 +41,7 @@ def remove_new(directory: Path, before: frozenset[Path], rank: int) -> None:
 
 
 def _remove_all_files(directory: Path, before: frozenset[Path]) -> None:
-    with closing(locks.take(directory)):
+    with closing(locks.acquire(directory)):
         if not _holds_run(directory):
             _rmdir(directory / "checkpoints", before)
             for file in (*directory.glob("logs/rank_*.log"), *_of_main(directory, before)):

@@ -192,7 +192,7 @@ def _open(
 def _refuse_lost_links(directory: Path) -> None:
     """A disk that is not mounted must not look like a run that has saved nothing."""
     for place in (directory, directory / "checkpoints"):
-        if lost := commit.lost_link(place):
+        if lost := commit.describe_broken_link(place):
             raise UsageError(f"output_dir: {lost}; mount it, or remove the link to start without what it held")
     if (directory / "checkpoints").exists() and not (directory / "checkpoints").is_dir():
         raise UsageError(f"output_dir: {directory / 'checkpoints'} is no directory; move it away")
@@ -212,8 +212,8 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
             f"output_dir: {directory} cannot be written ({error.strerror}); give another --output_dir"
         ) from None
     try:
-        lock = locks.take(directory)
-    except locks.HeldError as holder:
+        lock = locks.acquire(directory)
+    except locks.LockedError as holder:
         raise UsageError(
             f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first"
         ) from None

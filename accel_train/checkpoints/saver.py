@@ -181,7 +181,7 @@ class Saver:
         path = self._run.checkpoints / commit.checkpoint_name(step)
         try:
             commit.rewrite_manifest(path, {"metrics": contents.finite(metrics)})
-            self._unoffered = commit.opened(path)
+            self._unoffered = commit.open_verified(path)
         except (OSError, ValueError) as error:
             logger.warning("the metrics of step %d are not in its checkpoint: %s", step, error)
 

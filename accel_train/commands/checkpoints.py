@@ -320,8 +320,8 @@ def _lock_held(run: Path, *, needed: bool) -> Generator[None]:
         yield
         return
     try:
-        held = lock.take(run, " (accel-train checkpoints prune)")
-    except lock.HeldError as holder:
+        held = lock.acquire(run, " (accel-train checkpoints prune)")
+    except lock.LockedError as holder:
         raise UsageError(
             f"{run} is in use by {holder}, which applies retention itself; end it first, or look with --dry-run"
         ) from None

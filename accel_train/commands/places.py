@@ -28,7 +28,7 @@ class Place:
 def find_place(text: str | os.PathLike[str]) -> Place:
     """Find the checkpoints at a path. For any other path, raise ``UsageError`` with its contents."""
     path = expand_path(text)
-    if lost := commit.lost_link(path) or commit.lost_link(path / "checkpoints"):
+    if lost := commit.describe_broken_link(path) or commit.describe_broken_link(path / "checkpoints"):
         raise UsageError(f"{lost}; mount it, or correct the link")
     if not path.is_dir():
         raise UsageError(f"{path}: {_describe_wrong_path(path)}; give the directory of a run or of a checkpoint")

@@ -1,8 +1,8 @@
-"""Checkpoint directories that are complete or do not exist: names, hashes, atomic commit, retention.
+"""Checkpoint directories that are complete or absent: names, hashes and the atomic commit.
 
-A checkpoint is written into a temporary directory, every file fsynced and hashed, listed in ``manifest.json``,
-and renamed to its final name. What exists under a final name is complete; whether it still is what was written,
-``verify`` tells. Nothing here knows of processes or tensors.
+A checkpoint is written into a temporary directory. Every file is fsynced, hashed and listed in ``manifest.json``, then
+the directory is renamed to its final name. A directory under a final name is therefore complete; ``verify`` checks
+for later damage. This module knows nothing of processes or tensors.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ from accel_train.store import failpoints
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import MANIFEST, NAME, checkpoint_name
 
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Of Linux's ``renameat2``."""
+logger = logging.getLogger(__name__)
+
+# Constants of Linux's renameat2(2), which Python does not expose.
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2
+
 TEMPORARY = re.compile(r"\.(?:tmp|trash)-checkpoint_\d+-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointWriteError(RuntimeError):
@@ -38,23 +43,23 @@ class CheckpointWriteError(RuntimeError):
 
 
 class NotRenamedError(OSError):
-    """A checkpoint is complete and flushed, but its directory could not be given its final name."""
+    """A checkpoint is complete and flushed, but its directory could not be renamed to its final name."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint directory and what its manifest says."""
+    """A committed checkpoint directory and its manifest."""
 
     path: Path
     step: int
     manifest: Mapping[str, Any]
 
     def file(self, name: str) -> Path:
-        """Path of one of its files."""
+        """Return the path of one of its files."""
         return self.path / name
 
     def json(self, name: str) -> Any:
-        """One of its JSON files. Raises ``ValueError``."""
+        """Read one of its JSON files. Raises ``ValueError``."""
         try:
             return strict_json.read(self.file(name))
         except (FileNotFoundError, ValueError) as error:
@@ -62,28 +67,31 @@ class Checkpoint:
 
 
 def temporary_name(step: int, nonce: str, kind: str = "tmp") -> str:
-    """A name that says which process of which host may still be writing it."""
+    """Build a directory name with the host and the process id of its writer, for ``sweep``."""
     return f".{kind}-{checkpoint_name(step)}-{socket.gethostname()}-{os.getpid()}-{nonce}"
 
 
 def new_nonce() -> str:
-    """Random hexadecimal digits that keep two attempts at one step apart."""
+    """Random hexadecimal digits to tell two attempts at one step apart."""
     return uuid.uuid4().hex[:12]
 
 
 def committed(directory: Path) -> list[tuple[int, Path]]:
-    """Final names in ``directory`` with their steps, oldest first, by step and never by time."""
+    """List the checkpoints in ``directory`` with their steps, oldest first, by step and never by time."""
     if not directory.is_dir():
         return []
-    matches = ((NAME.fullmatch(p.name), p) for p in directory.iterdir())
-    return sorted((int(m.group(1)), p) for m, p in matches if m and p.is_dir())
+    found: list[tuple[int, Path]] = []
+    for path in directory.iterdir():
+        match = NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append((int(match.group(1)), path))
+    return sorted(found)
 
 
 def seal_file(path: Path) -> dict[str, Any]:
-    """Flush one written file to the disk; returns its ``size`` in bytes and ``sha256``.
-
-    safetensors leaves files readable by their owner alone; other people's jobs load checkpoints too.
-    """
+    """Flush a written file to the disk and return its ``size`` in bytes and its ``sha256``."""
+    # safetensors creates files with mode 0600, but jobs of other users load checkpoints too.
+    # The umask can only be read by setting it.
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -94,12 +102,12 @@ def seal_file(path: Path) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> str:
-    """JSON as people read it."""
+    """Format a value as indented JSON."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write readable JSON and flush it to the disk."""
+    """Write indented JSON and flush it to the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(to_json(value))
         file.flush()
@@ -107,28 +115,29 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """Write readable JSON under a name that at every instant holds the old text or the new one."""
+    """Replace a JSON file atomically: a reader sees the old text or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     write_json(temporary, value)
     try:
         temporary.replace(path)
-    except IsADirectoryError:  # somebody's, or a broken copy's: what is written must get its name all the same
+    except IsADirectoryError:  # left by a broken copy, perhaps; it must not block the write
         set_aside(path)
         temporary.replace(path)
     fsync_directory(path.parent)
 
 
 def set_aside(path: Path) -> Path:
-    """Take a name from what stands there, which stays beside it as ``NAME.aside-<nonce>``; returns its new path."""
+    """Rename ``path`` to ``NAME.aside-<nonce>`` to free its name. Returns the new path."""
     aside = path.with_name(f"{path.name}.aside-{new_nonce()}")
     os.rename(path, aside)
-    logging.getLogger(__name__).warning("%s was in the way and is set aside as %s", path, aside.name)
+    logger.warning("%s was in the way and is set aside as %s", path, aside.name)
     return aside
 
 
 def rewrite_manifest(path: Path, changes: Mapping[str, Any]) -> None:
-    """Change fields of a checkpoint's manifest, and its hash with them. Raises ``OSError`` and ``ValueError``."""
-    replace_json(path / MANIFEST, manifests.sealed(manifests.read(path) | dict(changes)))
+    """Change fields of a checkpoint's manifest and its hash. Raises ``OSError`` and ``ValueError``."""
+    manifest = manifests.read(path) | dict(changes)
+    replace_json(path / MANIFEST, manifests.sealed(manifest))
 
 
 def fsync_directory(path: Path) -> None:
@@ -141,78 +150,89 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make it and its parents, and see to it that they survive a power loss, whoever made them."""
+    """Make a directory and its parents, and flush them all, including those made by another process."""
     path.mkdir(parents=True, exist_ok=True)
     for parent in path.absolute().parents:
         if parent.stat().st_dev != path.stat().st_dev:
             break
-        with contextlib.suppress(PermissionError):  # one that we may pass through, but not read
+        with contextlib.suppress(PermissionError):  # a parent may be traversable but not readable
             fsync_directory(parent)
 
 
 def fsync_folders(path: Path) -> None:
-    """Make every name below ``path`` survive a power loss; what the files hold is flushed by ``seal_file``."""
+    """Make every name below ``path`` survive a power loss. File contents are flushed by ``seal_file``."""
     for folder in {p.parent for p in path.rglob("*")} | {path}:
         fsync_directory(folder)
 
 
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> Path | None:
-    """Write the manifest and give the directory its final name. One process, after every file is sealed.
+    """Write the manifest and rename the directory to its final name. One process, after every file is sealed.
 
-    What stands under that name and is no checkpoint is set aside: its new path is returned.
+    If something other than a checkpoint has the final name, it is set aside and its new path is returned.
     """
     failpoints.hit("before_manifest")
     text = to_json(manifests.sealed(manifest))
+    # Written in two halves for the failpoint between them: a torn manifest must never count as a checkpoint.
+    middle = len(text) // 2
     with (temporary / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(text[: len(text) // 2])
+        file.write(text[:middle])
         file.flush()
         failpoints.hit("mid_manifest")
-        file.write(text[len(text) // 2 :])
+        file.write(text[middle:])
         file.flush()
         os.fsync(file.fileno())
+    # Names before the rename: otherwise a power loss could leave the final name without its files.
     fsync_folders(temporary)
     failpoints.hit("before_rename")
     try:
         aside = clear_name(final)
         replaced = final.exists()
         if replaced:
-            # The same step again, after the older one was refused: never mix the two, and never be without either.
+            # The same step was saved before and that checkpoint was refused. Never mix the two, never lose both.
             _exchange(temporary, final)
         else:
             os.rename(temporary, final)
     except OSError as error:
-        text = f"{error.strerror}: {temporary} is complete, but could not be renamed to {final.name}; it stays there"
-        raise NotRenamedError(error.errno, f"{text} until the next start sweeps it") from error
+        raise NotRenamedError(
+            error.errno,
+            f"{error.strerror}: {temporary} is complete, but could not be renamed to {final.name}; it stays there "
+            "until the next start sweeps it",
+        ) from error
     failpoints.hit("after_rename")
     fsync_directory(final.parent)
     if replaced:
-        shutil.rmtree(temporary)
+        shutil.rmtree(temporary)  # the older checkpoint, after the exchange
     return aside
 
 
 def clear_name(final: Path) -> Path | None:
-    """Set aside a file, a link or a strange directory that has the name of a checkpoint to come: its new path."""
-    ours = final.is_dir() and not final.is_symlink() and _like_a_checkpoint(final)
-    return set_aside(final) if os.path.lexists(final) and not ours else None
+    """Set aside a file, a link or a foreign directory with the name of a new checkpoint. Returns its new path."""
+    if not os.path.lexists(final):
+        return None
+    if final.is_dir() and not final.is_symlink() and _looks_like_checkpoint(final):
+        return None
+    return set_aside(final)
 
 
-def _like_a_checkpoint(directory: Path) -> bool:
-    """Damaged or not; an empty one counts."""
+def _looks_like_checkpoint(directory: Path) -> bool:
+    """True for a checkpoint, damaged or not, and for an empty directory."""
     names = {path.name for path in directory.iterdir()}
     return not names or bool(names & {MANIFEST, "model.safetensors", "model.safetensors.index.json", "optimizer"})
 
 
-def lost_link(path: Path) -> str | None:
-    """Where ``path`` is a link to what is not there, as of a disk that is not mounted: that, as a sentence."""
+def describe_broken_link(path: Path) -> str | None:
+    """Return a sentence about the target if ``path`` is a link to nothing, as with an unmounted disk, else None."""
     if path.is_symlink() and not path.exists():
         return f"{path} is a link to {path.readlink()}, which does not exist (a disk that is not mounted?)"
     return None
 
 
 def _exchange(temporary: Path, final: Path) -> None:
-    """Swap two directories in one step. Where the file system cannot, the older one goes aside first."""
-    paths = [os.fsencode(path) for path in (temporary, final)]
-    if ctypes.CDLL(None).renameat2(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE) == 0:
+    """Swap two directories atomically. On file systems without that operation, move the older one aside first."""
+    libc = ctypes.CDLL(None)
+    one = os.fsencode(temporary)
+    other = os.fsencode(final)
+    if libc.renameat2(AT_FDCWD, one, AT_FDCWD, other, RENAME_EXCHANGE) == 0:
         return
     aside = final.with_name(temporary_name(0, new_nonce(), "trash"))
     os.rename(final, aside)
@@ -220,51 +240,56 @@ def _exchange(temporary: Path, final: Path) -> None:
     os.rename(aside, temporary)
 
 
-def opened(path: Path) -> Checkpoint:
-    """What has been verified just now: its manifest, without hashing all files again. Raises ``ValueError``."""
-    found = manifests.read(path)
-    return Checkpoint(path, found["step"], found)
+def open_verified(path: Path) -> Checkpoint:
+    """Open a checkpoint that was verified just now: read its manifest, hash nothing. Raises ``ValueError``."""
+    manifest = manifests.read(path)
+    return Checkpoint(path, manifest["step"], manifest)
 
 
-def hash_file(file: Path) -> str:
-    """sha256 of what it holds."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def hash_file(path: Path) -> str:
+    """Return the sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify(path: Path, sha256: Callable[[Path], str] = hash_file) -> Checkpoint:
-    """Read the manifest and compare size and sha256 of every file; raises ``ValueError`` with the reason.
+    """Read the manifest and check the size and the sha256 of every file. Raises ``ValueError`` with the reason.
 
-    ``sha256`` gives the hash of a file where it is known without reading it.
+    ``sha256`` returns the hash of a file; a cache can replace it.
     """
-    found = manifests.read(path)
-    for name, expected in found["files"].items():
+    manifest = manifests.read(path)
+    for name, expected in manifest["files"].items():
         try:
-            _compare(path, name, expected, sha256)
+            _check_file(path, name, expected, sha256)
         except OSError as error:
             raise ValueError(f"{path}: {name} cannot be read ({error})") from None
-    return Checkpoint(path, found["step"], found)
+    return Checkpoint(path, manifest["step"], manifest)
 
 
-def _compare(path: Path, name: str, expected: Mapping[str, Any], sha256: Callable[[Path], str]) -> None:
-    """One file with what the manifest says of it."""
+def _check_file(path: Path, name: str, expected: Mapping[str, Any], sha256: Callable[[Path], str]) -> None:
+    """Compare one file with its entry in the manifest."""
     file = path / name
     if not file.is_file():
-        raise ValueError(f"{path}: {name} is {'no regular file' if file.exists() else 'missing'}")
-    if file.stat().st_size != expected["size"]:
-        raise ValueError(f"{path}: {name} has {file.stat().st_size} bytes, the manifest says {expected['size']}")
+        problem = "not a regular file" if file.exists() else "missing"
+        raise ValueError(f"{path}: {name} is {problem}")
+    size = file.stat().st_size
+    if size != expected["size"]:  # before the hash: a truncated file is found without reading it
+        raise ValueError(f"{path}: {name} has {size} bytes, the manifest says {expected['size']}")
     if sha256(file) != expected["sha256"]:
         raise ValueError(f"{path}: {name} has changed since it was written (sha256 differs)")
 
 
 def unlisted(checkpoint: Checkpoint) -> list[str]:
-    """Files in its directory that nobody of this project wrote, or that a crash left there."""
+    """List files in its directory without an entry in the manifest: foreign files, or leftovers of a crash."""
     names = {p.relative_to(checkpoint.path).as_posix() for p in checkpoint.path.rglob("*") if p.is_file()}
     return sorted(names - checkpoint.manifest["files"].keys() - {MANIFEST})
 
 
 def newest_verified(directory: Path, *, with_state: bool = False) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that verifies (``with_state``: and can be resumed), and why newer ones are passed over."""
+    """Find the newest checkpoint that verifies, and the reasons for passing over newer ones.
+
+    ``with_state`` also passes over checkpoints without optimizer state, because a run cannot resume from them.
+    """
     reasons: list[str] = []
     for _, path in reversed(committed(directory)):
         try:
@@ -279,50 +304,56 @@ def newest_verified(directory: Path, *, with_state: bool = False) -> tuple[Check
 
 
 def remove(path: Path) -> None:
-    """Take the final name away first, so that a crash in between leaves no half checkpoint behind."""
+    """Delete a checkpoint. It loses its final name first, so a crash leaves no half-deleted checkpoint behind."""
     match = NAME.fullmatch(path.name)
-    trash = path.with_name(temporary_name(int(match.group(1)) if match else 0, new_nonce(), "trash"))
+    step = int(match.group(1)) if match else 0
+    trash = path.with_name(temporary_name(step, new_nonce(), "trash"))
     os.rename(path, trash)
-    fsync_directory(path.parent)  # or a power loss may bring the name back and not the files
+    fsync_directory(path.parent)  # or a power loss could restore the name without the files
     failpoints.hit("before_rmtree")
-    if trash.is_symlink():  # what it leads to is not ours to delete
+    if trash.is_symlink():  # the target belongs to the user
         trash.unlink()
     else:
         shutil.rmtree(trash)
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Delete what dead processes of this host left unfinished; returns what went. One process, at start.
-
-    Another host's leftovers stay: whether its process lives cannot be seen from here.
-    """
+    """Delete unfinished directories of dead processes on this host and return them. One process, at the start."""
     swept: list[Path] = []
-    for path in directory.glob(".t*-checkpoint_*") if directory.is_dir() else []:
+    if not directory.is_dir():
+        return swept
+    for path in directory.glob(".t*-checkpoint_*"):
         match = TEMPORARY.fullmatch(path.name)
-        if match and match["host"] != socket.gethostname():
-            logging.getLogger(__name__).warning(
+        if match is None:
+            continue
+        if match["host"] != socket.gethostname():  # this host cannot see if that process is alive
+            logger.warning(
                 "%s is of a process on host %s and stays; delete it once that process has ended", path, match["host"]
             )
-        elif match and not _made_by(int(match["pid"]), path):
+        elif not _is_writer_alive(int(match["pid"]), path):
             shutil.rmtree(path, ignore_errors=True)
             swept.append(path)
     return swept
 
 
-def _made_by(pid: int, path: Path) -> bool:
-    """Whether the process that made ``path`` lives: in containers a new process often gets the old one's number."""
-    import psutil  # here, because the writer process takes the rest of this module and should start at once
+def _is_writer_alive(pid: int, path: Path) -> bool:
+    """True if the process that made ``path`` is alive. Containers reuse process ids, so its start time counts too."""
+    import psutil  # here: the writer process imports this module and must start fast
 
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= path.stat().st_mtime + 1
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        # One second of tolerance: process start times have the resolution of the kernel's clock ticks.
+        return process.create_time() <= path.stat().st_mtime + 1
     except (psutil.NoSuchProcess, FileNotFoundError):
         return False
 
 
 def describe_write_error(error: Exception, directory: Path, needed_bytes: int) -> str:
-    """One sentence with the numbers for a failed write. safetensors says "os error 28" where Python has ENOSPC."""
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    """Describe a failed write in one sentence, with the numbers if the disk is full."""
+    # safetensors raises its own exception, with "os error 28" in the text in place of an errno.
+    full = isinstance(error, OSError) and error.errno in DISK_FULL
     if full or re.search(r"os error (28|122|27)\b", str(error)):
         free = shutil.disk_usage(directory).free if directory.exists() else 0
         return (
@@ -333,5 +364,5 @@ def describe_write_error(error: Exception, directory: Path, needed_bytes: int) -
 
 
 def total_size(files: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes of all listed files."""
+    """Sum the sizes of the listed files in bytes."""
     return sum(int(f["size"]) for f in files)

@@ -1,10 +1,14 @@
-"""Places where a test makes the process die, wait or fail, so that crash claims are shown by crashing.
+"""Places where a test makes the process die, wait or fail, to prove crash safety with real crashes.
 
-``ACCEL_TRAIN_FAILPOINTS`` holds ``name[@rank][#n][=action]``, several separated by commas: at the n-th passage
-(from 1; the first unless told) of that place on that rank (every rank unless told) the action happens: ``kill``
-(SIGKILL to the trainer and its writer; the default), ``sleep:SECONDS``, ``hold`` (wait for the file that
-``ACCEL_TRAIN_FAILPOINTS_GO`` names, after making the same name with ``.held``), or the name of an errno such as
-``ENOSPC``, which is raised. Without the variable a passage costs one look at the environment.
+``ACCEL_TRAIN_FAILPOINTS`` is a comma-separated list of ``name[@rank][#n][=action]``. At the n-th passage of that place
+(default 1) on that rank (default: every rank) the action happens:
+
+- ``kill``, the default: SIGKILL to the trainer and its writer.
+- ``sleep:SECONDS``.
+- ``hold``: touch the file named by ``ACCEL_TRAIN_FAILPOINTS_GO`` plus ``.held``, then wait for the file itself.
+- the name of an errno, such as ``ENOSPC``: raise it.
+
+Without the variable a passage costs one look at the environment.
 """
 
 from __future__ import annotations
@@ -36,20 +40,21 @@ NAMES = (
     "before_retention",
     "before_rmtree",
 )
-"""Every place, in the order of a save."""
+"""All places, in the order of a save."""
 
 _FORM = re.compile(r"(?P<name>\w+)(?:@(?P<rank>\d+))?(?:#(?P<nth>\d+))?(?:=(?P<action>[\w:.]+))?")
+# Per process: the trainer and its writer count their own passages.
 _passages: dict[str, int] = {}
 _trainer: list[int] = []
 
 
 def belongs_to(trainer: int) -> None:
-    """Name the process that dies with this one: the writer calls it with its trainer's process id."""
+    """Set the process that ``kill`` ends along with this one. The writer passes its trainer's process id."""
     _trainer[:] = [trainer]
 
 
 def hit(name: str, rank: int = 0) -> None:
-    """Pass the place ``name``; what happens is described above. Raises ``OSError`` where the action is an errno."""
+    """Pass the place ``name`` and run the action set for it, if any. Raises ``OSError`` if the action is an errno."""
     wanted = os.environ.get(VARIABLE)
     if not wanted:
         return
@@ -67,11 +72,12 @@ def hit(name: str, rank: int = 0) -> None:
 
 def _act(action: str, name: str) -> None:
     if action == "kill":
-        for process in (*_trainer, os.getpid()):
+        for process in (*_trainer, os.getpid()):  # this process last, or it could not kill the trainer
             os.kill(process, signal.SIGKILL)
     elif action.startswith("sleep:"):
         time.sleep(float(action.removeprefix("sleep:")))
     elif action == "hold":
+        # The test learns from ".held" that the place is reached, and creates the file itself to go on.
         go = Path(os.environ[GO_VARIABLE])
         go.with_name(f"{go.name}.held").touch()
         while not go.exists():

@@ -1,4 +1,4 @@
-"""The lock of a run's directory: one process at a time writes or deletes there."""
+"""The lock on a run directory: one process at a time writes or deletes there."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-class HeldError(RuntimeError):
-    """Another process has it; the message says which."""
+class LockedError(RuntimeError):
+    """Another process holds the lock. The message names it."""
 
 
-def take(directory: Path, purpose: str = "") -> Any:
-    """The open file that holds the lock until it is closed, or the process ends.
+def acquire(directory: Path, purpose: str = "") -> Any:
+    """Lock a run directory and return the open lock file, to be kept until the lock is released by closing it.
 
-    Raises ``HeldError``, and ``OSError`` where the directory cannot be written. A file system without locks (Lustre
-    without ``-o flock``, NFS without lockd) is a warning: then nothing but the user keeps a second process away.
+    Raises ``LockedError``, or ``OSError`` if the directory cannot be written. A file system without locks (Lustre
+    without ``-o flock``, NFS without lockd) is a warning: the user alone then prevents a second process.
     """
     lock = (directory / ".lock").open("a+")
     try:
@@ -29,14 +29,15 @@ def take(directory: Path, purpose: str = "") -> Any:
         lock.seek(0)
         holder = lock.read().strip() or "another process"
         lock.close()
-        raise HeldError(holder) from None
+        raise LockedError(holder) from None
     except OSError as error:
-        logger.warning("%s: its file system has no locks (%s): see to it that one run alone uses it", directory, error)
-    if not os.fstat(lock.fileno()).st_nlink:  # removed by its holder, a refused start: another may hold a new one
+        logger.warning("%s: its file system has no locks (%s): make sure that only one run uses it", directory, error)
+    if not os.fstat(lock.fileno()).st_nlink:
+        # The last holder, a refused start, has deleted the file. A third process may hold a new one.
         lock.close()
-        return take(directory, purpose)
+        return acquire(directory, purpose)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}{purpose}\n")
     lock.flush()
-    os.register_at_fork(after_in_child=lock.close)  # loader workers outlive a killed trainer by seconds
+    os.register_at_fork(after_in_child=lock.close)  # workers of a loader outlive a killed trainer by seconds
     return lock

@@ -1,7 +1,7 @@
-"""``manifest.json``: what it must hold, its own hash, and the one way in which it is read.
+"""``manifest.json``: required fields, its own hash, and one strict reader.
 
-Types, bounds and names are checked before anything believes them, so that a flipped bit, a torn file or a stranger's
-file is a reason to take the previous checkpoint, like any other damage. Standard library only.
+Types, bounds and names are checked before use. A flipped bit, a torn file or a foreign file then counts as damage, and
+the previous checkpoint is used. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,121 +15,163 @@ from typing import Any
 from accel_train import strict_json
 
 SCHEMA = 2
-"""2 carries a hash of itself. 1, of the first versions, has none and is held to the same types and bounds."""
+"""Version 2 contains its own hash. Version 1 has none; the same types and bounds apply to it."""
 MANIFEST = "manifest.json"
 NAME = re.compile(r"checkpoint_(\d{8,})")
 
+# Bounds on untrusted input, far beyond any real checkpoint.
 MAX_BYTES = 64 << 20
 MAX_STEP = 10**15
 MAX_FILES = 1_000_000
 MAX_DEPTH = 16
-"""Folders below the checkpoint; what recipes write below ``assets/`` has two or three."""
+"""Maximum number of nested folders. Recipes use two or three, below ``assets/``."""
+MAX_INT64 = 2**63
+"""Bound of whole numbers. Other JSON readers lose precision or fail beyond it."""
 
 
 def checkpoint_name(step: int) -> str:
-    """``checkpoint_00001200``: sorts by step as text as well."""
+    """Build a name such as ``checkpoint_00001200``. Sorting the names as text sorts them by step."""
     return f"checkpoint_{step:08d}"
 
 
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest as it is written: with this schema and its own hash."""
+    """Return the manifest with the current schema and its own hash, ready to be written."""
+    # The schema comes first in the file, for people who read it.
     rest = {key: value for key, value in manifest.items() if key != "schema"}
     return strict_json.sealed({"schema": SCHEMA} | rest)
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint's directory. Raises ``ValueError`` with the path and the reason."""
+    """Read the manifest of a checkpoint directory. Raises ``ValueError`` with the path and the reason."""
     return read_with_text(directory)[0]
 
 
 def read_with_text(directory: Path) -> tuple[dict[str, Any], bytes]:
-    """The same, with the file's content byte for byte."""
+    """Read the manifest, and return it with the exact bytes of the file."""
     file = directory / MANIFEST
     try:
         content = strict_json.read_bytes(file, MAX_BYTES)
-        found = parse(content)
-        named = NAME.fullmatch(directory.name)
-        if named and checkpoint_name(found["step"]) != directory.name:
-            raise ValueError(f"its step is {found['step']}, the directory's name says {int(named[1])}")
+        manifest = parse(content)
+        match = NAME.fullmatch(directory.name)
+        if match and checkpoint_name(manifest["step"]) != directory.name:
+            raise ValueError(f"its step is {manifest['step']}, the directory's name says {int(match[1])}")
     except FileNotFoundError as error:
-        what = f"{MANIFEST} cannot be read ({error})" if file.is_symlink() else f"no {MANIFEST}"
-        raise ValueError(f"{directory}: {what}, so it is not a committed checkpoint") from None
+        problem = f"no {MANIFEST}"
+        if file.is_symlink():  # the file is there, its target is not
+            problem = f"{MANIFEST} cannot be read ({error})"
+        raise ValueError(f"{directory}: {problem}, so it is not a committed checkpoint") from None
     except ValueError as error:
         raise ValueError(f"{directory}: {MANIFEST} cannot be read ({error})") from None
-    return found, content
+    return manifest, content
 
 
 def parse(content: bytes) -> dict[str, Any]:
-    """A manifest from its text. Raises ``ValueError`` with the reason."""
-    found = strict_json.parse(content)
-    if not isinstance(found, dict):
+    """Parse and check a manifest. Raises ``ValueError`` with the reason."""
+    manifest = strict_json.parse(content)
+    if not isinstance(manifest, dict):
         raise ValueError("it holds no object")
-    schema, writer = found.get("schema"), found.get("accel_train", "of an unknown version")
+    schema = manifest.get("schema")
+    # `type` and not `isinstance`: in Python `True` is an int, and in JSON it is not.
     if type(schema) is not int or schema not in (1, SCHEMA):
+        writer = manifest.get("accel_train", "of an unknown version")
         raise ValueError(f"schema {schema!r} was written by accel_train {writer}; this one reads 1 and {SCHEMA}")
     if schema == SCHEMA:
-        strict_json.check_seal(found)
-    elif strict_json.SEAL in found:
+        strict_json.check_seal(manifest)
+    elif strict_json.SEAL in manifest:
+        # A flipped bit in the schema must not switch the check of the hash off.
         raise ValueError(f"schema 1 has no {strict_json.SEAL}: it has changed since it was written")
-    for key, (required, holds) in _FIELDS.items():
-        if key not in found and key in REQUIRED:
+    for key, (required, is_valid) in _FIELDS.items():
+        if key in manifest:
+            if not is_valid(manifest[key]):
+                raise ValueError(f"{key} is {_shorten(manifest[key])}; {required} is required")
+        elif key in REQUIRED:
             raise ValueError(f"it has no {key!r}")
-        if key in found and not holds(found[key]):
-            raise ValueError(f"{key} is {_short(found[key])}; {required} is required")
-    _check_files(found["files"])
-    return found
+    _check_files(manifest["files"])
+    return manifest
 
 
 def _check_files(files: Mapping[str, Any]) -> None:
-    """Every name stays inside the checkpoint, and every file has a size and a hash."""
+    """Check that every name stays inside the checkpoint and that every file has a size and a hash."""
     if len(files) > MAX_FILES:
         raise ValueError(f"it lists {len(files)} files; at most {MAX_FILES} are read")
     for name, facts in files.items():
-        parts = name.split("/")
-        unsafe = any(part in ("", ".", "..") for part in parts) or not name.isprintable()
-        if unsafe or len(parts) > MAX_DEPTH or name == MANIFEST:
-            raise ValueError(f"it lists {_short(name)}, which is no name of a file in a checkpoint")
-        if not isinstance(facts, dict) or not _whole(facts.get("size")) or not _is_sha256(facts.get("sha256")):
-            raise ValueError(f"files: {name} has no size and sha256, but {_short(facts)}")
+        if not _is_safe_name(name):
+            raise ValueError(f"it lists {_shorten(name)}, which is no name of a file in a checkpoint")
+        if not isinstance(facts, dict) or not _is_whole(facts.get("size")) or not _is_sha256(facts.get("sha256")):
+            raise ValueError(f"files: {name} has no size and sha256, but {_shorten(facts)}")
 
 
-def _whole(value: Any, most: int = 2**63) -> bool:
-    return type(value) is int and 0 <= value <= most
+def _is_safe_name(name: str) -> bool:
+    if name == MANIFEST or not name.isprintable():
+        return False
+    parts = name.split("/")
+    if len(parts) > MAX_DEPTH:
+        return False
+    # An empty part is an absolute path or a doubled slash; ".." would lead out of the checkpoint.
+    return not any(part in ("", ".", "..") for part in parts)
 
 
-def _number(value: Any) -> bool:
-    return math.isfinite(value) if type(value) is float else type(value) is int and abs(value) <= 2**63
+def _is_whole(value: Any, maximum: int = MAX_INT64) -> bool:
+    return type(value) is int and 0 <= value <= maximum
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is float:
+        return math.isfinite(value)
+    return type(value) is int and abs(value) <= MAX_INT64
+
+
+def _is_step(value: Any) -> bool:
+    return _is_whole(value, MAX_STEP)
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_whole(value) and value > 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= 10_000
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_metrics(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_number(metric) for metric in value.values())
 
 
 def _is_sha256(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-_TEXT = "a text", lambda value: isinstance(value, str) and len(value) <= 10_000
-_OBJECT = "an object", lambda value: isinstance(value, dict)
-_AMOUNT = "a finite number from 0", lambda value: _number(value) and value >= 0
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "step": (f"a whole number from 0 to {MAX_STEP}", lambda value: _whole(value, MAX_STEP)),
-    "files": _OBJECT,
-    "accel_train": _TEXT,
-    "run_id": _TEXT,
-    "samples_seen": ("a whole number from 0", _whole),
-    "epoch": _AMOUNT,
-    "state": ("true or false", lambda value: isinstance(value, bool)),
-    "world_size": ("a whole number from 1", lambda value: _whole(value) and value > 0),
-    "written_at": _TEXT,
-    "seconds": _AMOUNT,
-    "layout": _OBJECT,
-    "experiment": _OBJECT,
-    "resolved": _OBJECT,
-    "metrics": (
-        "finite numbers by name",
-        lambda value: isinstance(value, dict) and all(_number(figure) for figure in value.values()),
-    ),
+    "step": (f"a whole number from 0 to {MAX_STEP}", _is_step),
+    "files": ("an object", _is_object),
+    "accel_train": ("a text", _is_text),
+    "run_id": ("a text", _is_text),
+    "samples_seen": ("a whole number from 0", _is_whole),
+    "epoch": ("a finite number from 0", _is_amount),
+    "state": ("true or false", _is_bool),
+    "world_size": ("a whole number from 1", _is_positive),
+    "written_at": ("a text", _is_text),
+    "seconds": ("a finite number from 0", _is_amount),
+    "layout": ("an object", _is_object),
+    "experiment": ("an object", _is_object),
+    "resolved": ("an object", _is_object),
+    "metrics": ("finite numbers by name", _is_metrics),
 }
 REQUIRED = ("step", "files")

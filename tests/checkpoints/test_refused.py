@@ -76,7 +76,7 @@ def test_a_directory_that_another_run_took_meanwhile_stays_whole(tmp_path: Path)
     run = tmp_path / "run"
     before = present(run)
     begin(run)
-    lock = locks.take(run)
+    lock = locks.acquire(run)
     remove_new(run, before, 0)
     assert left(run) == {*WRITTEN, "checkpoints"}
     lock.close()

@@ -294,7 +294,7 @@ def test_checkpoints_that_do_not_verify(accelerator: Accelerator, tmp_path: Path
 
 
 def _hold(path: str, ready: Any, done: Any) -> None:
-    lock = locks.take(Path(path))
+    lock = locks.acquire(Path(path))
     ready.set()
     done.wait(30)
     lock.close()
@@ -354,7 +354,7 @@ def test_a_file_system_without_locks_is_a_warning_and_no_refusal(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    locks.take(tmp_path).close()
+    locks.acquire(tmp_path).close()
     assert "its file system has no locks" in caplog.text
 
 
@@ -370,9 +370,9 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(
         flock(*args)
 
     monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
-    lock = locks.take(tmp_path)
-    with pytest.raises(locks.HeldError, match=f"process {os.getpid()} on "):
-        locks.take(tmp_path)
+    lock = locks.acquire(tmp_path)
+    with pytest.raises(locks.LockedError, match=f"process {os.getpid()} on "):
+        locks.acquire(tmp_path)
     lock.close()
 
 

@@ -659,7 +659,7 @@ def test_an_export_of_a_run_takes_the_newest_that_verifies(
 
 def test_without_an_average_none_is_exported(run: Path, tmp_path: Path) -> None:
     place = run / "checkpoints" / name(30)
-    files = dict(commit.opened(place).manifest["files"])
+    files = dict(commit.open_verified(place).manifest["files"])
     del files["ema.safetensors"]
     commit.rewrite_manifest(place, {"files": files})
     (place / "ema.safetensors").unlink()
@@ -933,7 +933,7 @@ def test_a_manifest_that_leads_out_of_a_checkpoint_is_not_followed(run: Path, tm
     place = run / "checkpoints" / name(30)
     outside = tmp_path / "secret"
     outside.write_text("secret")
-    sound = commit.opened(place).manifest
+    sound = commit.open_verified(place).manifest
     for listed in ("assets/../../../../secret", str(outside)):
         files = sound["files"] | {listed: commit.seal_file(outside)}
         commit.write_json(place / "manifest.json", strict_json.sealed(sound | {"files": files}))

@@ -53,8 +53,8 @@ def _umask() -> int:
         (lambda p: (p / "manifest.json").write_text('{"schema": 9, "accel_train": "9.0"}'), "accel_train 9.0"),
         (lambda p: (p / "manifest.json").write_text("[]"), "it holds no object"),
         (lambda p: (p / "manifest.json").write_text('{"schema": 1}'), "it has no 'step'"),
-        (lambda p: _instead(p / "optimizer" / "exp_avg.safetensors", Path.mkdir), "is no regular file"),
-        (lambda p: _instead(p / "optimizer" / "exp_avg.safetensors", os.mkfifo), "is no regular file"),
+        (lambda p: _instead(p / "optimizer" / "exp_avg.safetensors", Path.mkdir), "is not a regular file"),
+        (lambda p: _instead(p / "optimizer" / "exp_avg.safetensors", os.mkfifo), "is not a regular file"),
         (lambda p: _instead(p / "optimizer" / "exp_avg.safetensors", _to_itself), "is missing"),
     ],
 )
@@ -134,13 +134,13 @@ def test_a_manifest_that_cannot_be_believed(tmp_path: Path, before: str, after: 
     file.write_text(text)
     with pytest.raises(ValueError, match=f"checkpoint_00000020: manifest.json cannot be read .*{reason}"):
         commit.verify(newer)
-    assert commit.newest_verified(tmp_path)[0] == commit.opened(older)
+    assert commit.newest_verified(tmp_path)[0] == commit.open_verified(older)
 
 
 @pytest.mark.fault("R1", injected="each single bit of a manifest flipped", outcome="noticed; older one used")
 def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
     path = make(tmp_path, 20)
-    sound, content = commit.opened(path).manifest, (path / "manifest.json").read_bytes()
+    sound, content = commit.open_verified(path).manifest, (path / "manifest.json").read_bytes()
     believed = 0
     for place, bit in itertools.product(range(len(content)), range(8)):
         flipped = bytearray(content)
@@ -176,17 +176,17 @@ def test_something_else_in_the_manifest_s_place(tmp_path: Path, make_it: Callabl
         _instead(newer / "manifest.json", make_it)
     with pytest.raises(ValueError, match=reason):
         commit.verify(newer)
-    assert commit.newest_verified(tmp_path)[0] == commit.opened(older)
+    assert commit.newest_verified(tmp_path)[0] == commit.open_verified(older)
 
 
 def test_a_manifest_of_the_first_schema_is_read_and_rewritten_with_a_hash(tmp_path: Path) -> None:
     path = make(tmp_path, 20)
-    found = {key: value for key, value in commit.opened(path).manifest.items() if key != strict_json.SEAL}
+    found = {key: value for key, value in commit.open_verified(path).manifest.items() if key != strict_json.SEAL}
     commit.write_json(path / "manifest.json", found | {"schema": 1})
     assert commit.verify(path).step == 20
     commit.rewrite_manifest(path, {"metrics": {"loss": 1.5}})
     assert commit.verify(path).manifest["schema"] == 2
-    commit.write_json(path / "manifest.json", dict(commit.opened(path).manifest) | {"schema": 1})
+    commit.write_json(path / "manifest.json", dict(commit.open_verified(path).manifest) | {"schema": 1})
     with pytest.raises(ValueError, match="schema 1 has no self_sha256"):
         commit.verify(path)
 
