@@ -1,1 +1,1 @@
-"""One optimizer step: accumulation, optimizers, schedules, moving averages."""
+"""One optimizer step: accumulation, optimizers, schedules, EMA."""

@@ -1,6 +1,6 @@
 """The 8-bit AdamW state of bitsandbytes as fp32 values, for checkpoints, and back again to the same bits.
 
-Of each 256 elements the largest absolute value is kept in fp32, and each element as one of 256 fractions of it
+Each block of 256 elements keeps its largest absolute value in fp32, and each element as one of 256 fractions of it
 (Dettmers et al., 2021, arXiv 2110.02861). Tensors of fewer than 4096 elements stay in fp32.
 """
 
@@ -15,33 +15,35 @@ from torch import Tensor
 
 BLOCK = 256
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
-"""AdamW's name of a moment -> the number that bitsandbytes gives it (``state1``, ``absmax1``, ``qmap1``)."""
+"""AdamW's name of a moment -> its number in bitsandbytes (``state1``, ``absmax1``, ``qmap1``)."""
 
 
 def holds_moments(state: Mapping[str, Any]) -> bool:
-    """Whether this is one parameter's state of bitsandbytes' AdamW, in 8 or 32 bits."""
+    """Return True for one parameter's state of bitsandbytes' AdamW, in 8 or 32 bits."""
     return "state1" in state and "state2" in state
 
 
 def read_moment(state: Mapping[str, Any], key: str) -> Tensor:
-    """A moment in fp32, shaped like the parameter.
+    """Return a moment in fp32, shaped like the parameter.
 
-    The fractions reach 1 upwards and about -0.993 downwards, so a block whose largest value is negative would shrink
-    each time it is written back. Its lowest code is therefore read as -1, which rounds to the same code.
+    The fractions go from about -0.993 to 1, so a block with a negative extreme would shrink at every round trip.
+    Its lowest code is therefore read as -1 and rounds back to the same code.
     """
     number = MOMENTS[key]
     codes: Tensor = state[f"state{number}"]
-    if codes.dtype != torch.uint8:
+    if codes.dtype != torch.uint8:  # bitsandbytes keeps small tensors in fp32
         return codes
     fractions: Tensor = state[f"qmap{number}"].clone()
-    if float(fractions[0]) < 0:
+    if float(fractions[0]) < 0:  # the map of exp_avg_sq has no negative fractions
         fractions[0] = -1.0
-    scale: Tensor = state[f"absmax{number}"].repeat_interleave(BLOCK)[: codes.numel()]
-    return (fractions[codes.flatten().long()] * scale).view(codes.shape)
+    block_scales: Tensor = state[f"absmax{number}"]
+    scales = block_scales.repeat_interleave(BLOCK)[: codes.numel()]
+    values = fractions[codes.flatten().long()] * scales
+    return values.view(codes.shape)
 
 
 def write_moment(state: Mapping[str, Any], key: str, values: Tensor) -> None:
-    """Set a moment from fp32. What ``read_moment`` gave becomes the codes and scales that it was."""
+    """Write a moment from fp32 values. Values of ``read_moment`` give back the same codes and scales."""
     number = MOMENTS[key]
     codes: Tensor = state[f"state{number}"]
     if codes.dtype != torch.uint8:
@@ -52,6 +54,8 @@ def write_moment(state: Mapping[str, Any], key: str, values: Tensor) -> None:
     scale = blocks.abs().amax(1)
     fractions: Tensor = state[f"qmap{number}"]
     middles = (fractions[1:] + fractions[:-1]) / 2
-    nearest = torch.bucketize(blocks / scale.clamp(min=torch.finfo().tiny)[:, None], middles)
+    # A block of zeros has scale 0, and 0 / 0 would be NaN.
+    divisor = scale.clamp(min=torch.finfo().tiny)
+    nearest = torch.bucketize(blocks / divisor[:, None], middles)
     codes.copy_(nearest.flatten()[: len(flat)].view(codes.shape))
     state[f"absmax{number}"].copy_(scale)

@@ -14,27 +14,27 @@ from accel_train.training.shards import Shards
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """The averaged weights that evaluation and sampling use; saved as ema.safetensors beside the trained ones."""
+    """EMA of the weights for evaluation and sampling, saved as ema.safetensors beside the trained weights."""
 
     decay: FractionBelowOne = 0.999
-    """Share of the old average kept per step; 0 switches the average off. Starts lower and rises with the step."""
+    """Share of the old EMA kept per step. Starts lower and rises with the step. 0 switches the EMA off."""
 
 
 class Ema:
-    """Averaged weights. Elementwise on shards, so it costs no communication under any strategy.
+    """EMA of the weights. Elementwise on shards, so it costs no communication under any strategy.
 
-    Every rank builds and updates it. ``shards`` are fp32 even where the model computes in bf16, because a
-    difference of 1 - decay is lost in bf16's 8 bits. With decay 0 there are none, at no cost: the average is the
-    weights.
+    Every rank builds and updates it. ``shards`` are fp32 even under bf16, because a difference of 1 - decay is lost in
+    bf16's 8 bits. With decay 0 there are no shards and no cost: the EMA is the weights.
     """
 
     def __init__(self, config: EmaConfig, shards: Shards) -> None:
         self.config = config
         self.view = shards
-        """The parameters that are averaged, with their optimizer's state."""
-        averaged = shards.parameters if config.decay > 0 else ()
-        self.shards = {name: shards.master(name).float().clone() for name in averaged}
-        """By parameter name."""
+        """The averaged parameters, with their optimizer's state."""
+        self.shards: dict[str, torch.Tensor] = {}
+        """EMA by parameter name, this rank's shard."""
+        if config.decay > 0:
+            self.shards = {name: shards.master(name).float().clone() for name in shards.parameters}
 
     def update(self, step: int) -> None:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
@@ -46,7 +46,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """Run the body with the averaged weights in the model; all ranks. The trained weights come back bit for bit."""
+        """Run the body with the EMA in the model, on all ranks. The trained weights come back bit for bit."""
         if self.config.decay == 0:
             yield
             return
@@ -59,5 +59,5 @@ class Ema:
 
 
 def decay_at(decay: float, step: int) -> float:
-    """``min(decay, (1 + step) / (10 + step))``: early averages forget the random start (diffusers' EMAModel)."""
+    """``min(decay, (1 + step) / (10 + step))``: the early EMA forgets the random start (diffusers' EMAModel)."""
     return min(decay, (1 + step) / (10 + step))

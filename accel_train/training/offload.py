@@ -1,7 +1,7 @@
-"""AdamW for one GPU whose state and arithmetic are in host memory: 8 bytes less per parameter on the device.
+"""AdamW for one GPU with state and arithmetic in host memory: 8 bytes less per parameter on the device.
 
-torchao's CPUOffloadOptimizer copies each gradient while the backward runs, before the norm of all of them is known,
-so it can neither clip nor undo a loss scale. Here the gradients travel in ``step``, as they are by then.
+torchao's CPUOffloadOptimizer copies each gradient during the backward, before the global norm is known, so it can
+neither clip nor undo a loss scale. Here ``step`` copies the gradients, after both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 64 << 20
-"""Copied to the host while the CPU works on the bucket before."""
+"""Size of a bucket. One is copied to the host while the CPU works on the bucket before."""
 
 
 class _Host(NamedTuple):
@@ -22,10 +22,10 @@ class _Host(NamedTuple):
 
 
 class HostAdamW(torch.optim.Optimizer):
-    """torch's fused AdamW on host copies of the parameters. One process, any precision of the computation.
+    """torch's fused AdamW on host copies of the parameters. One process, any precision.
 
-    Gradients and weights travel to the host and weights back in every step: 12 bytes per parameter over the bus, and
-    12 of locked host memory beside the 8 of the state. ``step`` waits for the device.
+    Each step copies gradients and weights to the host and weights back: 12 bytes per parameter over the bus. Host
+    memory: 12 pinned bytes and 8 bytes of state per parameter. ``step`` waits for the device.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
@@ -50,29 +50,31 @@ class HostAdamW(torch.optim.Optimizer):
         return loss
 
     def _buckets(self) -> Iterator[list[dict[str, Any]]]:
-        """Groups cut into runs of ``BUCKET_BYTES``, with parameters that have a gradient."""
+        """Yield groups split into buckets of ``BUCKET_BYTES``, with the parameters that have a gradient."""
         bucket: list[dict[str, Any]] = []
         filled = 0
         for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None):
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            for parameter in with_gradient:
                 if not bucket or bucket[-1]["of"] is not group:
                     bucket.append({**group, "params": [], "of": group})
                 bucket[-1]["params"].append(parameter)
                 filled += parameter.nbytes
                 if filled >= BUCKET_BYTES:
                     yield bucket
-                    bucket, filled = [], 0
+                    bucket = []
+                    filled = 0
         if bucket:
             yield bucket
 
     def _bring(self, bucket: list[dict[str, Any]]) -> torch.cuda.Event | None:
-        """Start the copies to the host; the event says when they are there."""
+        """Start the copies to the host. The event completes when they have arrived; None on a CPU."""
         parameters: list[Tensor] = [p for group in bucket for p in group["params"]]
         for parameter in parameters:
             host = self._hosts.get(parameter) or self._new_host(parameter)
             assert parameter.grad is not None
             host.gradient.copy_(parameter.grad, non_blocking=True)
-            # Each time, for others write to the weights too: restoring, and the average during an evaluation.
+            # In every step, because others write to the weights too: a restore, and the EMA during an evaluation.
             host.weights.copy_(parameter, non_blocking=True)
         if not parameters[0].is_cuda:
             return None
@@ -90,11 +92,15 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _update(self, bucket: list[dict[str, Any]]) -> None:
         parameters: list[Tensor] = [p for group in bucket for p in group["params"]]
-        groups = [{**group, "params": [self._hosts[p].weights for p in group["params"]]} for group in bucket]
+        groups: list[dict[str, Any]] = []
+        for group in bucket:
+            on_host = [self._hosts[p].weights for p in group["params"]]
+            groups.append({**group, "params": on_host})
         if self._adamw is None:
             self._adamw = torch.optim.AdamW(groups, **self._settings)
-        for host, parameter in ((self._hosts[p].weights, p) for p in parameters):
-            self._adamw.state[host] = self.state[parameter]  # one dictionary, under both
+        for parameter in parameters:
+            # One dictionary under both tensors: AdamW fills it, and checkpoints read it from ``self.state``.
+            self._adamw.state[self._hosts[parameter].weights] = self.state[parameter]
         defaults: dict[str, Any] = self._adamw.defaults
         self._adamw.param_groups = [{**defaults, **group} for group in groups]
         self._adamw.step()

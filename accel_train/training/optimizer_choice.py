@@ -1,5 +1,7 @@
-"""Which optimizer runs under which strategy and in which precision: a table, and the one function that refuses the
-rest. A combination that trains wrong, or in another way than its name says, is refused with the reason."""
+"""Table of optimizers, strategies and precisions that work together, and the one function that refuses the rest.
+
+A combination that trains wrong, or differently from its name, is refused with the reason.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ OptimizerName = Literal["adamw", "muon", "adamw8bit", "adamw_offload"]
 STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BITSANDBYTES = Version("0.50")
-"""First version whose 8-bit AdamW is tested here; older ones have no CPU form."""
+"""First version with a tested 8-bit AdamW. Older ones have no CPU kernels."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,11 @@ class Row:
     """One optimizer under one strategy."""
 
     precisions: tuple[str, ...]
-    """Those that it runs in. Empty: refused."""
+    """Supported precisions. Empty: refused."""
     reason: str = ""
-    """Why it is refused, and what to do."""
+    """Reason of a refusal, with the remedy."""
     run: tuple[str, ...] = ()
-    """Precisions in which the project's own tests train it, on CPU processes. fp16 needs a GPU: not run."""
+    """Precisions trained by the project's own tests, on CPU processes. fp16 needs a GPU: not run."""
 
 
 _RUNS = Row(PRECISIONS, run=("fp32", "bf16"))
@@ -71,20 +73,25 @@ TABLE: dict[OptimizerName, dict[str, Row]] = {
 
 
 def rows() -> Iterator[tuple[OptimizerName, str, str, bool, str]]:
-    """Every (optimizer, strategy, precision), whether it is allowed, and a remark: the reason, or what tests ran.
+    """Yield every (optimizer, strategy, precision, allowed, remark) for the table in ``docs/optimizations.md``.
 
-    ``docs/optimizations.md`` has it as a table.
+    The remark is the reason of a refusal, or else tells if tests run the combination.
     """
     for name, by_strategy in TABLE.items():
         for strategy, row in by_strategy.items():
             for precision in PRECISIONS:
                 allowed = precision in row.precisions
-                remark = ("run by tests on CPU" if precision in row.run else "not run") if allowed else row.reason
+                if not allowed:
+                    remark = row.reason
+                elif precision in row.run:
+                    remark = "run by tests on CPU"
+                else:
+                    remark = "not run"
                 yield name, strategy, precision, allowed, remark
 
 
 def refuse_combination(name: OptimizerName, strategy: str, precision: str, device: torch.device) -> None:
-    """Raise ``UsageError`` for what the table does not have, a missing package, or a device without it."""
+    """Raise ``UsageError`` for a combination outside the table, a missing package, or an unsupported device."""
     row = TABLE[name][strategy]
     if precision not in row.precisions:
         raise UsageError(f"optimizer.name: {name} does not run under {strategy} in {precision}: {row.reason}")
