@@ -1,7 +1,7 @@
-"""Flags as values: ``--optimizer.lr 2e-4`` means what ``optimizer: {lr: 2e-4}`` means in a file, word for word.
+"""Flags as values: ``--optimizer.lr 2e-4`` means the same as ``optimizer: {lr: 2e-4}`` in a file.
 
-Numbers are those of ``strict_yaml``; ``true``, ``false``, ``none`` and ``null`` are known in any case; everything else
-is text. ``refusal`` then holds values of files and flags alike against the type of their option.
+Numbers follow ``strict_yaml``. ``true``, ``false``, ``none`` and ``null`` are recognised in any case. Other words are
+text. ``refusal`` checks the values of files and flags alike against the type of their option.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from accel_train.strict_yaml import read_number
 
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None, "null": None}
-TRUTHS = ("true", "false", "yes", "no", "on", "off")
-"""Words that a yes-or-no option is given; all but the first two are refused, as in a file."""
+BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off")
+"""Words read as the value of a boolean option. All but the first two are then refused, as in a file."""
 
 NAMES_OF_OTHER_SCRIPTS = {
     "train_batch_size": "--micro_batch_size (samples per process per forward) and --global_batch_size",
@@ -42,55 +42,65 @@ NAMES_OF_OTHER_SCRIPTS = {
     "weight_decay": "--optimizer.weight_decay",
     "hub_token": "the HF_TOKEN environment variable (a flag is readable by every user of the machine)",
 }
-"""Options of the diffusers and transformers scripts, refused with the name used here (not with a guess)."""
+"""Options of the diffusers and transformers scripts. They are refused with the name used here, not with a guess."""
 
 
 class FlagError(ValueError):
-    """The command line cannot be read; the text says which word, and what to write instead."""
+    """The command line cannot be read. The text names the word and its correction."""
 
 
 def read_flags(kinds: Mapping[str, Any], arguments: Sequence[str], presets: Sequence[str]) -> dict[str, Any]:
-    """Dotted option -> value; of an option given twice the last counts. ``kinds`` are the types of all options."""
+    """Parse flags to a mapping from dotted option to value. The last of equal options wins.
+
+    ``kinds`` has the type of every option.
+    """
     values: dict[str, Any] = {}
     words = list(arguments)
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
             raise FlagError(stray(word, words, list(kinds), presets))
-        flag, equals, given = word.partition("=")
+        flag, equals, attached = word.partition("=")
         name = flag[2:].replace("-", "_")
-        if (positive := _negated(name, kinds)) is not None and not equals:
-            values[positive] = False
+        negated = _negated_option(name, kinds)
+        if negated is not None and not equals:
+            values[negated] = False
             continue
         if name not in kinds:
             raise FlagError(f"{flag}{_unknown(name, list(kinds))}")
-        values[name] = _value(flag, kinds[name], [given] if equals else _following(words, kinds[name]))
+        kind = kinds[name]
+        given = [attached] if equals else _take_values(words, kind)
+        values[name] = _value(flag, kind, given)
     return values
 
 
-def _negated(name: str, kinds: Mapping[str, Any]) -> str | None:
-    """The yes-or-no option that ``group.no_leaf`` switches off."""
+def _negated_option(name: str, kinds: Mapping[str, Any]) -> str | None:
+    """Return the boolean option that ``group.no_leaf`` switches off."""
     group, dot, leaf = name.rpartition(".")
     positive = f"{group}{dot}{leaf.removeprefix('no_')}"
-    return positive if leaf.startswith("no_") and kinds.get(positive) is bool else None
+    if leaf.startswith("no_") and kinds.get(positive) is bool:
+        return positive
+    return None
 
 
-def _following(words: list[str], kind: Any) -> list[str]:
-    """Take the values of an option from the words that follow it."""
+def _take_values(words: list[str], kind: Any) -> list[str]:
+    """Remove and return the values of an option at the start of ``words``."""
     taken: list[str] = []
     while words and not words[0].startswith("--"):
-        if kind is bool and words[0].lower() not in TRUTHS:
+        # A boolean flag needs no value, so any other word belongs to something else.
+        if kind is bool and words[0].lower() not in BOOLEAN_WORDS:
             break
         taken.append(words.pop(0))
-        if not takes_several(kind):
+        if not is_list(kind):
             break
     return taken
 
 
 def _value(flag: str, kind: Any, words: Sequence[str]) -> Any:
     scalars = scalar_types(kind)
-    if takes_several(kind):
-        if type(None) in scalars and [word.lower() for word in words] in (["none"], ["null"]):
+    if is_list(kind):
+        is_none = len(words) == 1 and words[0].lower() in ("none", "null")
+        if is_none and type(None) in scalars:
             return None
         return [_scalar(word, scalars - {type(None)}) for word in words]
     if kind is bool and not words:
@@ -101,22 +111,28 @@ def _value(flag: str, kind: Any, words: Sequence[str]) -> Any:
 
 
 def _scalar(word: str, scalars: set[type]) -> Any:
-    """The word as the option's type reads it: text only where nothing else is meant, or nothing else is taken."""
-    value: Any = WORDS.get(word.lower(), word)
-    if value is word and (number := _number(word)) is not None:
+    """Convert a word to one of the option's types. It stays text if the option takes text and not the other type."""
+    value: Any = word
+    number = _number(word)
+    if word.lower() in WORDS:
+        value = WORDS[word.lower()]
+    elif number is not None:
         value = number
-    return word if str in scalars and type(value) not in scalars else value
+    if str in scalars and type(value) not in scalars:
+        return word
+    return value
 
 
 def _number(word: str) -> int | float | None:
     try:
         return read_number(word)
-    except ValueError:  # thousands of digits
+    except ValueError:
+        # Python refuses integers of thousands of digits.
         return None
 
 
 def parts_of(kind: Any) -> Iterator[Any]:
-    """The types that a union joins, or the type itself."""
+    """Yield the members of a union, or the type itself."""
     if get_origin(kind) is Union or type(kind).__name__ == "UnionType":
         for part in get_args(kind):
             yield from parts_of(part)
@@ -124,74 +140,98 @@ def parts_of(kind: Any) -> Iterator[Any]:
         yield kind
 
 
-def takes_several(kind: Any) -> bool:
-    """Whether an option of this type is a list."""
+def is_list(kind: Any) -> bool:
+    """Check if options of this type take a list."""
     return any(get_origin(part) is tuple for part in parts_of(kind))
 
 
 def scalar_types(kind: Any) -> set[type]:
-    """What a value of the option, or of its elements, may be in a file."""
+    """Collect the Python types of the option's values in a file, or of their elements."""
     found: set[type] = set()
     for part in parts_of(kind):
         if get_origin(part) is Literal:
             found |= {type(value) for value in get_args(part)}
         elif get_origin(part) is tuple:
-            found |= {scalar for inner in get_args(part) if inner is not Ellipsis for scalar in scalar_types(inner)}
+            for element in _element_types(part):
+                found |= scalar_types(element)
+        elif part is float:
+            found |= {int, float}
         else:
-            found |= {int, float} if part is float else {part}
+            found.add(part)
     return found
 
 
-def refusal(kind: Any, value: Any) -> str | None:
-    """Why a value of a file or flag has the wrong type for its option, with what is required; None where it fits.
+def _element_types(kind: Any) -> list[Any]:
+    """Return the element types of ``tuple[X, ...]`` or ``tuple[X, Y]``."""
+    return [element for element in get_args(kind) if element is not Ellipsis]
 
-    Stricter than pydantic, which takes the text "8" and the number 8.0 for 8, and "yes" for true.
+
+def refusal(kind: Any, value: Any) -> str | None:
+    """Return why a value of a file or flag does not fit its option's type, with the requirement. None if it fits.
+
+    Stricter than pydantic, which accepts the text "8" and the number 8.0 as 8, and "yes" as true.
     """
-    items = value if isinstance(value, (list, tuple)) and takes_several(kind) else [value]
+    items = [value]
+    if isinstance(value, (list, tuple)) and is_list(kind):
+        items = list(cast("Sequence[Any]", value))
     for item in items:
+        # pydantic refuses lists and mappings in the wrong place by itself.
         if not isinstance(item, (list, tuple, dict)) and not _fits(kind, item):
-            shown = str(item).lower() if isinstance(item, bool) else "null" if item is None else repr(item)
-            return f"{shown} is refused: {_wanted(kind)} is required{_hint(kind, item)}"
+            return f"{_shown(item)} is refused: {_requirement(kind)} is required{_hint(kind, item)}"
     return None
 
 
+def _shown(value: Any) -> str:
+    """Write a value as in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)
+
+
 def _fits(kind: Any, value: Any) -> bool:
-    for part in parts_of(kind):
-        if get_origin(part) is Literal:
-            fits = any(type(choice) is type(value) and choice == value for choice in get_args(part))
-        elif get_origin(part) is tuple:
-            fits = any(_fits(inner, value) for inner in get_args(part) if inner is not Ellipsis)
-        else:
-            fits = type(value) in ((int, float) if part is float else (part,))
-        if fits:
-            return True
-    return False
+    return any(_fits_part(part, value) for part in parts_of(kind))
+
+
+def _fits_part(part: Any, value: Any) -> bool:
+    # Types are compared exactly: True is an instance of int, and equal to 1.
+    if get_origin(part) is Literal:
+        return any(type(choice) is type(value) and choice == value for choice in get_args(part))
+    if get_origin(part) is tuple:
+        return any(_fits(element, value) for element in _element_types(part))
+    if part is float:
+        return type(value) in (int, float)
+    return type(value) is part
 
 
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
-def _wanted(kind: Any) -> str:
+def _requirement(kind: Any) -> str:
+    """Describe the values of a type, for an error."""
     names: list[str] = []
     for part in parts_of(kind):
         if get_origin(part) is Literal:
-            names += [str(choice).lower() if isinstance(choice, bool) else repr(choice) for choice in get_args(part)]
+            names += [_shown(choice) for choice in get_args(part)]
         elif get_origin(part) is tuple:
-            names.append(f"a list with {_wanted(get_args(part)[0])} for each element")
+            names.append(f"a list with {_requirement(get_args(part)[0])} for each element")
         else:
             names.append(_NAMES[part])
+    # Each name once, in order.
     return " or ".join(dict.fromkeys(names))
 
 
 def _hint(kind: Any, value: Any) -> str:
-    """What was probably meant."""
+    """Guess the intended value."""
     if isinstance(value, float) and value.is_integer() and _fits(kind, int(value)):
         return f" (write {int(value)})"
     if not isinstance(value, str):
         return ""
-    if (number := _number(value)) is not None and _fits(kind, number):
+    number = _number(value)
+    if number is not None and _fits(kind, number):
         return " (leave the quotes out)"
-    if value.lower() in TRUTHS and _fits(kind, True):
+    if value.lower() in BOOLEAN_WORDS and _fits(kind, True):
         return " (write true or false, without quotes)"
     choices = [c for part in parts_of(kind) if get_origin(part) is Literal for c in get_args(part)]
     meant = difflib.get_close_matches(value, [c for c in choices if isinstance(c, str)], n=1, cutoff=0.6)

@@ -1,9 +1,9 @@
-"""Read a YAML or JSON file of settings without surprises: what is ambiguous is an error with its position.
+"""Strict reader of YAML and JSON settings. Ambiguous input is an error with its position.
 
-Scalars follow YAML 1.2 where PyYAML follows 1.1: `1e-4` is a float; `no`, `on`, `12:30`, `1_000`, `0o17` and
-`2024-01-01` stay text; `017` is refused, because it is 15 to one parser and 17 to another. Refused as well:
-duplicate keys, keys that are not text, aliases, tags of programming languages, several documents, tabs, other
-encodings, files of absurd size. Nothing in a file can run code.
+Scalars follow YAML 1.2, unlike PyYAML's 1.1: `1e-4` is a float, and `no`, `on`, `12:30`, `1_000`, `0o17` and
+`2024-01-01` stay text. `017` is refused, because parsers read it as 15 or 17. Also refused: duplicate keys, non-text
+keys, aliases, tags of programming languages, several documents, tabs, other encodings, and very large files. Nothing
+in a file can run code.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 import yaml
 
 MAX_BYTES = 256 * 1024
-"""A settings file is a few KiB; a larger one is a data file given by mistake."""
+"""A settings file has a few KiB. A larger one is a data file given by mistake."""
 
 _TAG = "tag:yaml.org,2002:"
+# The core schema of YAML 1.2, except for octal numbers.
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INT = re.compile(r"[-+]?[0-9]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
-_TAG_REFUSED = "unsupported tag `{}`; remove it, settings are plain values"
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 
 
@@ -37,12 +37,12 @@ Places = Mapping[tuple[str, ...], tuple[int, int]]
 
 
 class YamlError(ValueError):
-    """The file cannot be read as settings; the text is `file:line:column: what is wrong; what to do`."""
+    """The file cannot be read as settings. The text is `file:line:column: problem; remedy`."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """The values of a file, and where each key stands."""
+    """Values of a file, and the position of each key."""
 
     values: dict[str, object]
     places: Places
@@ -55,12 +55,12 @@ class Document:
 
 
 def read_yaml(path: Path) -> dict[str, object]:
-    """The mapping in a YAML file (JSON where the name ends in .json); `YamlError` where it is not one."""
+    """Return the mapping in a YAML file, or in JSON if its name ends in .json. Raises `YamlError`."""
     return read_document(path).values
 
 
 def read_document(path: Path) -> Document:
-    """`read_yaml`, with the place of every key, for errors that point at it."""
+    """Return the mapping with the position of every key, for errors to point at."""
     text = _read_text(path)
     if not text.strip():
         raise YamlError(f"{path}: the file is empty; write `key: value` lines, or give another file")
@@ -85,14 +85,15 @@ def _read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = data[: error.start]
-        line, column = before.count(b"\n") + 1, error.start - (before.rfind(b"\n") + 1) + 1
+        line = before.count(b"\n") + 1
+        column = error.start - (before.rfind(b"\n") + 1) + 1
         raise YamlError(
             f"{path}:{line}:{column}: byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8"
         ) from error
 
 
 class _Loader(yaml.BaseLoader):
-    """PyYAML's composer with the scalars of YAML 1.2; it never constructs an object itself."""
+    """PyYAML's composer with the scalars of YAML 1.2. Never constructs an object itself."""
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
         event = self.peek_event()
@@ -114,19 +115,13 @@ for _name, _pattern in {
 def _parse_yaml(path: Path, text: str) -> Document:
     try:
         root = yaml.compose(text, Loader=_Loader)
-        if root is None or root.tag == _TAG + "null":
-            raise YamlError(
-                f"{path}: the file is empty (comments only); write `key: value` lines, or give another file"
-            )
-        if not isinstance(root, yaml.MappingNode):
-            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            raise YamlError(f"{path}: the top is {kind}, not a mapping; write `key: value` lines")
         places: _Places = {}
-        return Document(_mapping(root, (), places), places)
+        return Document(_top_mapping(path, root, places), places)
     except yaml.reader.ReaderError as error:
         line, column = _position(text, error.position)
+        character = ord(text[error.position])
         raise YamlError(
-            f"{path}:{line}:{column}: character U+{ord(text[error.position]):04X} is not allowed in YAML; delete it"
+            f"{path}:{line}:{column}: character U+{character:04X} is not allowed in YAML; delete it"
         ) from error
     except yaml.MarkedYAMLError as error:
         raise YamlError(_syntax(path, error)) from error
@@ -134,21 +129,37 @@ def _parse_yaml(path: Path, text: str) -> Document:
         raise YamlError(f"{path}: nested too deeply; settings are two or three levels deep") from error
     except YamlError:
         raise
-    except (OverflowError, ValueError) as error:  # PyYAML on "\\UFFFFFFFF"
+    except (OverflowError, ValueError) as error:
+        # PyYAML raises these on escapes such as "\\UFFFFFFFF".
         raise YamlError(f"{path}: an escape in quotes names no character; correct it") from error
 
 
+def _top_mapping(path: Path, root: yaml.Node | None, places: _Places) -> dict[str, object]:
+    if root is None or root.tag == _TAG + "null":
+        raise YamlError(f"{path}: the file is empty (comments only); write `key: value` lines, or give another file")
+    if not isinstance(root, yaml.MappingNode):
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        raise YamlError(f"{path}: the top is {kind}, not a mapping; write `key: value` lines")
+    return _mapping(root, (), places)
+
+
 def _syntax(path: Path, error: yaml.MarkedYAMLError) -> str:
+    """Word an error of PyYAML with its position and a remedy."""
+    where = str(path)
     mark = error.problem_mark or error.context_mark
-    where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else f"{path}"
+    if mark:
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}"
     problem = error.problem or error.context or "not YAML"
     if "\\t" in problem:
         return f"{where}: a tab, which YAML does not allow here; indent with spaces"
     if problem.startswith("but found another document"):
         return f"{where}: a second document begins (`---`); keep one document in the file"
-    if ";" in problem:  # our own text, which says what to do
+    if ";" in problem:
+        # Raised by `_refuse` or the loader above, with a remedy.
         return f"{where}: {problem}"
-    context = f" {error.context}" if error.context and error.problem else ""
+    context = ""
+    if error.context and error.problem:
+        context = f" {error.context}"
     return f"{where}: not valid YAML: {problem}{context}; correct the line (or the one before it)"
 
 
@@ -156,20 +167,28 @@ def _refuse(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
+def _refuse_tag(node: yaml.Node) -> yaml.MarkedYAMLError:
+    tag = node.tag.replace(_TAG, "!!")
+    return _refuse(node, f"unsupported tag `{tag}`; remove it, settings are plain values")
+
+
 def _mapping(node: yaml.MappingNode, path: tuple[str, ...], places: _Places) -> dict[str, object]:
     if node.tag != _TAG + "map":
-        raise _refuse(node, _TAG_REFUSED.format(node.tag.replace(_TAG, "!!")))
+        raise _refuse_tag(node)
     result: dict[str, object] = {}
     for key_node, value_node in node.value:
-        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-        if not isinstance(key, str) or key_node.tag != _TAG + "str":
-            shown = repr(key) if isinstance(key, str) else "a list or mapping"
-            raise _refuse(key_node, f"key {shown} is not text; write a name, or quote it")
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise _refuse(key_node, "key a list or mapping is not text; write a name, or quote it")
+        key = str(key_node.value)
+        # A bare number or null is a key too, but not text.
+        if key_node.tag != _TAG + "str":
+            raise _refuse(key_node, f"key {key!r} is not text; write a name, or quote it")
         here = (*path, key)
         if here in places:
             name = ".".join(here)
             raise _refuse(key_node, f"key `{name}` is given twice, first at line {places[here][0]}; keep one")
-        places[here] = key_node.start_mark.line + 1, key_node.start_mark.column + 1
+        mark = key_node.start_mark
+        places[here] = (mark.line + 1, mark.column + 1)
         result[key] = _value(value_node, here, places)
     return result
 
@@ -179,7 +198,7 @@ def _value(node: yaml.Node, path: tuple[str, ...], places: _Places) -> object:
         return _mapping(node, path, places)
     if isinstance(node, yaml.SequenceNode):
         if node.tag != _TAG + "seq":
-            raise _refuse(node, _TAG_REFUSED.format(node.tag.replace(_TAG, "!!")))
+            raise _refuse_tag(node)
         return [_value(item, (*path, str(index)), places) for index, item in enumerate(node.value)]
     return _scalar(node)
 
@@ -187,15 +206,14 @@ def _value(node: yaml.Node, path: tuple[str, ...], places: _Places) -> object:
 def _scalar(node: yaml.Node) -> object:
     text = str(node.value)
     kind = node.tag.removeprefix(_TAG)
-    read = _SCALARS.get(kind) if node.tag.startswith(_TAG) else None
-    if read is None:
-        raise _refuse(node, _TAG_REFUSED.format(node.tag.replace(_TAG, "!!")))
+    if not node.tag.startswith(_TAG) or kind not in _SCALARS:
+        raise _refuse_tag(node)
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise _refuse(node, "half of a character (a lone surrogate escape); write the character itself")
     if kind == "int" and _LEADING_ZERO.fullmatch(text):
         raise _refuse(node, f"number `{text}` begins with 0, which may mean octal; drop the 0, or quote it")
     try:
-        value = read(text)
+        value = _SCALARS[kind](text)
     except (ValueError, KeyError) as error:
         raise _refuse(node, f"`{text[:40]}` is not of type {kind}; correct it, or quote it") from error
     if isinstance(value, float) and math.isinf(value) and "inf" not in text.lower():
@@ -212,14 +230,19 @@ def _integer(text: str) -> int:
 def _float(text: str) -> float:
     if not (_FLOAT.fullmatch(text) or _INT.fullmatch(text)):
         raise ValueError(text)
-    return float(text.replace(".", "", 1) if text.lower().endswith(("inf", "nan")) else text)
+    if text.lower().endswith(("inf", "nan")):
+        # Python reads inf and nan without YAML's dot.
+        text = text.replace(".", "", 1)
+    return float(text)
 
 
 def read_number(text: str) -> int | float | None:
-    """The number that a bare word of a file is, so that a flag means what the file means; None for other words."""
+    """Return the number a bare word stands for in a file, or None. Gives flags the same meaning as files."""
     if _INT.fullmatch(text) and not _LEADING_ZERO.fullmatch(text):
         return _integer(text)
-    return _float(text) if _FLOAT.fullmatch(text) else None
+    if _FLOAT.fullmatch(text):
+        return _float(text)
+    return None
 
 
 def _none(text: str) -> None:
@@ -237,7 +260,7 @@ _SCALARS: dict[str, Callable[[str], object]] = {
 
 
 def _parse_json(path: Path, text: str) -> dict[str, object]:
-    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+    def unique_keys(items: list[tuple[str, object]]) -> dict[str, object]:
         result: dict[str, object] = {}
         for key, value in items:
             if key in result:
@@ -245,13 +268,19 @@ def _parse_json(path: Path, text: str) -> dict[str, object]:
             result[key] = value
         return result
 
-    def number(digits: str) -> float:
-        if math.isfinite(value := float(digits)):
-            return value
-        raise YamlError(f"{path}: number `{digits}` is not a finite float; write another")
+    def finite_float(digits: str) -> float:
+        value = float(digits)
+        if not math.isfinite(value):
+            raise YamlError(f"{path}: number `{digits}` is not a finite float; write another")
+        return value
 
     try:
-        values = json.loads(text, object_pairs_hook=pairs, parse_constant=number, parse_float=number)
+        values = json.loads(
+            text,
+            object_pairs_hook=unique_keys,
+            parse_constant=finite_float,  # NaN, Infinity
+            parse_float=finite_float,
+        )
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
         raise YamlError(f"{where}: not valid JSON: {error.msg}; correct it") from error
@@ -265,5 +294,7 @@ def _parse_json(path: Path, text: str) -> dict[str, object]:
 
 
 def _position(text: str, offset: int) -> tuple[int, int]:
-    """Line and column, both from 1, of a character."""
-    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
+    """Return the line and column of a character, both from 1."""
+    line = text.count("\n", 0, offset) + 1
+    column = offset - text.rfind("\n", 0, offset)
+    return line, column
