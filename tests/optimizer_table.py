@@ -7,10 +7,28 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from accel_train.training.optimizer_choice import PRECISIONS, STRATEGIES, TABLE, Row, rows
+from accel_train.training.optimizer_choice import PRECISIONS, STRATEGIES, TABLE, OptimizerName, Row
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizations.md"
 HEADING = "## Optimizers, strategies and precisions"
+
+
+def rows() -> Iterator[tuple[OptimizerName, str, str, bool, str]]:
+    """Yield every (optimizer, strategy, precision, allowed, remark).
+
+    The remark is the reason of a refusal, or else tells if tests run the combination.
+    """
+    for name, by_strategy in TABLE.items():
+        for strategy, row in by_strategy.items():
+            for precision in PRECISIONS:
+                allowed = precision in row.precisions
+                if not allowed:
+                    remark = row.reason
+                elif precision in row.run:
+                    remark = "run by tests on CPU"
+                else:
+                    remark = "not run"
+                yield name, strategy, precision, allowed, remark
 
 
 def cell(row: Row) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from accel_train import strict_json
 from accel_train.store.commit import Checkpoint
-
-logger = logging.getLogger(__name__)
 
 SAMPLE_LINES = 60
 """Lines of ``samples.md`` shown in the card; the file itself is pushed whole."""
@@ -29,7 +26,7 @@ def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], repo_id: str,
     lets the owner add one.
     """
     metrics = _figures(checkpoint, texts)
-    parts = [_front_matter(checkpoint, metrics, repo_id), f"# {repo_id.split('/')[-1]}", _summary(checkpoint, texts)]
+    parts = [_front_matter(metrics, repo_id), f"# {repo_id.split('/')[-1]}", _summary(checkpoint, texts)]
     for title, section in (
         ("Figures", _table(("Metric", "Value"), {name: f"{value:.6g}" for name, value in metrics.items()})),
         ("Training curve", "![Training curve](curves.png)" if "curves.png" in texts else ""),
@@ -43,7 +40,7 @@ def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], repo_id: str,
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front_matter(checkpoint: Checkpoint, metrics: Mapping[str, float], repo_id: str) -> str:
+def _front_matter(metrics: Mapping[str, float], repo_id: str) -> str:
     """YAML between two rules, written by ``huggingface_hub``; a model index only where there are figures."""
     from huggingface_hub import EvalResult, ModelCardData
 

@@ -25,8 +25,6 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 THREADS_UNASKED_VARIABLE = "ACCEL_TRAIN_THREADS_UNASKED"
 """Set by ``accel-train launch`` where its user gave no number: Accelerate's own rule sets one for the processes."""
 
-LAUNCHERS = ("accelerate-launch",)
-
 MISLEADING_VARIABLES = {
     "NCCL_TIMEOUT": "is read by neither NCCL nor torch; use --collective_timeout_seconds",
     "NCCL_BLOCKING_WAIT": "is an obsolete name; TORCH_NCCL_BLOCKING_WAIT is read instead",

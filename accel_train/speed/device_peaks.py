@@ -1,4 +1,4 @@
-"""Peak matrix throughput of devices, and model FLOP/s over it (MFU)."""
+"""Peak matrix throughput of devices."""
 
 from __future__ import annotations
 
@@ -56,8 +56,3 @@ def peak_of(device: torch.device, precision: str) -> float | None:
     """`peak_flops` of the device at hand, None for a CPU or an unknown one."""
     known = device.type == "cuda" and torch.cuda.is_available()
     return peak_flops(torch.cuda.get_device_name(device), precision) if known else None
-
-
-def mfu(flops_per_second: float, peak: float | None) -> float | None:
-    """Model FLOP/s of one device over its peak, 0 to 1; None, and not reported, where the peak is unknown."""
-    return None if peak is None else flops_per_second / peak

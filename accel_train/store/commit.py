@@ -18,7 +18,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -361,8 +361,3 @@ def describe_write_error(error: Exception, directory: Path, needed_bytes: int) -
             f"{free / 2**20:.0f} MiB; {error}); free space or lower --checkpoints.keep_last"
         )
     return f"checkpoint in {directory} could not be written: {type(error).__name__}: {error}"
-
-
-def total_size(files: Iterable[Mapping[str, Any]]) -> int:
-    """Sum the sizes of the listed files in bytes."""
-    return sum(int(f["size"]) for f in files)

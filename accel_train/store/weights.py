@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,19 +228,6 @@ class TensorReader:
         if tuple(tensor.shape) != info.shape and info.dtype in FLOATS:
             raise _unreadable(info.file, ValueError(f"{name} changed while it was read"))
         return tensor
-
-
-def read_weights(
-    directory: Path, stem: str = "model", names: Collection[str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a collection, file by file, as they are on the disk. All headers are checked before the first comes.
-
-    ``names`` limits them. Raises ``UsageError`` as ``find_tensors`` does.
-    """
-    tensors = find_tensors(directory, stem, names)
-    with TensorReader(tensors) as reader:
-        for name in sorted(tensors, key=lambda n: (tensors[n].file, n)):
-            yield name, reader.read(name)
 
 
 def refuse_not_finite(name: str, tensor: Tensor, file: Path) -> None:

@@ -5,7 +5,6 @@ A combination that trains wrong, or differently from its name, is refused with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
@@ -70,24 +69,6 @@ TABLE: dict[OptimizerName, dict[str, Row]] = {
     | dict.fromkeys(("zero1", "zero2", "zero3"), _OFFLOAD_UNDER_ZERO),
 }
 """Optimizer -> strategy -> row. ``adamw_offload`` trains on a GPU only; its arithmetic is tested on CPU tensors."""
-
-
-def rows() -> Iterator[tuple[OptimizerName, str, str, bool, str]]:
-    """Yield every (optimizer, strategy, precision, allowed, remark) for the table in ``docs/optimizations.md``.
-
-    The remark is the reason of a refusal, or else tells if tests run the combination.
-    """
-    for name, by_strategy in TABLE.items():
-        for strategy, row in by_strategy.items():
-            for precision in PRECISIONS:
-                allowed = precision in row.precisions
-                if not allowed:
-                    remark = row.reason
-                elif precision in row.run:
-                    remark = "run by tests on CPU"
-                else:
-                    remark = "not run"
-                yield name, strategy, precision, allowed, remark
 
 
 def refuse_combination(name: OptimizerName, strategy: str, precision: str, device: torch.device) -> None:

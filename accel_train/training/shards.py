@@ -79,10 +79,6 @@ class Shards:
                 found.setdefault(key, []).append(name)
         return found
 
-    def state_keys(self) -> list[str]:
-        """Names of the per-element optimizer state, empty before the first step."""
-        return list(self.state_names())
-
     def full(self, name: str, shard: Tensor) -> Tensor:
         """The whole tensor from the ranks' shards. A collective unless ``replicated``: all ranks, same order."""
         return self._sharding.full(self.parameters[name], shard)

@@ -76,7 +76,7 @@ class Toy:
         view = self.average.view
         found = {f"model/{n}": view.master(n).clone() for n in view.parameters}
         found |= {f"ema/{n}": t.clone() for n, t in self.average.shards.items()}
-        for key in view.state_keys():
+        for key in view.state_names():
             found |= {f"{key}/{n}": view.state(n, key).clone() for n in view.parameters}
         return found
 

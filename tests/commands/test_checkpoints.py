@@ -32,7 +32,7 @@ from accel_train.config import UsageError, to_tree
 from accel_train.domains.models.mmdit import MMDiTConfig, ModelConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.store import commit, weights
-from tests.store.test_weights import plant
+from tests.store.test_weights import plant, read_weights
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -677,7 +677,7 @@ def converted(source: Path, destination: Path, *flags: str) -> dict[str, Tensor]
     assert [fetch.find_weights(str(place))[0] for place in (target, destination)] == [target, target]
     assert not [p for p in destination.iterdir() if p != target]
     assert not [p for p in target.iterdir() if p.is_dir()]
-    found = dict(weights.read_weights(target))
+    found = read_weights(target)
     assert {v.dtype for v in found.values() if v.is_floating_point()} == {torch.float32}
     return found
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from accel_train.speed.device_peaks import mfu, peak_flops
+from accel_train.speed.device_peaks import peak_flops
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,3 @@ def test_peaks(name: str, precision: str, teraflops: float) -> None:
 )
 def test_unknown_peaks_are_absent(name: str, precision: str) -> None:
     assert peak_flops(name, precision) is None
-    assert mfu(1e12, peak_flops(name, precision)) is None
-
-
-def test_mfu_is_a_fraction_of_the_peak() -> None:
-    assert mfu(494.7e12, peak_flops("NVIDIA H200", "bf16")) == pytest.approx(0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.store.weights import find_tensors, load_weights, read_weights
+from accel_train.store.weights import TensorReader, find_tensors, load_weights
 
 FLOAT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -85,9 +85,16 @@ def edit_index(directory: Path, change: Callable[[dict[str, str]], None]) -> Non
     index.write_text(json.dumps(content))
 
 
+def read_weights(directory: Path, stem: str = "model", names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of a collection as they are on the disk; ``names`` limits them."""
+    tensors = find_tensors(directory, stem, names)
+    with TensorReader(tensors) as reader:
+        return {name: reader.read(name) for name in tensors}
+
+
 def refused(directory: Path, match: str = ".", **arguments: Any) -> str:
     with pytest.raises(UsageError, match=match) as error:
-        list(read_weights(directory, **arguments))
+        read_weights(directory, **arguments)
     return str(error.value)
 
 
@@ -99,10 +106,10 @@ def test_one_file_and_several_read_the_same(tmp_path: Path, stem: str) -> None:
     (tmp_path / "one").mkdir()
     save_file(values, tmp_path / "one" / f"{stem}.safetensors")
     for place in ("one", "many"):
-        read = dict(read_weights(tmp_path / place, stem))
+        read = read_weights(tmp_path / place, stem)
         assert read.keys() == values.keys()
         assert all(torch.equal(read[name], values[name]) for name in values)
-    some = dict(read_weights(tmp_path / "many", stem, names=["layers.3.weight"]))
+    some = read_weights(tmp_path / "many", stem, names=["layers.3.weight"])
     assert list(some) == ["layers.3.weight"]
     refused(tmp_path / "many", "holds no layers.9; it holds layers.0.weight", stem=stem, names=["layers.9"])
 
@@ -119,7 +126,7 @@ def test_what_the_hub_library_reads_is_read_the_same(tmp_path: Path) -> None:
     values = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
     values |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
     save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    read = dict(read_weights(tmp_path))
+    read = read_weights(tmp_path)
     infos = find_tensors(tmp_path)
     for name, value in values.items():
         assert read[name].dtype == value.dtype
@@ -133,7 +140,7 @@ def test_shards_may_be_links_as_in_the_hub_cache(tmp_path: Path) -> None:
     for path in list((tmp_path / "snapshot").iterdir()):
         target = path.rename(tmp_path / "blobs" / path.name)
         path.symlink_to(target)
-    assert dict(read_weights(tmp_path / "snapshot")).keys() == values.keys()
+    assert read_weights(tmp_path / "snapshot").keys() == values.keys()
 
 
 # ----------------------------------------------------------------------------------- I54: files that are not sound
@@ -225,7 +232,7 @@ def test_whatever_the_header_says_nothing_but_a_usage_error_comes_out(
     write_raw(tmp_path / "model.safetensors", header, data, length)
     model = nn.Linear(1, 2, bias=False)
     before = model.weight.detach().clone()
-    for read in (lambda: list(read_weights(tmp_path)), lambda: load_weights(tmp_path, "model", model)):
+    for read in (lambda: read_weights(tmp_path), lambda: load_weights(tmp_path, "model", model)):
         with suppress(UsageError):
             read()
     assert torch.equal(model.weight, before)  # no header above names its parameter
@@ -338,7 +345,7 @@ def test_reading_beside_pickles_runs_none(tmp_path: Path) -> None:
     config = {"auto_map": {"AutoModel": "evil.Model"}, "trust_remote_code": True, "_name_or_path": "../../evil"}
     (tmp_path / "weights" / "config.json").write_text(json.dumps(config))
     (tmp_path / "weights" / "evil.py").write_text(f"open({str(canary)!r}, 'w')")
-    assert dict(read_weights(tmp_path / "weights")).keys() == values.keys()
+    assert read_weights(tmp_path / "weights").keys() == values.keys()
     assert not canary.exists()
 
 

@@ -272,7 +272,7 @@ def test_offloaded_adamw_takes_weights_that_others_have_written(model):
 
 def test_every_combination_is_in_the_table():
     assert {name: tuple(rows) for name, rows in TABLE.items()} == dict.fromkeys(TABLE, STRATEGIES)
-    listed = list(optimizer_choice.rows())
+    listed = list(optimizer_table.rows())
     assert len(listed) == len(TABLE) * len(STRATEGIES) * len(PRECISIONS)
     assert {remark for *_, precision, allowed, remark in listed if allowed and precision == "fp16"} == {"not run"}
 
@@ -288,7 +288,7 @@ def test_the_dev_extra_brings_what_the_table_says_was_run():
     assert set(extras["bitsandbytes"]) <= set(extras["dev"])
 
 
-@pytest.mark.parametrize(("name", "strategy", "precision", "allowed", "remark"), list(optimizer_choice.rows()))
+@pytest.mark.parametrize(("name", "strategy", "precision", "allowed", "remark"), list(optimizer_table.rows()))
 def test_each_row(name, strategy, precision, allowed, remark, monkeypatch):
     """Refused rows say why and name another way; allowed ones pass, on a machine that has what they need."""
     monkeypatch.setattr(optimizer_choice, "version", lambda _: "0.50.2")

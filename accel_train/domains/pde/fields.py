@@ -119,11 +119,3 @@ def boundary_points(draws: Tensor, dimensions: int) -> Tensor:
     if dimensions == 1:
         return end[..., None]
     return torch.where((side < 2)[..., None], torch.stack((end, along), -1), torch.stack((along, end), -1))
-
-
-def rim(fields: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, C, R): the outermost points, each once; the two ends of a 1-D field."""
-    if fields.shape[2] == 1:
-        return fields[:, :, 0, :: max(1, fields.shape[3] - 1)]
-    sides = (fields[:, :, 0], fields[:, :, -1], fields[:, :, 1:-1, 0], fields[:, :, 1:-1, -1])
-    return torch.cat(sides, dim=-1)

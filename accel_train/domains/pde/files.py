@@ -262,3 +262,33 @@ def field_facts(data: Fields) -> FieldFacts:
     mean = total / count
     std = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
     return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest())
+
+
+def join_files(task: str, files: Sequence[StoredFields], time_stride: int) -> Fields:
+    """The samples of several files, which must be of one kind."""
+    fields, header = Fields(tuple(stored.part for stored in files)), files[0].header
+    for stored in files:
+        shape = Fields((stored.part,)).shape
+        if (stored.header, shape) != (header, fields.shape):
+            raise UsageError(
+                f"--data.path: {stored.part.file} holds {shape} of {stored.header}, but {files[0].part.file} holds "
+                f"{fields.shape} of {header}. Files of one task must agree: keep those that do."
+            )
+    if header.dt and fields.shape[0] <= time_stride:
+        raise UsageError(
+            f"--data.time_stride {time_stride}: {files[0].part.file} has {fields.shape[0]} snapshots of task {task}; "
+            "more than the stride are required to make a pair. Lower it."
+        )
+    return fields
+
+
+def file_sizes(fields: Fields, channels: int) -> dict[Path, float]:
+    """Root mean square of the last `channels` channels of each file: of the first snapshots of its first 4 samples."""
+    found: dict[Path, float] = {}
+    start = 0
+    for part in fields.parts:
+        samples = range(start, start + min(4, part.samples))
+        read = [fields.snapshots(sample, slice(0, 1))[:, -channels:] for sample in samples]
+        found[part.file] = float(np.sqrt(np.mean(np.square(read, dtype=np.float64))))
+        start += part.samples
+    return found

@@ -107,11 +107,6 @@ def shifted(step: Step, by: Sequence[int]) -> Proposal:
     return lambda state, _number: step(state.roll(list(by), (-2, -1))).roll(back, (-2, -1))
 
 
-def repeated(step: Step, times: int) -> Proposal:
-    """The same time in `times` smaller steps; `step` is one of these."""
-    return lambda state, _number: rollout(step, state, times)[:, -1]
-
-
 def perturbed(step: Step, scale: float, seed: int, sample: Tensor) -> Proposal:
     """The step from fields with noise, `scale` times their root mean square, keyed by (seed, step, sample (B,))."""
 
@@ -121,8 +116,3 @@ def perturbed(step: Step, scale: float, seed: int, sample: Tensor) -> Proposal:
         return step(state + (scale * size * noise).to(state.dtype))
 
     return propose
-
-
-def averaged(proposals: Sequence[Proposal]) -> Proposal:
-    """The mean of several; costs as many forwards."""
-    return lambda state, number: torch.stack([propose(state, number) for propose in proposals]).mean(0)

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import compress
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
-from accel_train.domains.pde import notices as field_notices
-from accel_train.domains.pde.files import FieldFacts, Fields, StoredFields, field_facts
+from accel_train.domains.pde.files import FieldFacts, Fields, StoredFields, field_facts, file_sizes, join_files
 
 ASSETS_FORMAT = 1
+WIDE = 20.0
+"""Numbers of one kind that differ by more than this factor are called wide apart."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ def build_field_data(
     files keep their size and date.
     """
     data = {
-        name: {split: _joined(name, files, time_stride) for split, files in s.items()} for name, s in stored.items()
+        name: {split: join_files(name, files, time_stride) for split, files in s.items()} for name, s in stored.items()
     }
     facts: dict[str, dict[str, FieldFacts]] = {}
     for name, both in data.items():
@@ -301,7 +302,8 @@ def build_field_data(
     )
     described = asdict(assets)
     for task in described["tasks"]:
-        _ = task["logarithmic"] or task.pop("logarithmic")  # it came later: what has none is the same data as before
+        if not task["logarithmic"]:
+            del task["logarithmic"]  # it came later: what has none is the same data as before
     digest = hashlib.sha256(json.dumps([facts, described, time_stride]).encode())
     rows: dict[str, dict[str, FieldRows]] = {"train": {}, "heldout": {}}
     for task in assets.tasks:
@@ -311,27 +313,30 @@ def build_field_data(
             parameters = assets.normalise_parameters(task.name, torch.from_numpy(values))
             rows[split][task.name] = FieldRows(task, fields, parameters, time_stride)
     train, heldout = rows["train"], rows["heldout"]
-    notices = [field_notices.sizes(train[name], heldout[name]) for name in stored]
-    notices += [words for name in stored for words in field_notices.uneven(data[name]["train"], assets.task(name))]
+    notices = [_sizes(train[name], heldout[name]) for name in stored]
+    notices += [words for name in stored for words in _uneven(data[name]["train"], assets.task(name))]
     return FieldData(JoinedRows(tuple(train.values())), train, heldout, assets, digest.hexdigest(), tuple(notices))
 
 
-def _joined(task: str, files: Sequence[StoredFields], time_stride: int) -> Fields:
-    """The samples of several files, which must be of one kind."""
-    fields, header = Fields(tuple(stored.part for stored in files)), files[0].header
-    for stored in files:
-        shape = Fields((stored.part,)).shape
-        if (stored.header, shape) != (header, fields.shape):
-            raise UsageError(
-                f"--data.path: {stored.part.file} holds {shape} of {stored.header}, but {files[0].part.file} holds "
-                f"{fields.shape} of {header}. Files of one task must agree: keep those that do."
-            )
-    if header.dt and fields.shape[0] <= time_stride:
-        raise UsageError(
-            f"--data.time_stride {time_stride}: {files[0].part.file} has {fields.shape[0]} snapshots of task {task}; "
-            "more than the stride are required to make a pair. Lower it."
+def _sizes(train: FieldRows, heldout: FieldRows) -> str:
+    """A line on both splits of a task."""
+    times = f" of {train.data.shape[0]} snapshots, {len(train):,} pairs" if train.task.has_time else ""
+    return f"{train.task.name}: {train.samples:,} training samples{times}; {heldout.samples:,} held out"
+
+
+def _uneven(fields: Fields, task: FieldTask) -> Iterator[str]:
+    """What the files of one task say by their sizes: all share one scale, and the loss is of normalised fields."""
+    if any(task.logarithmic):
+        names = ", ".join(compress(task.parameters, task.logarithmic))
+        yield f"{task.name}: {names} differ by more than {WIDE:g} times: read by their logarithms"
+    sizes = file_sizes(fields, task.target_channels)
+    small, large = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    if sizes[large] > WIDE * sizes[small]:
+        yield (
+            f"{task.name}: fields of {large} are {sizes[large] / max(sizes[small], 1e-30):.3g} times as large as those "
+            f"of {small}, and one scale is shared: errors of the small ones hardly count. Train them apart, each with "
+            "a --data.path of its own"
         )
-    return fields
 
 
 def _identity(both: Mapping[str, Fields]) -> str:
@@ -362,7 +367,7 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
         )
     given, timed = header.input_channels, header.dt > 0
     values = np.concatenate([files.parameters for files in splits["train"]]).astype(np.float64)
-    wide = (values.min(0) > 0) & (values.max(0) > field_notices.WIDE * values.min(0))
+    wide = (values.min(0) > 0) & (values.max(0) > WIDE * values.min(0))
     values = np.where(wide, np.log(np.where(wide, values, 1.0)), values)
     deviation = values.std(0)
     return FieldTask(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -21,8 +20,6 @@ from accel_train.domains.pde.pictures import Lines, Panel
 from accel_train.domains.pde.rows import FieldData, FieldRows, FieldTask
 from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.evaluation import weighted_sums
-
-logger = logging.getLogger(__name__)
 
 SHIFTS = (1, -1, 2, 3)
 """Points by which a periodic field is moved for another estimate of the same step."""

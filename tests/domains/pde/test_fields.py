@@ -184,11 +184,3 @@ def test_boundary_points_are_on_the_boundary_and_everywhere_on_it() -> None:
     line = fields.boundary_points(draws, 1)
     assert line.shape == (500, 16, 1)
     assert set(line.unique().tolist()) == {0.0, 1.0}
-
-
-def test_rim_is_every_outermost_point_once() -> None:
-    field = torch.arange(2 * 20.0).view(1, 2, 4, 5)
-    outer = torch.ones(4, 5, dtype=torch.bool)
-    outer[1:-1, 1:-1] = False
-    assert torch.equal(fields.rim(field).sort(-1).values, field[:, :, outer])
-    assert fields.rim(torch.arange(6.0).view(1, 1, 1, 6)).tolist() == [[[0.0, 5.0]]]

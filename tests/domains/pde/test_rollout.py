@@ -159,12 +159,6 @@ def test_a_shifted_step_is_the_step_where_the_equation_has_no_places() -> None:
     assert not torch.allclose(expected, by_place(state))
 
 
-def test_repeated_and_averaged() -> None:
-    state = numbers(2.0)
-    assert float(rollouts.repeated(lambda u: 3 * u, 2)(state, 0)) == 18
-    assert float(rollouts.averaged([adding(1.0), adding(4.0)])(state, 0)) == 4.5
-
-
 def test_noise_is_keyed_by_sample_and_step() -> None:
     states = torch.randn(4, 2, 1, 16, generator=torch.Generator().manual_seed(0))
     states[2] *= 100
