@@ -90,7 +90,7 @@ def accel_train(state: State, folder: Path) -> Saving:
     from accel_train.checkpoints.policy import CheckpointConfig
     from accel_train.checkpoints.run import Run
     from accel_train.checkpoints.saver import Saver
-    from accel_train.hub.pusher import HubConfig
+    from accel_train.hub.options import HubConfig
     from accel_train.store import commit
 
     run = Run(folder, "benchmark", None, "", {"experiment": {"global_batch_size": 1}, "resolved": {}})

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
-from accel_train.hub.pusher import HubConfig
+from accel_train.hub.options import HubConfig
 from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.throughput import LocalCounts, Throughput
 from accel_train.runtime import step_overhead

@@ -31,9 +31,9 @@ def fetch(place: str, directory: Path) -> Checkpoint:
     with _bringing(place):
         directory.mkdir(parents=True, exist_ok=True)
         if place.startswith(HUB):
-            from accel_train.hub import pusher
+            from accel_train.hub.download import download
 
-            found = commit.open_verified(pusher.download(place.removeprefix(HUB), directory))  # it has verified it
+            found = commit.open_verified(download(place.removeprefix(HUB), directory))  # it has verified it
         else:
             found = _copy(_find(place), directory)
     if not found.manifest.get("state", True):
@@ -128,7 +128,7 @@ def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
         if path.is_file():
             commit.seal_file(path)
     commit.fsync_folders(temporary)
-    final = directory / commit.checkpoint_name(source.step)
+    final = directory / manifests.checkpoint_name(source.step)
     try:
         copied = commit.verify(temporary)  # under this name: a kill meanwhile leaves nothing that counts
     except ValueError:

@@ -25,10 +25,12 @@ from accel_train.checkpoints.pending import REDUCTIONS, PendingSave, Phase
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.restore import layout_of
 from accel_train.checkpoints.run import Run
-from accel_train.hub.pusher import HubConfig, Pusher
+from accel_train.hub.options import HubConfig
+from accel_train.hub.pusher import Pusher
 from accel_train.runtime.signals import Agreement, StopRequests, explain
 from accel_train.store import commit, failpoints
 from accel_train.store.commit import Checkpoint, CheckpointWriteError
+from accel_train.store.manifest import checkpoint_name
 from accel_train.training.ema import Ema
 
 logger = logging.getLogger(__name__)
@@ -178,7 +180,7 @@ class Saver:
         self.finish()
         if step != self._saved_step or not self._main:
             return
-        path = self._run.checkpoints / commit.checkpoint_name(step)
+        path = self._run.checkpoints / checkpoint_name(step)
         try:
             commit.rewrite_manifest(path, {"metrics": contents.finite(metrics)})
             self._unoffered = commit.open_verified(path)
@@ -331,7 +333,7 @@ class Saver:
                 {
                     "do": "commit",
                     "temporary": str(pending.temporary),
-                    "final": str(self._run.checkpoints / commit.checkpoint_name(pending.step)),
+                    "final": str(self._run.checkpoints / checkpoint_name(pending.step)),
                     "manifest": pending.manifest,
                     "keep": asdict(self._config),
                     "queue": str(self._run.directory / "hub" / "queue"),
@@ -344,9 +346,7 @@ class Saver:
         assert pending is not None
         self._pending = self._lost = None
         if self._main:
-            saved = Checkpoint(
-                self._run.checkpoints / commit.checkpoint_name(pending.step), pending.step, pending.manifest
-            )
+            saved = Checkpoint(self._run.checkpoints / checkpoint_name(pending.step), pending.step, pending.manifest)
             logger.info("saved %s in %.1f s", saved.path, pending.manifest["seconds"])
             self._on_commit(saved)
             self._unoffered = saved

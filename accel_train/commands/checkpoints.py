@@ -18,6 +18,7 @@ from accel_train.commands.places import Place, disk_bytes, find_place, find_run,
 from accel_train.config import UsageError, from_tree, option_names, read_tree
 from accel_train.hub.queue import HubQueue
 from accel_train.store import commit, lock, retention
+from accel_train.store.manifest import NAME
 
 STATE_CELLS = {None: "-", True: "yes", False: "no"}
 VERIFIED_CELLS = {None: "sizes only", True: "yes", False: "NO"}
@@ -89,7 +90,7 @@ def _row(path: Path, pushed: str | None, quick: bool) -> Row:
 
 
 def _step_in_name(path: Path) -> int | None:
-    match = commit.NAME.fullmatch(path.name)
+    match = NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
@@ -336,7 +337,9 @@ def push(place: str, flags: Mapping[str, Any]) -> int:
 
     ``flags`` are options of ``HubConfig`` that override config.yaml; None values are ignored.
     """
-    from accel_train.hub.pusher import HubConfig, HubError, push_now
+    from accel_train.hub.errors import HubError
+    from accel_train.hub.options import HubConfig
+    from accel_train.hub.pusher import push_now
 
     found = find_place(place)
     options = _known_options(found.run, "hub", HubConfig) if found.run is not None else {}

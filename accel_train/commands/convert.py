@@ -18,6 +18,7 @@ from accel_train.commands import diff, places
 from accel_train.commands.export import temporary_directory, write_collection
 from accel_train.config import UsageError, expand_path
 from accel_train.store import commit, weights
+from accel_train.store.manifest import checkpoint_name
 from accel_train.store.weights import TensorInfo
 
 MODEL_STEM = re.compile(r"(?:diffusion_pytorch_)?model(?:_\d+)?(?:\..+)?")
@@ -75,7 +76,7 @@ def _source(source: str) -> Path:
 
 def _new_checkpoint(destination: str) -> Path:
     path = expand_path(destination)
-    name = commit.checkpoint_name(0)
+    name = checkpoint_name(0)
     target = path if path.name == name else path / name
     for folder in (target.parent, target.parent.parent):
         if (folder / "run.json").exists():

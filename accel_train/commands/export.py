@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accel_train.checkpoints import snapshot
-from accel_train.checkpoints.snapshot import SavePrecision
+from accel_train.checkpoints.policy import SavePrecision
 from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
 from accel_train.store import commit, weights

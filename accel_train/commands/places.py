@@ -9,6 +9,7 @@ from pathlib import Path
 from accel_train.config import UsageError, expand_path
 from accel_train.store import commit
 from accel_train.store.commit import Checkpoint
+from accel_train.store.manifest import NAME
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def find_place(text: str | os.PathLike[str]) -> Place:
         raise UsageError(f"{path}: {_describe_wrong_path(path)}; give the directory of a run or of a checkpoint")
     if commit.TEMPORARY.fullmatch(path.name):
         raise UsageError(f"{path}: an unfinished or half-deleted checkpoint; name a checkpoint_ directory beside it")
-    if commit.NAME.fullmatch(path.name) or (path / "manifest.json").is_file():
+    if NAME.fullmatch(path.name) or (path / "manifest.json").is_file():
         run = path.parent.parent if path.parent.name == "checkpoints" else None
         return Place(path, (path,), run, single=True)
     if (path / "checkpoints").is_dir() or (path / "run.json").is_file():

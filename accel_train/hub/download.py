@@ -133,7 +133,7 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
         checkpoint = commit.verify(temporary)
     except ValueError as error:
         raise HubError(f"{spec} does not verify after the download: {error}") from None
-    final = directory / commit.checkpoint_name(checkpoint.step)
+    final = directory / manifests.checkpoint_name(checkpoint.step)
     commit.clear_name(final)
     if final.exists():
         return _same_or_refuse(final, checkpoint, spec)

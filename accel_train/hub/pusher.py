@@ -21,11 +21,8 @@ from typing import Any, Literal
 
 import accel_train
 from accel_train.config import UsageError
-from accel_train.hub.download import download as download
 from accel_train.hub.errors import HubError, NotPushableError, describe
-from accel_train.hub.options import HubConfig as HubConfig
-from accel_train.hub.options import check_repository as check_repository
-from accel_train.hub.options import new_entry, refuse_without_metric
+from accel_train.hub.options import HubConfig, check_repository, new_entry, refuse_without_metric
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.repository import limit_silence, push_checkpoint
 from accel_train.hub.worker import backoff_seconds

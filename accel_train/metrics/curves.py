@@ -13,8 +13,6 @@ from typing import Any
 from accel_train.metrics.progress import LOSS_OF
 from accel_train.metrics.records import read_metrics
 
-__all__ = ["plot_curves", "read_metrics"]
-
 Records = Sequence[Mapping[str, Any]]
 
 HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")

@@ -34,8 +34,8 @@ from accel_train.launch_files.requested import (
 )
 from accel_train.runtime import rehearsal, tested_versions
 from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers, verify_ddp
+from accel_train.runtime.early_stop import end_with_the_launcher
 from accel_train.runtime.exiting import begin_run
-from accel_train.runtime.signals import end_with_the_launcher
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Precision = Literal["fp32", "bf16", "fp16"]

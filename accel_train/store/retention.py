@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from accel_train.store import commit
 from accel_train.store import manifest as manifests
-from accel_train.store.commit import NAME, Checkpoint
+from accel_train.store.commit import Checkpoint
 
 PIECE_BYTES = 8 << 20
 STATE_FILES = ("optimizer/", "trainer_state.json")
@@ -108,8 +108,8 @@ class Plan:
 
 def unknown_pins(names: Iterable[str]) -> list[str]:
     """Those of ``names`` that no checkpoint can have, such as ``step_100`` or ``checkpoint_100``."""
-    matches = ((name, NAME.fullmatch(name)) for name in names)
-    return [name for name, match in matches if not match or commit.checkpoint_name(int(match[1])) != name]
+    matches = ((name, manifests.NAME.fullmatch(name)) for name in names)
+    return [name for name, match in matches if not match or manifests.checkpoint_name(int(match[1])) != name]
 
 
 def held(directory: Path) -> list[Held]:
@@ -124,7 +124,8 @@ def held(directory: Path) -> list[Held]:
 
 def held_from(path: Path, manifest: Mapping[str, Any]) -> Held:
     """The facts of one manifest. The step is that of the name: the file system orders by it too."""
-    match, has_state = NAME.fullmatch(path.name), any(name.startswith("optimizer/") for name in manifest["files"])
+    match = manifests.NAME.fullmatch(path.name)
+    has_state = any(name.startswith("optimizer/") for name in manifest["files"])
     return Held(
         path,
         int(match[1]) if match else manifest["step"],
@@ -233,7 +234,7 @@ def _to_strip(past: Sequence[Held], keep: Keep) -> list[Held]:
 
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name."""
-    match = NAME.fullmatch(path.name)
+    match = manifests.NAME.fullmatch(path.name)
     assert match, f"{path} is not a checkpoint name"
     return int(match[1])
 

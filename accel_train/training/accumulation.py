@@ -22,9 +22,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from accel_train.training.parameters import clear_gradients, without_gradients
-from accel_train.training.step_guard import Evidence, NonFiniteError, StepGuard
-
-__all__ = ["Batch", "GradientWindow", "NonFiniteError", "StepResult", "SyncPolicy", "no_sync", "resolve_sync", "widest"]
+from accel_train.training.step_guard import Evidence, StepGuard
 
 SyncPolicy = Literal["auto", "last", "every"]
 Batch = dict[str, Tensor]

@@ -19,7 +19,8 @@ from accelerate import Accelerator
 
 from accel_train import strict_json
 from accel_train.checkpoints import run as runs
-from accel_train.checkpoints.run import CheckpointsUnusableError, Run, open_run
+from accel_train.checkpoints.fetch import CheckpointsUnusableError
+from accel_train.checkpoints.run import Run, open_run
 from accel_train.commands.places import find_place
 from accel_train.config import UsageError
 from accel_train.store import commit

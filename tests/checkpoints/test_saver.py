@@ -21,7 +21,7 @@ from accel_train.checkpoints.policy import CheckpointConfig, warn_about_grace
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
 from accel_train.config import UsageError
-from accel_train.hub.pusher import HubConfig
+from accel_train.hub.options import HubConfig
 from accel_train.store import commit
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.training.ema import Ema, EmaConfig

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 
 from accel_train.runtime.accelerator import build_accelerator
 from accel_train.runtime.exiting import run_main
-from accel_train.training.accumulation import GradientWindow, NonFiniteError
+from accel_train.training.accumulation import GradientWindow
 from accel_train.training.shards import Shards
-from accel_train.training.step_guard import StepGuard, resolve_step_guard
+from accel_train.training.step_guard import NonFiniteError, StepGuard, resolve_step_guard
 from benchmarks.reads import HostReads
 from tests.distributed.worker import GLOBAL_BATCH, MICRO_BATCH, build, loss_sums, micro_batches
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
-from accel_train.hub.pusher import HubConfig
+from accel_train.hub.options import HubConfig
 from accel_train.runtime.accelerator import build_accelerator
 from accel_train.runtime.exiting import run_main
 from accel_train.store import commit

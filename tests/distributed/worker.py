@@ -21,17 +21,18 @@ from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
 from accel_train.config import UsageError
-from accel_train.hub.pusher import HubConfig
+from accel_train.hub.options import HubConfig
 from accel_train.runtime.accelerator import build_accelerator, strategy_of, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.runtime.exiting import run_main
 from accel_train.store import commit
 from accel_train.training import muon
-from accel_train.training.accumulation import GradientWindow, NonFiniteError
+from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizer_choice import TABLE, refuse_combination
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
 from accel_train.training.shards import Shards, exact_masters
+from accel_train.training.step_guard import NonFiniteError
 
 GLOBAL_BATCH, MICRO_BATCH, WIDTH = 16, 2, 24
 

@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from accel_train.checkpoints.saver import CheckpointConfig
-from accel_train.hub.pusher import HubConfig, HubStatus, Pusher, check_repository, download, push_the_rest
+from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.hub.download import download
+from accel_train.hub.options import HubConfig, check_repository
+from accel_train.hub.pusher import HubStatus, Pusher, push_the_rest
 from accel_train.hub.queue import HubQueue
 from accel_train.store import commit, retention
 from tests.hub.test_hub import contents, make_checkpoint
@@ -208,7 +210,8 @@ TRAINER = """
 import os, sys, time
 from pathlib import Path
 from accel_train.store import commit
-from accel_train.hub.pusher import HubConfig, Pusher
+from accel_train.hub.options import HubConfig
+from accel_train.hub.pusher import Pusher
 
 run = Path(sys.argv[1])
 pusher = Pusher(run, HubConfig(repo_id="org/model"), is_main=True)

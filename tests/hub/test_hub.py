@@ -23,10 +23,11 @@ from safetensors.numpy import save_file
 from accel_train import strict_json
 from accel_train.config import UsageError
 from accel_train.hub import pusher as hub
-from accel_train.hub.download import download_manifest
-from accel_train.hub.errors import describe, redact
+from accel_train.hub.download import download, download_manifest
+from accel_train.hub.errors import HubError, describe, redact
 from accel_train.hub.model_card import build_card
-from accel_train.hub.pusher import HubConfig, HubError, Pusher, check_repository, download, push_now
+from accel_train.hub.options import HubConfig, check_repository
+from accel_train.hub.pusher import Pusher, push_now
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.repository import push_checkpoint
 from accel_train.store import commit

@@ -9,8 +9,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.training.accumulation import GradientWindow, NonFiniteError, no_sync, resolve_sync
+from accel_train.training.accumulation import GradientWindow, no_sync, resolve_sync
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen
+from accel_train.training.step_guard import NonFiniteError
 
 WEIGHTS = {"main": 1.0, "aux": 0.3}
 

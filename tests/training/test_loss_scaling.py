@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.records import TRAIN_FIELDS, read_metrics
-from accel_train.training.accumulation import GradientWindow, NonFiniteError
+from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards
+from accel_train.training.step_guard import NonFiniteError
 
 TOO_HIGH = 2.0**127
 """The largest power of two in fp32: a loss above 1 overflows, and halving it changes no digit of a gradient."""

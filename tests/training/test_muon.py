@@ -20,7 +20,7 @@ from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
 from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
-from accel_train.hub.pusher import HubConfig
+from accel_train.hub.options import HubConfig
 from accel_train.store import commit
 from accel_train.training import muon
 from accel_train.training.ema import Ema, EmaConfig

@@ -33,7 +33,8 @@ from accel_train.speed.activation_checkpointing import (
     apply_activation_checkpointing,
     blocks_of,
 )
-from accel_train.speed.attention import apply_attention, build_attention
+from accel_train.speed.attention import apply_attention
+from accel_train.speed.attention_kernels import build_attention
 from accel_train.training.parameters import kinds
 
 TASKS = (
