@@ -22,8 +22,9 @@ from typing import Annotated, Any, Generic, NoReturn, TypeGuard, TypeVar, cast, 
 import yaml
 from annotated_types import Ge, Gt, Interval
 
-from accel_train.flags import NAMES_OF_OTHER_SCRIPTS, FlagError, nearest, read_flags, refusal, stray
+from accel_train.flags import NAMES_OF_OTHER_SCRIPTS, FlagError, nearest_option, read_flags, refusal, stray
 from accel_train.strict_yaml import Places, YamlError, read_document, read_yaml
+from accel_train.wording import did_you_mean, nearest
 
 C = TypeVar("C")
 Tree = dict[str, Any]
@@ -172,10 +173,9 @@ def find_source(
         return expanded
     if (presets / f"{source}.yaml").is_file():
         return presets / f"{source}.yaml"
-    meant = nearest(source, names)
     raise UsageError(
-        f"preset {source!r} does not exist{f': did you mean {meant!r}?' if meant else ''}; presets are "
-        f"{', '.join(names)}. A file is recognised by its .yaml ending."
+        f"preset {source!r} does not exist{did_you_mean(nearest(source, names))}; presets are {', '.join(names)}. "
+        "A file is recognised by its .yaml ending."
     )
 
 
@@ -205,8 +205,8 @@ def check_keys(cls: type, tree: Mapping[str, Any], where: str, places: Places = 
         if kind is not None:
             raise UsageError(f"{there}: {key}: {value!r} must be a mapping of options, such as {key}: {{...}}")
         known = option_names(cls)
-        meant, other = nearest(key, known), NAMES_OF_OTHER_SCRIPTS.get(key.rsplit(".", 1)[-1])
-        remedy = "remove it or correct it" + (f": did you mean {meant!r}?" if meant else "")
+        other = NAMES_OF_OTHER_SCRIPTS.get(key.rsplit(".", 1)[-1])
+        remedy = "remove it or correct it" + did_you_mean(nearest_option(key, known))
         if other:
             remedy = f"use {other}"
         if key in known:  # a key with a dot in it

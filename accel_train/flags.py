@@ -6,12 +6,12 @@ text. ``refusal`` checks the values of files and flags alike against the type of
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from accel_train.strict_yaml import read_number
+from accel_train.wording import did_you_mean, nearest
 
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None, "null": None}
 BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off")
@@ -234,16 +234,16 @@ def _hint(kind: Any, value: Any) -> str:
     if value.lower() in BOOLEAN_WORDS and _fits(kind, True):
         return " (write true or false, without quotes)"
     choices = [c for part in parts_of(kind) if get_origin(part) is Literal for c in get_args(part)]
-    meant = difflib.get_close_matches(value, [c for c in choices if isinstance(c, str)], n=1, cutoff=0.6)
-    return f" (did you mean {meant[0]!r}?)" if meant else ""
+    return did_you_mean(nearest(value, [c for c in choices if isinstance(c, str)]))
 
 
 def stray(word: str, after: Sequence[str], known: Sequence[str], presets: Sequence[str]) -> str:
     """Why a word that belongs to no flag is refused, and what was probably meant."""
     name, equals, value = word.partition("=")
     name = name.lstrip("-").replace("-", "_")
-    if name in known or (name and name[0].isalpha() and (equals or word.startswith("-")) and nearest(name, known)):
-        meant = name if name in known else nearest(name, known)
+    meant = name if name in known else nearest_option(name, known)
+    looks_like_a_flag = name[:1].isalpha() and (equals or word.startswith("-"))
+    if name in known or (meant and looks_like_a_flag):
         rest = value if equals else next((f"{w}" for w in after[:1] if not w.startswith("-")), "")
         quoted = shlex.quote(rest) if rest else ""
         return f"{word!r}: an option begins with two dashes; write --{meant} {quoted}".rstrip()
@@ -259,14 +259,15 @@ def _unknown(name: str, known: Sequence[str]) -> str:
         return f" is a name of other scripts; here use {other}"
     if group := [key for key in known if key.startswith(f"{name}.")]:
         return f" is a group of options and no option; write --{group[0]} VALUE"
-    meant = nearest(name, known)
-    return ": unknown option" + (f": did you mean --{meant}?" if meant else "; --help lists all")
+    if meant := nearest_option(name, known):
+        return ": unknown option" + did_you_mean(f"--{meant}")
+    return ": unknown option; --help lists all"
 
 
-def nearest(key: str, known: Sequence[str]) -> str | None:
+def nearest_option(key: str, known: Sequence[str]) -> str | None:
     """The option that was probably meant: nearly the same, or the right name in no group or a wrong one."""
-    if found := difflib.get_close_matches(key, known, n=1, cutoff=0.6):
-        return found[0]
+    if meant := nearest(key, known):
+        return meant
     by_leaf = {k.rsplit(".", 1)[-1]: k for k in known}
-    found = difflib.get_close_matches(key.rsplit(".", 1)[-1], list(by_leaf), n=1, cutoff=0.7)
-    return by_leaf[found[0]] if found else None
+    leaf = nearest(key.rsplit(".", 1)[-1], by_leaf)
+    return by_leaf[leaf] if leaf else None

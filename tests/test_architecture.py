@@ -17,7 +17,7 @@ LIBRARY = ROOT / "accel_train"
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
-GROUND = {"config", "flags", "rng", "strict_json", "strict_yaml"}
+GROUND = {"config", "flags", "rng", "strict_json", "strict_yaml", "wording"}
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
 TOOLS = {"commands", "compare"}
 DOMAINS = {"domains.models", "domains.diffusion", "domains.text", "domains.pde"}
@@ -38,6 +38,8 @@ ROWS = (
 NEIGHBOURS_ALLOWED = {
     ("config", "strict_yaml"): "the reading of a file, kept apart because launch files are read with it as well",
     ("config", "flags"): "the reading of the command line, kept apart because it is a topic of its own",
+    ("config", "wording"): "parts of messages that every package writes",
+    ("flags", "wording"): "parts of messages that every package writes",
     ("flags", "strict_yaml"): "numbers, which mean the same after a flag and in a file",
     ("speed", "runtime.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
     ("speed", "training.optimizer_choice"): "the optimizer's state is part of what must fit into memory",

@@ -129,7 +129,7 @@ CONFIG = "data: {path: texts.jsonl, vocab_size: 300, latent_dim: 4, heldout_frac
 CONFIG += "global_batch_size: 8\nmicro_batch_size: 8\noutput_dir: run\n"
 
 FLAGS = [
-    Row("I24-flag", "--optmizer.lr 1e-3", r"--optmizer\.lr: unknown option: did you mean --optimizer\.lr\?"),
+    Row("I24-flag", "--optmizer.lr 1e-3", r"--optmizer\.lr: unknown option: did you mean '--optimizer\.lr'\?"),
     Row("I24-preset", "dmeo", r"preset 'dmeo' does not exist: did you mean 'demo'\?.*presets are base, demo"),
     Row(
         "I24-yaml",
@@ -144,7 +144,7 @@ FLAGS = [
         prepare=write("c.yaml", "optimizer: {learning_rate: 1e-6}"),
     ),
     Row("I25", "--a.b.c 1", r"--a\.b\.c: unknown option"),
-    Row("I25-nearest", "--optimiser.lr 1", r"did you mean --optimizer\.lr\?"),
+    Row("I25-nearest", "--optimiser.lr 1", r"did you mean '--optimizer\.lr'\?"),
     Row(
         "I25-yaml",
         "{}/c.yaml",
@@ -233,7 +233,7 @@ FLAGS = [
     ),
     Row("I31-save-at-end", "--checkpoints.save_every 0", "fresh start", None),
     Row("I31-save-negative", "--checkpoints.save_every=-1", r"checkpoints\.save_every: -1 is refused"),
-    Row("I39-unknown", "--log.trackers tensorbord", r"'tensorbord' is not a tracker; did you mean 'tensorboard'\?"),
+    Row("I39-unknown", "--log.trackers tensorbord", r"'tensorbord' is not a tracker: did you mean 'tensorboard'\?"),
     Row("I39-not-installed", "--log.trackers comet_ml", r"'comet_ml' needs a package.*pip install"),
     Row("I41-negative", "--seed=-1", r"seed: -1 is refused: .*greater than or equal to 0"),
     Row("I41-large", "--seed 4294967296", r"seed: 4294967296 is refused: .*less than 4294967296"),
@@ -751,7 +751,7 @@ def accelerate(*arguments: str) -> list[str]:
     [
         (
             ["--optmizer.lr", "1"],
-            r"exit code 2\): --optmizer\.lr: .* did you mean --optimizer\.lr\?",
+            r"exit code 2\): --optmizer\.lr: .* did you mean '--optimizer\.lr'\?",
         ),
         (["--seed=-1"], r"error \(wrong usage, exit code 2\): command line: seed: -1 is refused"),
     ],

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
-from accel_train.flags import nearest
 from accel_train.store import retention
 from accel_train.store.commit import Checkpoint
+from accel_train.wording import did_you_mean, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,9 @@ def refuse_unknown_metric(best_metric: str | None, metrics: Sequence[str]) -> No
     """Refuse a ``best_metric`` that no evaluation of this run reports: there would never be a best."""
     if best_metric is None or best_metric in metrics:
         return
-    meant = nearest(best_metric, metrics)
     raise UsageError(
         f"checkpoints.best_metric: {best_metric!r} is not reported by this run's evaluation"
-        f"{f': did you mean {meant!r}?' if meant else ''}; it reports {', '.join(metrics) or 'nothing'}; give one of "
+        f"{did_you_mean(nearest(best_metric, metrics))}; it reports {', '.join(metrics) or 'nothing'}; give one of "
         "these, or leave checkpoints.best_metric out"
     )
 

@@ -21,6 +21,7 @@ from accel_train.store import weights
 from accel_train.store.commit import Checkpoint
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
+from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def _refuse_foreign_state(
     foreign = [f"{key} of {name}" for key, names in saved.items() for name in names if name not in ours.get(key, ())]
     if foreign:
         raise UsageError(
-            f"{checkpoint.path}: its optimizer state ({foreign[0]}, and {len(foreign) - 1} more) has no place in this "
+            f"{checkpoint.path}: its optimizer state ({shortened(foreign, 1)}) has no place in this "
             f"optimizer, which keeps {sorted(ours)}; go back to the optimizer that wrote it, or start a new run from "
             f"its weights with --init_from {shlex.quote(str(checkpoint.path))}"
         )

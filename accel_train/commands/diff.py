@@ -16,6 +16,7 @@ from accel_train.commands import places
 from accel_train.config import UsageError, expand_path
 from accel_train.store import commit, manifest, weights
 from accel_train.store.weights import TensorInfo, TensorReader
+from accel_train.wording import shortened
 
 CHUNK = 1 << 20  # elements compared at a time, in fp64: three temporaries of 8 MiB
 SHARD = re.compile(r"(?P<stem>.+?)(?:-\d{5}-of-\d{5})?\.safetensors")
@@ -278,18 +279,13 @@ def _summary(compared: Comparison) -> str:
 def _details(compared: Comparison) -> list[str]:
     lines: list[str] = []
     if compared.only_in_a:
-        lines.append(f"only in A: {_some(compared.only_in_a)}")
+        lines.append(f"only in A: {shortened(compared.only_in_a, 4, '; ')}")
     if compared.only_in_b:
-        lines.append(f"only in B: {_some(compared.only_in_b)}")
+        lines.append(f"only in B: {shortened(compared.only_in_b, 4, '; ')}")
     if compared.shapes:
-        lines.append(f"shapes: {_some(compared.shapes, 2)}")
+        lines.append(f"shapes: {shortened(compared.shapes, 2, '; ')}")
     if compared.types:
-        lines.append(f"types: {_some(compared.types, 2)}")
+        lines.append(f"types: {shortened(compared.types, 2, '; ')}")
     if compared.first is not None:
         lines += [f"first by name: {compared.first}", f"largest: {compared.largest}"]
     return lines
-
-
-def _some(texts: list[str], limit: int = 4) -> str:
-    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
-    return "; ".join(texts[:limit]) + more

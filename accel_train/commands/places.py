@@ -10,6 +10,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.store import commit
 from accel_train.store.commit import Checkpoint
 from accel_train.store.manifest import NAME
+from accel_train.wording import shortened
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,9 @@ def newest_at(text: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
     raise UsageError(f"{place.path}: no checkpoint verifies; restore one from a copy, or name another:\n  {listed}")
 
 
-def contents(directory: Path, limit: int = 6) -> str:
+def contents(directory: Path) -> str:
     """List the first names in a directory, for a message."""
-    names = sorted(path.name for path in directory.iterdir())
-    if not names:
-        return "nothing"
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return shortened(sorted(path.name for path in directory.iterdir()), 6)
 
 
 def _describe_wrong_path(path: Path) -> str:

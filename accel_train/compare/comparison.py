@@ -6,7 +6,6 @@ same in all of them. If they are not, the comparison is refused.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import shlex
 import shutil
@@ -31,8 +30,10 @@ from accel_train.compare.runs import (
     stop_signals_raise,
 )
 from accel_train.config import UsageError, expand_path
+from accel_train.flags import nearest_option
 from accel_train.metrics.gates import Decision, Gate, decide, gate_values, read_gate
 from accel_train.metrics.progress import format_seconds
+from accel_train.wording import did_you_mean
 
 EQUAL = ("seed", "global_batch_size", "max_steps", "max_epochs")
 """Options that must be the same in every variant, except for the varied one."""
@@ -222,8 +223,7 @@ def _read_vary(text: str, config: Mapping[str, Any]) -> tuple[str, list[str]]:
         raise UsageError(f"--vary {key}: a comparison pushes nothing to the Hub; vary another option")
     options = [option for option in config if option != "output_dir"]
     if key not in options:
-        nearest = difflib.get_close_matches(key, options, n=1, cutoff=0.5)
-        hint = f": did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(nearest_option(key, options))
         raise UsageError(f"--vary {key}: no option that can be varied{hint}; the recipe's --print_config names all")
     return key, values
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Literal, cast
 
 from accel_train.config import UsageError
-from accel_train.launch_files.section import Section, nearest, read_sections
+from accel_train.launch_files.section import Section, read_sections
 from accel_train.launch_files.sharding import DeepSpeedSettings, FsdpSettings, read_deepspeed, read_fsdp
 from accel_train.strict_yaml import Document, YamlError, read_document
+from accel_train.wording import did_you_mean, nearest
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 MachinePrecision = Literal["no", "fp16", "bf16", "fp8"]
@@ -229,7 +230,7 @@ def _distributed_type(top: Section) -> str:
     if kind in supported:
         return kind
     name = re.sub(r"\d$", "", kind.upper()) if kind.upper().startswith("ZERO") else kind.upper()
-    remedy = _INSTEAD.get(name) or nearest(kind.upper(), supported) or "write one of them"
+    remedy = _INSTEAD.get(name) or did_you_mean(nearest(kind.upper(), supported), before="") or "write one of them"
     raise top.refuse("distributed_type", f"one of {', '.join(supported)}", remedy)
 
 

@@ -6,15 +6,15 @@ a new version brings its own.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from accel_train.config import UsageError
 from accel_train.strict_yaml import Document
+from accel_train.wording import did_you_mean, nearest
 
 _GROUPS = {
     "fsdp_config": "FSDP Arguments",
@@ -97,7 +97,7 @@ class Section:
             return default
         known = {option.lower(): option for option in options}
         if not isinstance(value, str) or value.lower() not in known:
-            remedy = nearest(str(value), list(known.values())) or "write one of them"
+            remedy = did_you_mean(nearest(str(value), known.values()), before="") or "write one of them"
             raise self.refuse(key, f"one of {', '.join(known.values())}", remedy)
         return known[value.lower()]
 
@@ -109,13 +109,6 @@ def shown(value: object) -> str:
     if isinstance(value, dict):
         return "{...}"
     return "null" if value is None else str(value)[:60]
-
-
-def nearest(key: str, known: Sequence[str]) -> str:
-    """`did you mean ...?` or nothing."""
-    by_lower = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(key.lower(), list(by_lower), n=1, cutoff=0.6)
-    return f"did you mean `{by_lower[found[0]]}`?" if found else ""
 
 
 @functools.cache
@@ -205,9 +198,10 @@ def _unknown(section: Section, key: str) -> UsageError:
     if others:
         remedy = f"it belongs under {others[0]}" if others[0] else "it belongs at the top of the file, not indented"
     elif without_prefix:
-        remedy = f"did you mean `{without_prefix[0]}`?"
+        remedy = did_you_mean(without_prefix[0], before="")
     else:
-        remedy = nearest(key, known) or nearest(_PREFIXES.get(section.name, "") + key, known)
+        meant = nearest(key, known) or nearest(_PREFIXES.get(section.name, "") + key, known)
+        remedy = did_you_mean(meant, before="")
     where = f"{section.file}:{section.lines[key]}" if key in section.lines else f"{section.file}"
     label = f"{section.name}.{key}" if section.name else key
     remedy = remedy or "delete it; `accelerate launch --help` lists what there is"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 import os
 import re
@@ -13,6 +12,7 @@ from typing import Literal
 
 from accel_train.config import UsageError
 from accel_train.metrics.bootstrap import Estimate, estimate
+from accel_train.wording import did_you_mean, nearest
 
 PATTERN = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]*)\s*(?P<sign>>=|<=|>|<)\s*(?P<target>[^\s%]+?)\s*(?P<percent>%?)\s*")
 SIGNS: dict[str, Callable[[float, float], bool]] = {
@@ -138,16 +138,11 @@ def refuse_unknown_gates(metrics: Sequence[str]) -> None:
 
 
 def _unknown(gate: Gate, known: Sequence[str]) -> UsageError:
-    return UsageError(
-        f"--gate {gate.text!r}: {gate.name} is not known{_did_you_mean(gate.name, known)}; a gate is on {FORMS}, where "
-        f"NAME is one of {', '.join(known)}"
-    )
-
-
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
     forms = ["speedup", *(metric + form for metric in known for form in ("", "_delta", "_ratio"))]
-    nearest = difflib.get_close_matches(name, forms, n=1, cutoff=0.6)
-    return f": did you mean {nearest[0]!r}?" if nearest else ""
+    return UsageError(
+        f"--gate {gate.text!r}: {gate.name} is not known{did_you_mean(nearest(gate.name, forms))}; a gate is on "
+        f"{FORMS}, where NAME is one of {', '.join(known)}"
+    )
 
 
 def ratio(numerator: float, denominator: float, *, zero_over_zero: float = 1.0) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_train.config import UsageError, flatten
 from accel_train.metrics.records import plain
+from accel_train.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -51,11 +51,9 @@ def resolve_trackers(names: Sequence[str]) -> tuple[str, ...]:
     available = {str(tracker) for tracker in get_available_trackers()}
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            nearest = difflib.get_close_matches(name, list(LOGGER_TYPE_TO_CLASS), n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise UsageError(
-                f"log.trackers: {name!r} is not a tracker{hint}; Accelerate offers "
-                f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))}; name one or more of them, or none: "
+                f"log.trackers: {name!r} is not a tracker{did_you_mean(nearest(name, LOGGER_TYPE_TO_CLASS))}; "
+                f"Accelerate offers {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}; name one or more of them, or none: "
                 "metrics.jsonl is always written"
             )
         if name in INSTALL and name not in available:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import socket
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from accel_train.config import UsageError
 from accel_train.speed.attention_kernels import Attention, broadcast_mask, build_attention, sdpa
 from accel_train.speed.attention_proof import Proof, prove_attention, time_attention
 from accel_train.speed.attention_table import NAMES, AttentionNeeds, able, machine_of, preferred, why_not
+from accel_train.wording import did_you_mean, nearest, shortened
 
 TORCH_CHOICE = Attention("sdpa", sdpa, broadcast_mask)
 """What a model has before `apply_attention`: torch's choice."""
@@ -93,10 +93,9 @@ def check_name(name: str) -> None:
         raise UsageError(f"attention {name}: is a name of other projects. Use {REPLACED[name]}.")
     known = ("auto", "tune", *NAMES)
     if ":" not in name and name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise UsageError(
-            f"attention {name!r}: is not known; {hint}Known are {', '.join(known)}, and module:function of your own."
+            f"attention {name!r}: is not known{did_you_mean(nearest(name, known))}; known are {', '.join(known)}, and "
+            "module:function of your own."
         )
 
 
@@ -123,7 +122,7 @@ def _chosen(names: tuple[str, ...], needs: AttentionNeeds, why: str, failed: lis
         problems = [words for words in _of_every_process(problem) if words]
         if found is not None and not problems:
             return found[0], "; ".join((found[1], *failed))
-        failed = [*failed, problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")]
+        failed = [*failed, shortened(problems, 1)]
     raise UsageError(f"attention: nothing can run for {needs}: {'; '.join(failed)}")
 
 

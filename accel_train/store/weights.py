@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from accel_train import strict_json
 from accel_train.config import UsageError
+from accel_train.wording import shortened
 
 PICKLES = frozenset({".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth"})
 """Endings of files that Python's pickle wrote: to read one is to run the program in it."""
@@ -109,7 +110,8 @@ def find_tensors(directory: Path, stem: str = "model", names: Collection[str] | 
     if not found:
         raise UsageError(f"{indexes[0] if indexes else single}: holds no tensors; give a file that does")
     if missing := sorted(set(names or ()) - found.keys()):
-        raise UsageError(f"{directory}: {stem} holds no {', '.join(missing[:3])}; it holds {_some(sorted(found))}")
+        held = shortened(sorted(found), 6)
+        raise UsageError(f"{directory}: {stem} holds no {shortened(missing, 3)}; it holds {held}")
     return {name: found[name] for name in sorted(found) if names is None or name in names}
 
 
@@ -172,7 +174,7 @@ def _beside(source: Path, file: str, folder: str) -> Path:
 
 def pickle_refusal(files: Collection[Path]) -> UsageError:
     """Why these are not read, and how to get their weights across."""
-    names = _some(sorted(path.name for path in files))
+    names = shortened(sorted(path.name for path in files), 6)
     return UsageError(
         f"{min(files).parent}: the weights are a pickle ({names}), and to read a pickle is to run the program in it. "
         "Load them in the tool that made them, save them there with safetensors.torch.save_file(state_dict, "
@@ -192,15 +194,11 @@ def _nothing_to_read(directory: Path, stem: str) -> UsageError:
     pickles = [path for path in held if is_pickle(path)]
     if pickles and not any(path.suffix == ".safetensors" for path in held):
         return pickle_refusal(pickles)
+    names = shortened([path.name for path in held], 6)
     return UsageError(
-        f"{directory}: {stem}.safetensors is not there, nor an index of it (it holds {_some([p.name for p in held])}); "
-        f"give a directory that holds {stem}.safetensors"
+        f"{directory}: {stem}.safetensors is not there, nor an index of it (it holds {names}); give a directory that "
+        f"holds {stem}.safetensors"
     )
-
-
-def _some(names: list[str], limit: int = 6) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "nothing") + more
 
 
 class TensorReader:
@@ -278,8 +276,7 @@ def _differences(name: str, found: TensorInfo | None, expected: Tensor | None) -
 def _refuse_misfit(differences: Mapping[str, str], directory: Path) -> None:
     if differences:
         texts = [differences[name] for name in sorted(differences)]
-        more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
         raise UsageError(
-            f"{directory}: the weights do not fit this model: {'; '.join(texts[:3])}{more}; give the model "
+            f"{directory}: the weights do not fit this model: {shortened(texts, 3, '; ')}; give the model "
             "options and the data that they were trained with"
         )

@@ -52,19 +52,19 @@ NODES = DDP + "num_machines: 2\nmain_process_ip: 10.0.0.1\nmain_process_port: 29
 
 ROWS = [
     # (row of the bad-input matrix, file, what the error must say)
-    ("I1", DDP + "num_proceses: 4\n", r":4: unknown key `num_proceses`.*did you mean `num_processes`"),
+    ("I1", DDP + "num_proceses: 4\n", r":4: unknown key `num_proceses`.*did you mean 'num_processes'"),
     ("I1", DDP + "bananas: 4\n", r":4: unknown key `bananas`.*delete it"),
     ("I1", DDP + "zero_stage: 2\n", r"unknown key `zero_stage`.*belongs under deepspeed_config"),
-    ("I1", DDP + "fsdp_confg: {}\n", r"did you mean `fsdp_config`"),
+    ("I1", DDP + "fsdp_confg: {}\n", r"did you mean 'fsdp_config'"),
     ("I1", ZERO + "  zero_stage: 2\n  mixed_precision: bf16\n", r"belongs at the top of the file"),
     ("I1", DDP + "<<: {debug: true}\n", r"unknown key `<<`"),
     ("I1", DDP + "fp16: true\n", r"`fp16: true`: must be absent.*mixed_precision"),
-    ("I2", FSDP + "  fsdp_verison: 2\n", r":5: unknown key `fsdp_config.fsdp_verison`.*did you mean `fsdp_version`"),
-    ("I2", FSDP2 + "  reshard_after_foward: true\n", r"did you mean `fsdp_reshard_after_forward`"),
+    ("I2", FSDP + "  fsdp_verison: 2\n", r":5: unknown key `fsdp_config.fsdp_verison`.*did you mean 'fsdp_version'"),
+    ("I2", FSDP2 + "  reshard_after_foward: true\n", r"did you mean 'fsdp_reshard_after_forward'"),
     ("I2", FSDP2 + "  version: 2\n", r"given once, but `fsdp_version` is there"),
-    ("I2", DDP + "dynamo_config:\n  dynamo_backand: inductor\n", r"did you mean `dynamo_backend`"),
-    ("I2", MESH + "dp_shrad_size: 4\n", r"did you mean `parallelism_config_dp_shard_size`"),
-    ("I2", FSDP2 + "parallelism_config:\n  dp_shard_size: 4\n", r"did you mean `parallelism_config_dp_shard_size`"),
+    ("I2", DDP + "dynamo_config:\n  dynamo_backand: inductor\n", r"did you mean 'dynamo_backend'"),
+    ("I2", MESH + "dp_shrad_size: 4\n", r"did you mean 'parallelism_config_dp_shard_size'"),
+    ("I2", FSDP2 + "parallelism_config:\n  dp_shard_size: 4\n", r"did you mean 'parallelism_config_dp_shard_size'"),
     ("I3", FSDP + "  fsdp_version: 3\n", r"`fsdp_config.fsdp_version: 3`: must be 1 or 2"),
     ("I3", FSDP + "  fsdp_version: two\n", r"`fsdp_config.fsdp_version: two`: must be 1 or 2"),
     ("I3", FSDP + "  fsdp_version: true\n", r"must be 1 or 2"),
@@ -94,7 +94,7 @@ ROWS = [
     ("I9", DDP + "num_machines: 3\nmain_process_ip: a\n", r"a multiple of num_machines \(3\).*write 3 or 6"),
     ("I10", DDP.replace("4", "-1"), r"`num_processes: -1`: must be a whole number, 1 or more"),
     ("I11", DDP.replace("MULTI_GPU", "FSDP2"), r"must be one of NO, .*write FSDP, with `fsdp_version: 2`"),
-    ("I11", DDP.replace("MULTI_GPU", "fsdp"), r"did you mean `FSDP`"),
+    ("I11", DDP.replace("MULTI_GPU", "fsdp"), r"did you mean 'FSDP'"),
     ("I11", DDP.replace("MULTI_GPU", "ZERO3"), r"write DEEPSPEED, with `zero_stage`"),
     ("I11", DDP.replace("MULTI_GPU", "DDP"), r"write MULTI_GPU"),
     ("I11", DDP.replace("MULTI_GPU", "MEGATRON_LM"), r"Megatron-LM is not supported; write FSDP"),
@@ -114,7 +114,7 @@ ROWS = [
     ("I15", FSDP2 + "  fsdp_version: 1\n", r":7:3: key `fsdp_config.fsdp_version` is given twice"),
     ("I16", DDP + "debug: !!python/object/apply:os.system [true]\n", r":4:8: unsupported tag `!!python/object"),
     ("I17", ZERO + "  zero_stage: 5\n", r":5: `deepspeed_config.zero_stage: 5`: must be a whole number, 0 to 3"),
-    ("I17", ZERO + "  zero_stag: 2\n", r"unknown key `deepspeed_config.zero_stag`.*did you mean `zero_stage`"),
+    ("I17", ZERO + "  zero_stag: 2\n", r"unknown key `deepspeed_config.zero_stag`.*did you mean 'zero_stage'"),
     ("I17", ZERO + "  zero_stage: 0\n", r"stage 0 shards nothing.*MULTI_GPU"),
     ("I17", ZERO + "  zero_stage: three\n", r"must be a whole number"),
     ("I17", ZERO + "  zero_stage: auto\n", r"must be a whole number"),
@@ -168,8 +168,8 @@ ROWS = [
     ("gpu_ids", DDP + "gpu_ids: '0, 1, 2, 3'\n", r"commas and no spaces"),
     ("gpu_ids", DDP + "gpu_ids: '0,0,1,2'\n", r"different ids"),
     ("fp8", DDP + "fp8_config:\n  backend: TE\n", r"absent without `mixed_precision: fp8`"),
-    ("fp8", DDP + "mixed_precision: fp8\nfp8_config:\n  bakend: TE\n", r"did you mean `fp8_backend`"),
-    ("dynamo", DDP + "dynamo_config:\n  dynamo_backend: inductr\n", r"did you mean `INDUCTOR`"),
+    ("fp8", DDP + "mixed_precision: fp8\nfp8_config:\n  bakend: TE\n", r"did you mean 'fp8_backend'"),
+    ("dynamo", DDP + "dynamo_config:\n  dynamo_backend: inductr\n", r"did you mean 'INDUCTOR'"),
     ("dynamo", DDP + "dynamo_config:\n  dynamo_mode: fast\n", r"one of default, reduce-overhead"),
     ("dynamo", DDP + "dynamo_config:\n  dynamo_use_dynamic: 2\n", r"true or false"),
     ("fsdp", FSDP2 + "  fsdp_offload_params: maybe\n", r"true or false"),
@@ -680,7 +680,7 @@ def test_a_misspelt_key_is_refused_with_the_true_one(
     index = next(i for i, line in enumerate(lines) if line.startswith(f"{indent}{place[-1]}:"))
     lines[index] = lines[index].replace(place[-1], wrong, 1)
     file = write(tmp_path_factory.mktemp("typo"), "".join(lines))
-    with pytest.raises(UsageError, match=rf":{index + 1}: unknown key .*did you mean `{place[-1]}`"):
+    with pytest.raises(UsageError, match=rf":{index + 1}: unknown key .*did you mean '{place[-1]}'"):
         read_machine_config(file)
 
 

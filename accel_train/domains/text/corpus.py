@@ -10,11 +10,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
+from accel_train.wording import did_you_mean, nearest
 
 DEMO_FILE = Path(__file__).parent / "demo" / "shakespeare.txt"
 LINE_FILES = (".jsonl", ".ndjson", ".txt")
@@ -54,7 +54,7 @@ class BadRows:
 
 def resolve_path(option: str, value: str) -> Path:
     """An absolute path of a file or folder that exists; `~` and `$VAR` are expanded."""
-    path = Path(os.path.expandvars(os.path.expanduser(value))).absolute()
+    path = expand_path(value)
     try:
         path.stat()
     except (OSError, ValueError) as error:
@@ -135,9 +135,8 @@ def _jsonl_files(path: str, text_column: str) -> list[Path]:
 
 def _is_hub_id(path: str) -> bool:
     """Nothing here has that name, and it looks like an id rather than a file."""
-    expanded = os.path.expandvars(os.path.expanduser(path))
     known = (*LINE_FILES, *TABLE_FILES, ".json", ".py")
-    return not os.path.lexists(expanded) and bool(HUB_ID.match(path)) and not path.endswith(known)
+    return not os.path.lexists(expand_path(path)) and bool(HUB_ID.match(path)) and not path.endswith(known)
 
 
 def _is_saved_dataset(source: Path) -> bool:
@@ -207,8 +206,8 @@ def _json_rows(file: Path, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]
 
 def _text_fault(row: dict[str, Any], column: str) -> str | None:
     if column not in row:
-        near = get_close_matches(column, row, n=1) or list(row)[:1]
-        hint = f"; set --data.text_column {near[0]}" if near else ""
+        near = nearest(column, row) or next(iter(row), None)
+        hint = f"; set --data.text_column {near}" if near else ""
         return f"no field {column!r} among {sorted(row)}{hint}"
     text = row[column]
     if not isinstance(text, str):
@@ -289,10 +288,9 @@ def dataset_rows(dataset: Any, name: str, text_column: str) -> Iterator[tuple[st
         )
     columns: list[str] = dataset.column_names
     if text_column not in columns:
-        near = get_close_matches(text_column, columns, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(nearest(text_column, columns))
         raise UsageError(
-            f"--data.text_column {text_column!r} is not a column of {name!r}{hint}: it has {columns}. Name one."
+            f"--data.text_column {text_column!r} is not a column of {name!r}{hint}; it has {columns}. Name one."
         )
     return _dataset_texts(dataset.select_columns([text_column]), name, text_column)
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
 from accel_train.domains.text.tfidf import VERSION as TFIDF_VERSION
 from accel_train.domains.text.tfidf import TfidfSvdEncoder
 
@@ -158,8 +157,8 @@ def pool(hidden: Tensor, attended: Tensor, pooling: Pooling) -> Tensor:
 
 
 def local_folder(name: str) -> Path | None:
-    folder = Path(os.path.expandvars(os.path.expanduser(name)))
-    return folder.absolute() if folder.is_dir() else None
+    folder = expand_path(name)
+    return folder if folder.is_dir() else None
 
 
 def model_folder(name: str) -> Path:

@@ -32,6 +32,7 @@ from accel_train.domains.text.encoders import LatentEncoder, Pooling, Transforme
 from accel_train.domains.text.latent_cache import LatentTable, cached_latents, check_finite
 from accel_train.domains.text.latent_files import read_latents
 from accel_train.domains.text.tokenizer import TextTokenizer, Tokens, train_tokenizer, transformers_tokenizer
+from accel_train.wording import shortened
 
 TFIDF_SVD = "tfidf-svd"
 TRAINED = "trained"
@@ -282,10 +283,10 @@ def _tokenised(corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig) -> 
     if not empty:
         return corpus, tokens
     if corpus.skipped + len(empty) > config.max_bad_rows:
+        samples = [f"sample {index} ({corpus.texts[index][:60]!r})" for index in empty]
         raise UsageError(
-            f"--data.path: sample {empty[0]} ({corpus.texts[empty[0]][:60]!r}) and {len(empty) - 1} more become no "
-            f"token under tokenizer {config.tokenizer!r}. Correct them, or raise --data.max_bad_rows (now "
-            f"{config.max_bad_rows})."
+            f"--data.path: tokenizer {config.tokenizer!r} leaves no token of {shortened(samples, 1)}. Correct them, or "
+            f"raise --data.max_bad_rows (now {config.max_bad_rows})."
         )
     corpus = corpus.select((counts > 0).nonzero().flatten().tolist())
     return corpus, tokenizer.tokenise(corpus.texts, config.max_length)

@@ -242,7 +242,7 @@ def test_texts_without_a_token_are_bad_rows(tmp_path: Path) -> None:
         tokenizer=str(tmp_path / "tok"),
         vocab_size=2048,
     )
-    with pytest.raises(UsageError, match=r"sample \d+ \('\\x00 \\x00'\) and 0 more become no token"):
+    with pytest.raises(UsageError, match=r"leaves no token of sample \d+ \('\\x00 \\x00'\)\. Correct"):
         prepare_data(config)
     data = prepare_data(replace(config, max_bad_rows=1))
     assert len(data.train) + len(data.heldout) == 100

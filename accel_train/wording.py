@@ -1,0 +1,24 @@
+"""Parts of messages: the name that was probably meant, and a list cut short. Standard library only."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is nearly the same, in any case; None where there is none."""
+    by_lower = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(meant: str | None, before: str = ": ") -> str:
+    """``: did you mean 'seed'?``, to be put behind what is refused; empty for None."""
+    return f"{before}did you mean {meant!r}?" if meant else ""
+
+
+def shortened(names: Sequence[str], limit: int, separator: str = ", ") -> str:
+    """``a, b and 3 more``: the first ``limit`` names; ``nothing`` for none."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (separator.join(names[:limit]) or "nothing") + more
