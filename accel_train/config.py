@@ -22,6 +22,7 @@ from typing import Annotated, Any, Generic, NoReturn, TypeGuard, TypeVar, cast, 
 import yaml
 from annotated_types import Ge, Gt, Interval
 
+from accel_train.atomic_files import replace_file
 from accel_train.flags import NAMES_OF_OTHER_SCRIPTS, FlagError, nearest_option, read_flags, refusal, stray
 from accel_train.strict_yaml import Places, YamlError, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
@@ -329,10 +330,8 @@ _Dumper.add_representer(
 def write_config(config: object, path: Path) -> None:
     """Write the resolved config as YAML that ``load_config`` reads back. Main process only."""
     text = "# Resolved config of this run; valid input for the same recipe.\n"
-    temporary = path.with_name(f".{path.name}.tmp")
     body = yaml.dump(experiment_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    temporary.write_text(text + body, encoding="utf-8")
-    temporary.replace(path)
+    replace_file(path, (text + body).encode())
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

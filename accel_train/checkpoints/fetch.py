@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accel_train.atomic_files import fsync_directory
 from accel_train.config import UsageError, expand_path
 from accel_train.store import commit
 from accel_train.store import manifest as manifests
@@ -136,5 +137,5 @@ def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
         raise
     commit.clear_name(final)
     os.rename(temporary, final)
-    commit.fsync_directory(directory)
+    fsync_directory(directory)
     return replace(copied, path=final)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from accel_train.atomic_files import fsync_directory
 from accel_train.checkpoints import snapshot
 from accel_train.checkpoints.policy import SavePrecision
 from accel_train.commands import diff, places
@@ -47,7 +48,7 @@ def export(checkpoint: str, destination: str, *, precision: SavePrecision = "fp3
         commit.write_json(temporary / "experiment.json", _experiment(found, source))
         _flush(temporary)
         os.rename(temporary, target)  # also replaces an empty directory
-        commit.fsync_directory(target.parent)
+        fsync_directory(target.parent)
     for reason in skipped:
         print(f"skipped: {reason}")
     stored = sorted({info.dtype for info in tensors.values() if info.dtype in FLOATS} - {"F32"})
@@ -109,10 +110,10 @@ def _flush(directory: Path) -> None:
     for path in paths:
         if path.is_file():
             commit.seal_file(path)
-    commit.fsync_directory(directory)
+    fsync_directory(directory)
     for path in paths:
         if path.is_dir():
-            commit.fsync_directory(path)
+            fsync_directory(path)
 
 
 @contextmanager

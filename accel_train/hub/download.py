@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_train import strict_json
+from accel_train.atomic_files import fsync_directory
 from accel_train.config import UsageError
 from accel_train.hub.errors import HubError, describe
 from accel_train.hub.repository import hub_api, limited_silence, revision_name
@@ -145,7 +146,7 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
             os.close(descriptor)
     commit.fsync_folders(temporary)
     os.rename(temporary, final)
-    commit.fsync_directory(directory)
+    fsync_directory(directory)
     return final
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from accel_train.atomic_files import replace_file
 from accel_train.metrics.progress import LOSS_OF
 from accel_train.metrics.records import read_metrics
 
@@ -85,9 +87,9 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
     if not panels:
         axes[0].text(0.5, 0.5, "no training line yet", ha="center", va="center", color="0.4")
     path = Path(png_path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    replace_file(path, picture.getvalue())
     return path
 
 

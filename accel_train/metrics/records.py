@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from accel_train.atomic_files import replace_file
+
 logger = logging.getLogger(__name__)
 
 EVENTS = ("environment", "config", "resume", "train", "evaluation", "checkpoint", "warning", "end")
@@ -163,22 +165,3 @@ def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Write a small JSON file, such as ``evaluation.json``, atomically. Main process only."""
     text = json.dumps(plain(values), indent=2, ensure_ascii=False, allow_nan=False)
     replace_file(path, text.encode("utf-8", "replace") + b"\n")
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """The file is the old one or the new one, at every instant and after a loss of power."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train import strict_json
+from accel_train.atomic_files import fsync_directory, replace_file
 from accel_train.store import failpoints
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import MANIFEST, NAME, checkpoint_name
@@ -116,14 +117,12 @@ def write_json(path: Path, value: Any) -> None:
 
 def replace_json(path: Path, value: Any) -> None:
     """Replace a JSON file atomically: a reader sees the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    write_json(temporary, value)
+    content = to_json(value).encode()
     try:
-        temporary.replace(path)
+        replace_file(path, content)
     except IsADirectoryError:  # left by a broken copy, perhaps; it must not block the write
         set_aside(path)
-        temporary.replace(path)
-    fsync_directory(path.parent)
+        replace_file(path, content)
 
 
 def set_aside(path: Path) -> Path:
@@ -138,15 +137,6 @@ def rewrite_manifest(path: Path, changes: Mapping[str, Any]) -> None:
     """Change fields of a checkpoint's manifest and its hash. Raises ``OSError`` and ``ValueError``."""
     manifest = manifests.read(path) | dict(changes)
     replace_json(path / MANIFEST, manifests.sealed(manifest))
-
-
-def fsync_directory(path: Path) -> None:
-    """Make renames and new names in ``path`` survive a power loss."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_directory(path: Path) -> None:

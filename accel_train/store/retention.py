@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from accel_train.atomic_files import fsync_directory
 from accel_train.store import commit
 from accel_train.store import manifest as manifests
 from accel_train.store.commit import Checkpoint
@@ -277,7 +278,7 @@ def strip_state(path: Path) -> None:
             file.unlink(missing_ok=True)
     if (path / "optimizer").exists():
         (path / "optimizer").rmdir()
-    commit.fsync_directory(path)
+    fsync_directory(path)
 
 
 def verified_once(cache: VerifyCache, path: Path) -> Checkpoint:

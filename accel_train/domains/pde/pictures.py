@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from accel_train.atomic_files import replace_file
 from accel_train.metrics.records import write_json
 
 logger = logging.getLogger(__name__)
@@ -76,9 +78,9 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]
             label, (0, 0.5), (-42, 0), "axes fraction", "offset points", rotation=90, ha="right", va="center"
         )
     try:
-        temporary = path.with_name(f".{path.stem}.tmp.png")
-        figure.savefig(temporary, dpi=100)
-        temporary.replace(path)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=100)
+        replace_file(path, picture.getvalue())
         numbers = {label: {p.title: p._asdict() for p in panels if isinstance(p, Lines)} for label, panels in rows}
         write_json(path.with_suffix(".json"), {label: found for label, found in numbers.items() if found})
     except OSError as error:
