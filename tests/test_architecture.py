@@ -17,7 +17,10 @@ LIBRARY = ROOT / "accel_train"
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
-GROUND = {"atomic_files", "config", "flags", "rng", "strict_json", "strict_yaml", "wording"}
+GROUND = {
+    *("config", "flags", "precision", "rng", "strict_json", "strict_yaml", "wording"),
+    *("atomic_files", "parent_death"),  # on the operating system, without torch
+}
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
 TOOLS = {"commands", "compare"}
 DOMAINS = {"domains.models", "domains.diffusion", "domains.text", "domains.pde"}

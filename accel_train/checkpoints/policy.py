@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
+from accel_train.precision import Precision
 from accel_train.store import retention
 from accel_train.store.commit import Checkpoint
 from accel_train.wording import did_you_mean, nearest
@@ -15,8 +16,6 @@ from accel_train.wording import did_you_mean, nearest
 logger = logging.getLogger(__name__)
 
 DEFAULT_MINUTES = 10.0
-
-SavePrecision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class CheckpointConfig:
     """Passes over the data between saves; 0 is off."""
     save_state: bool = True
     """Save optimizer state. false: weights and average only, from which a run cannot resume."""
-    save_precision: SavePrecision = "fp32"
+    save_precision: Precision = "fp32"
     """Of model.safetensors and ema.safetensors. Exact fp32 weights and average stay with the optimizer state."""
     asynchronous: bool = True
     """Write behind the loop. false: the loop waits until the checkpoint is committed."""

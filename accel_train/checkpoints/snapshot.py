@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_train.checkpoints.policy import SavePrecision
+from accel_train.precision import Precision, dtype_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,8 @@ BUCKET_BYTES = 64 << 20
 """What may be under way between ranks at one time."""
 ALIGNMENT = 64
 
-DTYPES: dict[str, tuple[torch.dtype, str]] = {
-    "fp32": (torch.float32, "F32"),
-    "bf16": (torch.bfloat16, "BF16"),
-    "fp16": (torch.float16, "F16"),
-}
+DTYPE_NAMES: dict[Precision, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+"""As safetensors files spell them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Collection:
     stem: str
     read: Callable[[str], Tensor]
     """This rank's shard by parameter name, live: cut like the parameter."""
-    precision: SavePrecision = "fp32"
+    precision: Precision = "fp32"
     spread: bool = False
     """Split by rank even where one file would hold all. Weights are not: one file loads with every library."""
     names: Sequence[str] | None = None
@@ -78,7 +75,7 @@ class Plan:
         """The files of ``rank`` as its writer wants them: where each starts in the buffer, and its tensors in order."""
         files: dict[str, dict[str, Any]] = {}
         for tensor in (t for t in self.tensors if t.owner == rank):
-            dtype = DTYPES[collections[tensor.collection].precision][1]
+            dtype = DTYPE_NAMES[collections[tensor.collection].precision]
             entry = {"name": tensor.name, "dtype": dtype, "shape": list(shape(tensor.name)), "bytes": tensor.bytes}
             file = files.setdefault(tensor.file, {"name": tensor.file, "start": tensor.start, "tensors": []})
             file["tensors"].append(entry)
@@ -93,7 +90,7 @@ def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_s
     load = [0] * world_size
     parts: list[tuple[int, str, int, list[str]]] = []  # collection, file, owner, names
     for index, collection in sorted(enumerate(collections), key=lambda item: item[1].spread):
-        itemsize, names = DTYPES[collection.precision][0].itemsize, set(collection.names or elements)
+        itemsize, names = dtype_of(collection.precision).itemsize, set(collection.names or elements)
         sizes = {n: e * itemsize for n, e in elements.items() if n in names}
         groups = _by_rank(sizes, load) if collection.spread else [(None, names) for names in _in_files(sizes)]
         for number, (rank, names) in enumerate(groups, 1):
@@ -105,7 +102,7 @@ def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_s
     placed: list[Placed] = []
     filled = [0] * world_size
     for index, file, owner, names in parts:
-        itemsize = DTYPES[collections[index].precision][0].itemsize
+        itemsize = dtype_of(collections[index].precision).itemsize
         filled[owner] = -(-filled[owner] // ALIGNMENT) * ALIGNMENT
         for name in names:
             size = elements[name] * itemsize
@@ -170,7 +167,7 @@ class Snapshot:
             self._stream = _pinned_stream(self, whole)
 
     def _dtype(self, tensor: Placed) -> torch.dtype:
-        return DTYPES[self._collections[tensor.collection].precision][0]
+        return dtype_of(self._collections[tensor.collection].precision)
 
     @torch.no_grad()
     def take(self) -> None:

@@ -7,7 +7,6 @@ Jobs and answers are JSON, one at a time. ``background.Writer`` is the trainer's
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import logging
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from accel_train.parent_death import end_with_parent
 from accel_train.store import commit, failpoints, retention
 
 CHUNK_BYTES = 8 << 20
@@ -30,7 +30,6 @@ NICENESS = 10
 """The loop goes first where cores are short."""
 RETENTION_SECONDS = 1.0
 """How long a save waits, at most, for old checkpoints to go that the commits before have left."""
-PR_SET_PDEATHSIG = 1
 PATIENCE_SECONDS = 30.0
 """How long a directory that another host made may take to be seen here: network file systems cache names."""
 
@@ -229,7 +228,7 @@ def main(arguments: Sequence[str]) -> None:
     socket, memory, size, trainer = (int(a) for a in arguments)
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):  # meant for the trainer, which decides when to end
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != trainer:
         return
     failpoints.belongs_to(trainer)

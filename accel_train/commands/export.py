@@ -20,9 +20,9 @@ from torch import Tensor
 
 from accel_train.atomic_files import fsync_directory
 from accel_train.checkpoints import snapshot
-from accel_train.checkpoints.policy import SavePrecision
 from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
+from accel_train.precision import Precision, dtype_of
 from accel_train.store import commit, weights
 from accel_train.store.commit import Checkpoint
 from accel_train.store.weights import FLOATS, WHOLE, TensorInfo, TensorReader
@@ -30,7 +30,7 @@ from accel_train.store.weights import FLOATS, WHOLE, TensorInfo, TensorReader
 Source = Literal["model", "ema"]
 
 
-def export(checkpoint: str, destination: str, *, precision: SavePrecision = "fp32", source: Source = "model") -> int:
+def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", source: Source = "model") -> int:
     """Write the weights or their EMA as ``destination/model.safetensors``, with config.json, assets and options.
 
     experiment.json has the options of the experiment: weights are of little use without objective and samplers. Above
@@ -130,7 +130,7 @@ def temporary_directory(temporary: Path) -> Generator[None]:
         raise
 
 
-def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInfo], precision: SavePrecision) -> None:
+def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInfo], precision: Precision) -> None:
     """Write ``stem.safetensors``, or shards of at most 2 GB and their index, in ``precision``; not flushed.
 
     Integers keep their type. Holds one output file in memory. Raises ``UsageError`` for NaN, infinity and values out
@@ -139,7 +139,7 @@ def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInf
     sizes: dict[str, int] = {}
     for name, info in tensors.items():
         if info.dtype in FLOATS:
-            sizes[name] = info.elements * snapshot.DTYPES[precision][0].itemsize
+            sizes[name] = info.elements * dtype_of(precision).itemsize
         elif info.dtype in WHOLE:
             sizes[name] = info.elements * WHOLE[info.dtype].itemsize
         else:
@@ -163,10 +163,10 @@ def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInf
         commit.write_json(directory / f"{stem}.safetensors.index.json", index)
 
 
-def _converted(name: str, tensor: Tensor, precision: SavePrecision, file: Path) -> Tensor:
+def _converted(name: str, tensor: Tensor, precision: Precision, file: Path) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
-    converted = tensor.to(snapshot.DTYPES[precision][0])
+    converted = tensor.to(dtype_of(precision))
     if tensor.numel() == 0:  # has no minimum and maximum
         return converted
     weights.refuse_not_finite(name, tensor, file)

@@ -7,7 +7,6 @@ torchrun turns a worker's 2 or 75 into 1.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -34,6 +33,7 @@ from accel_train.launch_files.requested import (
     THREADS_UNASKED_VARIABLE,
     THREADS_VARIABLE,
 )
+from accel_train.parent_death import end_with_parent
 from accel_train.runtime.exiting import EXIT_CODE_VARIABLE, EXIT_PREEMPTED, reported_exit_code
 
 FORWARDED: dict[signal.Signals, signal.Signals] = {
@@ -43,7 +43,6 @@ FORWARDED: dict[signal.Signals, signal.Signals] = {
     signal.SIGUSR1: signal.SIGTERM,
 }
 """Received signal -> forwarded signal. SIGUSR1 would end torchrun and leave its workers running."""
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 STOPPED_EARLY = "asked to stop before training began; start again to go on (exit code 75)"
 
 
@@ -213,11 +212,6 @@ def _check_rendezvous(machine: MachineConfig, request: Launch) -> None:
     check_rendezvous(machine)
 
 
-def _die_with_launcher() -> None:
-    """Have the kernel send SIGTERM to this child if the launcher dies, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 class _SignalRelay:
     """Forwards signals from the launcher to its child. Before the child exists, a signal ends the launcher."""
 
@@ -254,7 +248,7 @@ def _run(command: Sequence[str], environment: dict[str, str], relay: _SignalRela
     with tempfile.TemporaryDirectory(prefix="accel-train-") as folder:
         report = Path(folder) / "exit_codes"
         environment = environment | {EXIT_CODE_VARIABLE: str(report)}
-        child = subprocess.Popen(command, env=environment, preexec_fn=_die_with_launcher)
+        child = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)  # even if we end by SIGKILL
         code = relay.wait_for(child)
         reported = reported_exit_code(report, stopped=relay.stopped)
     if code == 0:

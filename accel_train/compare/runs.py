@@ -39,9 +39,10 @@ NOT_HARDWARE = ("event", "time", "elapsed_seconds", "processor_seconds", "comman
 """Fields of an environment line that differ from run to run."""
 # If this process is killed, it cannot end its run, so the kernel has to. A program that execs the command, not a
 # preexec_fn: that is unsafe in a process with threads, and numpy starts some.
-DIE_WITH_PARENT = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: kept by exec
+END_WITH_PARENT = """
+import os, sys
+from accel_train.parent_death import end_with_parent
+end_with_parent()
 os.execv(sys.argv[1], sys.argv[1:])
 """
 
@@ -134,7 +135,7 @@ def run_once(command: Sequence[str], log: Path, gates: Sequence[str] = ()) -> tu
     cpu_before = _cpu_seconds_of_children()
     with log.open("wb") as output:
         child = subprocess.Popen(
-            _die_with_parent(command),
+            [sys.executable, "-c", END_WITH_PARENT, *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -159,12 +160,6 @@ def _cpu_seconds_of_children() -> float:
     """Return the CPU time of ended children, including their own ended children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def _die_with_parent(command: Sequence[str]) -> list[str]:
-    if sys.platform != "linux":
-        return list(command)
-    return [sys.executable, "-c", DIE_WITH_PARENT, *command]
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:

@@ -32,13 +32,13 @@ from accel_train.launch_files.requested import (
     refuse_accumulation,
     refuse_experiment_settings,
 )
+from accel_train.precision import Precision
 from accel_train.runtime import rehearsal, tested_versions
 from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers, verify_ddp
 from accel_train.runtime.early_stop import end_with_the_launcher
 from accel_train.runtime.exiting import begin_run
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
-Precision = Literal["fp32", "bf16", "fp16"]
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ Nothing of this start is lost by it, and an interrupted file in a cache is no wo
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -17,13 +16,13 @@ from types import FrameType
 from typing import NoReturn
 
 from accel_train.launch_files.requested import parent_command_lines
+from accel_train.parent_death import end_with_parent
 from accel_train.runtime.exiting import EXIT_PREEMPTED, report_exit_code
 
 STOP_FILE = "STOP"
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SECONDS_FOR_THE_HANDLER = 2.0
 """Python runs a handler between two bytecodes: within a long call of a C library it would come too late."""
-PR_SET_PDEATHSIG = 1
 LAUNCHERS = {
     *("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli"),
     *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
@@ -36,7 +35,7 @@ def end_with_the_launcher() -> None:
     """From now on the death of this process's launcher, if it has one, counts as SIGTERM."""
     parent = next(iter(parent_command_lines(1)), [])
     if LAUNCHERS & {Path(word).name for word in parent[:6]}:  # interpreter and its options, then the program
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent()
 
 
 def _launcher_is_gone() -> bool:

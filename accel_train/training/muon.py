@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel_train.precision import dtype_of
+
 # The quintic of Jordan et al., tuned for the steepest slope at 0 rather than for convergence to exactly 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7
 
 MuonPrecision = Literal["fp32", "bf16"]
-DTYPES: dict[MuonPrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -119,7 +120,7 @@ class _Matrix:
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.group["precision"]]
+        return dtype_of(self.group["precision"])
 
     def direction(self) -> Tensor:
         """This rank's shard of the matrix to orthogonalise."""

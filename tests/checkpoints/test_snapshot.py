@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from accel_train.checkpoints import snapshot, writer
 from accel_train.checkpoints.background import Writer
-from accel_train.checkpoints.policy import SavePrecision
+from accel_train.precision import Precision, dtype_of
 from accel_train.store import commit
 
 
@@ -87,9 +87,9 @@ def test_a_hole_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_snapshot_is_a_copy_and_its_file_is_what_safetensors_writes(tmp_path: Path, precision: SavePrecision) -> None:
+def test_a_snapshot_is_a_copy_and_its_file_is_what_safetensors_writes(tmp_path: Path, precision: Precision) -> None:
     live = {"b.weight": torch.randn(7, 3), "a": torch.randn(5), "empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5)}
-    expected = {n: t.to(snapshot.DTYPES[precision][0], copy=True) for n, t in live.items()}
+    expected = {n: t.to(dtype_of(precision), copy=True) for n, t in live.items()}
     kinds = [snapshot.Collection("model", live.__getitem__, precision)]
     planned = snapshot.plan(kinds, {n: t.numel() for n, t in live.items()}, 1)
     pen = Writer(planned.sizes[0])
@@ -97,7 +97,7 @@ def test_a_snapshot_is_a_copy_and_its_file_is_what_safetensors_writes(tmp_path: 
         snapshot.Snapshot(planned, kinds, pen.buffer, None, 0).take()
         for tensor in live.values():
             tensor.fill_(-1.0)  # the loop goes on
-        name = snapshot.DTYPES[precision][1]
+        name = snapshot.DTYPE_NAMES[precision]
         tensors = [
             {"name": t.name, "dtype": name, "shape": list(live[t.name].shape), "bytes": t.bytes}
             for t in planned.tensors

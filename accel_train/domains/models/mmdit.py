@@ -23,6 +23,7 @@ from accel_train.domains.models.layers import (
     modulated_norm,
 )
 from accel_train.domains.models.pretrained import DOWNLOAD_OPTIONS, load_pretrained
+from accel_train.precision import Precision, dtype_of
 from accel_train.speed.attention import TORCH_CHOICE
 from accel_train.speed.attention_table import AttentionNeeds
 
@@ -94,12 +95,12 @@ class MultimodalMMDiTConfig:
         if isinstance(self.transformer, dict):  # as read from config.json
             object.__setattr__(self, "transformer", MMDiTConfig(**self.transformer))
 
-    def attention_needs(self, device: torch.device, precision: str, batch: int) -> AttentionNeeds:
-        """Return the requirements on an attention kernel. Texts are padded, `precision` is fp32, bf16 or fp16."""
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    def attention_needs(self, device: torch.device, precision: Precision, batch: int) -> AttentionNeeds:
+        """Return the requirements on an attention kernel. Texts are padded."""
         length = self.max_text_length + self.max_latent_length
         deterministic = torch.are_deterministic_algorithms_enabled()
         shape = self.transformer
+        dtype = dtype_of(precision)
         return AttentionNeeds(device, dtype, shape.head_width, shape.heads, length, batch, deterministic=deterministic)
 
 

@@ -29,6 +29,7 @@ from accel_train.domains.pde.tokens import (
     wave_features,
     waves,
 )
+from accel_train.precision import Precision, dtype_of
 from accel_train.speed.attention_table import AttentionNeeds
 
 PARAMETER_OCTAVES = 4
@@ -215,14 +216,21 @@ class PdeTransformerConfig:
             cells[axis], merged[axis] = cells[axis] // 2, merged[axis] * 2
         return FieldGrid(task.grid, patch, (merged[0], merged[1]), task.periodic)
 
-    def attention_needs(self, device: torch.device, precision: str, batch: int) -> AttentionNeeds:
+    def attention_needs(self, device: torch.device, precision: Precision, batch: int) -> AttentionNeeds:
         """What a kernel must do in the operator, by the largest task; `precision` is fp32, bf16 or fp16."""
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         deterministic, model = torch.are_deterministic_algorithms_enabled(), self.model
         tokens = max(math.prod(self.grid(task).cells) for task in self.tasks)
         heads, rows = model.group // model.head_width, batch * (model.width // model.group)
         return AttentionNeeds(
-            device, dtype, model.head_width, heads, tokens, rows, False, deterministic=deterministic, cross=True
+            device,
+            dtype_of(precision),
+            model.head_width,
+            heads,
+            tokens,
+            rows,
+            False,
+            deterministic=deterministic,
+            cross=True,
         )
 
 

@@ -1,0 +1,19 @@
+"""A process that does not outlive its parent. Standard library only: small programs begin with it."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's ``prctl``."""
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """From now on, the end of the parent (even by SIGKILL) sends this process a signal; it is kept by ``exec``.
+
+    Linux only; elsewhere nothing happens. A parent that has ended already sends none.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
