@@ -31,7 +31,7 @@ from accel_train.launch_files.machine_config import (
 from accel_train.launch_files.requested import notices
 from accel_train.launch_files.section import known_keys
 
-PRESETS = sorted((Path(__file__).parent.parent / "accelerate_configs").glob("*.yaml"))
+PRESETS = sorted((Path(__file__).parents[2] / "accelerate_configs").glob("*.yaml"))
 STRATEGIES = {
     "single_gpu": "single",
     "ddp": "ddp",

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import accel_train.data
+import accel_train.domains.text
 from accel_train.config import UsageError
 from accel_train.domains.text.corpus import DEMO_FILE, content_key
 from accel_train.domains.text.dataset import load_assets
@@ -280,7 +280,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
 
 def test_every_option_is_explained() -> None:
     assert len(fields(DataConfig)) == 18
-    tree = ast.parse((Path(accel_train.data.__file__).parent / "prepare.py").read_text())
+    tree = ast.parse((Path(accel_train.domains.text.__file__).parent / "prepare.py").read_text())
     config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "DataConfig")
     for option, text in zip(config.body, config.body[1:], strict=False):
         if isinstance(option, ast.AnnAssign):
