@@ -45,6 +45,7 @@ NEIGHBOURS_ALLOWED = {
     ("config", "wording"): "parts of messages that every package writes",
     ("flags", "wording"): "parts of messages that every package writes",
     ("flags", "strict_yaml"): "numbers, which mean the same after a flag and in a file",
+    ("runtime", "data.sampler"): "the number of micro-batches, which is refused and derived in one place",
     ("speed", "runtime.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
     ("speed", "training.optimizer_choice"): "the optimizer's state is part of what must fit into memory",
     ("checkpoints", "hub"): "a saver hands what it committed to the Hub, and a start may fetch a checkpoint from there",

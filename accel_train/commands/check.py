@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import shlex
 import sys
@@ -13,9 +12,10 @@ from typing import Any
 
 from accel_train.commands.launch import Launch, read_machine
 from accel_train.config import UsageError, config_of, expand_path
+from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.requested import Requested, notices, refuse_accumulation, refuse_experiment_settings
-from accel_train.runtime.accelerator import check_batch_sizes, refuse_zero_contradictions
+from accel_train.runtime.accelerator import refuse_zero_contradictions
 
 
 def check(request: Launch) -> str:
@@ -33,7 +33,7 @@ def check(request: Launch) -> str:
         )
     config: Any = loaded.config
     processes = machine.num_processes or 1
-    accumulation = _accumulation(config, processes)
+    accumulation = accumulation_steps(config.global_batch_size, processes, config.micro_batch_size)
     _refuse_contradictions(machine, config, accumulation, str(machine.path))
     notes = [*notices(machine, os.environ), *_multi_cpu_note(machine)]
     lines = [
@@ -57,11 +57,6 @@ def _multi_cpu_note(machine: MachineConfig) -> list[str]:
         f"num_processes: {machine.num_processes} with MULTI_CPU starts ONE process under `accelerate launch`; "
         f"use `accel-train launch` or `torchrun --nproc_per_node {machine.num_processes}`"
     ]
-
-
-def _accumulation(config: Any, processes: int) -> int:
-    check_batch_sizes(config.global_batch_size, config.micro_batch_size, processes)
-    return math.ceil(math.ceil(config.global_batch_size / processes) / config.micro_batch_size)
 
 
 def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: int, source: str) -> None:

@@ -158,14 +158,14 @@ def _shuffled_block(size: int, seed: int, epoch: int, block: int) -> Sequence[in
 
 
 def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size: int) -> int:
-    """Forwards per process and optimizer step. Refuses fewer samples than processes."""
+    """Forwards per process and optimizer step. Refuses a global batch that leaves a process without a sample."""
     if global_batch_size < world_size:
         raise UsageError(
-            f"global_batch_size={global_batch_size}: every one of the {world_size} processes needs at least 1 "
-            f"sample per step. Raise it to {world_size} or more, or start fewer processes."
+            f"global_batch_size: {global_batch_size} is smaller than the {world_size} processes, so some would have "
+            f"no sample; give --global_batch_size {world_size} or more, or start fewer processes"
         )
     if micro_batch_size < 1:
-        raise UsageError(f"micro_batch_size={micro_batch_size}: must be at least 1. Raise it.")
+        raise UsageError(f"micro_batch_size: {micro_batch_size} must be at least 1; raise it")
     return math.ceil(math.ceil(global_batch_size / world_size) / micro_batch_size)
 
 

@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from accel_train.config import UsageError
+from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files.requested import (
     Requested,
     clear_environment,
@@ -62,10 +63,9 @@ def build_accelerator(
     end_with_the_launcher()
     requested = read_request(os.environ, parent_command_lines())
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_batch_sizes(global_batch_size, micro_batch_size, world_size)
-    accumulation_steps = math.ceil(math.ceil(global_batch_size / world_size) / micro_batch_size)
+    pieces = accumulation_steps(global_batch_size, world_size, micro_batch_size)
     refuse_experiment_settings(requested, os.environ, precision)
-    refuse_accumulation(requested, os.environ, accumulation_steps)
+    refuse_accumulation(requested, os.environ, pieces)
     _refuse_wrong_machine(requested, world_size, precision)
     clear_environment(os.environ)  # what would beat an explicit constructor argument
 
@@ -74,9 +74,7 @@ def build_accelerator(
         plugin = zero_plugin(requested, precision, max_grad_norm, micro_batch_size, world_size)
     kind = {"fsdp": "fsdp2", "deepspeed": "zero", None: "ddp" if world_size > 1 else "single"}[requested.strategy]
     exchange, on_device = distributed or DistributedConfig(), not _on_cpu()
-    handlers = ddp_handlers(
-        exchange, kind, precision=precision, on_device=on_device, accumulation_steps=accumulation_steps
-    )
+    handlers = ddp_handlers(exchange, kind, precision=precision, on_device=on_device, accumulation_steps=pieces)
     _silence_known_warnings()
     _connect(requested, timedelta(seconds=collective_timeout_seconds))
     accelerator = Accelerator(
@@ -140,15 +138,6 @@ def _keep_fsdp_in_fp32(accelerator: Accelerator) -> None:
         policy = plugin.mixed_precision_policy
         plugin.mixed_precision_policy = dataclasses.replace(
             policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
-        )
-
-
-def check_batch_sizes(global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
-    """Refuse a global batch that leaves a process without a sample (bad-input row I30)."""
-    if global_batch_size < world_size:
-        raise UsageError(
-            f"global_batch_size: {global_batch_size} is smaller than the {world_size} processes, so some would have "
-            f"no sample; give --global_batch_size {world_size} or more, or start fewer processes"
         )
 
 

@@ -112,9 +112,11 @@ def test_datasets_that_are_too_small(size, batch, words):
 
 
 def test_fewer_samples_than_processes():
-    with pytest.raises(UsageError, match=r"global_batch_size=3: every one of the 4 processes.*Raise it to 4"):
+    with pytest.raises(
+        UsageError, match=r"global_batch_size: 3 is smaller than the 4 processes.*--global_batch_size 4"
+    ):
         StepSampler(100, 3, seed=0).micro_batches(0, 0, 4, 1)
-    with pytest.raises(UsageError, match="micro_batch_size=0"):
+    with pytest.raises(UsageError, match="micro_batch_size: 0 must be at least 1"):
         accumulation_steps(8, 2, 0)
 
 

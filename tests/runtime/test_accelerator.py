@@ -104,18 +104,6 @@ def test_a_difference_that_only_shows_afterwards_is_refused() -> None:
         machine._verify(real, Requested(None, "m.yaml", None, None, rehearsal=False), 1, "bf16")
 
 
-@pytest.mark.parametrize(("total", "processes"), [(8, 8), (9, 8), (1, 1)])
-def test_enough_samples(total: int, processes: int) -> None:
-    machine.check_batch_sizes(total, 4, processes)
-
-
-def test_too_few_samples() -> None:
-    with pytest.raises(
-        UsageError, match=r"global_batch_size: 7 is smaller than the 8 processes.*--global_batch_size 8"
-    ):
-        machine.check_batch_sizes(7, 4, 8)
-
-
 ZERO = Requested(None, "m.yaml", None, "deepspeed", rehearsal=False)
 
 
