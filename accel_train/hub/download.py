@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +13,9 @@ from typing import Any, TypeVar
 from accel_train import strict_json
 from accel_train.atomic_files import fsync_directory
 from accel_train.config import UsageError
-from accel_train.hub.errors import HubError, describe
+from accel_train.hub.errors import HubError
 from accel_train.hub.repository import hub_api, limited_silence, revision_name
-from accel_train.hub.worker import backoff_seconds
+from accel_train.hub.retry import GaveUpError, retried
 from accel_train.store import commit
 from accel_train.store import manifest as manifests
 
@@ -107,25 +106,20 @@ def _persist(call: Callable[[], T], repo: str) -> T:
     """Call until it succeeds; network trouble is tried again for a while. Raises as ``download`` says."""
     from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
 
-    failures = 0
-    while True:
-        try:
-            return call()
-        except RevisionNotFoundError:
-            raise
-        except Exception as error:
-            failures += 1
-            problem = describe(error)
-            if isinstance(error, RemoteEntryNotFoundError):
-                raise UsageError(
-                    f"hub checkpoint: {repo} lacks a file of a checkpoint ({problem.reason}); it was not pushed by "
-                    "accel_train, or only in part; for plain weights use --init_from"
-                ) from None
-            if problem.status in (401, 403, 404):
-                raise UsageError(f"hub checkpoint: {repo} cannot be read: {problem.reason}") from None
-            if not problem.retry or failures >= ATTEMPTS:
-                raise HubError(f"{repo} could not be downloaded: {problem.reason}") from error
-            time.sleep(backoff_seconds(failures, problem))
+    try:
+        return retried(call, attempts=ATTEMPTS)
+    except GaveUpError as given_up:
+        error, problem = given_up.__cause__, given_up.problem
+    if isinstance(error, RevisionNotFoundError):
+        raise error
+    if isinstance(error, RemoteEntryNotFoundError):
+        raise UsageError(
+            f"hub checkpoint: {repo} lacks a file of a checkpoint ({problem.reason}); it was not pushed by "
+            "accel_train, or only in part; for plain weights use --init_from"
+        )
+    if problem.status in (401, 403, 404):
+        raise UsageError(f"hub checkpoint: {repo} cannot be read: {problem.reason}")
+    raise HubError(f"{repo} could not be downloaded: {problem.reason}") from error
 
 
 def _settle(temporary: Path, directory: Path, spec: str) -> Path:

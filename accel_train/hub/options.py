@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from typing import Literal
 
 from accel_train.config import PositiveFloat, PositiveInt, UsageError
-from accel_train.hub.errors import Problem, describe
 from accel_train.hub.queue import Entry, Reason
 from accel_train.hub.repository import hub_api, limited_silence
-from accel_train.hub.worker import backoff_seconds
+from accel_train.hub.retry import GaveUpError, retried
 from accel_train.store.commit import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -91,9 +89,12 @@ def check_repository(config: HubConfig) -> None:
     """
     if config.repo_id is None:
         return
-    problem = _try_patiently(config.repo_id, config.private)
-    if problem is None:
+    repo_id = config.repo_id
+    try:
+        retried(lambda: _try_repository(repo_id, config.private), attempts=3, longest_wait=10.0)
         return
+    except GaveUpError as error:
+        problem = error.problem
     option = f"hub.repo_id: {config.repo_id}"
     if problem.status is None:
         raise UsageError(
@@ -109,30 +110,16 @@ def check_repository(config: HubConfig) -> None:
     logger.warning("%s: the Hub is in trouble (%s); checkpoints wait in the queue", option, problem.reason)
 
 
-def _try_patiently(repo_id: str, private: bool, attempts: int = 3) -> Problem | None:
-    for attempt in range(1, attempts + 1):
-        try:
-            with limited_silence(30.0):
-                return _try_repository(repo_id, private)
-        except UsageError:
-            raise
-        except Exception as error:
-            problem = describe(error)
-        if not problem.retry or attempt == attempts:
-            return problem
-        time.sleep(min(backoff_seconds(attempt, problem), 10.0))
-    return None
-
-
 def _try_repository(repo_id: str, private: bool) -> None:
     from huggingface_hub import get_token
 
-    api = hub_api()
     if get_token() is None:
         raise UsageError(
             f"hub.repo_id: {repo_id} needs a token and none was found; set HF_TOKEN or run `hf auth login`, or leave "
             "hub.repo_id out to push nothing"
         )
-    api.whoami()
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    api.auth_check(repo_id, write=True)
+    with limited_silence(30.0):
+        api = hub_api()
+        api.whoami()
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        api.auth_check(repo_id, write=True)

@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 import accel_train
 from accel_train.config import UsageError
-from accel_train.hub.errors import HubError, NotPushableError, describe
+from accel_train.hub.errors import HubError, NotPushableError, Problem, describe
 from accel_train.hub.options import HubConfig, check_repository, new_entry, refuse_without_metric
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.repository import limit_silence, push_checkpoint
-from accel_train.hub.worker import backoff_seconds
+from accel_train.hub.retry import GaveUpError, retried
 from accel_train.store import commit, run_file
 from accel_train.store.commit import Checkpoint
 
@@ -338,17 +338,12 @@ def _push_queued(queue: HubQueue, entry: Entry, minutes: float) -> str:
 
 
 def _push_patiently(path: Path, entry: Entry, run: Path, minutes: float) -> dict[str, str]:
-    deadline, failures = time.monotonic() + 60 * minutes, 0
-    while True:
-        try:
-            return push_checkpoint(path, entry, run)
-        except NotPushableError as error:
-            raise UsageError(f"{error}; only a checkpoint that verifies is pushed") from None
-        except Exception as error:
-            failures += 1
-            problem = describe(error)
-            wait = backoff_seconds(failures, problem)
-            if not problem.retry or time.monotonic() + wait > deadline:
-                raise HubError(f"{entry.checkpoint} to {entry.repo_id}: {problem.reason}") from error
-            logger.warning("hub: %s, again in %.0f s: %s", entry.checkpoint, wait, problem.reason)
-            time.sleep(wait)
+    def waiting(seconds: float, problem: Problem) -> None:
+        logger.warning("hub: %s, again in %.0f s: %s", entry.checkpoint, seconds, problem.reason)
+
+    try:
+        return retried(lambda: push_checkpoint(path, entry, run), seconds=60 * minutes, waiting=waiting)
+    except NotPushableError as error:
+        raise UsageError(f"{error}; only a checkpoint that verifies is pushed") from None
+    except GaveUpError as error:
+        raise HubError(f"{entry.checkpoint} to {entry.repo_id}: {error.problem.reason}") from error.__cause__

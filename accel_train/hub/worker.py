@@ -8,7 +8,6 @@ process so that neither the interpreter lock nor a hanging connection is the loo
 from __future__ import annotations
 
 import os
-import random
 import select
 import signal
 import sys
@@ -19,11 +18,8 @@ from pathlib import Path
 
 from accel_train.hub.errors import NotPushableError, Problem, describe
 from accel_train.hub.queue import Entry, HubQueue
+from accel_train.hub.retry import backoff_seconds
 
-BACKOFF_VARIABLE = "ACCEL_TRAIN_HUB_BACKOFF_SECONDS"
-"""The first wait after a failure, in seconds; it doubles with every failure in a row."""
-BACKOFF_SECONDS = 2.0
-LONGEST_BACKOFF_SECONDS = 300.0
 NICENESS = 10
 """The loop goes first where cores are short."""
 POLL_SECONDS = 30.0
@@ -53,13 +49,6 @@ def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
         return problem
     queue.done(entry, where)
     return None
-
-
-def backoff_seconds(failures: int, problem: Problem) -> float:
-    """How long to wait after so many failures in a row: at least what the Hub asks for, at most five minutes else."""
-    base = float(os.environ.get(BACKOFF_VARIABLE, BACKOFF_SECONDS))
-    wait = min(base * 2.0 ** min(failures - 1, 30), LONGEST_BACKOFF_SECONDS)
-    return max(wait * random.uniform(0.5, 1.0), problem.retry_after_seconds)  # jitter: many runs, one Hub
 
 
 def serve(queue: HubQueue, idle: Callable[[], None]) -> None:
