@@ -156,10 +156,13 @@ class Retention:
         self._job = self._hashing = None
         return False
 
-    def finish(self, *, hurry: bool) -> None:
+    def end(self, job: Json) -> Json:
         """Do the rest; in a ``hurry``, leave it where old checkpoints would have to be hashed first."""
-        while self.waiting and not (self.step() and hurry):
-            pass
+        while self.waiting:
+            must_hash = self.step()
+            if must_hash and job["hurry"]:
+                break
+        return {}
 
     def advance(self, seconds: float) -> None:
         """Do some of it: where saves follow one another without a pause, it must come to an end all the same."""
@@ -200,7 +203,7 @@ def serve(connection: Connection, buffer: memoryview) -> None:
     jobs: dict[str, Callable[[Json], Json]] = {
         "write": lambda job: write(job, buffer),
         "commit": lambda job: finish(job, left),
-        "end": lambda job: left.finish(hurry=job["hurry"]) or {},
+        "end": left.end,
     }
     while True:
         while left.waiting and not connection.poll():

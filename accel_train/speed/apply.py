@@ -56,7 +56,9 @@ def apply_speed_options(
     attention, for which the option must be auto. Raises `UsageError` for what cannot be done.
     """
     refuse_float8(options.float8, device, precision, strategy)
-    why, facts = _attention(model, needs and replace(needs, compiled=options.compile.mode != "off"), options.attention)
+    if needs is not None:
+        needs = replace(needs, compiled=options.compile.mode != "off")
+    why, facts = _attention(model, needs, options.attention)
     eight = apply_float8(model, options.float8)
     kept = apply_activation_checkpointing(model, options.activation_checkpointing)
     compiled = apply_compile(model, options.compile, device, accumulation_steps)

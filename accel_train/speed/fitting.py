@@ -43,7 +43,11 @@ def refuse_what_cannot_fit(
     memory as the device's, for it may be offloaded there. The fp32 weights are built whole on each process. ``given``
     are the options that a person set, for the message.
     """
-    each = FP32_BYTES * (1 + has_average) + (FP32_BYTES + OPTIMIZER_BYTES[optimizer]) * training
+    each = FP32_BYTES
+    if has_average:
+        each += FP32_BYTES
+    if training:
+        each += FP32_BYTES + OPTIMIZER_BYTES[optimizer]  # a gradient, and the optimizer's state
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     host, on_host = host_bytes(), device.type == "cpu"
     share = parameters * each / (world_size if sharded else 1)

@@ -329,9 +329,11 @@ def survey(directory: Path, cache: VerifyCache) -> tuple[list[Held], dict[Path, 
 
 def keeps_all(directory: Path, keep: Keep, newest: int) -> bool:
     """Whether nothing is to go, so that nothing need be hashed."""
-    wanted = keep.keep_last <= 0 and keep.keep_state_last <= 0
-    past = wanted and all(step <= newest for step, _ in commit.committed(directory))
-    return past and not any(one.leftover for one in held(directory))
+    if keep.keep_last > 0 or keep.keep_state_last > 0:
+        return False
+    if any(step > newest for step, _ in commit.committed(directory)):
+        return False
+    return not any(one.leftover for one in held(directory))
 
 
 def hash_ahead(directory: Path, cache: VerifyCache) -> Iterator[None]:

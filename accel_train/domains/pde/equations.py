@@ -275,7 +275,7 @@ def _block(config: PdeDataConfig, task: str, split: str, number: int) -> tuple[F
 
 def _generate(config: PdeDataConfig, task: str, sharing: int, progress: bool, directory: Path) -> None:
     kind = KINDS[task]
-    header = FieldHeader(task, kind.parameters, 1, config.dt * (kind.space == 1), kind.boundary, kind.conserved)
+    header = FieldHeader(task, kind.parameters, 1, config.dt if kind.space == 1 else 0.0, kind.boundary, kind.conserved)
     for split in SPLITS:
         samples = config.samples(split) or 0
         blocks = blocks_in_order(partial(_block, config, task, split), -(-samples // BLOCK), config.workers, sharing)

@@ -315,8 +315,9 @@ def check_stages(objective: ObjectiveConfig, warmup_steps: int, max_steps: int, 
     """
     start, first = objective.residual_from, objective.autoencode_steps
     ends = f"the run ends before it, at step {max_steps}"
-    lines = [f"objective.autoencode_steps {first}: the operator learns after it; {ends}, so it learns nothing"]
-    lines *= max_steps <= first
+    lines: list[str] = []
+    if max_steps <= first:
+        lines.append(f"objective.autoencode_steps {first}: the operator learns after it; {ends}, so it learns nothing")
     if start is None:
         return lines
     if start < warmup_steps or decay_steps - start <= warmup_steps:

@@ -100,7 +100,8 @@ class GridEncoder(nn.Module):
         u = u.unflatten(3, (-1, grid.patch[1])).unflatten(2, (-1, grid.patch[0]))  # (B, C, rows, p, columns, q)
         rows, columns = u.shape[2], u.shape[4]
         tokens = self.project(u.permute(0, 2, 4, 1, 3, 5).flatten(3))  # (B, rows, columns, D)
-        places = coordinates((rows, columns)[-grid.dimensions :], u.device)
+        cells = (rows, columns) if grid.dimensions == 2 else (columns,)
+        places = coordinates(cells, u.device)
         places = waves(places, self.octaves, grid.periodic).to(u.dtype)
         tokens = tokens + self.position(places).unflatten(0, (rows, columns))
         merged = tokens.unflatten(2, (-1, grid.merged[1])).unflatten(1, (-1, grid.merged[0]))
