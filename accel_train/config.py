@@ -24,7 +24,7 @@ from annotated_types import Ge, Gt, Interval
 
 from accel_train.atomic_files import replace_file
 from accel_train.flags import NAMES_OF_OTHER_SCRIPTS, FlagError, nearest_option, read_flags, refusal, stray
-from accel_train.strict_yaml import Places, YamlError, read_document, read_yaml
+from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
 
 C = TypeVar("C")
@@ -202,7 +202,7 @@ def _read_source(path: Path, source: str) -> tuple[Tree, Places]:
 def check_keys(cls: type, tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> None:
     """Refuse keys that ``cls`` does not have, with their place in the file and the nearest dotted name."""
     for path, value, kind in _misfits(cls, tree, ()):
-        key, there = ".".join(path), _place(where, places, path)
+        key, there = ".".join(path), place_of(where, places, path)
         if kind is not None:
             raise UsageError(f"{there}: {key}: {value!r} must be a mapping of options, such as {key}: {{...}}")
         known = option_names(cls)
@@ -230,14 +230,6 @@ def _misfits(cls: type, tree: Mapping[str, Any], above: tuple[str, ...]) -> Iter
             yield (*above, *deeper[0].split(".")) if deeper[0] != key else path, deeper[1], None
 
 
-def _place(where: str, places: Places, path: Sequence[str]) -> str:
-    """``file:line:column`` of a key, or of what holds it."""
-    for end in range(len(path), 0, -1):
-        if found := places.get(tuple(path[:end])):
-            return f"{where}:{found[0]}:{found[1]}"
-    return where
-
-
 def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> C:
     """Validate a nested mapping into ``cls``: types, ranges, and each group's own checks."""
     from pydantic import TypeAdapter, ValidationError
@@ -245,7 +237,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
     kinds = _leaves(cls)
     for key, value in flatten(tree).items():
         if key in kinds and (reason := refusal(kinds[key], value)):
-            raise UsageError(f"{_place(where, places, key.split('.'))}: {key}: {reason}; {_remedy(where, key)}")
+            raise UsageError(f"{place_of(where, places, key.split('.'))}: {key}: {reason}; {_remedy(where, key)}")
     try:
         return TypeAdapter(cls).validate_python(dict(tree))
     except ValidationError as error:
@@ -260,7 +252,7 @@ def _remedy(where: str, key: str) -> str:
 def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     names = {name for option in option_names(cls) for name in option.split(".")}
     parts = [str(part) for part in error["loc"] if part in names or isinstance(part, int)]
-    key, there = ".".join(parts), _place(where, places, parts)
+    key, there = ".".join(parts), place_of(where, places, parts)
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":  # a group's own check: its text is complete
         return f"{there}: {key + ': ' if key else ''}{message}"

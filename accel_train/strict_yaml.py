@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +48,13 @@ class Document:
     places: Places
     """Empty for JSON."""
 
-    @property
-    def lines(self) -> dict[tuple[str, ...], int]:
-        """The line of each key."""
-        return {path: line for path, (line, _) in self.places.items()}
+
+def place_of(file: str | Path, places: Places, path: Sequence[str]) -> str:
+    """`file:line:column` of a key, or of what holds it; the file alone where neither is known."""
+    for end in range(len(path), 0, -1):
+        if found := places.get(tuple(path[:end])):
+            return f"{file}:{found[0]}:{found[1]}"
+    return str(file)
 
 
 def read_yaml(path: Path) -> dict[str, object]:

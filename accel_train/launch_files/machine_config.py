@@ -21,7 +21,7 @@ from typing import Literal, cast
 from accel_train.config import UsageError
 from accel_train.launch_files.section import Section, read_sections
 from accel_train.launch_files.sharding import DeepSpeedSettings, FsdpSettings, read_deepspeed, read_fsdp
-from accel_train.strict_yaml import Document, YamlError, read_document
+from accel_train.strict_yaml import Document, Places, YamlError, read_document
 from accel_train.wording import did_you_mean, nearest
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
@@ -101,6 +101,8 @@ class MachineConfig:
     """What no launcher obeys in this file unless a flag says it again: key and sentence."""
     raw: Mapping[str, object]
     """The file as read."""
+    places: Places
+    """Where each key stands in it."""
 
 
 def default_machine_config_path() -> Path | None:
@@ -175,6 +177,7 @@ def _read(path: Path, document: Document, num_processes: int | None) -> MachineC
         mpirun_hostfile=sections["mpirun_config"].text("mpirun_hostfile"),
         notes=_notes(top),
         raw=document.values,
+        places=document.places,
     )
 
 
@@ -183,7 +186,9 @@ def check_rendezvous(machine: MachineConfig) -> None:
 
     Asks the name service and binds the port for a moment: call it once per machine, before processes start.
     """
-    section = Section(machine.path, "", dict(machine.raw) | {"main_process_port": machine.main_process_port}, {})
+    section = Section(
+        machine.path, "", dict(machine.raw) | {"main_process_port": machine.main_process_port}, machine.places
+    )
     port = machine.main_process_port if machine.main_process_port is not None else DEFAULT_PORT
     if machine.num_machines > 1:
         host = str(machine.main_process_ip)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from accel_train.config import UsageError
-from accel_train.strict_yaml import Document
+from accel_train.strict_yaml import Document, Places, place_of
 from accel_train.wording import did_you_mean, nearest
 
 _GROUPS = {
@@ -49,12 +49,20 @@ class Section:
     name: str
     """'' for the top of the file."""
     values: dict[str, object]
-    lines: dict[str, int]
+    places: Places
+    """Of the whole file; keys that the file gives without their prefix stand under their full names."""
+
+    def label(self, key: str) -> str:
+        """The key with the names of the sections that hold it."""
+        return f"{self.name}.{key}" if self.name else key
+
+    def where(self, key: str) -> str:
+        """`file:line:column` of the key, or of its section."""
+        return place_of(self.file, self.places, (*self.name.split("."), key) if self.name else (key,))
 
     def refuse(self, key: str, required: str, remedy: str) -> UsageError:
         """The error for a key: where and what it is, what it must be, what to do."""
-        where = f"{self.file}:{self.lines[key]}" if key in self.lines else f"{self.file}"
-        label = f"{self.name}.{key}" if self.name else key
+        where, label = self.where(key), self.label(key)
         if key not in self.values:
             return UsageError(f"{where}: `{label}` is missing; it must be {required}; {remedy}")
         return UsageError(f"{where}: `{label}: {shown(self.values[key])}`: must be {required}; {remedy}")
@@ -137,11 +145,10 @@ def known_keys() -> Mapping[str, Mapping[str, tuple[object, bool]]]:
 def read_sections(path: Path, document: Document) -> tuple[Section, dict[str, Section]]:
     """The top and every section (empty where absent): all keys known, no null where a value must be."""
     values = dict(document.values)
-    lines = {place[0]: line for place, line in document.lines.items() if len(place) == 1}
-    top = Section(path, "", values, lines)
+    top = Section(path, "", values, document.places)
     if "fp16" in values:
         raise top.refuse("fp16", "absent, it is of an old version", "write `mixed_precision: fp16`, or nothing")
-    sections = {name: _section(path, document, name, top) for name in _GROUPS}
+    sections = {name: _section(path, document, name) for name in _GROUPS}
     if "dynamo_backend" in values:  # how files of 2022 say it; accelerate moves it as well
         sections["dynamo_config"].values["dynamo_backend"] = values.pop("dynamo_backend")
     for section in (top, *sections.values()):
@@ -149,24 +156,25 @@ def read_sections(path: Path, document: Document) -> tuple[Section, dict[str, Se
     return top, sections
 
 
-def _section(path: Path, document: Document, name: str, top: Section) -> Section:
+def _section(path: Path, document: Document, name: str) -> Section:
     raw = document.values.get(name)
     if raw is not None and not isinstance(raw, dict):
-        raise Section(path, "", {name: raw}, top.lines).refuse(
+        raise Section(path, "", {name: raw}, document.places).refuse(
             name, "a mapping", f"indent `key: value` lines under `{name}:`"
         )
     prefix = _PREFIXES.get(name, "")
     values: dict[str, object] = {}
-    lines: dict[str, int] = {}
+    places = dict(document.places)
     written: dict[str, object] = raw or {}
     for key, value in written.items():
         full = key if key.startswith(prefix.rstrip("_")) or key not in _bare(name, prefix) else prefix + key
         if full in values:
-            raise Section(path, name, {key: value}, {}).refuse(key, f"given once, but `{full}` is there", "keep one")
+            written_so = Section(path, name, {key: value}, document.places)
+            raise written_so.refuse(key, f"given once, but `{full}` is there", "keep one")
         values[full] = value
-        if (name, key) in document.lines:
-            lines[full] = document.lines[name, key]
-    return Section(path, name, values, lines)
+        if (name, key) in document.places:
+            places[name, full] = document.places[name, key]
+    return Section(path, name, values, places)
 
 
 def _bare(name: str, prefix: str) -> set[str]:
@@ -202,7 +210,6 @@ def _unknown(section: Section, key: str) -> UsageError:
     else:
         meant = nearest(key, known) or nearest(_PREFIXES.get(section.name, "") + key, known)
         remedy = did_you_mean(meant, before="")
-    where = f"{section.file}:{section.lines[key]}" if key in section.lines else f"{section.file}"
-    label = f"{section.name}.{key}" if section.name else key
     remedy = remedy or "delete it; `accelerate launch --help` lists what there is"
-    return UsageError(f"{where}: unknown key `{label}`: every key must be one that accelerate knows; {remedy}")
+    what = f"unknown key `{section.label(key)}`: every key must be one that accelerate knows"
+    return UsageError(f"{section.where(key)}: {what}; {remedy}")

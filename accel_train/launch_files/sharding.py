@@ -12,7 +12,7 @@ from pathlib import Path
 
 from accel_train.config import UsageError
 from accel_train.launch_files.section import Section
-from accel_train.strict_yaml import YamlError, read_yaml
+from accel_train.strict_yaml import Document, YamlError, read_document
 
 _REPLACED_BY_DEEPSPEED_FILE = (
     "gradient_accumulation_steps",
@@ -197,10 +197,12 @@ def _mesh_sizes(mesh: Section, processes: int | None) -> tuple[int | None, int |
 
 def read_deepspeed(section: Section, top: Section, machines: int) -> DeepSpeedSettings:
     """`deepspeed_config`; reads the deepspeed_config_file it names."""
-    file, values = _deepspeed_file(section, top)
+    document = _deepspeed_file(section, top)
     _check_multinode(section, machines)
-    settings = _settings_of_file(section, file, values) if file else _settings_of_keys(section)
-    _check_offload(section, settings)
+    settings = _settings_of_keys(section) if document is None else _settings_of_file(section, *document)
+    for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
+        if section.text(key) not in (None, "none"):
+            raise section.refuse(key, f"absent or none: {_NO_NVME}", "delete the line")
     if section.boolean("zero3_save_16bit_model", False) and settings.zero_stage != 3:
         raise section.refuse(
             "zero3_save_16bit_model",
@@ -219,10 +221,12 @@ def _settings_of_keys(section: Section) -> DeepSpeedSettings:
             "above 0: Accelerate drops 0 and DeepSpeed then clips at 1.0",
             "delete the line",
         )
+    stage, offload_params = _stage(section, "zero_stage", 2), _device(section, "offload_param_device")
+    _refuse_offload(section, "offload_param_device", offload_params, stage)
     return DeepSpeedSettings(
-        zero_stage=_stage(section, "zero_stage", 2),
+        zero_stage=stage,
         offload_optimizer_device=_device(section, "offload_optimizer_device"),
-        offload_param_device=_device(section, "offload_param_device"),
+        offload_param_device=offload_params,
         gradient_accumulation_steps=None
         if accumulation in (None, "auto")
         else section.integer("gradient_accumulation_steps", 1, low=1),
@@ -233,25 +237,28 @@ def _settings_of_keys(section: Section) -> DeepSpeedSettings:
     )
 
 
-def _settings_of_file(section: Section, file: Path, values: dict[str, object]) -> DeepSpeedSettings:
-    top = Section(file, "", values, {})
+def _settings_of_file(section: Section, file: Path, document: Document) -> DeepSpeedSettings:
+    values, places = document.values, document.places
+    top = Section(file, "", values, places)
     zero = values.get("zero_optimization")
     if not isinstance(zero, dict):
         raise top.refuse("zero_optimization", 'a mapping such as {"stage": 2}', "add it")
-    inner = Section(file, "zero_optimization", dict[str, object](zero), {})
+    inner = Section(file, "zero_optimization", dict[str, object](zero), places)
     offload: dict[str, Section] = {}
     for name in ("offload_optimizer", "offload_param"):
         part = inner.values.get(name) or {}
         if not isinstance(part, dict):
             raise inner.refuse(name, 'a mapping such as {"device": "cpu"}', "correct it, or delete it")
-        offload[name] = Section(file, f"zero_optimization.{name}", dict[str, object](part), {})
+        offload[name] = Section(file, f"zero_optimization.{name}", dict[str, object](part), places)
         if offload[name].text("nvme_path") is not None:
             raise offload[name].refuse("nvme_path", f"absent: {_NO_NVME}", "delete it")
     accumulation, clipping = values.get("gradient_accumulation_steps"), values.get("gradient_clipping")
+    stage, offload_params = _stage(inner, "stage", 0), _device(offload["offload_param"], "device")
+    _refuse_offload(inner, "offload_param", offload_params, stage)
     return DeepSpeedSettings(
-        zero_stage=_stage(inner, "stage", 0),
+        zero_stage=stage,
         offload_optimizer_device=_device(offload["offload_optimizer"], "device"),
-        offload_param_device=_device(offload["offload_param"], "device"),
+        offload_param_device=offload_params,
         gradient_accumulation_steps=None
         if accumulation in (None, "auto")
         else top.integer("gradient_accumulation_steps", 1, low=1),
@@ -262,10 +269,10 @@ def _settings_of_file(section: Section, file: Path, values: dict[str, object]) -
     )
 
 
-def _deepspeed_file(section: Section, top: Section) -> tuple[Path | None, dict[str, object]]:
+def _deepspeed_file(section: Section, top: Section) -> tuple[Path, Document] | None:
     name = section.text("deepspeed_config_file")
     if name is None or name == "none":
-        return None, {}
+        return None
     for key in _REPLACED_BY_DEEPSPEED_FILE:
         if key in section.values:
             raise section.refuse(
@@ -280,7 +287,7 @@ def _deepspeed_file(section: Section, top: Section) -> tuple[Path | None, dict[s
             "delete the line; the experiment sets precision",
         )
     try:
-        return Path(name), read_yaml(Path(name))
+        return Path(name), read_document(Path(name))
     except YamlError as error:
         raise UsageError(f"{section.file}: `deepspeed_config.deepspeed_config_file: {name}`: {error}") from error
 
@@ -302,17 +309,11 @@ def _device(section: Section, key: str) -> str:
     return str(section.choice(key, ("none", "cpu"), "none"))
 
 
-def _check_offload(section: Section, settings: DeepSpeedSettings) -> None:
-    place = section if settings.config_file is None else Section(settings.config_file, "zero_optimization", {}, {})
-    if settings.offload_param_device != "none" and settings.zero_stage != 3:
-        raise place.refuse(
-            "offload_param_device" if place is section else "offload_param",
-            f"none with stage {settings.zero_stage}: parameters are offloaded in stage 3 only",
-            "write none, or stage 3",
+def _refuse_offload(section: Section, key: str, device: str, stage: int) -> None:
+    if device != "none" and stage != 3:
+        raise section.refuse(
+            key, f"none with stage {stage}: parameters are offloaded in stage 3 only", "write none, or stage 3"
         )
-    for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
-        if section.text(key) not in (None, "none"):
-            raise section.refuse(key, f"absent or none: {_NO_NVME}", "delete the line")
 
 
 def _check_multinode(section: Section, machines: int) -> None:

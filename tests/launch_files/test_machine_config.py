@@ -52,14 +52,14 @@ NODES = DDP + "num_machines: 2\nmain_process_ip: 10.0.0.1\nmain_process_port: 29
 
 ROWS = [
     # (row of the bad-input matrix, file, what the error must say)
-    ("I1", DDP + "num_proceses: 4\n", r":4: unknown key `num_proceses`.*did you mean 'num_processes'"),
-    ("I1", DDP + "bananas: 4\n", r":4: unknown key `bananas`.*delete it"),
+    ("I1", DDP + "num_proceses: 4\n", r":4:1: unknown key `num_proceses`.*did you mean 'num_processes'"),
+    ("I1", DDP + "bananas: 4\n", r":4:1: unknown key `bananas`.*delete it"),
     ("I1", DDP + "zero_stage: 2\n", r"unknown key `zero_stage`.*belongs under deepspeed_config"),
     ("I1", DDP + "fsdp_confg: {}\n", r"did you mean 'fsdp_config'"),
     ("I1", ZERO + "  zero_stage: 2\n  mixed_precision: bf16\n", r"belongs at the top of the file"),
     ("I1", DDP + "<<: {debug: true}\n", r"unknown key `<<`"),
     ("I1", DDP + "fp16: true\n", r"`fp16: true`: must be absent.*mixed_precision"),
-    ("I2", FSDP + "  fsdp_verison: 2\n", r":5: unknown key `fsdp_config.fsdp_verison`.*did you mean 'fsdp_version'"),
+    ("I2", FSDP + "  fsdp_verison: 2\n", r":5:3: unknown key `fsdp_config.fsdp_verison`.*did you mean 'fsdp_version'"),
     ("I2", FSDP2 + "  reshard_after_foward: true\n", r"did you mean 'fsdp_reshard_after_forward'"),
     ("I2", FSDP2 + "  version: 2\n", r"given once, but `fsdp_version` is there"),
     ("I2", DDP + "dynamo_config:\n  dynamo_backand: inductor\n", r"did you mean 'dynamo_backend'"),
@@ -69,7 +69,7 @@ ROWS = [
     ("I3", FSDP + "  fsdp_version: two\n", r"`fsdp_config.fsdp_version: two`: must be 1 or 2"),
     ("I3", FSDP + "  fsdp_version: true\n", r"must be 1 or 2"),
     ("I3", FSDP + "  fsdp_version: 1\n", r"FSDP1 is not supported here; .*`accelerate to-fsdp2 --config_file"),
-    ("I3", FSDP + "  fsdp_offload_params: false\n", r"`fsdp_config.fsdp_version` is missing.*accelerate to-fsdp2"),
+    ("I3", FSDP + "  fsdp_offload_params: false\n", r":4:1: `fsdp_config.fsdp_version` is missing.*accelerate to-fsd"),
     ("I3", TOP + "distributed_type: FSDP\nnum_processes: 4\n", r"fsdp_version` is missing"),
     ("I4", FSDP2 + "  fsdp_sharding_strategy: FULL_SHARD\n", r"a key of FSDP1.*accelerate to-fsdp2"),
     ("I4", FSDP2 + "  fsdp_use_orig_params: true\n", r"a key of FSDP1.*accelerate to-fsdp2"),
@@ -80,7 +80,7 @@ ROWS = [
     ("I5", FSDP2 + "  fsdp_reshard_after_forward: SHARD_GRAD_OP\n", r"write `fsdp_reshard_after_forward: false`"),
     ("I5", FSDP2 + "  fsdp_reshard_after_forward: 2\n", r"must be true or false"),
     ("I6", FSDP2 + "  fsdp_state_dict_type: LOCAL_STATE_DICT\n", r"one of SHARDED_STATE_DICT, FULL_STATE_DICT"),
-    ("I7", DDP + "mixed_precision: bf32\n", r":4: `mixed_precision: bf32`: must be one of no, fp8, fp16, bf16; write"),
+    ("I7", DDP + "mixed_precision: bf32\n", r":4:1: `mixed_precision: bf32`: must be one of no, fp8, fp16, bf16; w"),
     ("I7", DDP + "mixed_precision: 16\n", r"must be one of no, fp8, fp16, bf16"),
     ("I7", DDP + "mixed_precision: true\n", r"must be one of no, fp8, fp16, bf16"),
     ("I9", DDP.replace("4", "two"), r"`num_processes: two`: must be a whole number, 1 or more"),
@@ -113,14 +113,14 @@ ROWS = [
     ("I15", DDP + "num_processes: 8\n", r":4:1: key `num_processes` is given twice, first at line 3"),
     ("I15", FSDP2 + "  fsdp_version: 1\n", r":7:3: key `fsdp_config.fsdp_version` is given twice"),
     ("I16", DDP + "debug: !!python/object/apply:os.system [true]\n", r":4:8: unsupported tag `!!python/object"),
-    ("I17", ZERO + "  zero_stage: 5\n", r":5: `deepspeed_config.zero_stage: 5`: must be a whole number, 0 to 3"),
+    ("I17", ZERO + "  zero_stage: 5\n", r":5:3: `deepspeed_config.zero_stage: 5`: must be a whole number, 0 to 3"),
     ("I17", ZERO + "  zero_stag: 2\n", r"unknown key `deepspeed_config.zero_stag`.*did you mean 'zero_stage'"),
     ("I17", ZERO + "  zero_stage: 0\n", r"stage 0 shards nothing.*MULTI_GPU"),
     ("I17", ZERO + "  zero_stage: three\n", r"must be a whole number"),
     ("I17", ZERO + "  zero_stage: auto\n", r"must be a whole number"),
     ("I17", ZERO + "  offload_optimizer_device: gpu\n", r"must be one of none, cpu; "),
     ("I17", ZERO + "  zero_stage: 2\n  offload_param_device: cpu\n", r"offloaded in stage 3 only"),
-    ("I17", ZERO + "  offload_optimizer_device: nvme\n", r":5: `.*_device: nvme`: must be none or cpu"),
+    ("I17", ZERO + "  offload_optimizer_device: nvme\n", r":5:3: `.*_device: nvme`: must be none or cpu"),
     ("I17", ZERO + "  zero_stage: 3\n  offload_param_device: NVME\n", r"must be none or cpu: .*; write cpu, or"),
     ("I17", ZERO + "  offload_optimizer_nvme_path: /nvme\n", r"must be absent or none: .*; delete the line"),
     ("I17", ZERO + "  zero3_init_flag: maybe\n", r"must be true or false"),
@@ -365,12 +365,22 @@ def test_deepspeed_config_file(tmp_path: Path) -> None:
         ({}, "zero_optimization` is missing"),
         ({"zero_optimization": {"stage": 0}}, r"zero_optimization.stage: 0`: must be 1, 2 or 3"),
         ({"zero_optimization": {"stage": 7}}, r"0 to 3"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "stage 3 only"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            r"zero_optimization.offload_param: {\.\.\.}`: must be none with stage 2.*stage 3 only",
+        ),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "a mapping such as"),
     ]:
         file.write_text(json.dumps(bad))
         with pytest.raises(UsageError, match=message):
             read_machine_config(write(tmp_path, ZERO + f"  deepspeed_config_file: {file}\n"))
+
+
+def test_a_deepspeed_file_in_yaml_is_pointed_into(tmp_path: Path) -> None:
+    file = tmp_path / "ds.yaml"
+    file.write_text("zero_optimization:\n  stage: 2\n  offload_optimizer: {device: disk}\n")
+    with pytest.raises(UsageError, match=r"ds\.yaml:3:23: `zero_optimization\.offload_optimizer\.device: disk`"):
+        read_machine_config(write(tmp_path, ZERO + f"  deepspeed_config_file: {file}\n"))
 
 
 def test_number_of_processes_from_the_command_line(tmp_path: Path) -> None:
@@ -680,7 +690,7 @@ def test_a_misspelt_key_is_refused_with_the_true_one(
     index = next(i for i, line in enumerate(lines) if line.startswith(f"{indent}{place[-1]}:"))
     lines[index] = lines[index].replace(place[-1], wrong, 1)
     file = write(tmp_path_factory.mktemp("typo"), "".join(lines))
-    with pytest.raises(UsageError, match=rf":{index + 1}: unknown key .*did you mean '{place[-1]}'"):
+    with pytest.raises(UsageError, match=rf":{index + 1}:{len(indent) + 1}: unknown key .*did you mean '{place[-1]}'"):
         read_machine_config(file)
 
 
