@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_train import strict_json
-from accel_train.checkpoints import fetch
+from accel_train.checkpoints import fetch, loading
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
 from accel_train.config import UsageError, expand_path, experiment_tree, flatten
 from accel_train.hub import options
@@ -41,15 +39,11 @@ from accel_train.store.run_file import (
 )
 
 PATIENCE_SECONDS = 5.0
-LOADING_FILE = "loading.json"
-MAX_NOTE_BYTES = 64 << 10
-LOADING_ATTEMPTS = 3
-"""A checkpoint under which the process died this often while loading is set aside."""
 
 POLICIES = ("auto", "must", "never")
 """What ``resume`` may be beside the place of a checkpoint."""
 
-OWN_FILES = (LOADING_FILE, RUN_FILE, "metrics.jsonl", *RUN_FILES)
+OWN_FILES = (loading.LOADING_FILE, RUN_FILE, "metrics.jsonl", *RUN_FILES)
 logger = logging.getLogger(__name__)
 
 
@@ -78,24 +72,13 @@ class Run:
 
     @contextmanager
     def loading(self, *, last: bool) -> Generator[None]:
-        """Note, on the main process, that the checkpoint is being read: a crash that repeats is then seen. What was
-        read, or refused with a reason, does not count; the ``last`` part of it to be read forgets earlier crashes."""
-        attempts = _loading_attempts(self.directory, self.checkpoint) if self.checkpoint is not None else 0
-        self._note_attempts(attempts + 1)
-        try:
+        """Count the starts that die while they read the checkpoint (``loading.counted``). Main process; ``last`` is for
+        the last part of it to be read."""
+        if self._lock is None or self.checkpoint is None:
             yield
-        except (UsageError, torch.OutOfMemoryError):  # a device that is too full is not the checkpoint's fault
-            self._note_attempts(attempts)
-            raise
-        self._note_attempts(0 if last else attempts)
-
-    def _note_attempts(self, attempts: int) -> None:
-        if self._lock is not None and self.checkpoint is not None:
-            if not attempts:
-                _delete(self.directory / LOADING_FILE)
-                return
-            note = {"checkpoint": self.checkpoint.path.name, "attempts": attempts}
-            commit.replace_json(self.directory / LOADING_FILE, strict_json.sealed(note))
+        else:
+            with loading.counted(self.directory, self.checkpoint, last=last):
+                yield
 
     def note_training(self) -> None:
         """From now on the directory is held to this experiment. Main process, after the first step; cheap afterwards.
@@ -232,7 +215,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
             except OSError as error:
                 raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
         for name in OWN_FILES:
-            _delete(directory / name)
+            commit.delete_file(directory / name)
     commit.sweep(directory / "checkpoints")
     for left in (*directory.glob(".probe-*"), *directory.glob(".shared-*")):  # of starts that were killed
         left.unlink(missing_ok=True)
@@ -262,8 +245,8 @@ def _decide(
     refuse_changes(saved, experiment, config.allow, (*FREE_TO_CHANGE, *free_to_change), directory)
     if config.resume not in POLICIES:
         _refuse_another_origin(config.resume, saved, directory)
-    checkpoint, reasons = _newest_loadable(directory, with_state=not evaluating)
-    if checkpoint is None and (reasons := reasons or _set_aside(directory)):
+    checkpoint, reasons = loading.newest_loadable(directory, with_state=not evaluating)
+    if checkpoint is None and (reasons := reasons or loading.set_aside(directory)):
         raise CheckpointsUnusableError(
             f"{directory}: checkpoints exist and none can be loaded; training does not start again by itself:\n  "
             + "\n  ".join(reasons)
@@ -315,22 +298,9 @@ def _refuse_another_origin(resume: str, saved: Mapping[str, Any], directory: Pat
     )
 
 
-def _newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | None, list[str]]:
-    """The newest verified checkpoint that has not been the end of several starts; those are set aside as ``.bad``."""
-    checkpoint, reasons = commit.newest_verified(directory / "checkpoints", with_state=with_state)
-    if checkpoint is None or _loading_attempts(directory, checkpoint) < LOADING_ATTEMPTS:
-        return checkpoint, reasons
-    aside = checkpoint.path.with_name(f"{checkpoint.path.name}.bad")
-    os.rename(checkpoint.path, aside)
-    _delete(directory / LOADING_FILE)
-    reason = f"{aside}: {LOADING_ATTEMPTS} starts ended while it was being loaded; it is set aside"
-    checkpoint, more = _newest_loadable(directory, with_state=with_state)
-    return checkpoint, [reason, *reasons, *more]
-
-
 def _is_used(directory: Path) -> bool:
     """Whether a run is there that could be lost: it has trained, has a checkpoint, or one that was set aside."""
-    return has_trained(directory) or bool(commit.committed(directory / "checkpoints") or _set_aside(directory))
+    return has_trained(directory) or bool(commit.committed(directory / "checkpoints") or loading.set_aside(directory))
 
 
 def kept(config: Any) -> Mapping[str, Any]:
@@ -346,30 +316,6 @@ def kept(config: Any) -> Mapping[str, Any]:
         saved, _ = recall(directory)
         return saved["resolved"] if saved is not None else {}
     return {}
-
-
-def _set_aside(directory: Path) -> list[str]:
-    """What was set aside, and how to bring it back: without these a run would start again from step 0."""
-    found = sorted((directory / "checkpoints").glob("checkpoint_*.bad"))
-    return [f"{path}: set aside, because starts ended while it was loaded; rename it to try again" for path in found]
-
-
-def _loading_attempts(directory: Path, checkpoint: Checkpoint) -> int:
-    try:
-        note = strict_json.read_object(directory / LOADING_FILE, MAX_NOTE_BYTES)
-        strict_json.check_seal(note)
-    except (FileNotFoundError, ValueError):
-        return 0  # one that was torn or changed counts no crash: the checkpoint itself was verified
-    attempts = note.get("attempts")
-    return attempts if isinstance(attempts, int) and note.get("checkpoint") == checkpoint.path.name else 0
-
-
-def _delete(path: Path) -> None:
-    """Delete a file of ours, if it is there; a directory that has its name is set aside."""
-    try:
-        path.unlink(missing_ok=True)
-    except IsADirectoryError:
-        commit.set_aside(path)
 
 
 def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: Accelerator) -> None:

@@ -133,6 +133,14 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+def delete_file(path: Path) -> None:
+    """Delete a file of ours, if it is there; a directory that has its name is set aside."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        set_aside(path)
+
+
 def rewrite_manifest(path: Path, changes: Mapping[str, Any]) -> None:
     """Change fields of a checkpoint's manifest and its hash. Raises ``OSError`` and ``ValueError``."""
     manifest = manifests.read(path) | dict(changes)
