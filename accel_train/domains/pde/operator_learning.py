@@ -135,8 +135,8 @@ def coefficients(config: ObjectiveConfig, step: int, conserved: bool, boundary: 
         "reconstruction": inverse,
         "reencoding": inverse,
         "spectral": config.spectral_weight,
-        "boundary": config.boundary_weight * (boundary == "dirichlet"),
-        "conservation": config.conservation_weight * conserved,
+        "boundary": config.boundary_weight if boundary == "dirichlet" else 0.0,
+        "conservation": config.conservation_weight if conserved else 0.0,
         "residual": 0.0,
     }
 
