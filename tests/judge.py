@@ -23,9 +23,10 @@ from typing import Any
 
 import psutil
 
-from tests.distributed.launching import DEMOS, ROOT, Layout, command, environment
+from tests.distributed.launching import ROOT, SMALL_DEMO, SMALL_PDE, Layout, command, environment
 from tests.waiting import PATIENCE_SECONDS, until
 
+DEMOS = {"mmdit": ("demo", SMALL_DEMO), "pde": ("pde_demo", SMALL_PDE)}
 STEPS, SAVE_EVERY, KILL_AT = 40, 20, 28
 LAYOUTS = [
     Layout(strategy, processes, recipe)

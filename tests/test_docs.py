@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -19,6 +18,7 @@ from accel_train.config import UsageError, load_config
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.metrics.records import read_metrics
 from recipes import mmdit, pde
+from tests import zygote
 from tests.distributed.launching import Layout, environment, run_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -126,14 +126,8 @@ def test_the_recipe_of_your_own_trains_resumes_evaluates_and_loads(tmp_path: Pat
     rehearse = ["-m", "accel_train.cli", "rehearse", "--config_file", str(launch_file), str(script)]
 
     def run(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment(PYTHONPATH=str(ROOT)),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        given = environment(PYTHONPATH=str(ROOT))
+        done = zygote.run([sys.executable, *command], cwd=tmp_path, env=given, apart=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -189,9 +183,7 @@ def test_a_checkpoint_and_its_export_give_the_same_samples(tmp_path: Path) -> No
 
     def printed(text: str) -> str:
         given = environment(PYTHONPATH=str(ROOT))
-        done = subprocess.run(
-            [sys.executable, "-c", text], cwd=tmp_path, env=given, capture_output=True, text=True, check=False
-        )
+        done = zygote.run([sys.executable, "-c", text], cwd=tmp_path, env=given, apart=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -208,9 +200,7 @@ def test_a_checkpoint_of_the_operator_predicts_as_the_page_says(tmp_path: Path) 
     run_recipe(Layout("single", 1, "pde"), tmp_path / "runs" / "pde-demo", "--max_steps", "16")
     script = next(text for _, text in blocks(ROOT / "docs" / "pde.md")[1] if "load_field_assets" in text)
     given = environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=given, capture_output=True, text=True, check=False
-    )
+    done = zygote.run([sys.executable, "-c", script], cwd=tmp_path, env=given, apart=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tensor([[[[")
 

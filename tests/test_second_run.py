@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from accel_train import experiment
 from accel_train.config import UsageError
+from tests import zygote
 from tests.distributed.launching import ROOT, SMALL, environment
 
 NOTEBOOK = """
@@ -63,10 +63,8 @@ assert run("second", "--max_steps", "2") == 0
 def test_a_second_run_in_one_process_has_the_numbers_of_the_first(tmp_path: Path) -> None:
     """The first stands for a process of its own. In between the process resumes, and is refused while it builds."""
     command = [sys.executable, "-c", NOTEBOOK, str(ROOT / "recipes" / "mmdit.py"), str(tmp_path), json.dumps(SMALL)]
-    done = subprocess.run(
-        command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = zygote.run(command, env=environment(PYTHONPATH=str(ROOT)))
+    assert done.returncode == 0, done.stdout[-4000:]
     losses: dict[str, list[float]] = {}
     for name in ("first", "second"):
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

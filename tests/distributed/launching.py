@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from accel_train.metrics.records import read_metrics
-from tests import compiling
+from tests import compiling, zygote
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +35,24 @@ for name in ("zero2_offload", "zero3_offload"):
     LAUNCH_FILES[name] = f"distributed_type: DEEPSPEED\n{LAUNCH_FILES[name]}"
 LAUNCH_FILES["fsdp2"] = f"distributed_type: FSDP\nfsdp_config:{LAUNCH_FILES['fsdp2']}"
 
-SMALL = (
+SMALL_DEMO = (
     "--global_batch_size 16 --micro_batch_size 16 --log.log_every 1 --log.progress_bar off --evaluation.samples 8 "
     "--evaluation.timesteps 1 --evaluation.shown 1 --evaluation.text.steps 1 --evaluation.latent.steps 1"
 ).split()
 """The demo with a smaller batch, every step logged, and next to no evaluation."""
+
+
+def few_texts() -> Path:
+    """Every twelfth text of the demo, in a file that all tests share: seconds less of tokenising and of baselines."""
+    lines = (ROOT / "accel_train" / "domains" / "text" / "demo" / "shakespeare.txt").read_text().splitlines()[::12]
+    place = Path(tempfile.gettempdir()) / f"accel-train-texts-{os.getuid()}.txt"
+    part = place.with_name(f"{place.name}.{os.getpid()}")
+    part.write_text("\n".join(lines) + "\n")
+    return part.replace(place)
+
+
+SMALL = [*SMALL_DEMO, "--data.path", str(few_texts()), "--data.vocab_size", "512"]
+"""The same on few texts of few different tokens: for whatever does not ask what was learned."""
 SMALL_PDE = (
     "--global_batch_size 16 --micro_batch_size 16 --log.log_every 1 --log.progress_bar off --data.train_samples 64 "
     "--data.heldout_samples 16 --model.width 32 --model.depth 2 --model.heads 2 --model.decoder_width 32 "
@@ -110,6 +125,14 @@ def command(layout: Layout, arguments: list[str], folder: Path, recipe: Path | N
     return [*head, str(recipe), *arguments]
 
 
+def fork(
+    layout: Layout, words: Sequence[str], *, timeout: float = PATIENCE_SECONDS, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run what ``command`` gave for ``layout`` to its end, in forked processes (``tests.zygote``)."""
+    kind = "plain" if layout.strategy in ("single", "ddp") else "sharded"
+    return zygote.run(words, env=environment(**extra), timeout=timeout, kind=kind)
+
+
 def run_recipe(
     layout: Layout,
     directory: Path,
@@ -117,21 +140,29 @@ def run_recipe(
     ok: bool = True,
     timeout: float = PATIENCE_SECONDS,
     extra: dict[str, str] | None = None,
+    new: bool = False,
 ) -> Finished:
-    """Run the demo to its end; asserts success unless told otherwise."""
+    """Run the demo to its end; asserts success unless told otherwise.
+
+    Its processes are forked (``tests.zygote``), or with ``new`` started by the real launcher.
+    """
     preset, small = DEMOS[layout.recipe]
     flags = [preset, *small, "--output_dir", str(directory), *arguments]
     directory.parent.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        command(layout, flags, directory.parent),
-        env=environment(**(extra or {})),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        cwd=ROOT,
-        check=False,
-    )
+    words, extra = command(layout, flags, directory.parent), extra or {}
+    if not new:
+        done = fork(layout, words, timeout=timeout, **extra)
+    else:
+        done = subprocess.run(
+            words,
+            env=environment(**extra),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            cwd=ROOT,
+            check=False,
+        )
     assert not ok or done.returncode == 0, done.stdout[-4000:]
     return Finished(directory, done.stdout, done.returncode)
 

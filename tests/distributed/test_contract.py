@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.launching import ROOT, Layout, command, environment
-from tests.waiting import PATIENCE_SECONDS
+from tests.distributed.launching import ROOT, Layout, command, fork
 
 pytestmark = pytest.mark.distributed
 WORKER = ROOT / "tests" / "distributed" / "worker.py"
@@ -22,15 +20,7 @@ STRATEGIES = [
 
 
 def work(layout: Layout, folder: Path, *arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        command(layout, list(arguments), folder, WORKER),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
+    done = fork(layout, command(layout, list(arguments), folder, WORKER))
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-4000:]
     return json.loads(lines[-1].removeprefix("RESULT "))

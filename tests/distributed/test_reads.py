@@ -6,13 +6,11 @@ A run of twice as many steps reads as often: what a step reads is told apart by 
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launching import DEMOS, ROOT, Layout, command, environment
-from tests.waiting import PATIENCE_SECONDS
+from tests.distributed.launching import DEMOS, ROOT, Layout, command, fork
 
 pytestmark = pytest.mark.distributed
 WORKER = ROOT / "tests" / "distributed" / "reads_worker.py"
@@ -28,15 +26,8 @@ def test_a_step_that_neither_logs_nor_saves_waits_for_nothing(recipe: str, tmp_p
     """Every mode, task and stage, two micro-batches a step. The first step and the last one are log points."""
     preset, small = DEMOS[recipe]
     argv = [recipe, preset, *small, *SELDOM, "--output_dir", str(tmp_path / "run")]
-    done = subprocess.run(
-        command(Layout("single", 1), argv, tmp_path, WORKER),
-        env=environment(PYTHONPATH=str(ROOT)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
+    single = Layout("single", 1)
+    done = fork(single, command(single, argv, tmp_path, WORKER), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout[-4000:]
     assert "the device is waited for at log points and saves only" in done.stdout
     found = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))

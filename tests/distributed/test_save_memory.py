@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launching import ROOT, Layout, command, environment
-from tests.waiting import PATIENCE_SECONDS
+from tests.distributed.launching import ROOT, Layout, command, fork
 
 pytestmark = pytest.mark.distributed
 
@@ -21,16 +19,8 @@ pytestmark = pytest.mark.distributed
 )
 def test_a_save_allocates_its_share_and_no_more(layout: Layout, tmp_path: Path) -> None:
     recipe = ROOT / "tests" / "distributed" / "memory_worker.py"
-    done = subprocess.run(
-        command(layout, [str(tmp_path / "run")], tmp_path, recipe),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    done = fork(layout, command(layout, [str(tmp_path / "run")], tmp_path, recipe))
+    assert done.returncode == 0, done.stdout[-4000:]
     ranks = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
     for rank in ranks:
         print(layout, {k: f"{v / 1e6:.1f} MB" for k, v in rank.items()})

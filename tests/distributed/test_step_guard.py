@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.launching import ROOT, Layout, command, environment
-from tests.waiting import PATIENCE_SECONDS
+from tests.distributed.launching import ROOT, Layout, command, fork
 
 pytestmark = pytest.mark.distributed
 WORKER = ROOT / "tests" / "distributed" / "guard_worker.py"
 
 
 def work(layout: Layout, folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        command(layout, [], folder, WORKER),
-        env=environment(PYTHONPATH=str(ROOT)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
+    done = fork(layout, command(layout, [], folder, WORKER), PYTHONPATH=str(ROOT))
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-4000:]
     return json.loads(lines[-1].removeprefix("RESULT "))

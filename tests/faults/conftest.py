@@ -1,4 +1,4 @@
-"""One zygote for all fault tests, and the marker that ties a test to its row of the fault matrix."""
+"""One trainers for all fault tests, and the marker that ties a test to its row of the fault matrix."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Zygote
+from tests.faults.harness import Trainers
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
+def trainers() -> Iterator[Trainers]:
+    made = Trainers()
     yield made
     made.close()
 
 
 @pytest.fixture(scope="session")
-def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(trainers: Trainers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process that nothing happened to."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    zygote.stopped(out, 20)
+    trainers.stopped(out, 20)
     return out
 
 
 @pytest.fixture(scope="session")
-def whole_of_two(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_of_two(trainers: Trainers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of two processes that nothing happened to."""
     out = tmp_path_factory.mktemp("whole_of_two") / "run"
-    zygote.stopped(out, 20, 2)
+    trainers.stopped(out, 20, 2)
     return out
 
 

@@ -1,4 +1,4 @@
-"""A small recipe whose evaluation raises or does not end. Run by ``zygote`` in place of the trainer: ``FAULT_PATCH``
+"""A small recipe whose evaluation raises or does not end. Run by ``trainers`` in place of the trainer: ``FAULT_PATCH``
 is ``INSTEAD``. The environment says what goes wrong: RAISE_AT, LAST_AT and END_AT name a step, RAISE_RANK a rank,
 FORGOTTEN a call of the loop."""
 

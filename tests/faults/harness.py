@@ -14,7 +14,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ import torch
 from safetensors.torch import load_file
 
 from accel_train.store import commit, failpoints
+from tests import zygote
+from tests.distributed.launching import environment
 from tests.waiting import PATIENCE_SECONDS, free_port, until
+from tests.zygote import Child
 
 EVERY = ("--checkpoints.save_every", "5", "--checkpoints.keep_last", "2")
 """Of 20 steps: saves after 5, 10, 15 and 20, of which two are kept."""
@@ -35,35 +38,35 @@ TRAINER = ROOT / "tests" / "faults" / "trainer.py"
 class Trainer:
     """One run under way: its processes, its directory and what it prints."""
 
-    zygote: Zygote
-    pids: list[int]
+    processes: list[Child]
     out: Path
     log: Path
-    codes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
 
     def poll(self) -> bool:
         """Whether every process has ended."""
-        for pid in self.pids:
-            if pid not in self.codes and (code := self.zygote.ask({"wait": pid})) is not None:
-                self.codes[pid] = code
-        return len(self.codes) == len(self.pids)
+        return None not in self.codes()
+
+    def codes(self) -> list[int | None]:
+        """Exit codes in rank order, None of those that run."""
+        return [process.poll() for process in self.processes]
 
     def wait(self, timeout: float = PATIENCE_SECONDS) -> list[int]:
         """Exit codes in rank order (negative: the signal); kills and fails after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
-        while not self.poll():
-            if time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"still running after {timeout} s:\n{self.output()[-3000:]}")
-            time.sleep(0.02)
-        return [self.codes[pid] for pid in self.pids]
+        try:
+            return [process.wait(max(0.0, deadline - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"still running after {timeout} s:\n{self.output()[-3000:]}") from None
 
     def kill(self, number: int = signal.SIGKILL, rank: int | None = None) -> None:
         """Send a signal to one rank, or to all."""
-        for pid in self.pids if rank is None else [self.pids[rank]]:
-            if pid not in self.codes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        for process in self.processes if rank is None else [self.processes[rank]]:
+            process.send_signal(number)
 
     def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -93,28 +96,15 @@ class Trainer:
         go_file(self.out).touch()
 
 
-class Zygote:
-    """Forks trainers. One a test session; ``close`` it."""
+RUN = "import sys; sys.argv[0] = 'trainer.py'; from tests.faults import trainer; trainer.run_main(trainer.main)"
+
+
+class Trainers:
+    """Starts trainers, forked from the zygote. One a test session; ``close`` it."""
 
     def __init__(self) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK"))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.zygote"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
-        )
         self._stopped: dict[tuple[int, int], Path] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="accel-train-faults-")
-
-    def ask(self, request: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
 
     def start(
         self, out: Path, *arguments: str, ranks: int = 1, failpoint: str = "", patch: str = "", **env: str
@@ -125,11 +115,17 @@ class Zygote:
         """
         log = out.with_name(f"{out.name}.log")
         log.unlink(missing_ok=True)
-        variables = {"MASTER_PORT": str(free_port()), failpoints.VARIABLE: failpoint, "FAULT_PATCH": patch} | env
+        command = [sys.executable, "-c", f"{textwrap.dedent(patch)}\n{RUN}", "--output_dir", str(out), *arguments]
+        variables = environment(MASTER_PORT=str(free_port()), **{failpoints.VARIABLE: failpoint}) | env
         variables[failpoints.GO_VARIABLE] = str(no_go_file(out))
-        argv = ["--output_dir", str(out), *arguments]
-        pids = self.ask({"argv": argv, "ranks": ranks, "env": variables, "log": str(log)})
-        return Trainer(self, pids, out, log)
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(ROOT))))
+        processes: list[Child] = []
+        for rank in range(ranks):
+            if ranks > 1:
+                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+                variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            processes.append(zygote.start(command, log, env=variables, group=True))
+        return Trainer(processes, out, log)
 
     def run(self, out: Path, *arguments: str, timeout: float = PATIENCE_SECONDS, **options: Any) -> Trainer:
         """Start it and wait for its end."""
@@ -148,9 +144,6 @@ class Zygote:
 
     def close(self) -> None:
         self._folder.cleanup()
-        assert self._process.stdin is not None
-        with self._process:  # closes its pipes
-            self._process.stdin.close()
 
 
 def go_file(out: Path) -> Path:

@@ -1,6 +1,6 @@
 """What a trainer does to its files, recorded call by call, and a file system that loses what was not flushed.
 
-``record`` runs inside a trainer (``Zygote.start(patch=...)``) whose writer it takes into the same process. ``Disk``
+``record`` runs inside a trainer (``Trainers.start(patch=...)``) whose writer it takes into the same process. ``Disk``
 replays the log and shows what a power loss may leave: of every file the flushed bytes for certain, of every directory
 the flushed names, and of all else any part.
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from accel_train.store import failpoints
-from tests.faults.harness import EVERY, Zygote, acknowledged, checkpoints, debris, losses, same_run
+from tests.faults.harness import EVERY, Trainers, acknowledged, checkpoints, debris, losses, same_run
 
 SYNC = ("--checkpoints.asynchronous", "false")
 MODES = pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
@@ -15,12 +15,12 @@ AFTER_THE_ANSWER = ("before_retention", "before_rmtree")
 AFTER_THE_RENAME = ("after_rename", "after_commit", *AFTER_THE_ANSWER)
 
 
-def survives(zygote: Zygote, out: Path, whole: Path, *arguments: str, failpoint: str, at: int = 10) -> None:
+def survives(trainers: Trainers, out: Path, whole: Path, *arguments: str, failpoint: str, at: int = 10) -> None:
     """Save step 5, kill at ``failpoint`` during the save of step ``at``, look, start again, compare with ``whole``."""
     ranks = 2 if "two" in whole.parent.name else 1
     flags = (*EVERY, *arguments)
-    zygote.stopped(out, 5, ranks)
-    codes = zygote.run(out, *flags, ranks=ranks, failpoint=failpoint).wait()
+    trainers.stopped(out, 5, ranks)
+    codes = trainers.run(out, *flags, ranks=ranks, failpoint=failpoint).wait()
     assert -9 in codes
     assert all(code in (-9, 1) for code in codes), "a process went on without the one that was killed"
     committed = failpoint.split("@")[0] in AFTER_THE_RENAME
@@ -29,7 +29,7 @@ def survives(zygote: Zygote, out: Path, whole: Path, *arguments: str, failpoint:
     told = [s for s in (5, 10, 15) if s < at]
     late = failpoint.split("@")[0] in AFTER_THE_ANSWER  # the writer has answered: the trainer may have said it or not
     assert acknowledged(out) in ([told, [*told, at]] if late else [told]), "told that it was saved before it was"
-    again = zygote.run(out, *flags, ranks=ranks)
+    again = trainers.run(out, *flags, ranks=ranks)
     assert set(again.wait()) == {0}, again.output()
     assert f"at step {newest}" in again.output()
     assert debris(out) == []
@@ -79,41 +79,43 @@ def survives(zygote: Zygote, out: Path, whole: Path, *arguments: str, failpoint:
     ],
 )
 @MODES
-def test_one_process(zygote: Zygote, out: Path, whole: Path, failpoint: str, mode: tuple[str, ...]) -> None:
-    survives(zygote, out, whole, *mode, failpoint=failpoint)
+def test_one_process(trainers: Trainers, out: Path, whole: Path, failpoint: str, mode: tuple[str, ...]) -> None:
+    survives(trainers, out, whole, *mode, failpoint=failpoint)
 
 
 @pytest.mark.fault(
     "F6", injected="SIGKILL after the rename when two are kept", outcome="three there; trimmed next time"
 )
 @MODES
-def test_killed_before_retention_leaves_one_more(zygote: Zygote, out: Path, whole: Path, mode: tuple[str, ...]) -> None:
-    zygote.stopped(out, 10)
-    assert zygote.run(out, *EVERY, *mode, failpoint="before_retention").wait() == [-9]
+def test_killed_before_retention_leaves_one_more(
+    trainers: Trainers, out: Path, whole: Path, mode: tuple[str, ...]
+) -> None:
+    trainers.stopped(out, 10)
+    assert trainers.run(out, *EVERY, *mode, failpoint="before_retention").wait() == [-9]
     assert checkpoints(out) == [5, 10, 15]
-    assert zygote.run(out, *EVERY, *mode).wait() == [0]
+    assert trainers.run(out, *EVERY, *mode).wait() == [0]
     assert checkpoints(out) == [15, 20]
     same_run(out, whole)
 
 
 @pytest.mark.fault("F7", injected="SIGKILL while an old checkpoint is deleted", outcome="rest swept; others intact")
 @MODES
-def test_killed_while_deleting(zygote: Zygote, out: Path, whole: Path, mode: tuple[str, ...]) -> None:
-    killed = zygote.run(out, *EVERY, *mode, failpoint="before_rmtree")
+def test_killed_while_deleting(trainers: Trainers, out: Path, whole: Path, mode: tuple[str, ...]) -> None:
+    killed = trainers.run(out, *EVERY, *mode, failpoint="before_rmtree")
     assert killed.wait() == [-9]
     assert checkpoints(out) == [10, 15]
     trash = [name for name in debris(out) if not name.startswith(".tmp-checkpoint_00000020")]
     assert [name.split("-")[1] for name in trash] == ["checkpoint_00000005"]
     assert trash[0].startswith(".trash-")
-    assert zygote.run(out, *EVERY, *mode).wait() == [0]
+    assert trainers.run(out, *EVERY, *mode).wait() == [0]
     assert debris(out) == []
     same_run(out, whole)
 
 
 @pytest.mark.fault("F3", injected="SIGKILL of rank 1 after its share", outcome="rank 0 errors in time; not committed")
 @MODES
-def test_one_of_two_processes(zygote: Zygote, out: Path, whole_of_two: Path, mode: tuple[str, ...]) -> None:
-    survives(zygote, out, whole_of_two, *mode, failpoint="after_optimizer_file@1")
+def test_one_of_two_processes(trainers: Trainers, out: Path, whole_of_two: Path, mode: tuple[str, ...]) -> None:
+    survives(trainers, out, whole_of_two, *mode, failpoint="after_optimizer_file@1")
 
 
 @pytest.mark.slow
@@ -122,18 +124,18 @@ def test_one_of_two_processes(zygote: Zygote, out: Path, whole_of_two: Path, mod
 @MODES
 @pytest.mark.parametrize("name", failpoints.NAMES)
 def test_every_place(
-    zygote: Zygote, out: Path, request: pytest.FixtureRequest, name: str, mode: tuple[str, ...], ranks: int
+    trainers: Trainers, out: Path, request: pytest.FixtureRequest, name: str, mode: tuple[str, ...], ranks: int
 ) -> None:
     whole = request.getfixturevalue("whole" if ranks == 1 else "whole_of_two")
     at = 15 if name == "before_rmtree" else 10
-    survives(zygote, out, whole, *mode, failpoint=f"{name}@0", at=at)
+    survives(trainers, out, whole, *mode, failpoint=f"{name}@0", at=at)
 
 
 # ------------------------------------------------------------------------------------------------ where a run may stop
-def stopped_at(zygote: Zygote, out: Path, *steps: int, every: tuple[str, ...] = EVERY) -> None:
+def stopped_at(trainers: Trainers, out: Path, *steps: int, every: tuple[str, ...] = EVERY) -> None:
     """Run to each of ``steps`` in turn, a process each, and then to step 20."""
     for step in (*steps, 20):
-        ended = zygote.run(out, *every, "--max_steps", str(step))
+        ended = trainers.run(out, *every, "--max_steps", str(step))
         assert ended.wait() == [0], ended.output()
         assert checkpoints(out)[-1] == step
 
@@ -152,37 +154,37 @@ def stopped_at(zygote: Zygote, out: Path, *steps: int, every: tuple[str, ...] = 
         ),
     ],
 )
-def test_stop_anywhere(zygote: Zygote, out: Path, whole: Path, step: int) -> None:
-    stopped_at(zygote, out, step)
+def test_stop_anywhere(trainers: Trainers, out: Path, whole: Path, step: int) -> None:
+    stopped_at(trainers, out, step)
     same_run(out, whole)
 
 
 @pytest.mark.fault("F46", injected="stop at the last step, then more steps", outcome="bit for bit as without")
-def test_stop_at_the_last_step(zygote: Zygote, out: Path, whole: Path) -> None:
-    stopped_at(zygote, out)
-    again = zygote.run(out, *EVERY)
+def test_stop_at_the_last_step(trainers: Trainers, out: Path, whole: Path) -> None:
+    stopped_at(trainers, out)
+    again = trainers.run(out, *EVERY)
     assert again.wait() == [0]
     assert "at step 20" in again.output()
-    assert zygote.run(out, *EVERY, "--max_steps", "30").wait() == [0]
+    assert trainers.run(out, *EVERY, "--max_steps", "30").wait() == [0]
     straight = out.with_name("straight")
-    assert zygote.run(straight, *EVERY, "--max_steps", "30").wait() == [0]
+    assert trainers.run(straight, *EVERY, "--max_steps", "30").wait() == [0]
     same_run(out, straight, 30)
     assert {s: x for s, x in losses(out).items() if s <= 20} == losses(whole)
 
 
 @pytest.mark.fault("F46", injected="a checkpoint of step 0, before any update", outcome="bit for bit as without")
-def test_a_checkpoint_of_step_0(zygote: Zygote, out: Path, whole: Path) -> None:
-    killed = zygote.run(out, *EVERY, "--save_first", "true", "--raise_at", "0")
+def test_a_checkpoint_of_step_0(trainers: Trainers, out: Path, whole: Path) -> None:
+    killed = trainers.run(out, *EVERY, "--save_first", "true", "--raise_at", "0")
     assert killed.wait() == [1]
     assert checkpoints(out) == [0]
-    again = zygote.run(out, *EVERY)
+    again = trainers.run(out, *EVERY)
     assert again.wait() == [0], again.output()
     assert "at step 0" in again.output()
     same_run(out, whole)
 
 
 @pytest.mark.fault("F46", injected="SIGTERM between two micro-batches", outcome="the step is finished, then saved")
-def test_stop_amid_accumulation(zygote: Zygote, out: Path, whole: Path) -> None:
+def test_stop_amid_accumulation(trainers: Trainers, out: Path, whole: Path) -> None:
     patch = """
 import os, signal
 from accel_train.training import accumulation
@@ -194,25 +196,25 @@ def backward(self, *arguments, **options):
         os.kill(os.getpid(), signal.SIGTERM)
 accumulation.GradientWindow.backward = backward
 """
-    assert zygote.run(out, *EVERY, patch=patch).wait() == [75]
+    assert trainers.run(out, *EVERY, patch=patch).wait() == [75]
     assert checkpoints(out) == [5, 8]
-    assert zygote.run(out, *EVERY).wait() == [0]
+    assert trainers.run(out, *EVERY).wait() == [0]
     same_run(out, whole)
 
 
 @pytest.mark.fault("F47", injected="three interruptions in one epoch", outcome="bit for bit as without")
-def test_three_interruptions_in_one_epoch(zygote: Zygote, out: Path, whole: Path) -> None:
-    stopped_at(zygote, out, 2, 3, 11)
+def test_three_interruptions_in_one_epoch(trainers: Trainers, out: Path, whole: Path) -> None:
+    stopped_at(trainers, out, 2, 3, 11)
     same_run(out, whole)
 
 
 @pytest.mark.fault("F47", injected="three SIGKILLs in one epoch, 2 processes", outcome="bit for bit as without")
-def test_three_kills_in_one_epoch(zygote: Zygote, out: Path, whole_of_two: Path) -> None:
+def test_three_kills_in_one_epoch(trainers: Trainers, out: Path, whole_of_two: Path) -> None:
     flags = ("--checkpoints.save_every", "2", "--checkpoints.keep_last", "2", "--step_seconds", "0.02")
     for step in (3, 6, 10):
-        run = zygote.start(out, *flags, ranks=2)
+        run = trainers.start(out, *flags, ranks=2)
         run.until_step(step)
         run.kill()
         run.wait()
-    assert zygote.run(out, *EVERY, ranks=2).wait() == [0, 0]
+    assert trainers.run(out, *EVERY, ranks=2).wait() == [0, 0]
     same_run(out, whole_of_two)

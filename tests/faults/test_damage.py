@@ -23,13 +23,13 @@ from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.records import read_metrics
 from accel_train.metrics.throughput import Throughput
 from accel_train.store import commit
-from tests.faults.harness import EVERY, ROOT, Zygote, checkpoints, damage, debris, losses, same_run, writer_patch
+from tests.faults.harness import EVERY, ROOT, Trainers, checkpoints, damage, debris, losses, same_run, writer_patch
 
 
 @pytest.fixture
-def half(zygote: Zygote, out: Path) -> Path:
+def half(trainers: Trainers, out: Path) -> Path:
     """A run of one process stopped at step 10: checkpoints of 5 and 10."""
-    zygote.stopped(out, 10)
+    trainers.stopped(out, 10)
     return out
 
 
@@ -125,10 +125,10 @@ def replace_text(path: Path, before: str, after: str) -> None:
     ],
 )
 def test_an_older_checkpoint_is_used(
-    zygote: Zygote, half: Path, whole: Path, harm: Callable[[Path], object], reason: str
+    trainers: Trainers, half: Path, whole: Path, harm: Callable[[Path], object], reason: str
 ) -> None:
     harm(newest(half))
-    run = zygote.run(half, *EVERY)
+    run = trainers.run(half, *EVERY)
     assert run.wait() == [0], run.output()
     assert f"resuming {half} at step 5; newer checkpoints were refused: {newest(half).parent}" in run.output()
     assert reason in run.output()
@@ -142,11 +142,11 @@ def test_an_older_checkpoint_is_used(
     injected="a file and a dangling link where the next checkpoints go",
     outcome="set aside and said; the run goes on",
 )
-def test_something_stands_where_the_next_checkpoints_go(zygote: Zygote, half: Path, whole: Path) -> None:
+def test_something_stands_where_the_next_checkpoints_go(trainers: Trainers, half: Path, whole: Path) -> None:
     folder = half / "checkpoints"
     (folder / "checkpoint_00000015").write_text("mine")
     (folder / "checkpoint_00000020").symlink_to("/nowhere")
-    run = zygote.run(half, *EVERY)
+    run = trainers.run(half, *EVERY)
     assert run.wait() == [0], run.output()
     assert checkpoints(half) == [15, 20]
     (file,) = folder.glob("checkpoint_00000015.aside-*")
@@ -157,9 +157,9 @@ def test_something_stands_where_the_next_checkpoints_go(zygote: Zygote, half: Pa
 
 
 @pytest.mark.fault("F35", injected="a file that nobody listed", outcome="warned; not read; the checkpoint is used")
-def test_an_extra_file(zygote: Zygote, half: Path, whole: Path) -> None:
+def test_an_extra_file(trainers: Trainers, half: Path, whole: Path) -> None:
     (newest(half) / "optimizer" / "notes.pt").write_bytes(b"cos\nsystem\n(S'touch /tmp/canary'\ntR.")
-    run = zygote.run(half, *EVERY)
+    run = trainers.run(half, *EVERY)
     assert run.wait() == [0]
     assert f"resuming {half} at step 10" in run.output()
     assert "holds files that its manifest does not list; they are not read: ['optimizer/notes.pt']" in run.output()
@@ -167,7 +167,7 @@ def test_an_extra_file(zygote: Zygote, half: Path, whole: Path) -> None:
 
 
 def test_a_start_that_is_refused_after_loading_does_not_count_against_the_checkpoint(
-    zygote: Zygote, half: Path, whole: Path
+    trainers: Trainers, half: Path, whole: Path
 ) -> None:
     patch = """
 from accel_train.checkpoints import restore
@@ -179,8 +179,8 @@ def load(model, run):
 restore.load_initial_weights = load
 """
     for _ in range(4):
-        assert zygote.run(half, *EVERY, patch=patch).wait() == [2]
-    run = zygote.run(half, *EVERY)
+        assert trainers.run(half, *EVERY, patch=patch).wait() == [2]
+    run = trainers.run(half, *EVERY)
     assert run.wait() == [0], run.output()
     assert f"resuming {half} at step 10" in run.output()
     assert not (half / "loading.json").exists()
@@ -189,12 +189,12 @@ restore.load_initial_weights = load
 
 @pytest.mark.fault("F37", injected="every checkpoint damaged", outcome="exit 1, each reason; never step 0 again")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_all_checkpoints_damaged(zygote: Zygote, half: Path, ranks: int) -> None:
+def test_all_checkpoints_damaged(trainers: Trainers, half: Path, ranks: int) -> None:
     before = losses(half)
     damage(half / "checkpoints" / "checkpoint_00000005" / "ema.safetensors", flip=True)
     (half / "checkpoints" / "checkpoint_00000010" / "model.safetensors").unlink()
     for resume in ("auto", "must"):
-        run = zygote.run(half, *EVERY, "--resume", resume, ranks=ranks)
+        run = trainers.run(half, *EVERY, "--resume", resume, ranks=ranks)
         assert set(run.wait()) == {1}
         assert "checkpoints exist and none can be loaded; training does not start again by itself" in run.output()
         assert "checkpoint_00000005: ema.safetensors has changed since it was written" in run.output()
@@ -218,7 +218,7 @@ def test_all_checkpoints_damaged(zygote: Zygote, half: Path, ranks: int) -> None
         ),
     ],
 )
-def test_a_checkpoint_that_crashes_the_start(zygote: Zygote, half: Path, whole: Path, crash: str) -> None:
+def test_a_checkpoint_that_crashes_the_start(trainers: Trainers, half: Path, whole: Path, crash: str) -> None:
     patch = f"""
 import os
 from accel_train.store import weights
@@ -230,10 +230,10 @@ def load(directory, stem, model):
 weights.load_weights = load
 """
     for _ in range(3):
-        run = zygote.run(half, *EVERY, patch=patch)
+        run = trainers.run(half, *EVERY, patch=patch)
         assert run.wait()[0] in (-9, 1)
         assert checkpoints(half) == [5, 10]
-    run = zygote.run(half, *EVERY, patch=patch)
+    run = trainers.run(half, *EVERY, patch=patch)
     assert run.wait() == [0], run.output()
     assert "3 starts ended while it was being loaded; it is set aside" in run.output()
     assert f"resuming {half} at step 5" in run.output()
@@ -241,13 +241,13 @@ weights.load_weights = load
     same_run(half, whole)
 
 
-def test_two_crashes_are_not_enough(zygote: Zygote, half: Path, whole: Path) -> None:
+def test_two_crashes_are_not_enough(trainers: Trainers, half: Path, whole: Path) -> None:
     patch = (
         "import os; from accel_train.checkpoints import restore; restore.restore = lambda *a: os.kill(os.getpid(), 9)"
     )
     for _ in range(2):
-        assert zygote.run(half, *EVERY, patch=patch).wait() == [-9]
-    run = zygote.run(half, *EVERY)
+        assert trainers.run(half, *EVERY, patch=patch).wait() == [-9]
+    run = trainers.run(half, *EVERY)
     assert run.wait() == [0]
     assert f"resuming {half} at step 10" in run.output()
     same_run(half, whole)
@@ -266,22 +266,24 @@ commit.replace_json = full
 @pytest.mark.fault(
     "R5", injected="an OSError of rank 0 while it opens the run", outcome="every rank ends at once with its text"
 )
-def test_rank_0_fails_while_it_opens_the_run(zygote: Zygote, out: Path) -> None:
+def test_rank_0_fails_while_it_opens_the_run(trainers: Trainers, out: Path) -> None:
     began = time.monotonic()
-    run = zygote.run(out, *EVERY, "--collective_timeout_seconds", "600", ranks=2, patch=NO_ROOM, timeout=300)
+    run = trainers.run(out, *EVERY, "--collective_timeout_seconds", "600", ranks=2, patch=NO_ROOM, timeout=300)
     assert run.wait() == [1, 1]
     assert time.monotonic() - began < 300  # and not after the timeout of collectives
-    assert run.output().count("\nOSError: [Errno 28] No space left on device") == 2, run.output()
+    assert (
+        run.output().count("]: OSError: [Errno 28] No space left on device") == 2
+    )  # torch puts [rankN]: before each line, run.output()
 
 
 # ------------------------------------------------------------------------------------------------ shared directories
 @pytest.mark.fault("F39", injected="a second run in the same directory", outcome="exit 2 naming process and host")
-def test_two_runs_in_one_directory(zygote: Zygote, out: Path, whole: Path, tmp_path: Path) -> None:
-    first = zygote.start(out, *EVERY, "--pause_at", "3")
+def test_two_runs_in_one_directory(trainers: Trainers, out: Path, whole: Path, tmp_path: Path) -> None:
+    first = trainers.start(out, *EVERY, "--pause_at", "3")
     first.until_step(3)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "run").symlink_to(out)  # by another name, and with its own log
-    second = zygote.run(tmp_path / "elsewhere" / "run", *EVERY)
+    second = trainers.run(tmp_path / "elsewhere" / "run", *EVERY)
     assert second.wait() == [2]
     holder = f"is in use by process {first.pids[0]} on {socket.gethostname()}; give another --output_dir"
     assert holder in second.output()
@@ -291,34 +293,34 @@ def test_two_runs_in_one_directory(zygote: Zygote, out: Path, whole: Path, tmp_p
 
 
 @pytest.mark.fault("F40", injected="the lock of a run that was killed", outcome="no hindrance")
-def test_a_stale_lock(zygote: Zygote, out: Path, whole: Path) -> None:
-    run = zygote.start(out, *EVERY, "--pause_at", "7")
+def test_a_stale_lock(trainers: Trainers, out: Path, whole: Path) -> None:
+    run = trainers.start(out, *EVERY, "--pause_at", "7")
     run.until(out / "acknowledged.txt", "5")
     run.kill()
     run.wait()
     assert "process" in (out / ".lock").read_text()
     (out / ".lock").write_text("process 1 on elsewhere\n")
-    assert zygote.run(out, *EVERY).wait() == [0]
+    assert trainers.run(out, *EVERY).wait() == [0]
     same_run(out, whole)
 
 
 @pytest.mark.fault("F40", injected="an unfinished save of another host", outcome="said and left alone")
-def test_an_unfinished_save_of_another_host(zygote: Zygote, half: Path, whole: Path) -> None:
+def test_an_unfinished_save_of_another_host(trainers: Trainers, half: Path, whole: Path) -> None:
     foreign = half / "checkpoints" / ".tmp-checkpoint_00000015-elsewhere-1-abc123"
     foreign.mkdir()
-    run = zygote.run(half, *EVERY)
+    run = trainers.run(half, *EVERY)
     assert run.wait() == [0]
     assert f"{foreign} is of a process on host elsewhere and stays" in run.output()
     assert debris(half) == [foreign.name]
     same_run(half, whole)
 
 
-def test_debris_of_a_process_whose_number_was_given_again(zygote: Zygote, half: Path) -> None:
+def test_debris_of_a_process_whose_number_was_given_again(trainers: Trainers, half: Path) -> None:
     """In a container the next start is process 1, or 7, again."""
     mine = half / "checkpoints" / commit.temporary_name(15, "abc123")
     mine.mkdir()
     os.utime(mine, (1.6e9, 1.6e9))  # before this process began
-    assert zygote.run(half, *EVERY).wait() == [0]
+    assert trainers.run(half, *EVERY).wait() == [0]
     assert debris(half) == []
 
 
@@ -339,13 +341,13 @@ for name in NAMES:
 
 
 @pytest.mark.fault("F29", injected="rank 1 sees every new name late (as on NFS)", outcome="waits; rank 0 alone decides")
-def test_names_that_are_seen_late(zygote: Zygote, out: Path, whole_of_two: Path, tmp_path: Path) -> None:
+def test_names_that_are_seen_late(trainers: Trainers, out: Path, whole_of_two: Path, tmp_path: Path) -> None:
     blind = BLIND.replace("OUT", f"{out}/")
     looks = blind.replace("NAMES", '("stat", "listdir", "scandir")').replace("SUCH", "")
     environment = writer_patch(tmp_path / "patch", blind.replace("NAMES", '("open",)').replace("SUCH", "-00002-of"))
     trainer = f'import os\nif os.environ["RANK"] == "1":\n    exec({looks!r}, {{}})'
     for steps in ("10", "20"):
-        run = zygote.run(out, *EVERY, "--max_steps", steps, ranks=2, patch=trainer, **environment)
+        run = trainers.run(out, *EVERY, "--max_steps", steps, ranks=2, patch=trainer, **environment)
         assert run.wait() == [0, 0], run.output()
     assert "at step 10" in run.output()
     same_run(out, whole_of_two)
@@ -357,10 +359,10 @@ def test_names_that_are_seen_late(zygote: Zygote, out: Path, whole_of_two: Path,
 )
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 3)])
 def test_another_number_of_processes(
-    zygote: Zygote, out: Path, whole: Path, whole_of_two: Path, first: int, second: int
+    trainers: Trainers, out: Path, whole: Path, whole_of_two: Path, first: int, second: int
 ) -> None:
-    zygote.stopped(out, 10, first)
-    run = zygote.run(out, *EVERY, ranks=second)
+    trainers.stopped(out, 10, first)
+    run = trainers.run(out, *EVERY, ranks=second)
     assert set(run.wait()) == {0}, run.output()
     assert "not bit-exact: the order of floating-point reductions differs" in run.output()
     assert f"world_size {first} -> {second}" in run.output()
@@ -372,8 +374,8 @@ def test_another_number_of_processes(
         assert a == pytest.approx(b, rel=1e-6), step
 
 
-def test_the_same_number_of_processes_is_said_to_be_exact(zygote: Zygote, half: Path) -> None:
-    run = zygote.run(half, *EVERY)
+def test_the_same_number_of_processes_is_said_to_be_exact(trainers: Trainers, half: Path) -> None:
+    run = trainers.run(half, *EVERY)
     assert "bit-exact: the same layout as when it was saved" in run.output()
     assert "not bit-exact" not in run.output()
 
@@ -397,15 +399,15 @@ run.open_run = lambda config, accelerator, data, **options: original(config, acc
         ("data_fingerprint", "'toy'", "'other data'"),
     ],
 )
-def test_a_changed_experiment(zygote: Zygote, half: Path, key: str, before: str, now: str) -> None:
+def test_a_changed_experiment(trainers: Trainers, half: Path, key: str, before: str, now: str) -> None:
     flags = () if key == "data_fingerprint" else (f"--{key}", now)
     patch = OTHER_DATA if key == "data_fingerprint" else ""
-    refused = zygote.run(half, *EVERY, *flags, patch=patch)
+    refused = trainers.run(half, *EVERY, *flags, patch=patch)
     assert refused.wait() == [2]
     assert f"{key}: {before} there, {now} now" in refused.output()
     assert f"--allow {key}" in refused.output()
     assert max(losses(half)) == 10
-    allowed = zygote.run(half, *EVERY, *flags, "--allow", key, patch=patch)
+    allowed = trainers.run(half, *EVERY, *flags, "--allow", key, patch=patch)
     if key == "hidden":  # taken on purpose, but no tensor fits
         assert allowed.wait() != [0]
         assert max(losses(half)) == 10
@@ -415,9 +417,9 @@ def test_a_changed_experiment(zygote: Zygote, half: Path, key: str, before: str,
 
 
 @pytest.mark.fault("F45", injected="micro-batch, save cadence or timeout changed", outcome="free: goes on")
-def test_what_may_change(zygote: Zygote, half: Path, whole: Path) -> None:
+def test_what_may_change(trainers: Trainers, half: Path, whole: Path) -> None:
     flags = ("--micro_batch_size", "2", "--checkpoints.save_every", "7", "--collective_timeout_seconds", "90")
-    run = zygote.run(half, *flags)
+    run = trainers.run(half, *flags)
     assert run.wait() == [0], run.output()
     assert checkpoints(half) == [10, 14, 20]
     assert float.fromhex(losses(half)[20]) == pytest.approx(float.fromhex(losses(whole)[20]), rel=1e-5)
@@ -434,11 +436,11 @@ time.time = jumping
 
 
 @pytest.mark.fault("F49", injected="a wall clock that jumps by years", outcome="saves, retention and order unmoved")
-def test_a_clock_that_jumps(zygote: Zygote, out: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_clock_that_jumps(trainers: Trainers, out: Path, whole: Path, tmp_path: Path) -> None:
     environment = writer_patch(tmp_path / "patch", CLOCK)
     flags = (*EVERY, "--checkpoints.save_every_minutes", "60")
     for steps in ("10", "20"):
-        run = zygote.run(out, *flags, "--max_steps", steps, patch=CLOCK, **environment)
+        run = trainers.run(out, *flags, "--max_steps", steps, patch=CLOCK, **environment)
         assert run.wait() == [0], run.output()
     assert checkpoints(out) == [15, 20]
     same_run(out, whole)
@@ -455,23 +457,23 @@ def test_a_clock_that_jumps_makes_no_negative_rates(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.fault("F50", injected="file times scrambled", outcome="no effect: the step in the name decides")
-def test_scrambled_times(zygote: Zygote, half: Path, whole: Path) -> None:
+def test_scrambled_times(trainers: Trainers, half: Path, whole: Path) -> None:
     chance = random.Random(0)
     for path in sorted(half.rglob("*")):
         at = chance.uniform(0, 2e9)
         os.utime(path, (at, at))
-    run = zygote.run(half, *EVERY)
+    run = trainers.run(half, *EVERY)
     assert f"resuming {half} at step 10" in run.output()
     assert checkpoints(half) == [15, 20]
     same_run(half, whole)
 
 
 @pytest.mark.fault("F50", injected="the run copied elsewhere, new times, old one gone", outcome="no effect")
-def test_a_copied_run(zygote: Zygote, half: Path, whole: Path) -> None:
+def test_a_copied_run(trainers: Trainers, half: Path, whole: Path) -> None:
     moved = half.with_name("moved")
     shutil.copytree(half, moved, copy_function=shutil.copyfile)
     shutil.rmtree(half)
-    run = zygote.run(moved, *EVERY)
+    run = trainers.run(moved, *EVERY)
     assert f"resuming {moved} at step 10" in run.output()
     same_run(moved, whole)
 

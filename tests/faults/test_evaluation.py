@@ -9,7 +9,7 @@ import pytest
 
 from accel_train.store import commit
 from tests.faults.evaluator import INSTEAD
-from tests.faults.harness import Zygote, checkpoints, debris, digests, first_difference
+from tests.faults.harness import Trainers, checkpoints, debris, digests, first_difference
 
 pytestmark = pytest.mark.distributed
 
@@ -19,12 +19,12 @@ def evaluated(out: Path) -> list[int]:
     return [int(line) for line in (out / "evaluations.txt").read_text().split()]
 
 
-def same_end(zygote: Zygote, out: Path, ranks: int) -> None:
+def same_end(trainers: Trainers, out: Path, ranks: int) -> None:
     """Start again, to the end; the last checkpoint has the bits of a run that nothing happened to."""
-    again = zygote.run(out, ranks=ranks, patch=INSTEAD)
+    again = trainers.run(out, ranks=ranks, patch=INSTEAD)
     assert set(again.wait()) == {0}, again.output()
     whole = out.with_name("whole")
-    assert set(zygote.run(whole, ranks=ranks, patch=INSTEAD).wait()) == {0}
+    assert set(trainers.run(whole, ranks=ranks, patch=INSTEAD).wait()) == {0}
     last = commit.checkpoint_name(20)
     ours, theirs = (digests(run / "checkpoints" / last) for run in (out, whole))
     assert first_difference(ours, theirs) is None
@@ -33,19 +33,19 @@ def same_end(zygote: Zygote, out: Path, ranks: int) -> None:
 
 @pytest.mark.fault("R3", injected="an evaluation raises, on one rank or on all", outcome="its step is saved; exit 1")
 @pytest.mark.parametrize(("ranks", "raising"), [(1, 0), (2, 1)])
-def test_an_evaluation_that_raises_loses_nothing(zygote: Zygote, out: Path, ranks: int, raising: int) -> None:
+def test_an_evaluation_that_raises_loses_nothing(trainers: Trainers, out: Path, ranks: int, raising: int) -> None:
     fault = {"RAISE_AT": "10", "RAISE_RANK": str(raising)}
     save = ("--checkpoints.save_every", "10")
-    run = zygote.run(out, *save, ranks=ranks, patch=INSTEAD, failpoint="before_file=sleep:0.5", **fault)
+    run = trainers.run(out, *save, ranks=ranks, patch=INSTEAD, failpoint="before_file=sleep:0.5", **fault)
     assert 1 in run.wait()
     assert "the evaluation's own mistake" in run.output()
     assert checkpoints(out) == [10]
-    same_end(zygote, out, ranks)
+    same_end(trainers, out, ranks)
 
 
 @pytest.mark.fault("R3", injected="the last evaluation raises, with no save_every", outcome="the run is saved; exit 1")
-def test_the_last_evaluation_that_raises_loses_nothing(zygote: Zygote, out: Path) -> None:
-    run = zygote.run(out, patch=INSTEAD, RAISE_AT="20")
+def test_the_last_evaluation_that_raises_loses_nothing(trainers: Trainers, out: Path) -> None:
+    run = trainers.run(out, patch=INSTEAD, RAISE_AT="20")
     assert run.wait() == [1]
     assert checkpoints(out) == [20]
 
@@ -66,9 +66,9 @@ def test_the_last_evaluation_that_raises_loses_nothing(zygote: Zygote, out: Path
 )
 @pytest.mark.parametrize("save_every", ["0", "10"])
 def test_a_stop_ends_an_evaluation_and_saves(
-    zygote: Zygote, out: Path, ranks: int, told: int, number: signal.Signals | None, save_every: str
+    trainers: Trainers, out: Path, ranks: int, told: int, number: signal.Signals | None, save_every: str
 ) -> None:
-    run = zygote.start(out, "--checkpoints.save_every", save_every, ranks=ranks, patch=INSTEAD, LAST_AT="10")
+    run = trainers.start(out, "--checkpoints.save_every", save_every, ranks=ranks, patch=INSTEAD, LAST_AT="10")
     run.until(out / "evaluations.txt", "5\n10\n")
     if number is None:
         (out / "STOP").touch()
@@ -78,10 +78,10 @@ def test_a_stop_ends_an_evaluation_and_saves(
     assert "the evaluation after step 10 is broken off" in run.output()
     assert checkpoints(out) == [10]
     assert commit.verify(out / "checkpoints" / commit.checkpoint_name(10)).manifest["metrics"] == {}
-    same_end(zygote, out, ranks)
+    same_end(trainers, out, ranks)
 
 
-def test_metrics_join_the_checkpoint_of_their_step_and_the_best_is_kept(zygote: Zygote, out: Path) -> None:
+def test_metrics_join_the_checkpoint_of_their_step_and_the_best_is_kept(trainers: Trainers, out: Path) -> None:
     best = (
         "--checkpoints.keep_best",
         "1",
@@ -90,7 +90,7 @@ def test_metrics_join_the_checkpoint_of_their_step_and_the_best_is_kept(zygote: 
         "--checkpoints.best_mode",
         "max",
     )
-    run = zygote.run(out, *best, "--checkpoints.save_every", "5", "--checkpoints.keep_last", "1", patch=INSTEAD)
+    run = trainers.run(out, *best, "--checkpoints.save_every", "5", "--checkpoints.keep_last", "1", patch=INSTEAD)
     assert run.wait() == [0], run.output()
     assert evaluated(out) == [5, 10, 15, 20]
     assert checkpoints(out) == [10, 20]
@@ -100,15 +100,15 @@ def test_metrics_join_the_checkpoint_of_their_step_and_the_best_is_kept(zygote: 
     assert held[10]["distance"] != held[20]["distance"]
 
 
-def test_an_early_end_saves_its_step_with_its_metrics(zygote: Zygote, out: Path) -> None:
-    run = zygote.run(out, patch=INSTEAD, END_AT="10")
+def test_an_early_end_saves_its_step_with_its_metrics(trainers: Trainers, out: Path) -> None:
+    run = trainers.run(out, patch=INSTEAD, END_AT="10")
     assert run.wait() == [0], run.output()
     assert checkpoints(out) == [10]
     assert commit.verify(out / "checkpoints" / commit.checkpoint_name(10)).manifest["metrics"]["worst_at_ten"] == 0.0
 
 
 @pytest.mark.parametrize("call", ["report", "save_if_due"])
-def test_a_call_that_the_loop_forgets_is_named(zygote: Zygote, out: Path, call: str) -> None:
-    run = zygote.run(out, patch=INSTEAD, FORGOTTEN=call)
+def test_a_call_that_the_loop_forgets_is_named(trainers: Trainers, out: Path, call: str) -> None:
+    run = trainers.run(out, patch=INSTEAD, FORGOTTEN=call)
     assert run.wait() == [1]
     assert f"step 0: the loop did not call training.{call}" in run.output()

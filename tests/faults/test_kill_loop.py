@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from accel_train.store import commit, failpoints
-from tests.faults.harness import Trainer, Zygote, acknowledged, debris, digests, first_difference, losses
+from tests.faults.harness import Trainer, Trainers, acknowledged, debris, digests, first_difference, losses
 from tests.waiting import PATIENCE_SECONDS
 
 STEPS, KEEP = 45, 2
@@ -44,7 +44,7 @@ class Line:
 class Loop:
     """Kills runs of one and of two processes by turns, and counts."""
 
-    zygote: Zygote
+    trainers: Trainers
     folder: Path
     random: random.Random
     whole: dict[int, Path]
@@ -66,7 +66,9 @@ class Loop:
         if failpoint in ("mid_file", "after_optimizer_file", "before_seal") and self.random.random() < 0.5:
             spell = spell.replace("@0", f"@{line.ranks - 1}")
         before = time.monotonic()
-        run = self.zygote.start(line.out, *FLAGS, "--checkpoints.asynchronous", mode, ranks=line.ranks, failpoint=spell)
+        run = self.trainers.start(
+            line.out, *FLAGS, "--checkpoints.asynchronous", mode, ranks=line.ranks, failpoint=spell
+        )
         if failpoint is None:
             self.kill_at_random(run, before)
         codes = self.end(run)
@@ -94,7 +96,7 @@ class Loop:
         while not run.poll():
             now = time.monotonic()
             assert now < deadline, run.output()
-            if run.codes and patience is None:
+            if any(code is not None for code in run.codes()) and patience is None:
                 patience = now + ALONE_SECONDS
             if patience is not None and now > patience:
                 self.counts["waited for"] += 1
@@ -134,20 +136,20 @@ class Loop:
             self.violations.append(f"{line.out}: {left} left at the end")
 
 
-def kill(zygote: Zygote, folder: Path, kills: int, *, finish: bool) -> dict[str, Any]:
+def kill(trainers: Trainers, folder: Path, kills: int, *, finish: bool) -> dict[str, Any]:
     """``kills`` kills, half of them at random instants; with ``finish`` every run is brought to its end."""
     seed = int(os.environ.get("ACCEL_TRAIN_FAULT_SEED", "0"))
     whole = {ranks: folder / f"whole{ranks}" for ranks in (1, 2)}
     for ranks, out in whole.items():
-        assert set(zygote.run(out, *FLAGS, ranks=ranks).wait()) == {0}
-    loop = Loop(zygote, folder, random.Random(seed), whole)
+        assert set(trainers.run(out, *FLAGS, ranks=ranks).wait()) == {0}
+    loop = Loop(trainers, folder, random.Random(seed), whole)
     number, places = 0, list(failpoints.NAMES)
     loop.random.shuffle(places)
     while loop.counts["kills"] < kills and not loop.violations:
         loop.life(number // 2, places[number // 2 % len(places)] if number % 2 else None)
         number += 1
     for line in list(loop.lines.values()) if finish and not loop.violations else []:
-        run = zygote.run(line.out, *FLAGS, ranks=line.ranks)
+        run = trainers.run(line.out, *FLAGS, ranks=line.ranks)
         assert set(run.wait()) == {0}, run.output()
         loop.compare(line)
     found = {"seed": seed, "lives": number, **dict(sorted(loop.counts.items())), "violations": loop.violations}
@@ -156,8 +158,8 @@ def kill(zygote: Zygote, folder: Path, kills: int, *, finish: bool) -> dict[str,
 
 
 @pytest.mark.fault("F8", injected="12 SIGKILLs, random and at places of a save", outcome="nothing lost; bit for bit")
-def test_a_few_kills(zygote: Zygote, tmp_path: Path) -> None:
-    found = kill(zygote, tmp_path, 12, finish=True)
+def test_a_few_kills(trainers: Trainers, tmp_path: Path) -> None:
+    found = kill(trainers, tmp_path, 12, finish=True)
     assert found["violations"] == []
 
 
@@ -166,8 +168,8 @@ def test_a_few_kills(zygote: Zygote, tmp_path: Path) -> None:
     "F8", injected="200 SIGKILLs, random and at every place, 1 and 2 processes", outcome="nothing lost; bit for bit"
 )
 @pytest.mark.timeout(3600)
-def test_two_hundred_kills(zygote: Zygote, tmp_path: Path) -> None:
-    found = kill(zygote, tmp_path, 200, finish=True)
+def test_two_hundred_kills(trainers: Trainers, tmp_path: Path) -> None:
+    found = kill(trainers, tmp_path, 200, finish=True)
     assert found["violations"] == []
     assert found["kills"] >= 200
     assert {f"at {name}" for name in failpoints.NAMES} <= found.keys()

@@ -19,7 +19,7 @@ import pytest
 
 from accel_train.store import commit, run_file
 from tests.faults import oplog
-from tests.faults.harness import Zygote
+from tests.faults.harness import Trainers
 
 KEEP = 3
 FLAGS = (
@@ -126,7 +126,7 @@ trainer.main = main
 
 
 @pytest.fixture(scope="module", params=["true", "false"], ids=["async", "sync"])
-def log(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def log(trainers: Trainers, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A run with retention, killed amid a deletion, damaged and resumed, and a run that starts from its copy."""
     folder = tmp_path_factory.mktemp("oplog")
     root, log = folder / "root", folder / "log"
@@ -134,7 +134,7 @@ def log(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, request: pytes
     flags = (*FLAGS, request.param)
 
     def run(name: str, *more: str, failpoint: str = "", code: int = 0) -> None:
-        ended = zygote.run(root / name, *flags, *more, patch=recording(root, log), failpoint=failpoint)
+        ended = trainers.run(root / name, *flags, *more, patch=recording(root, log), failpoint=failpoint)
         assert ended.wait() == [code], ended.output()
 
     def harm(step: int) -> None:

@@ -18,7 +18,7 @@ from accel_train.runtime.signals import SAME_REQUEST_SECONDS
 from accel_train.store import commit
 from tests.faults.harness import (
     EVERY,
-    Zygote,
+    Trainers,
     acknowledged,
     checkpoints,
     children,
@@ -90,9 +90,9 @@ def gone(processes: list[psutil.Process]) -> bool:
     return all(p.status() == psutil.STATUS_ZOMBIE for p in living)
 
 
-def resumes(zygote: Zygote, out: Path, whole: Path, ranks: int) -> None:
+def resumes(trainers: Trainers, out: Path, whole: Path, ranks: int) -> None:
     """The next start goes on and ends as the run that nothing happened to."""
-    again = zygote.run(out, *EVERY, ranks=ranks)
+    again = trainers.run(out, *EVERY, ranks=ranks)
     assert set(again.wait()) == {0}, again.output()
     assert "resuming" in again.output()
     assert debris(out) == []
@@ -101,13 +101,13 @@ def resumes(zygote: Zygote, out: Path, whole: Path, ranks: int) -> None:
 
 # ------------------------------------------------------------------------------------------------- processes that die
 @pytest.mark.fault("F9", injected="SIGKILL of rank 1 in a step", outcome="rank 0 errors at once, not 0; resumes")
-def test_a_rank_dies(zygote: Zygote, out: Path, whole_of_two: Path) -> None:
-    run = zygote.start(out, *PAUSE, "--pause_rank", "1", ranks=2)
+def test_a_rank_dies(trainers: Trainers, out: Path, whole_of_two: Path) -> None:
+    run = trainers.start(out, *PAUSE, "--pause_rank", "1", ranks=2)
     run.until(out / "acknowledged.txt", "5")
     run.kill(rank=1)
     assert run.wait() == [1, -9]
     assert "another process has ended" in run.output()
-    resumes(zygote, out, whole_of_two, 2)
+    resumes(trainers, out, whole_of_two, 2)
 
 
 @pytest.mark.slow
@@ -130,27 +130,27 @@ def test_an_elastic_restart_resumes(
 
 
 @pytest.mark.fault("F10", injected="SIGKILL of the torchrun agent", outcome="workers save and leave at once; resumes")
-def test_the_agent_dies(zygote: Zygote, out: Path, whole_of_two: Path, launched: list[Launched]) -> None:
+def test_the_agent_dies(trainers: Trainers, out: Path, whole_of_two: Path, launched: list[Launched]) -> None:
     process = begin(launched, out, torchrun())
     left = workers(process)
     assert len(left) == 4
     process.kill()
     assert gone(left)
     assert checkpoints(out)[-1] == max(losses(out)) < 10, "they were to save where they were"
-    resumes(zygote, out, whole_of_two, 2)
+    resumes(trainers, out, whole_of_two, 2)
 
 
 # ------------------------------------------------------------------------------------------------- requests to stop
 @pytest.mark.fault("F10", injected="SIGKILL of accel-train's launcher", outcome="all save and leave; resumes")
 def test_our_launcher_dies(
-    zygote: Zygote, out: Path, whole_of_two: Path, launched: list[Launched], tmp_path: Path
+    trainers: Trainers, out: Path, whole_of_two: Path, launched: list[Launched], tmp_path: Path
 ) -> None:
     process = begin(launched, out, ours(2, tmp_path))
     left = workers(process)
     process.kill()
     assert gone(left)
     assert checkpoints(out)[-1] == max(losses(out)) < 10
-    resumes(zygote, out, whole_of_two, 2)
+    resumes(trainers, out, whole_of_two, 2)
 
 
 @pytest.mark.fault(
@@ -158,7 +158,7 @@ def test_our_launcher_dies(
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_to_our_launcher(
-    zygote: Zygote, out: Path, whole_of_two: Path, launched: list[Launched], tmp_path: Path, number: int
+    trainers: Trainers, out: Path, whole_of_two: Path, launched: list[Launched], tmp_path: Path, number: int
 ) -> None:
     process = begin(launched, out, ours(2, tmp_path))
     left = workers(process)
@@ -168,11 +168,11 @@ def test_a_signal_to_our_launcher(
     assert gone(left)
     newest = checkpoints(out)[-1]
     assert acknowledged(out)[-1] == newest == max(losses(out))
-    resumes(zygote, out, whole_of_two, 2)
+    resumes(trainers, out, whole_of_two, 2)
 
 
 @pytest.mark.fault("F11", injected="SIGTERM to torchrun, 2 processes", outcome="one save; torchrun says 1, our text 75")
-def test_sigterm_to_torchrun(zygote: Zygote, out: Path, whole_of_two: Path, launched: list[Launched]) -> None:
+def test_sigterm_to_torchrun(trainers: Trainers, out: Path, whole_of_two: Path, launched: list[Launched]) -> None:
     process = begin(launched, out, torchrun())
     left = workers(process)
     process.terminate()
@@ -181,23 +181,23 @@ def test_sigterm_to_torchrun(zygote: Zygote, out: Path, whole_of_two: Path, laun
     assert output.count("start again to go on (exit code 75)") == 1
     assert gone(left)
     assert acknowledged(out)[-1] == checkpoints(out)[-1] == max(losses(out))
-    resumes(zygote, out, whole_of_two, 2)
+    resumes(trainers, out, whole_of_two, 2)
 
 
 @pytest.mark.fault("F12", injected="SIGTERM to accelerate launch, 1 process", outcome="saved; no orphan")
-def test_sigterm_to_accelerate_launch(zygote: Zygote, out: Path, whole: Path, launched: list[Launched]) -> None:
+def test_sigterm_to_accelerate_launch(trainers: Trainers, out: Path, whole: Path, launched: list[Launched]) -> None:
     process = begin(launched, out, ACCELERATE)
     left = workers(process)
     assert len(left) == 2
     process.terminate()
     assert gone(left)
     assert acknowledged(out)[-1] == checkpoints(out)[-1] == max(losses(out)) < 10
-    resumes(zygote, out, whole, 1)
+    resumes(trainers, out, whole, 1)
 
 
 @pytest.mark.fault("F12", injected="SIGTERM to accel-train's launcher, 1 process", outcome="passed on; 75; no orphan")
 def test_sigterm_to_our_launcher_of_one(
-    zygote: Zygote, out: Path, whole: Path, launched: list[Launched], tmp_path: Path
+    trainers: Trainers, out: Path, whole: Path, launched: list[Launched], tmp_path: Path
 ) -> None:
     process = begin(launched, out, ours(1, tmp_path))
     left = workers(process)
@@ -205,19 +205,19 @@ def test_sigterm_to_our_launcher_of_one(
     output = process.communicate(timeout=PATIENCE_SECONDS)[0]
     assert process.returncode == 75, output[-3000:]
     assert gone(left)
-    resumes(zygote, out, whole, 1)
+    resumes(trainers, out, whole, 1)
 
 
 @pytest.mark.fault("F13", injected="SIGTERM to rank 1 alone", outcome="both save the same step once and exit 75")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_one_rank_is_told(zygote: Zygote, out: Path, whole_of_two: Path, number: int) -> None:
-    run = zygote.start(out, *PAUSE, "--pause_rank", "1", ranks=2)
+def test_one_rank_is_told(trainers: Trainers, out: Path, whole_of_two: Path, number: int) -> None:
+    run = trainers.start(out, *PAUSE, "--pause_rank", "1", ranks=2)
     run.until_step(7)
     run.kill(number, rank=1)
     assert run.wait() == [75, 75]
     assert acknowledged(out) == checkpoints(out) == [5, 8], "the other hears of it one step later"
     assert max(losses(out)) == 8
-    resumes(zygote, out, whole_of_two, 2)
+    resumes(trainers, out, whole_of_two, 2)
 
 
 HASHING = """
@@ -237,60 +237,60 @@ retention.hash_ahead = hash_ahead
     outcome="saves were told at their commit, the stop waits for no hash; old ones go next time",
 )
 def test_a_stop_does_not_wait_for_the_hashing_of_old_checkpoints(
-    zygote: Zygote, out: Path, whole: Path, tmp_path: Path
+    trainers: Trainers, out: Path, whole: Path, tmp_path: Path
 ) -> None:
     """Here the hashing never ends."""
-    zygote.stopped(out, 5)
+    trainers.stopped(out, 5)
     flags = (*EVERY, "--checkpoints.keep_last", "1")
-    run = zygote.start(out, *flags, "--pause_at", "12", **writer_patch(tmp_path / "patch", HASHING))
+    run = trainers.start(out, *flags, "--pause_at", "12", **writer_patch(tmp_path / "patch", HASHING))
     run.until_step(12)
     run.until(out / "acknowledged.txt", "10")
     run.kill(signal.SIGTERM)
     assert run.wait() == [75], run.output()
     assert acknowledged(out) == checkpoints(out) == [5, 10, 12]
-    assert zygote.run(out, *flags).wait() == [0]
+    assert trainers.run(out, *flags).wait() == [0]
     assert checkpoints(out) == [20]
     same_run(out, whole)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stop_file(zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
-    run = zygote.start(out, *EVERY, "--pause_at", "3", ranks=ranks)
+def test_a_stop_file(trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
+    run = trainers.start(out, *EVERY, "--pause_at", "3", ranks=ranks)
     run.until_step(3)
     (out / "STOP").touch()
     assert set(run.wait()) == {75}
     assert not (out / "STOP").exists(), "the next start is to train"
     assert checkpoints(out)[-1] == max(losses(out)) < 5
-    resumes(zygote, out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"), ranks)
+    resumes(trainers, out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"), ranks)
 
 
 @pytest.mark.fault("F14", injected="SIGTERM during a save that is waited for", outcome="it is finished; no second one")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_during_a_save(zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
+def test_sigterm_during_a_save(trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
     sync = ("--checkpoints.asynchronous", "false")
-    run = zygote.start(out, *EVERY, *sync, ranks=ranks, failpoint=f"before_seal@{ranks - 1}=hold")
+    run = trainers.start(out, *EVERY, *sync, ranks=ranks, failpoint=f"before_seal@{ranks - 1}=hold")
     run.until_held()
     run.kill(signal.SIGTERM, rank=ranks - 1)
     run.go()
     assert set(run.wait()) == {75}
     assert acknowledged(out) == checkpoints(out) == [5]
     assert max(losses(out)) == 5
-    resumes(zygote, out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"), ranks)
+    resumes(trainers, out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"), ranks)
 
 
 @pytest.mark.fault("F15", injected="a second SIGTERM", outcome="exit at once (143); previous checkpoint intact")
-def test_second_sigterm(zygote: Zygote, out: Path, whole: Path) -> None:
-    twice(zygote, out, whole, signal.SIGTERM, 143)
+def test_second_sigterm(trainers: Trainers, out: Path, whole: Path) -> None:
+    twice(trainers, out, whole, signal.SIGTERM, 143)
 
 
 @pytest.mark.fault("F15", injected="SIGINT twice", outcome="exit at once (130); previous checkpoint intact")
-def test_second_sigint(zygote: Zygote, out: Path, whole: Path) -> None:
-    twice(zygote, out, whole, signal.SIGINT, 130)
+def test_second_sigint(trainers: Trainers, out: Path, whole: Path) -> None:
+    twice(trainers, out, whole, signal.SIGINT, 130)
 
 
-def twice(zygote: Zygote, out: Path, whole: Path, number: int, code: int) -> None:
-    zygote.stopped(out, 5)
-    run = zygote.start(out, *PAUSE, failpoint="before_file=hold")
+def twice(trainers: Trainers, out: Path, whole: Path, number: int, code: int) -> None:
+    trainers.stopped(out, 5)
+    run = trainers.start(out, *PAUSE, failpoint="before_file=hold")
     run.until_step(7)
     run.kill(number)
     run.until_held()  # it saves, and would for ever
@@ -302,12 +302,12 @@ def twice(zygote: Zygote, out: Path, whole: Path, number: int, code: int) -> Non
     assert gone([writer])
     assert "the last committed checkpoint stands" in run.output()
     assert checkpoints(out) == [5]
-    resumes(zygote, out, whole, 1)
+    resumes(trainers, out, whole, 1)
 
 
 @pytest.mark.fault("F16", injected="SIGTERM while a slow writer writes", outcome="waits for it, saves, exits 75")
-def test_sigterm_during_an_asynchronous_save(zygote: Zygote, out: Path, whole: Path) -> None:
-    run = zygote.start(out, *EVERY, "--pause_at", "6", failpoint="before_file=hold")
+def test_sigterm_during_an_asynchronous_save(trainers: Trainers, out: Path, whole: Path) -> None:
+    run = trainers.start(out, *EVERY, "--pause_at", "6", failpoint="before_file=hold")
     run.until_held()
     run.until_step(6)
     run.kill(signal.SIGTERM)
@@ -315,17 +315,17 @@ def test_sigterm_during_an_asynchronous_save(zygote: Zygote, out: Path, whole: P
     assert run.wait() == [75]
     assert acknowledged(out) == checkpoints(out) == [5, 6]
     assert max(losses(out)) == 6
-    resumes(zygote, out, whole, 1)
+    resumes(trainers, out, whole, 1)
 
 
 @pytest.mark.fault(
     "F17", injected="SIGKILL 1 s after SIGTERM, amid the save", outcome="last one stays; warned at start"
 )
-def test_grace_too_short(zygote: Zygote, out: Path, whole: Path) -> None:
+def test_grace_too_short(trainers: Trainers, out: Path, whole: Path) -> None:
     flags = (*PAUSE, "--checkpoints.grace_seconds", "1")
-    first = zygote.run(out, *flags, "--max_steps", "5", failpoint="before_file=sleep:1.5")
+    first = trainers.run(out, *flags, "--max_steps", "5", failpoint="before_file=sleep:1.5")
     assert first.wait() == [0]
-    run = zygote.start(out, *flags, failpoint="before_file=hold")
+    run = trainers.start(out, *flags, failpoint="before_file=hold")
     run.until_step(7)
     warning = "and checkpoints.grace_seconds is 1: after SIGTERM the scheduler may kill this run before it has saved"
     assert warning in run.output()
@@ -334,20 +334,20 @@ def test_grace_too_short(zygote: Zygote, out: Path, whole: Path) -> None:
     run.kill()
     assert run.wait() == [-9]
     assert checkpoints(out) == [5]
-    resumes(zygote, out, whole, 1)
+    resumes(trainers, out, whole, 1)
 
 
 # ---------------------------------------------------------------------------------------------- the user's own mistakes
 @pytest.mark.fault(
     "F18", injected="an exception in the user's step", outcome="exit 1, traceback; the begun save is kept"
 )
-def test_the_users_exception(zygote: Zygote, out: Path, whole: Path) -> None:
-    run = zygote.run(out, *EVERY, "--raise_at", "10", failpoint="before_file#2=sleep:0.5")
+def test_the_users_exception(trainers: Trainers, out: Path, whole: Path) -> None:
+    run = trainers.run(out, *EVERY, "--raise_at", "10", failpoint="before_file#2=sleep:0.5")
     assert run.wait() == [1]
     assert "RuntimeError: the user's own mistake" in run.output()
     assert acknowledged(out) == checkpoints(out) == [5, 10], "the save that was under way is finished first"
     assert debris(out) == []
-    resumes(zygote, out, whole, 1)
+    resumes(trainers, out, whole, 1)
 
 
 @pytest.mark.fault(
@@ -366,7 +366,7 @@ def test_the_exception_of_one_rank(out: Path, launched: list[Launched], tmp_path
 
 
 @pytest.mark.fault("F19", injected="an exception on rank 0 alone, while its writer writes", outcome="the same")
-def test_the_exception_of_the_main_process(zygote: Zygote, out: Path, whole_of_two: Path) -> None:
+def test_the_exception_of_the_main_process(trainers: Trainers, out: Path, whole_of_two: Path) -> None:
     slowly = """
 import os, pathlib, shutil, time
 original = shutil.rmtree
@@ -377,28 +377,27 @@ def rmtree(path, **options):
     original(path, **options)
 shutil.rmtree = rmtree
 """
-    run = zygote.run(out, *EVERY, "--raise_at", "13", ranks=2, patch=slowly, failpoint="before_rename#2=hold")
+    run = trainers.run(out, *EVERY, "--raise_at", "13", ranks=2, patch=slowly, failpoint="before_rename#2=hold")
     assert run.wait() == [1, 1]
     assert checkpoints(out) == [5], "nothing torn under the final name"
     assert debris(out) == []
-    resumes(zygote, out, whole_of_two, 2)
+    resumes(trainers, out, whole_of_two, 2)
 
 
 @pytest.mark.fault("F20", injected="rank 1 stalls", outcome="the others name the operation and the option in time")
-def test_a_rank_stalls(zygote: Zygote, out: Path, whole_of_two: Path) -> None:
+def test_a_rank_stalls(trainers: Trainers, out: Path, whole_of_two: Path) -> None:
     flags = ("--checkpoints.asynchronous", "false", "--collective_timeout_seconds", "3")
-    run = zygote.start(out, *EVERY, *flags, "--hang_at", "7", "--raise_rank", "1", ranks=2)
+    run = trainers.start(out, *EVERY, *flags, "--hang_at", "7", "--raise_rank", "1", ranks=2)
     run.until_step(7)
-    until(lambda: run.poll() or run.pids[0] in run.codes)
-    assert run.codes[run.pids[0]] == 1
+    assert run.processes[0].wait(PATIENCE_SECONDS) == 1
     assert "all_reduce, called at " in run.output()
     assert "give a larger --collective_timeout_seconds" in run.output()
     run.kill()
     run.wait()
-    resumes(zygote, out, whole_of_two, 2)
+    resumes(trainers, out, whole_of_two, 2)
 
 
-def test_a_loader_worker_that_outlives_its_trainer_does_not_hold_the_run(zygote: Zygote, out: Path) -> None:
+def test_a_loader_worker_that_outlives_its_trainer_does_not_hold_the_run(trainers: Trainers, out: Path) -> None:
     """Workers are forked after the lock is taken and notice the death of their parent seconds later."""
     patch = """
 import os, time
@@ -411,12 +410,12 @@ def enter(self):
     return original(self)
 saver.Saver.__enter__ = enter
 """
-    run = zygote.start(out, *PAUSE, patch=patch)
+    run = trainers.start(out, *PAUSE, patch=patch)
     run.until_step(7)
     (worker,) = (p for p in psutil.Process(run.pids[0]).children() if "checkpoints.writer" not in " ".join(p.cmdline()))
     os.kill(run.pids[0], signal.SIGKILL)
     assert run.wait() == [-9]
-    again = zygote.start(out, *EVERY)
+    again = trainers.start(out, *EVERY)
     try:
         again.until(again.out / "losses.txt", "\n20 ")
     finally:

@@ -15,7 +15,7 @@ import yaml
 
 from accel_train.store import failpoints
 from tests.faults import table
-from tests.faults.harness import EVERY, ROOT, TRAINER, Zygote, acknowledged, checkpoints, go_file, losses, same_run
+from tests.faults.harness import EVERY, ROOT, TRAINER, Trainers, acknowledged, checkpoints, go_file, losses, same_run
 from tests.waiting import PATIENCE_SECONDS, until
 
 PAGE = table.PAGE.read_text()
@@ -53,7 +53,7 @@ def test_the_kubernetes_file_is_yaml() -> None:
 @pytest.mark.parametrize(
     "told", [pytest.param(True, id="told_to_stop"), pytest.param(False, id="to_the_end", marks=pytest.mark.slow)]
 )
-def test_the_batch_script_stops_saves_and_requeues(zygote: Zygote, out: Path, whole: Path, told: bool) -> None:
+def test_the_batch_script_stops_saves_and_requeues(trainers: Trainers, out: Path, whole: Path, told: bool) -> None:
     """With stand-ins for SLURM's commands and the recipe; the trap, the waits and the code are those of the page."""
     bin_folder = out.with_name("bin")
     trainer = f"{shlex.quote(sys.executable)} {shlex.quote(str(TRAINER))}"
@@ -88,7 +88,7 @@ def test_the_batch_script_stops_saves_and_requeues(zygote: Zygote, out: Path, wh
         assert Path(f"{out}.calls").read_text() == "requeue 42\n"
         assert checkpoints(out)[-1] == max(losses(out)) < 20
         assert not (out / "STOP").exists()
-        assert zygote.run(out, *EVERY).wait() == [0]
+        assert trainers.run(out, *EVERY).wait() == [0]
     else:
         assert job.returncode == 0, output
         assert not Path(f"{out}.calls").exists()

@@ -16,7 +16,7 @@ import pytest
 
 from accel_train.checkpoints.background import Writer
 from accel_train.store import commit
-from tests.faults.harness import EVERY, Trainer, Zygote, acknowledged, checkpoints, children, debris, losses, same_run
+from tests.faults.harness import EVERY, Trainer, Trainers, acknowledged, checkpoints, children, debris, losses, same_run
 from tests.faults.harness import writer_patch as patched
 from tests.waiting import PATIENCE_SECONDS
 
@@ -58,26 +58,26 @@ def fill(folder: Path) -> Path:
     return filler
 
 
-def goes_on(zygote: Zygote, out: Path, *flags: str, newest: int = 5) -> None:
+def goes_on(trainers: Trainers, out: Path, *flags: str, newest: int = 5) -> None:
     """The next start resumes and ends as the run that nothing happened to."""
-    again = zygote.run(out, *EVERY, *flags)
+    again = trainers.run(out, *EVERY, *flags)
     assert again.wait() == [0], again.output()
     assert f"at step {newest}" in again.output()
     assert debris(out) == []
     straight = out.with_name("straight")
     if flags:
-        assert zygote.run(straight, *EVERY, *flags).wait() == [0]
+        assert trainers.run(straight, *EVERY, *flags).wait() == [0]
     else:
-        zygote.stopped(straight, 20)
+        trainers.stopped(straight, 20)
     same_run(out, straight)
 
 
 # ------------------------------------------------------------------------------------------------------- full disks
 @pytest.mark.fault("F21", injected="disk full at the weights (tmpfs)", outcome="error with the numbers; old one kept")
 @pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
-def test_full_at_the_weights(zygote: Zygote, out: Path, disk: Disk, mode: tuple[str, ...]) -> None:
+def test_full_at_the_weights(trainers: Trainers, out: Path, disk: Disk, mode: tuple[str, ...]) -> None:
     disk("size=5m")
-    run = zygote.run(out, *EVERY, *LARGE, *mode)
+    run = trainers.run(out, *EVERY, *LARGE, *mode)
     assert run.wait() == [1]
     assert "CheckpointWriteError: rank 0: no space left for a checkpoint in" in run.output()
     assert "need about 3 MiB, free" in run.output()
@@ -85,14 +85,14 @@ def test_full_at_the_weights(zygote: Zygote, out: Path, disk: Disk, mode: tuple[
     assert checkpoints(out) == acknowledged(out) == [5]
     assert debris(out) == []
     disk("size=50m")
-    goes_on(zygote, out, *LARGE)
+    goes_on(trainers, out, *LARGE)
 
 
 @pytest.mark.fault("F21", injected="the same, on_error: continue", outcome="warned; trains on; the last save stops it")
 @pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
-def test_full_and_training_goes_on(zygote: Zygote, out: Path, disk: Disk, mode: tuple[str, ...]) -> None:
+def test_full_and_training_goes_on(trainers: Trainers, out: Path, disk: Disk, mode: tuple[str, ...]) -> None:
     disk("size=5m")
-    run = zygote.run(out, *EVERY, *LARGE, *CONTINUE, *mode)
+    run = trainers.run(out, *EVERY, *LARGE, *CONTINUE, *mode)
     assert run.wait() == [1], "the last save failed, so the run has not done what it was to do"
     for step in (10, 15):
         assert f"checkpoint of step {step} was not saved; training goes on: rank 0: no space left" in run.output()
@@ -103,10 +103,10 @@ def test_full_and_training_goes_on(zygote: Zygote, out: Path, disk: Disk, mode: 
 
 
 @pytest.mark.fault("F22", injected="disk full at the manifest", outcome="the same; what was written is removed")
-def test_full_at_the_manifest(zygote: Zygote, out: Path, disk: Disk) -> None:
+def test_full_at_the_manifest(trainers: Trainers, out: Path, disk: Disk) -> None:
     disk("size=8m")
-    assert zygote.run(out, *EVERY, *LARGE, "--max_steps", "5").wait() == [0]
-    run = zygote.start(out, *EVERY, *LARGE, failpoint="before_manifest=hold")
+    assert trainers.run(out, *EVERY, *LARGE, "--max_steps", "5").wait() == [0]
+    run = trainers.start(out, *EVERY, *LARGE, failpoint="before_manifest=hold")
     run.until_held()
     assert any((path / "trainer_state.json").exists() for path in (out / "checkpoints").glob(".tmp-*"))
     filler = fill(out / "checkpoints")
@@ -117,23 +117,23 @@ def test_full_at_the_manifest(zygote: Zygote, out: Path, disk: Disk) -> None:
     assert checkpoints(out) == [5]
     assert debris(out) == []
     disk("size=50m")
-    goes_on(zygote, out, *LARGE)
+    goes_on(trainers, out, *LARGE)
 
 
 @pytest.mark.fault("F23", injected="RLIMIT_FSIZE in the writer", outcome="the same, with the system's text")
-def test_file_size_limit(zygote: Zygote, out: Path, tmp_path: Path) -> None:
+def test_file_size_limit(trainers: Trainers, out: Path, tmp_path: Path) -> None:
     limit = patched(tmp_path / "patch", "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))")
-    run = zygote.run(out, *EVERY, **limit)
+    run = trainers.run(out, *EVERY, **limit)
     assert run.wait() == [1]
     assert "no space left for a checkpoint in" in run.output()
     assert "[Errno 27] File too large" in run.output()
     assert checkpoints(out) == debris(out) == []
-    assert zygote.run(out, *EVERY).wait() == [0]
+    assert trainers.run(out, *EVERY).wait() == [0]
 
 
-def test_file_size_limit_on_the_snapshot(zygote: Zygote, out: Path) -> None:
+def test_file_size_limit_on_the_snapshot(trainers: Trainers, out: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))"
-    run = zygote.run(out, *EVERY, patch=limit)
+    run = trainers.run(out, *EVERY, patch=limit)
     assert run.wait() == [1]
     assert "which the limit of file sizes (ulimit -f), 30000 bytes" in run.output()
     assert checkpoints(out) == debris(out) == []
@@ -164,20 +164,20 @@ def test_a_writer_ends_though_a_forked_child_holds_its_socket() -> None:
 
 @pytest.mark.fault("F24", injected="disk full on rank 1 alone", outcome="both raise the same error; none hangs")
 @pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
-def test_full_on_one_rank(zygote: Zygote, out: Path, whole_of_two: Path, mode: tuple[str, ...]) -> None:
-    zygote.stopped(out, 5, 2)
-    run = zygote.run(out, *EVERY, *mode, ranks=2, failpoint="after_optimizer_file@1=ENOSPC")
+def test_full_on_one_rank(trainers: Trainers, out: Path, whole_of_two: Path, mode: tuple[str, ...]) -> None:
+    trainers.stopped(out, 5, 2)
+    run = trainers.run(out, *EVERY, *mode, ranks=2, failpoint="after_optimizer_file@1=ENOSPC")
     assert run.wait() == [1, 1]
     assert run.output().count("CheckpointWriteError: rank 1: no space left for a checkpoint in") == 2
     assert checkpoints(out) == [5]
     assert debris(out) == []
-    assert zygote.run(out, *EVERY, ranks=2).wait() == [0, 0]
+    assert trainers.run(out, *EVERY, ranks=2).wait() == [0, 0]
     same_run(out, whole_of_two)
 
 
 @pytest.mark.fault("F25", injected="a write fails behind the loop", outcome="raised at the next step, not swallowed")
 @pytest.mark.parametrize(("ranks", "step"), [(1, 6), (2, 7)])
-def test_a_failed_write_is_raised_in_the_loop(zygote: Zygote, out: Path, ranks: int, step: int) -> None:
+def test_a_failed_write_is_raised_in_the_loop(trainers: Trainers, out: Path, ranks: int, step: int) -> None:
     """One process hears of it at the next step, several tell each other at the one after."""
     wait_for_the_answer = """
 from accel_train.checkpoints import saver
@@ -188,7 +188,7 @@ def boundary(self, step):
     return original(self, step)
 saver.Saver.boundary = boundary
 """
-    run = zygote.run(out, *EVERY, ranks=ranks, patch=wait_for_the_answer, failpoint=f"before_file@{ranks - 1}=ENOSPC")
+    run = trainers.run(out, *EVERY, ranks=ranks, patch=wait_for_the_answer, failpoint=f"before_file@{ranks - 1}=ENOSPC")
     assert set(run.wait()) == {1}
     assert max(losses(out)) == step
     assert checkpoints(out) == debris(out) == acknowledged(out) == []
@@ -197,10 +197,10 @@ saver.Saver.boundary = boundary
 @pytest.mark.fault("F25", injected="the same, on_error: continue", outcome="warned; trains on; a later save works")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_goes_on_and_a_later_save_works(
-    zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int
+    trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int
 ) -> None:
     failpoint = f"before_seal@{ranks - 1}#2=EIO"
-    run = zygote.run(out, *EVERY, *CONTINUE, ranks=ranks, failpoint=failpoint)
+    run = trainers.run(out, *EVERY, *CONTINUE, ranks=ranks, failpoint=failpoint)
     assert set(run.wait()) == {0}
     assert "checkpoint of step 10 was not saved; training goes on: rank" in run.output()
     assert acknowledged(out) == [5, 15, 20]
@@ -209,8 +209,8 @@ def test_training_goes_on_and_a_later_save_works(
 
 
 @pytest.mark.fault("F25", injected="no room even to begin, on_error: continue", outcome="warned; a later save works")
-def test_a_save_that_cannot_begin_does_not_stop_training(zygote: Zygote, out: Path, whole: Path) -> None:
-    run = zygote.run(out, *EVERY, *CONTINUE, failpoint="after_mkdir#2=ENOSPC")
+def test_a_save_that_cannot_begin_does_not_stop_training(trainers: Trainers, out: Path, whole: Path) -> None:
+    run = trainers.run(out, *EVERY, *CONTINUE, failpoint="after_mkdir#2=ENOSPC")
     assert run.wait() == [0], run.output()
     assert "checkpoint of step 10 was not saved; training goes on: rank 0: no space left" in run.output()
     assert acknowledged(out) == [5, 15, 20]
@@ -219,41 +219,41 @@ def test_a_save_that_cannot_begin_does_not_stop_training(zygote: Zygote, out: Pa
 
 # ------------------------------------------------------------------------------------- directories that do not answer
 @pytest.mark.fault("F27", injected="file system remounted read-only", outcome="error names the path; nothing lost")
-def test_read_only(zygote: Zygote, out: Path, disk: Disk) -> None:
+def test_read_only(trainers: Trainers, out: Path, disk: Disk) -> None:
     disk("size=50m")
-    run = zygote.start(out, *EVERY, "--pause_at", "7")
+    run = trainers.start(out, *EVERY, "--pause_at", "7")
     run.until(out / "acknowledged.txt", "5")
     disk("ro")
     run.go()
     assert run.wait() == [1]
     assert f"checkpoint in {out}/checkpoints could not be written: OSError: [Errno 30] Read-only" in run.output()
-    refused = zygote.run(out, *EVERY)
+    refused = trainers.run(out, *EVERY)
     assert refused.wait() == [1]
     assert "Read-only file system" in refused.output()
     assert checkpoints(out) == [5]
     disk("rw")
-    goes_on(zygote, out)
+    goes_on(trainers, out)
 
 
 @pytest.mark.fault("F27", injected="directory without permission (chattr +i)", outcome="the same")
-def test_no_permission(zygote: Zygote, out: Path) -> None:
-    zygote.stopped(out, 5)
+def test_no_permission(trainers: Trainers, out: Path) -> None:
+    trainers.stopped(out, 5)
     if subprocess.run(["chattr", "+i", str(out / "checkpoints")], capture_output=True, check=False).returncode != 0:
         pytest.skip("this file system has no immutable directories, and root may write everywhere")
     try:
-        run = zygote.run(out, *EVERY)
+        run = trainers.run(out, *EVERY)
         assert run.wait() == [1]
         assert f"checkpoint in {out}/checkpoints could not be written: PermissionError" in run.output()
         assert checkpoints(out) == [5]
     finally:
         subprocess.run(["chattr", "-i", str(out / "checkpoints")], check=True)
-    goes_on(zygote, out)
+    goes_on(trainers, out)
 
 
 @pytest.mark.fault("F28", injected="checkpoints deleted while running", outcome="made again at the next save; warned")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_deleted_while_running(zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
-    run = zygote.start(out, *EVERY, *SYNC, "--pause_at", "7", ranks=ranks)
+def test_deleted_while_running(trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
+    run = trainers.start(out, *EVERY, *SYNC, "--pause_at", "7", ranks=ranks)
     run.until_step(7)  # between two saves
     assert acknowledged(out) == checkpoints(out) == [5]
     shutil.rmtree(out / "checkpoints")
@@ -263,13 +263,13 @@ def test_deleted_while_running(zygote: Zygote, out: Path, request: pytest.Fixtur
     assert "was deleted while the run went on; it is made again" in run.output()
     assert checkpoints(out) == [15, 20]
     same_run(out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"))
-    again = zygote.run(out, *EVERY, ranks=ranks)
+    again = trainers.run(out, *EVERY, ranks=ranks)
     assert "at step 20" in again.output()
 
 
 @pytest.mark.fault("F28", injected="the save's own directory deleted under it", outcome="an error; the next one works")
-def test_deleted_under_the_writer(zygote: Zygote, out: Path, whole: Path) -> None:
-    run = zygote.start(out, *EVERY, *CONTINUE, failpoint="after_model_file=hold")
+def test_deleted_under_the_writer(trainers: Trainers, out: Path, whole: Path) -> None:
+    run = trainers.start(out, *EVERY, *CONTINUE, failpoint="after_model_file=hold")
     run.until_held()
     shutil.rmtree(out / "checkpoints")
     run.go()
@@ -281,7 +281,7 @@ def test_deleted_under_the_writer(zygote: Zygote, out: Path, whole: Path) -> Non
 
 # ------------------------------------------------------------------------------------------------------ broken disks
 @pytest.mark.fault("F30", injected="rename fails (EXDEV)", outcome="error names the complete directory, which is kept")
-def test_rename_fails(zygote: Zygote, out: Path, tmp_path: Path) -> None:
+def test_rename_fails(trainers: Trainers, out: Path, tmp_path: Path) -> None:
     code = """
     import errno, os
     real = os.rename
@@ -291,21 +291,21 @@ def test_rename_fails(zygote: Zygote, out: Path, tmp_path: Path) -> None:
         real(a, b, **options)
     os.rename = rename
     """
-    run = zygote.run(out, *EVERY, **patched(tmp_path / "patch", code))
+    run = trainers.run(out, *EVERY, **patched(tmp_path / "patch", code))
     assert run.wait() == [1]
     (kept,) = debris(out)
     assert f"{out}/checkpoints/{kept} is complete, but could not be renamed to checkpoint_00000010" in run.output()
     assert "Invalid cross-device link" in run.output()
     assert commit.verify(out / "checkpoints" / kept).step == 10
     assert checkpoints(out) == [5]
-    goes_on(zygote, out)
+    goes_on(trainers, out)
 
 
 @pytest.mark.fault("F31", injected="fsync fails (EIO) on a file or directory", outcome="a failed save, never a success")
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "trainer_state.json", "manifest.json", "optimizer", "checkpoints"]
 )
-def test_fsync_fails(zygote: Zygote, out: Path, tmp_path: Path, name: str) -> None:
+def test_fsync_fails(trainers: Trainers, out: Path, tmp_path: Path, name: str) -> None:
     code = f"""
     import errno, os
     real, failed = os.fsync, []
@@ -316,8 +316,8 @@ def test_fsync_fails(zygote: Zygote, out: Path, tmp_path: Path, name: str) -> No
         real(descriptor)
     os.fsync = fsync
     """
-    zygote.stopped(out, 5)
-    run = zygote.run(out, *EVERY, **patched(tmp_path / "patch", code))
+    trainers.stopped(out, 5)
+    run = trainers.run(out, *EVERY, **patched(tmp_path / "patch", code))
     assert run.wait() == [1]
     assert "[Errno 5] Input/output error" in run.output()
     assert acknowledged(out) == [5]
@@ -326,7 +326,7 @@ def test_fsync_fails(zygote: Zygote, out: Path, tmp_path: Path, name: str) -> No
     )  # the name is there and whole, though perhaps not after a power loss
     assert checkpoints(out) == [5, *renamed]
     assert debris(out) == []
-    goes_on(zygote, out, newest=10 if renamed else 5)
+    goes_on(trainers, out, newest=10 if renamed else 5)
 
 
 def kill_the_writer(run: Trainer) -> None:
@@ -337,21 +337,21 @@ def kill_the_writer(run: Trainer) -> None:
 
 
 @pytest.mark.fault("F31", injected="SIGKILL of the writer process alone", outcome="an error that says so; nothing lost")
-def test_the_writer_dies(zygote: Zygote, out: Path) -> None:
-    run = zygote.start(out, *EVERY, failpoint="after_model_file#2=hold")
+def test_the_writer_dies(trainers: Trainers, out: Path) -> None:
+    run = trainers.start(out, *EVERY, failpoint="after_model_file#2=hold")
     kill_the_writer(run)
     assert run.wait() == [1]
     assert "CheckpointWriteError: rank 0: the writer process ended by itself (code -9)" in run.output()
     assert checkpoints(out) == debris(out) == []
-    assert zygote.run(out, *EVERY).wait() == [0]
+    assert trainers.run(out, *EVERY).wait() == [0]
 
 
 @pytest.mark.fault(
     "F31", injected="the same, on_error: continue", outcome="another writer is started; later saves work"
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_another_writer_takes_over(zygote: Zygote, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
-    run = zygote.start(out, *EVERY, *CONTINUE, ranks=ranks, failpoint="after_optimizer_file@0=hold")
+def test_another_writer_takes_over(trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
+    run = trainers.start(out, *EVERY, *CONTINUE, ranks=ranks, failpoint="after_optimizer_file@0=hold")
     kill_the_writer(run)
     run.go()  # the next writer passes that place again
     assert set(run.wait()) == {0}, run.output()
