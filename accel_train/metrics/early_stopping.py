@@ -1,4 +1,4 @@
-"""End a run that has stopped getting better, from what it has recorded of itself."""
+"""Early stopping, based on the evaluations in ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -12,35 +12,43 @@ logger = logging.getLogger(__name__)
 
 
 class EarlyStopping:
-    """Counts evaluations since the best. Made and asked on every process, with figures that are the same on all.
+    """Counts evaluations since the best. Built and called on every process with the same metrics.
 
-    It keeps no state of its own: a resumed run reads its earlier evaluations from ``metrics.jsonl``.
+    It is not part of a checkpoint: a resumed run reads its earlier evaluations from ``metrics.jsonl``.
     """
 
     def __init__(self, patience: int | None, metric: str, directory: Path, start_step: int, after: int = 0) -> None:
-        """``patience`` evaluations without a lower ``metric`` end the run; None: nothing does. Those of the first
-        ``after`` steps, in which what the metric measures is not trained, do not count."""
-        self.patience, self.metric, self.after = patience, metric, after
+        """End the run after ``patience`` evaluations without a lower ``metric``. None never ends it.
+
+        Evaluations in the first ``after`` steps, before the metric's loss is trained, do not count.
+        """
+        self.patience = patience
+        self.metric = metric
+        self.after = after
+        self._values: list[float] = []
         path = directory / "metrics.jsonl"
-        records = read_metrics(path) if patience is not None and start_step and path.exists() else []
-        found = [r for r in records if r["event"] == "evaluation" and after < r["step"] <= start_step and metric in r]
-        self._values = list({r["step"]: float(r[metric]) for r in found}.values())
+        if patience is not None and start_step and path.exists():
+            by_step: dict[int, float] = {}  # steps repeated after a crash are evaluated again
+            for record in read_metrics(path):
+                if record["event"] == "evaluation" and after < record["step"] <= start_step and metric in record:
+                    by_step[record["step"]] = float(record[metric])
+            self._values = list(by_step.values())
         if self.exhausted:
             logger.info(f"the run has ended at step {start_step}: no better {metric} for {patience} evaluations")
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run is to end here."""
+        """True if the run should end now."""
         if self.patience is None or not self._values:
             return False
-        since_best = len(self._values) - 1 - self._values.index(min(self._values))
-        return since_best >= self.patience
+        best = self._values.index(min(self._values))
+        return len(self._values) - 1 - best >= self.patience
 
-    def ended(self, step: int, figures: Mapping[str, float]) -> bool:
-        """Take the figures of an evaluation after ``step`` steps, empty where it was broken off: whether to end."""
-        if not figures or self.patience is None or step <= self.after:
+    def ended(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Record the metrics after ``step`` steps, empty for an interrupted evaluation. Return True to end the run."""
+        if not metrics or self.patience is None or step <= self.after:
             return False
-        self._values.append(figures[self.metric])
+        self._values.append(metrics[self.metric])
         if self.exhausted:
             best = min(self._values)
             logger.info(f"{self.metric} has not been below {best:.4g} for {self.patience} evaluations: the run ends")

@@ -1,4 +1,4 @@
-"""What a run ran on: the first line of ``metrics.jsonl``. Versions and hardware, no environment variables."""
+"""Versions and hardware of a run, for the first line of ``metrics.jsonl``. No environment variables are recorded."""
 
 from __future__ import annotations
 
@@ -23,35 +23,40 @@ PACKAGES = ("torch", "accelerate", "transformers", "datasets", "numpy", "deepspe
 
 
 def describe_environment(accelerator: Accelerator) -> dict[str, object]:
-    """Facts of this process's machine and of the whole run; no collective, no device wait.
+    """Describe this process's machine and the whole run. No collective, no device wait.
 
-    Main process: other hosts may differ, which the launcher's own checks see to.
+    Main process only. Other hosts may differ.
     """
     import torch
 
     from accel_train.runtime.accelerator import strategy_of
 
-    cuda = accelerator.device.type == "cuda"
-    facts: dict[str, object] = {
+    if accelerator.device.type == "cuda":
+        cuda_version = torch.version.cuda
+        device_name = torch.cuda.get_device_name(accelerator.device)
+    else:
+        cuda_version = None
+        device_name = cpu_name()
+    precision = accelerator.mixed_precision
+    return {
         "versions": package_versions(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cuda": torch.version.cuda if cuda else None,
+        "cuda": cuda_version,
         "device": accelerator.device.type,
-        "device_name": torch.cuda.get_device_name(accelerator.device) if cuda else cpu_name(),
+        "device_name": device_name,
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "world_size": accelerator.num_processes,
         "strategy": strategy_of(accelerator),
-        "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+        "precision": "fp32" if precision == "no" else precision,
         "command": command_line(sys.argv),
         "git_commit": git_commit(Path(sys.argv[0]).resolve().parent),
     }
-    return facts
 
 
 def cpu_name() -> str:
-    """The processor's model where the system tells it, else its architecture."""
+    """Return the model of the processor, or its architecture if the system does not tell."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -60,7 +65,7 @@ def cpu_name() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Installed versions of the packages that decide a run's numbers; absent ones are left out."""
+    """Return the installed versions of the packages that affect a run's numbers."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"accel_train": __version__}
@@ -73,25 +78,29 @@ def package_versions() -> dict[str, str]:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as a shell would take it, the values of options that look like secrets replaced."""
+    """Join the command in shell syntax, with the values of secret-looking options hidden."""
     shown: list[str] = []
     hide_next = False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        secret = name.startswith("-") and SECRET.search(name.rsplit(".", 1)[-1]) is not None
+        is_secret = name.startswith("-") and SECRET.search(name.rsplit(".", 1)[-1]) is not None
         if hide_next and not argument.startswith("-"):
             shown.append("***")
+        elif is_secret and equals:
+            shown.append(f"{name}=***")
         else:
-            shown.append(f"{name}=***" if secret and equals else argument)
-        hide_next = secret and not equals
+            shown.append(argument)
+        hide_next = is_secret and not equals
     return shlex.join(shown)
 
 
 def git_commit(directory: Path) -> str | None:
-    """The commit of the script's repository, with ``-dirty`` where tracked files differ; None without one."""
+    """Return the commit of the repository around ``directory``, or None. ``-dirty`` means changed tracked files."""
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    if done.returncode != 0:
+        return None
+    return done.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""Held-out metrics that do not depend on the number of processes, on the batch size or on what training left behind."""
+"""Held-out metrics, independent of the number of processes, the batch size and the state of training."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ B = TypeVar("B")
 
 
 @contextmanager
-def evaluating(model: nn.Module, average: Ema) -> Generator[None]:
-    """Run the body with the averaged weights, in eval mode, without gradients. All processes.
+def evaluating(model: nn.Module, ema: Ema) -> Generator[None]:
+    """Run the body with the EMA weights, in eval mode and without gradients. All processes must call it.
 
-    The trained weights come back bit for bit, and every module's mode as it was.
+    Afterwards the trained weights are back bit for bit, and every module is in its previous mode.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with average.applied(), torch.no_grad():
+        with ema.applied(), torch.no_grad():
             yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        # Module by module: model.train() would also switch on modules that the recipe keeps in eval mode.
+        for module, training in was_training.items():
+            module.training = training
 
 
 def heldout_batches(
@@ -59,59 +60,65 @@ def first_samples(accelerator: Accelerator, dataset: MapDataset, samples: int) -
 def weighted_sums(
     accelerator: Accelerator, batches: Iterable[B], sums_of: Callable[[B], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Add ``sums_of(batch)`` over the batches of all processes: name -> fp64 sum, on the CPU.
+    """Add ``sums_of(batch)`` over the batches of all processes. Return name -> fp64 sum on the CPU.
 
-    All processes call it with equally many batches (``heldout_batches``), because a forward of a sharded model waits
-    for the others. Each value is a sum over the batch's samples of weight x figure, of any shape, the same in every
-    batch; with the sum of the weights among them, the caller divides. A mean over a batch would count the samples of a
-    short batch for more. No gradients; one reduction, and one wait for the device, whatever the number of batches.
+    All processes must call it with equally many batches (``heldout_batches``), because a forward of a sharded model is
+    a collective. Each value is a sum of weight x metric over the samples of the batch, with the same shape in every
+    batch. One of the values is the sum of weights, and the caller divides by it: means over batches would overweight
+    the samples of a short batch. One reduction and one device wait for any number of batches. No gradients.
     """
     totals: dict[str, Tensor] = {}
     with torch.no_grad():
         for batch in batches:
             stopping_point()
             for name, value in sums_of(batch).items():
-                totals[name] = totals[name] + widest(value) if name in totals else widest(value)
+                wide = widest(value)
+                totals[name] = totals[name] + wide if name in totals else wide
     if not totals:
         raise ValueError("no batch to evaluate: the held-out set is empty, or sums_of returned nothing")
     local = torch.cat([value.flatten() for value in totals.values()])
     reduced: Any = accelerator.reduce(local, "sum")
-    parts = reduced.cpu().double().split([value.numel() for value in totals.values()])
-    return {name: part.view(value.shape) for part, (name, value) in zip(parts, totals.items(), strict=True)}
+    lengths = [value.numel() for value in totals.values()]
+    sums = reduced.cpu().double().split(lengths)
+    return {name: part.view(totals[name].shape) for name, part in zip(totals, sums, strict=True)}
 
 
 class EvaluationStopped(BaseException):
-    """A stop was asked for during an evaluation: every process raises it, at the same forward. Not an ``Exception``,
-    so that nobody's ``except Exception`` goes on."""
+    """A stop request during an evaluation. Every process raises it at the same forward.
+
+    A ``BaseException``, so that an ``except Exception`` in an evaluation does not swallow it.
+    """
 
 
-_asked: Callable[[], bool] | None = None
+_stop_requested: Callable[[], bool] | None = None
 
 
 @contextmanager
-def stoppable(asked: Callable[[], bool]) -> Generator[None]:
-    """Inside, ``stopping_point`` raises ``EvaluationStopped`` once ``asked`` says so, which every process must be told
-    alike."""
-    global _asked
-    before, _asked = _asked, asked
+def stoppable(stop_requested: Callable[[], bool]) -> Generator[None]:
+    """Have ``stopping_point`` raise ``EvaluationStopped`` once ``stop_requested()`` is true on every process."""
+    global _stop_requested
+    before = _stop_requested
+    _stop_requested = stop_requested
     try:
         yield
     finally:
-        _asked = before
+        _stop_requested = before
 
 
 def stopping_point() -> None:
-    """A place where an evaluation may end: raises ``EvaluationStopped`` on all processes if one was asked to stop.
+    """Raise ``EvaluationStopped`` on all processes if one of them got a stop request. No effect outside of training.
 
-    Every process must come by equally often: it is a small collective on the host. Nothing outside of training.
+    A small collective on the host, so every process must call it equally often.
     """
-    if _asked is not None and _asked():
+    if _stop_requested is not None and _stop_requested():
         raise EvaluationStopped
 
 
 def interruptible(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` with a ``stopping_point`` before each call: an evaluation or a sampler ends between two forwards.
-    Every process must call it equally often, as a sharded model demands anyway."""
+    """Wrap ``forward`` with a ``stopping_point``, so that an evaluation or sampler can end between two calls.
+
+    Every process must call it equally often, as a sharded model requires anyway.
+    """
 
     def call(*inputs: Any, **named: Any) -> Any:
         stopping_point()

@@ -1,4 +1,4 @@
-"""Python logging of a run: a quiet console on the main process, everything in ``logs/rank_N.log``."""
+"""Python logging of a run: a quiet console on the main process, and full logs in ``logs/rank_N.log``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accel_train.metrics.progress import FILE_ONLY
 logger = logging.getLogger(__name__)
 
 OWN = ("accel_train", "recipes", "__main__")
-"""Loggers whose INFO a person wants to read on the console; of all others, warnings."""
+"""Loggers shown on the console from INFO. All others are shown from WARNING."""
 
 LINE = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"
 
@@ -29,33 +29,37 @@ _active: Logs | None = None
 
 
 class Logs:
-    """What ``setup_logging`` installed; ``close`` puts back what was there. Also a context manager, which
-    writes the traceback of an exception that leaves it."""
+    """Handlers and hooks of ``setup_logging``, until ``close`` restores the previous ones.
+
+    As a context manager it also logs the traceback of an exception.
+    """
 
     def __init__(self, path: Path, handlers: list[logging.Handler]) -> None:
         self.path = path
         self._handlers = handlers
         self._root = logging.getLogger()
         self._level = self._root.level
-        self._sys_hook, self._thread_hook = sys.excepthook, threading.excepthook
-        self._root.setLevel(min(self._level, logging.INFO) or logging.INFO)
+        self._sys_hook = sys.excepthook
+        self._thread_hook = threading.excepthook
+        self._root.setLevel(min(self._level, logging.INFO) or logging.INFO)  # 0 is NOTSET
         for handler in handlers:
             self._root.addHandler(handler)
         logging.captureWarnings(True)
-        sys.excepthook = _sys_hook_before(self._sys_hook)
-        threading.excepthook = _thread_hook_before(self._thread_hook)
+        sys.excepthook = _logging_hook(self._sys_hook)
+        threading.excepthook = _logging_thread_hook(self._thread_hook)
 
     def close(self) -> None:
         global _active
         if _active is not self:
             return
         _active = None
-        sys.excepthook, threading.excepthook = self._sys_hook, self._thread_hook
+        sys.excepthook = self._sys_hook
+        threading.excepthook = self._thread_hook
         logging.captureWarnings(False)
         self._root.setLevel(self._level)
         for handler in self._handlers:
             self._root.removeHandler(handler)
-            with suppress(OSError):  # what a full disk did not take
+            with suppress(OSError):  # flushes the last lines, which fails on a full disk
                 handler.close()
 
     def __enter__(self) -> Logs:
@@ -72,10 +76,10 @@ class Logs:
 def setup_logging(output_dir: Path, rank: int, world_size: int) -> Logs:
     """Send Python's logging, warnings and uncaught exceptions to ``output_dir/logs/rank_N.log``.
 
-    Every process calls it, once ``output_dir`` is known; no collective. The file is appended to across
-    restarts, each with a header line. The console (stdout) is the main process's alone: messages of this
-    project and its recipes from INFO, of others from WARNING. Called again, it replaces what it installed.
-    A ``UsageError`` is logged without a traceback, a ``SystemExit`` not at all.
+    Every process calls it once ``output_dir`` is known; no collective. A restart appends to the file after a header
+    line. Only the main process writes to the console (stdout): messages of this project and its recipes from INFO,
+    others from WARNING. A second call replaces the first. A ``UsageError`` is logged without traceback, a
+    ``SystemExit`` not at all.
     """
     global _active
     if _active is not None:
@@ -87,7 +91,7 @@ def setup_logging(output_dir: Path, rank: int, world_size: int) -> Logs:
     except OSError as error:
         raise UsageError(
             f"output_dir={str(output_dir)!r}: the log {path} cannot be opened ({error}); "
-            "a directory that this user can write is required: free it or give another --output_dir"
+            "a directory writable by this user is required: make it writable or give another --output_dir"
         ) from error
     handlers: list[logging.Handler] = [file]
     if rank == 0:
@@ -102,7 +106,7 @@ def _header(rank: int, world_size: int) -> str:
 
 
 class _RankFile(logging.FileHandler):
-    """Timestamps in UTC, so that the files of several hosts merge by sorting."""
+    """Log file with timestamps in UTC, so that the files of several hosts merge by sorting."""
 
     def __init__(self, path: Path, header: str) -> None:
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -114,14 +118,14 @@ class _RankFile(logging.FileHandler):
         self._failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk must not fill the terminal: Python's way prints a traceback for every message."""
+        """Print one warning. Python prints a traceback for every message, which floods the terminal on a full disk."""
         if not self._failed:
             self._failed = True
             print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """Short lines; a progress bar is cleared before and drawn again after."""
+    """Console with short lines. Clears a progress bar before each line and redraws it after."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -129,9 +133,11 @@ class _Console(logging.StreamHandler[TextIO]):
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
-        if record.name == "py.warnings":  # "path:line: UserWarning: text" and the line of source below it
+        if record.name == "py.warnings":  # "path:line: UserWarning: text" with the line of source below
             text = text.strip().rsplit("\n  ", 1)[0]
-        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+        if record.levelno < logging.WARNING:
+            return text
+        return f"{record.levelname.lower()}: {text}"
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm = sys.modules.get("tqdm")
@@ -145,12 +151,13 @@ class _Console(logging.StreamHandler[TextIO]):
 def _is_for_console(record: logging.LogRecord) -> bool:
     if getattr(record, FILE_ONLY, False):
         return False
-    own = record.name.split(".", 1)[0] in OWN
-    return record.levelno >= (logging.INFO if own else logging.WARNING)
+    package = record.name.split(".", 1)[0]
+    lowest = logging.INFO if package in OWN else logging.WARNING
+    return record.levelno >= lowest
 
 
 def _log_uncaught(error: BaseException, where: str = "") -> None:
-    """Into the files only: the console gets Python's own traceback."""
+    """Log an exception to the files only. The console gets Python's own traceback."""
     if isinstance(error, UsageError):
         logger.error("wrong usage%s: %s", where, error, extra={FILE_ONLY: True})
         return
@@ -162,7 +169,7 @@ SysHook = Callable[[type[BaseException], BaseException, TracebackType | None], o
 ThreadHook = Callable[[threading.ExceptHookArgs], object]
 
 
-def _sys_hook_before(previous: SysHook) -> SysHook:
+def _logging_hook(previous: SysHook) -> SysHook:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _log_uncaught(error)
         if isinstance(error, UsageError) and previous is sys.__excepthook__:
@@ -173,16 +180,17 @@ def _sys_hook_before(previous: SysHook) -> SysHook:
     return hook
 
 
-def _thread_hook_before(previous: ThreadHook) -> ThreadHook:
+def _logging_thread_hook(previous: ThreadHook) -> ThreadHook:
     def hook(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
-            _log_uncaught(args.exc_value, f" in thread {args.thread.name if args.thread else '?'}")
+            name = args.thread.name if args.thread else "?"
+            _log_uncaught(args.exc_value, f" in thread {name}")
         previous(args)
 
     return hook
 
 
 def info(logger: logging.Logger, *lines: str) -> None:
-    """Log whole sentences, one message each: on the console of the main process and in every process's file."""
+    """Log each line as a message, to the console of the main process and the file of every process."""
     for line in lines:
         logger.info("%s", line)

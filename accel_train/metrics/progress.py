@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, one plain line per log point elsewhere."""
+"""Progress of a run: a bar on a terminal, elsewhere one plain line per log point."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FILE_ONLY = "file_only"
-"""Attribute of a log record that belongs into the log file and not on the console."""
+"""Attribute of a log record for the log file only, not for the console."""
 
 LOSS_OF = ("mode", "task")
-"""Fields of a training line that say which of several losses this step had: those of two steps may be of two kinds."""
+"""Fields of a training line with the kind of its loss, in a run with several. Losses of two kinds are incomparable."""
 
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 class Progress:
-    """Steps, loss, rate and time left. Main process only.
+    """Display of step, loss, throughput and time left. Main process only.
 
-    A bar where both stdout and stderr are terminals (``on`` draws it anyway), else log lines, which a pipe or
-    a batch system keeps readable. With a bar the lines still go to the log file.
+    A bar if both stdout and stderr are terminals (``on`` draws it anyway), otherwise log lines, which stay readable in
+    a pipe or batch system. With a bar, the lines still go to the log file.
     """
 
     def __init__(self, mode: Literal["auto", "on", "off"], max_steps: int, start_step: int) -> None:
@@ -40,19 +40,21 @@ class Progress:
             )
 
     def advance(self, step: int) -> None:
-        """Move the bar; host only, and drawn at most ten times a second."""
+        """Move the bar. It is redrawn at most ten times a second, and nothing waits for the device."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def show(self, step: int, fields: Mapping[str, object]) -> None:
-        """The state at a log point, from the fields of a training line."""
+        """Show the fields of a training line at a log point."""
         shown = describe(fields)
+        parts = [f"step {step}/{self._max_steps}", *shown]
         left = time_left(step, self._max_steps, fields)
-        line = "  ".join([f"step {step}/{self._max_steps}", *shown, *([f"ETA {left}"] if left else [])])
+        if left:
+            parts.append(f"ETA {left}")
         if self._bar is not None:
             self._bar.set_postfix_str("  ".join(shown), refresh=False)
             self.advance(step)
-        logger.info("%s", line, extra={FILE_ONLY: self._bar is not None})
+        logger.info("%s", "  ".join(parts), extra={FILE_ONLY: self._bar is not None})
 
     def close(self) -> None:
         if self._bar is not None:
@@ -60,42 +62,53 @@ class Progress:
 
 
 def _on_terminal() -> bool:
-    """A pseudo-terminal of some batch systems says that it has no columns: a bar would be invisible there."""
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         return False
+    # Pseudo-terminals of some batch systems have no columns, and a bar would be invisible there.
     return os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 def describe(fields: Mapping[str, object]) -> list[str]:
-    """``["loss 3.412 (l2t)", "lr 1.2e-3", "412 samples/s"]``, of what is there."""
+    """Format the known fields: ``["loss 3.412 (l2t)", "lr 1.2e-3", "412 samples/s"]``."""
     shown: list[str] = []
-    if isinstance(loss := fields.get("loss"), (int, float)):
-        of = next((f" ({fields[name]})" for name in LOSS_OF if name in fields), "")
-        shown.append(f"loss {loss:#.4g}{of}")
-    if isinstance(lr := fields.get("lr"), (int, float)):
+    loss = fields.get("loss")
+    if isinstance(loss, (int, float)):
+        kind = next((f" ({fields[name]})" for name in LOSS_OF if name in fields), "")
+        shown.append(f"loss {loss:#.4g}{kind}")
+    lr = fields.get("lr")
+    if isinstance(lr, (int, float)):
         shown.append(f"lr {short_exponent(lr)}")
-    if isinstance(rate := fields.get("samples_per_second"), (int, float)):
-        shown.append(f"{rate:.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s")
+    throughput = fields.get("samples_per_second")
+    if isinstance(throughput, (int, float)):
+        digits = ".0f" if throughput >= 100 else ".3g"
+        shown.append(f"{throughput:{digits}} samples/s")
     return shown
 
 
 def time_left(step: int, max_steps: int, fields: Mapping[str, object]) -> str:
-    """Of training alone: evaluation and saving come on top. Empty where the step time is not known."""
+    """Estimate the training time left, without evaluation and saving. Empty without a step time."""
     seconds = fields.get("step_seconds")
-    return format_seconds((max_steps - step) * seconds) if isinstance(seconds, (int, float)) else ""
+    if not isinstance(seconds, (int, float)):
+        return ""
+    return format_seconds((max_steps - step) * seconds)
 
 
 def format_seconds(seconds: float) -> str:
-    """``1:32``, ``2:03:04``, ``3 days 2:03:04``."""
+    """Format as ``1:32``, ``2:03:04`` or ``3 days 2:03:04``."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
-    clock = f"{hour}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
-    return f"{days} day{'s' if days > 1 else ''} {clock}" if days else clock
+    if not hours:
+        return f"{minute}:{second:02d}"
+    clock = f"{hour}:{minute:02d}:{second:02d}"
+    if not days:
+        return clock
+    unit = "day" if days == 1 else "days"
+    return f"{days} {unit} {clock}"
 
 
 def short_exponent(value: float) -> str:
-    """``0.0012`` -> ``1.2e-3``, three digits at most."""
+    """Format ``0.0012`` as ``1.2e-3``, with three digits at most."""
     if not value:
         return "0"
     mantissa, _, exponent = f"{value:.2e}".partition("e")

@@ -1,4 +1,4 @@
-"""How fast training goes, counted on the host, without ever making the host wait for the device."""
+"""Throughput of training, measured on the host without waiting for the device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 GIB = float(1 << 30)
 Count = float | torch.Tensor
-"""A number, or a tensor of one element on any device: it is summed where it is and read at the log point."""
+"""A number, or a tensor with one element on any device. Tensors are summed on their device and read at a log point."""
 
 
 @dataclass(frozen=True)
 class _Interval:
-    """What happened between two reads."""
+    """Counts between two reads."""
 
     seconds: float
     steps: int
@@ -58,17 +58,15 @@ class LocalCounts:
 
 
 class Throughput:
-    """Rates of training alone over the last log intervals. Every process may keep one; no collective.
+    """Throughput of training alone over the last log intervals. Every process may have one; no collective.
 
-    Why the window is bounded by reads: on CUDA a step returns to the host long before the device has done it,
-    so a clock read in ``update`` times the queue, not the work. ``read`` is called at the log point, after
-    the host has fetched the loss and so has waited for all the work before it. The time from one such point
-    to the next is the device's, and what was counted between them was done between them. The window is
-    therefore the fewest whole log intervals that hold at least ``window_steps`` steps; the first one includes
+    The window ends at reads for a reason. On CUDA a step returns to the host long before the device finishes it, so a
+    clock in ``update`` would time the queue. ``read`` is called at a log point, after the host has fetched the loss
+    and thus waited for all earlier work. Between two such points, time and counts belong together. The window
+    therefore holds whole log intervals, as few as reach ``window_steps`` steps. The first interval includes
     compilation and other warm-up, and leaves the window as training goes on.
 
-    The clock starts when the object is made: make it right before the loop. It is monotonic; a jump of the
-    wall clock changes nothing.
+    The monotonic clock starts with the constructor, so build the object right before the loop.
     """
 
     def __init__(
@@ -81,8 +79,10 @@ class Throughput:
         window_steps: int = 50,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``peak_flops_per_second`` is the dense peak of ONE device in the precision of the matrix products;
-        None looks the device and ``precision`` up, and where they are not known there is no ``mfu``."""
+        """Take ``peak_flops_per_second`` as the dense peak of ONE device in the precision of the matrix products.
+
+        None looks up the device and ``precision``. If they are unknown, there is no ``mfu``.
+        """
         self._device = device
         self._world_size = world_size
         self._peak = peak_flops_per_second or peak_of(device, precision)
@@ -112,10 +112,10 @@ class Throughput:
         data_wait_seconds: float = 0.0,
         flops: Count = 0.0,
     ) -> None:
-        """Count one optimizer step. All counts are GLOBAL (over all processes) but ``data_wait_seconds``.
+        """Count one optimizer step. All counts except ``data_wait_seconds`` are GLOBAL, over all processes.
 
-        ``tokens`` are valid ones, ``padded_tokens`` all positions that were computed. ``flops`` are model
-        FLOPs of forward and backward, without recomputation. A device tensor costs one small kernel, no wait.
+        ``tokens`` counts valid tokens, ``padded_tokens`` all computed positions. ``flops`` are model FLOPs of forward
+        and backward, without recomputation. A device tensor costs one small kernel and no wait.
         """
         self._steps += 1
         self._samples = self._samples + samples
@@ -126,10 +126,10 @@ class Throughput:
 
     @contextmanager
     def pause(self) -> Generator[None]:
-        """Time that is not training: evaluation, sampling, saving. May be nested.
+        """Exclude the time of evaluation, sampling or saving. May be nested.
 
-        The one place that waits for a CUDA device, on entry and on exit, so that queued steps count as
-        training and queued evaluation does not. What is paused for reads the weights and waits anyway.
+        Waits for a CUDA device on entry and exit, so that queued steps count as training and a queued evaluation does
+        not. The paused code reads the weights and would wait anyway.
         """
         if not self._pauses:
             self._wait_for_device()
@@ -144,63 +144,74 @@ class Throughput:
                 self._excluded += self._clock() - self._paused_since
 
     def read(self) -> dict[str, float]:
-        """Close the interval and return the rates; call it where the host has just waited for the loss.
+        """Close the interval and return its metrics. Call it right after the host has waited for the loss.
 
-        Rates without suffix are global. Absent: everything but memory before the first step;
-        ``model_tflops_per_second`` where no FLOPs were counted; ``mfu`` where the peak is not known.
-        Memory is this process's.
+        Metrics without suffix are global; memory is of this process. Before the first step only memory is there.
+        ``model_tflops_per_second`` needs counted FLOPs, and ``mfu`` a known peak.
         """
         self._close_interval()
         if not self._intervals:
             return memory_in_use(self._device)
-        seconds = max(sum(i.seconds for i in self._intervals), 1e-9)  # never negative, whatever the clock
+        # At least 1 ns, whatever a clock passed by the caller does.
+        seconds = max(sum(i.seconds for i in self._intervals), 1e-9)
         steps = sum(i.steps for i in self._intervals)
-        rates: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name in ("samples", "tokens", "padded_tokens"):
-            rate = sum(float(getattr(i, name)) for i in self._intervals) / seconds
-            rates[f"{name}_per_second"] = rate
-            rates[f"{name}_per_second_per_device"] = rate / self._world_size
-        rates["step_seconds"] = seconds / steps
+            per_second = sum(float(getattr(i, name)) for i in self._intervals) / seconds
+            metrics[f"{name}_per_second"] = per_second
+            metrics[f"{name}_per_second_per_device"] = per_second / self._world_size
+        metrics["step_seconds"] = seconds / steps
         waited = sum(i.data_wait_seconds for i in self._intervals)
-        rates["data_wait_fraction"] = min(waited / seconds, 1.0)
-        flops = sum(i.flops for i in self._intervals) / seconds
-        return rates | self._flop_rates(flops) | memory_in_use(self._device)
+        metrics["data_wait_fraction"] = min(waited / seconds, 1.0)
+        flops_per_second = sum(i.flops for i in self._intervals) / seconds
+        return metrics | self._flop_metrics(flops_per_second) | memory_in_use(self._device)
 
-    def _flop_rates(self, flops_per_second: float) -> dict[str, float]:
+    def _flop_metrics(self, flops_per_second: float) -> dict[str, float]:
         if flops_per_second <= 0:
             return {}
         per_device = flops_per_second / self._world_size
-        rates = {
+        metrics = {
             "model_tflops_per_second": flops_per_second / 1e12,
             "model_tflops_per_second_per_device": per_device / 1e12,
         }
-        return rates | ({"mfu": per_device / self._peak} if self._peak else {})
+        if self._peak:
+            metrics["mfu"] = per_device / self._peak
+        return metrics
 
     def _close_interval(self) -> None:
-        if not self._steps:  # a second read at the same point: nothing new, the interval stays open
+        if not self._steps:  # a second read at the same point: the interval stays open
             return
-        # Reading a device count waits for it, so the clock comes after.
-        samples, tokens = float(self._samples), float(self._tokens)
-        padded_tokens, flops = float(self._padded_tokens), float(self._flops)
+        # float() waits for a device count, so the clock is read last.
+        samples = float(self._samples)
+        tokens = float(self._tokens)
+        padded_tokens = float(self._padded_tokens)
+        flops = float(self._flops)
         now = self._paused_since if self._pauses else self._clock()
-        seconds = now - self._since - self._excluded
-        self._intervals.append(
-            _Interval(seconds, self._steps, samples, tokens, padded_tokens, self._data_wait_seconds, flops)
+        interval = _Interval(
+            seconds=now - self._since - self._excluded,
+            steps=self._steps,
+            samples=samples,
+            tokens=tokens,
+            padded_tokens=padded_tokens,
+            data_wait_seconds=self._data_wait_seconds,
+            flops=flops,
         )
+        self._intervals.append(interval)
         self._restart(now)
         while sum(i.steps for i in self._intervals) - self._intervals[0].steps >= self._window_steps:
             self._intervals.popleft()
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # not for the copies of a save beside it
+            # Only this stream: a save may be copying on a stream of its own.
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:
-    """GiB used by this process: the allocator's figures on CUDA, the resident set of the process on CPU.
+    """Return the GiB used by this process: memory of the allocator on CUDA, the resident set on CPU.
 
-    Host only: the CUDA allocator keeps its books on the host. ``memory_peak_gib`` is the largest allocation
-    since the process began, or since ``torch.cuda.reset_peak_memory_stats``.
+    Needs no device wait, because the CUDA allocator counts on the host. ``memory_peak_gib`` is the largest allocation
+    since the process began or since ``torch.cuda.reset_peak_memory_stats``.
     """
     if device.type == "cuda":
         return {

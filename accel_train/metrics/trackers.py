@@ -1,4 +1,4 @@
-"""Accelerate's trackers, asked for strictly before training and forgiven while it runs."""
+"""Accelerate's trackers: errors stop the run before training, and are only logged while it runs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ INSTALL = {
     "comet_ml": "comet_ml",
     "dvclive": "dvclive",
 }
-"""What ``pip install`` takes for each tracker that Accelerate knows."""
+"""Argument of ``pip install`` for each tracker of Accelerate."""
 
 MAX_FAILURES = 3
-"""Failures in a row after which a tracker is left alone."""
+"""Consecutive failures before a tracker is switched off."""
 
 Scalar = bool | int | float | str
 
 
 def resolve_trackers(names: Sequence[str]) -> tuple[str, ...]:
-    """The trackers asked for, once each, all of them known and installed; else ``UsageError``.
+    """Return the requested trackers without duplicates. Raises ``UsageError`` for an unknown or missing one.
 
-    Call it before anything is built: Accelerate drops a known tracker whose package is missing without a
-    word. Trackers made known by ``accelerate.tracking.register_tracker_class`` are accepted. Every process
-    may call it and gets the same answer on equal installations.
+    Call it before anything is built, because Accelerate silently drops a known tracker without its package. Trackers
+    registered by ``accelerate.tracking.register_tracker_class`` are accepted. No collective: processes with equal
+    installations get the same result.
     """
     if not names:
         return ()
@@ -65,22 +65,25 @@ def resolve_trackers(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def flatten_config(config: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Nested options as ``{"optimizer.lr": 2e-4}``, every value one that each tracker takes.
+    """Flatten nested options to ``{"optimizer.lr": 2e-4}`` with values accepted by every tracker.
 
-    TensorBoard refuses lists, None and nested mappings: lists become JSON text, None becomes "none".
+    TensorBoard refuses lists and None. Lists become JSON text, and None becomes "none".
     """
     flat: dict[str, Scalar] = {}
     for key, value in flatten(config).items():
         simple = plain(value)
         if simple is None:
-            simple = "none"
-        flat[key] = simple if isinstance(simple, (bool, int, float, str)) else json.dumps(simple)
+            flat[key] = "none"
+        elif isinstance(simple, (bool, int, float, str)):
+            flat[key] = simple
+        else:
+            flat[key] = json.dumps(simple)
     return flat
 
 
 @dataclass(frozen=True)
 class RunName:
-    """How trackers show a run; with ``run_id``, W&B goes on with the same run after a restart."""
+    """Name of a run in the trackers. With ``run_id``, W&B continues the same run after a restart."""
 
     project: str
     run: str
@@ -88,7 +91,7 @@ class RunName:
 
 
 class Trackers:
-    """The trackers of one run. Main process only; on the others it is made without names and does nothing."""
+    """Trackers of one run. On all but the main process it is built without names and does nothing."""
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class Trackers:
         run: RunName,
         config: Mapping[str, Any],
     ) -> None:
-        """Starts them, which may reach the network; one that cannot start is a ``UsageError``."""
+        """Start the trackers, which may use the network. Raises ``UsageError`` if one cannot start."""
         self._accelerator = accelerator
         self._failures: dict[str, int] = {}
         if not names:
@@ -120,11 +123,11 @@ class Trackers:
             ) from error
 
     def log(self, values: Mapping[str, object], step: int) -> None:
-        """Send the numbers among ``values``; the rest stays in ``metrics.jsonl``. Never raises.
+        """Send the numbers in ``values``; the rest is in ``metrics.jsonl`` only. Never raises.
 
-        A tracker that fails ``MAX_FAILURES`` times in a row is left alone from then on, with one warning.
+        After ``MAX_FAILURES`` consecutive failures a tracker is switched off with one warning.
         """
-        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        numbers = {name: value for name, value in values.items() if _is_number(value)}
         for tracker in list(self._accelerator.trackers):
             try:
                 tracker.log(numbers, step=step)
@@ -147,7 +150,7 @@ class Trackers:
             )
 
     def close(self) -> None:
-        """Finish what still works, and leave nothing for ``accelerator.end_training`` to finish twice."""
+        """Finish the remaining trackers and clear the list, so that ``end_training`` does not finish them again."""
         for tracker in list(self._accelerator.trackers):
             try:
                 tracker.finish()
@@ -156,11 +159,17 @@ class Trackers:
         self._accelerator.trackers.clear()
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _init_arguments(run: RunName, folder: str) -> dict[str, dict[str, object]]:
-    """What each tracker calls the name of a run, and where it keeps its files."""
-    same_run: dict[str, object] = {"id": run.run_id, "resume": "allow"} if run.run_id else {}
+    """Return run name and folder in the arguments of each tracker."""
+    wandb: dict[str, object] = {"name": run.run, "dir": folder}
+    if run.run_id:
+        wandb |= {"id": run.run_id, "resume": "allow"}
     return {
-        "wandb": {"name": run.run, "dir": folder, **same_run},
+        "wandb": wandb,
         "trackio": {"name": run.run},
         "mlflow": {"run_name": run.run},
         "swanlab": {"experiment_name": run.run, "logdir": folder},
