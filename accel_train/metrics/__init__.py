@@ -1,1 +1,1 @@
-"""What a run reports: throughput, records, logs, pictures."""
+"""Throughput, records, logs, trackers and curves of a run."""

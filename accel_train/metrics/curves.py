@@ -1,4 +1,4 @@
-"""A picture of a run, drawn from ``metrics.jsonl``."""
+"""Training curves, drawn from ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Series:
 
 @dataclass
 class Panel:
-    """One set of axes; lines by label, or text."""
+    """One set of axes with lines by label, or with text."""
 
     title: str
     unit: str
@@ -52,36 +52,36 @@ class Panel:
     text: str = ""
 
     def drawn(self) -> dict[str, Series]:
-        """The lines of two points or more: a single one is no curve."""
+        """Return the lines of two points or more, since a single point is no curve."""
         return {label: series for label, series in self.lines.items() if len(series.values) > 1}
 
 
 def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLike[str]) -> Path:
     """Draw loss, loss terms, evaluations, learning rate, gradient norm, throughput, step time and memory.
 
-    Main process only. What a run does not have gets no panel; a run with no training line yet gets a picture
-    that says so. Vertical lines mark resumes and losses that were not finite. The file is replaced whole.
+    Main process only. Metrics absent from the run get no panel. A run without a training line gets a picture with a
+    note. Vertical lines mark resumes and non-finite losses. The file is replaced atomically.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     records = read_metrics(metrics_jsonl)
     panels = panels_of(records)
-    columns = min(len(panels), 2 if len(panels) <= 4 else 3) or 1
-    rows = ceil(len(panels) / columns) or 1
+    columns = _columns(len(panels))
+    rows = max(ceil(len(panels) / columns), 1)
     figure = Figure(figsize=(max(4.9 * columns, 7.0), 3.1 * rows + 0.7), dpi=110, layout="constrained")
     figure.suptitle(_title(records, Path(metrics_jsonl)), fontsize=11)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    used = list(axes[: len(panels)])
-    for axis, panel in zip(used, panels, strict=True):
+    with_curves: list[Any] = []
+    for axis, panel in zip(axes, panels, strict=False):
         _draw(axis, panel)
-    used = [axis for axis, panel in zip(used, panels, strict=True) if not panel.text]
-    _draw_marks(used, _marks(records))
-    for axis in used:
+        if not panel.text:
+            with_curves.append(axis)
+    _draw_marks(with_curves, _marks(records))
+    for axis in with_curves:
         axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axis.set_xlim(0, 1.02 * max(_last_step(records), 1))
-        if (labels := len(axis.get_legend_handles_labels()[1])) > 1 or axis.get_title() != "Learning rate":
-            axis.legend(fontsize=7.5 if labels <= 5 else 5.5, loc="best", framealpha=0.85)
+        _add_legend(axis)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     if not panels:
@@ -101,7 +101,7 @@ def panels_of(records: Records) -> list[Panel]:
 
 
 def last_pass(records: Records, event: str) -> list[Mapping[str, Any]]:
-    """The lines of ``event`` by rising step; what was done again after a restart counts as last done."""
+    """Return the lines of ``event`` by rising step. Of a step repeated after a restart, the last line counts."""
     lines: list[Mapping[str, Any]] = []
     for record in records:
         step = record.get("step")
@@ -116,7 +116,8 @@ def _column(lines: Records, key: str, scale: float = 1.0) -> Series:
     series = Series()
     for line in lines:
         value = line.get(key)
-        series.add(line["step"], value * scale if isinstance(value, (int, float)) else None)
+        if isinstance(value, (int, float)):
+            series.add(line["step"], value * scale)
     return series
 
 
@@ -152,20 +153,24 @@ def _train_panels(lines: Records) -> tuple[list[Panel], list[Panel]]:
 
 
 def _step_time_panel(lines: Records) -> Panel:
-    whole, waiting = _column(lines, "step_seconds", 1000.0), Series()
+    waiting = Series()
     for line in lines:
-        seconds, fraction = line.get("step_seconds"), line.get("data_wait_fraction")
+        seconds = line.get("step_seconds")
+        fraction = line.get("data_wait_fraction")
         if isinstance(seconds, (int, float)) and isinstance(fraction, (int, float)):
             waiting.add(line["step"], 1000 * seconds * fraction)
-    parts = {"whole step": whole, "of it waiting for data": waiting}
+    parts = {"whole step": _column(lines, "step_seconds", 1000.0), "of it waiting for data": waiting}
     return Panel("Step time", "ms per step", parts, from_zero=True)
 
 
 def _throughput_panel(lines: Records) -> Panel:
-    samples, tokens = _column(lines, "samples_per_second"), _column(lines, "tokens_per_second")
+    samples = _column(lines, "samples_per_second")
+    tokens = _column(lines, "tokens_per_second")
     label = "samples/s"
     if any(tokens.values):
-        label += f" (median {_short(median(samples.values or [0]))}; {_short(median(tokens.values))} tokens/s)"
+        median_samples = _short(median(samples.values or [0]))
+        median_tokens = _short(median(tokens.values))
+        label += f" (median {median_samples}; {median_tokens} tokens/s)"
     return Panel("Throughput", "samples per second", {label: samples}, from_zero=True)
 
 
@@ -187,11 +192,28 @@ def _evaluation_panels(lines: Records) -> list[Panel]:
 
 
 def _marks(records: Records) -> list[tuple[int, str, str]]:
-    """(step, label, colour) of the vertical lines."""
-    resumes = sorted({r["step"] for r in records if r.get("event") == "resume" and isinstance(r.get("step"), int)})
-    train = last_pass(records, "train")
-    broken = [r["step"] for r in train if isinstance(r.get("loss"), float) and not isfinite(r["loss"])]
-    return [(s, "resumed", "0.55") for s in resumes] + [(s, "loss not finite", "tab:red") for s in broken]
+    """Return (step, label, color) of the vertical lines."""
+    resumes = {r["step"] for r in records if r.get("event") == "resume" and isinstance(r.get("step"), int)}
+    marks = [(step, "resumed", "0.55") for step in sorted(resumes)]
+    for line in last_pass(records, "train"):
+        loss = line.get("loss")
+        if isinstance(loss, float) and not isfinite(loss):
+            marks.append((line["step"], "loss not finite", "tab:red"))
+    return marks
+
+
+def _columns(panels: int) -> int:
+    if panels > 4:
+        return 3
+    return 2 if panels > 1 else 1
+
+
+def _add_legend(axis: Any) -> None:
+    _, labels = axis.get_legend_handles_labels()
+    if len(labels) <= 1 and axis.get_title() == "Learning rate":
+        return
+    # loc is also the default, but the default warns if the search for a place is slow.
+    axis.legend(fontsize=7.5 if len(labels) <= 5 else 5.5, loc="best", framealpha=0.85)
 
 
 def _draw(axis: Any, panel: Panel) -> None:
@@ -201,12 +223,13 @@ def _draw(axis: Any, panel: Panel) -> None:
         axis.set_axis_off()
         axis.text(0.02, 0.98, panel.text, fontsize=7, va="top", transform=axis.transAxes)
         return
-    colours: dict[str, str] = {}
+    colors: dict[str, str] = {}
     for label, series in lines.items():
-        partner = label.removesuffix(" shuffled")  # the same colour, dashed
-        colour = colours.setdefault(partner, f"C{len(colours)}")
-        _draw_series(axis, series, panel, label, {"color": colour, "linestyle": "-" if label == partner else "--"})
-    _set_scale(axis, panel, [v for series in lines.values() for v in series.values])
+        partner = label.removesuffix(" shuffled")  # the same color, dashed
+        color = colors.setdefault(partner, f"C{len(colors)}")
+        style = {"color": color, "linestyle": "-" if label == partner else "--"}
+        _draw_series(axis, series, panel, label, style)
+    _set_scale(axis, panel, [value for series in lines.values() for value in series.values])
     axis.set_xlabel("step", fontsize=8)
     axis.set_ylabel(panel.unit, fontsize=8)
     axis.tick_params(labelsize=8)
@@ -235,17 +258,18 @@ def _draw_series(axis: Any, series: Series, panel: Panel, label: str, style: dic
 
 
 def _draw_marks(axes: Sequence[Any], marks: Iterable[tuple[int, str, str]]) -> None:
-    """The vertical lines go into every panel, their names into the first panel's legend only."""
-    named: set[str] = set()
-    for step, label, colour in marks:
+    """Draw the vertical lines into every panel, and label them in the legend of the first one."""
+    labelled: set[str] = set()
+    for step, label, color in marks:
         for axis in axes:
-            name = label if axis is axes[0] and label not in named else None
-            axis.axvline(step, color=colour, linestyle=":", linewidth=1.2, label=name)
-        named.add(label)
+            is_first = axis is axes[0] and label not in labelled
+            axis.axvline(step, color=color, linestyle=":", linewidth=1.2, label=label if is_first else None)
+        labelled.add(label)
 
 
 def _set_scale(axis: Any, panel: Panel, values: Sequence[float]) -> None:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if panel.smooth and low > 0 and high > 10 * low:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -261,12 +285,14 @@ def _set_scale(axis: Any, panel: Panel, values: Sequence[float]) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential average over about a fiftieth of the curve, corrected for its start."""
+    """Return the bias-corrected EMA with a horizon of about a fiftieth of the curve."""
     decay = 1 - 1 / max(2.0, len(values) / 50)
-    total = weight = 0.0
+    total = 0.0
+    weight = 0.0
     result: list[float] = []
     for value in values:
-        total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
+        total = decay * total + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
         result.append(total / weight)
     return result
 

@@ -38,22 +38,26 @@ def evaluating(model: nn.Module, ema: Ema) -> Generator[None]:
 def heldout_batches(
     accelerator: Accelerator, dataset: MapDataset, samples: int, batch_size: int
 ) -> Iterator[dict[str, Tensor]]:
-    """This process's part of the first ``samples``, as ``data.heldout.heldout_batches``: equally many on every process,
-    with ``weight`` 0 for what only keeps them in step."""
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    """Yield this process's batches of the first ``samples``, equally many on every process.
+
+    As in ``data.heldout.heldout_batches``, padding samples have ``weight`` 0.
+    """
+    rank = accelerator.process_index
+    world_size = accelerator.num_processes
     return heldout.heldout_batches(dataset, samples, batch_size, rank, world_size, accelerator.device)
 
 
 def heldout_pairs(
     accelerator: Accelerator, dataset: MapDataset, samples: int, batch_size: int
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """``heldout_batches``, each beside its shuffled partner."""
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    """Yield ``heldout_batches``, each with its shuffled partner."""
+    rank = accelerator.process_index
+    world_size = accelerator.num_processes
     return heldout.heldout_pairs(dataset, samples, batch_size, rank, world_size, accelerator.device)
 
 
 def first_samples(accelerator: Accelerator, dataset: MapDataset, samples: int) -> dict[str, Tensor]:
-    """The first ``samples`` as one batch, the same on every process: to be shown."""
+    """Return the first ``samples`` as one batch for display, the same on every process."""
     return next(heldout.heldout_batches(dataset, samples, samples, 0, 1, accelerator.device))
 
 

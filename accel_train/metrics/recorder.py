@@ -1,4 +1,4 @@
-"""What a run records: ``metrics.jsonl``, trackers and progress, written by the main process alone."""
+"""Records of a run: ``metrics.jsonl``, trackers and progress. Only the main process writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from accel_train.metrics.environment import describe_environment
 from accel_train.metrics.progress import Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
-from accel_train.runtime import step_overhead
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,53 +28,57 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is written about a run, and how often."""
+    """Logging of a run."""
 
     log_every: PositiveInt = 10
-    """Optimizer steps between two training lines. Only at a log point does the host wait for the device, so 1
-    costs speed on a GPU."""
+    """Optimizer steps between two training lines. The host waits for the device at every log point, so 1 is slower on
+    a GPU."""
 
     trackers: tuple[str, ...] = ()
-    """Trackers to send to beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or another that
-    Accelerate knows. Each needs its package; one that is missing stops the run before training."""
+    """Trackers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or another one of Accelerate. Each
+    needs its package. A missing one stops the run before training."""
 
     project: str = "accel_train"
-    """Project under which trackers show the run."""
+    """Name of the project in trackers."""
 
     run_name: str | None = None
     """Name of the run in trackers. None: the name of the output directory."""
 
     progress_bar: Literal["auto", "on", "off"] = "auto"
-    """auto: a bar on a terminal, one plain line per log point elsewhere. on: always the bar. off: lines."""
+    """auto: a bar on a terminal, elsewhere one plain line per log point. on: always the bar. off: lines."""
 
 
 class Compiled(Protocol):
-    """What is recorded of compilation."""
+    """Cost of compilation, for training lines."""
 
     def fields(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is recorded of a run beside losses and throughput."""
+    """Recorded values of a run beside losses and throughput."""
 
     facts: Mapping[str, Any]
-    """Once, at the start."""
+    """Recorded once, at the start."""
     compiled: Compiled
     optimizer: Optimizer
-    """Its groups know whether they are frozen (``training.optimizers``)."""
+    """Each of its groups has the key ``frozen`` (``training.optimizers``)."""
     global_batch_size: int
 
     def fields(self, epoch: float) -> dict[str, Any]:
-        """At log points: learning rate, epoch, batch, and what compilation has cost. Does not wait for the device."""
+        """Return learning rate, epoch, batch size and cost of compilation. Does not wait for the device."""
         groups = self.optimizer.param_groups
         trained = next((group for group in groups if not group["frozen"]), groups[0])
-        place = {"lr": trained["lr"], "epoch": epoch}
-        return self.compiled.fields() | place | {"global_batch_size": self.global_batch_size}
+        return {
+            **self.compiled.fields(),
+            "lr": trained["lr"],
+            "epoch": epoch,
+            "global_batch_size": self.global_batch_size,
+        }
 
 
 class Saved(Protocol):
-    """What is recorded of a checkpoint."""
+    """Recorded attributes of a checkpoint."""
 
     @property
     def path(self) -> Path: ...
@@ -84,10 +87,10 @@ class Saved(Protocol):
 
 
 class Recorder:
-    """One run's records. Made and called on every process; all but the main one do nothing.
+    """Records of one run. Built and called on every process, with effect on the main process only.
 
-    No method is collective, and none raises for a full disk or a tracker out of reach: training goes on.
-    Values are numbers of the host, already reduced over processes. A context manager, or call ``close``.
+    No method is a collective. A full disk or an unreachable tracker never raises, so training continues. Values are
+    host numbers, already reduced over processes. Use it as a context manager or call ``close``.
     """
 
     def __init__(
@@ -112,7 +115,8 @@ class Recorder:
         self._max_steps = max_steps
         self._step = start_step
         self._main = accelerator.is_main_process
-        self._accelerator, self._directory = accelerator, output_dir
+        self._accelerator = accelerator
+        self._directory = output_dir
         self._started = time.perf_counter()
         names = resolve_trackers(options.trackers)
         if not self._main:
@@ -129,51 +133,60 @@ class Recorder:
         self._progress = Progress(options.progress_bar, max_steps, start_step)
 
     def due(self, step: int) -> bool:
-        """Whether ``step`` is a log point: a function of the step, so the same on every process."""
+        """Return True if ``step`` is a log point. It depends on the step alone, so all processes agree."""
         return step % self._every == 0 or step in (1, self._max_steps)
 
     def advance(self, step: int) -> None:
-        """After every step: moves the bar. Host only."""
+        """Move the bar after every step. Does not wait for the device."""
         self._step = step
         if self._main:
             self._progress.advance(step)
 
     def train(self, step: int, fields: Mapping[str, object]) -> None:
-        """One training line, to file, trackers and console. Raises ``ValueError`` where a field of
-        ``TRAIN_FIELDS`` is missing, which is the recipe's mistake and shows at its first log point."""
+        """Write a training line to file, trackers and console.
+
+        Raises ``ValueError`` if the recipe left out one of ``TRAIN_FIELDS``.
+        """
         if missing := [name for name in TRAIN_FIELDS if name not in fields]:
             raise ValueError(f"the training line of step {step} lacks {', '.join(missing)}; add them")
         if self._main:
             self.record("train", fields, step=step)
-            self._trackers.log({f"train/{k}": v for k, v in fields.items()}, step)
+            self._trackers.log({f"train/{name}": value for name, value in fields.items()}, step)
             self._progress.show(step, fields)
-        step_overhead.collect_garbage()  # here the host has waited for the device anyway
+        from accel_train.runtime import step_overhead  # imports accelerate, which reading a run does not need
+
+        step_overhead.collect_garbage()  # the device is idle: the host has just waited for the loss
 
     def evaluation(self, step: int, values: Mapping[str, object]) -> None:
-        """One evaluation line, to file, trackers and console; and the report, whose picture has this evaluation."""
+        """Write an evaluation line to file, trackers and console, and update the report."""
         if self._main:
+            # The record comes first, because the curves in the report are drawn from the file.
             self.record("evaluation", values, step=step)
             write_report(self._accelerator, self._directory, step, values)
-            self._trackers.log({f"evaluation/{k}": v for k, v in values.items()}, step)
-            numbers = [f"{k} {v:.4g}" for k, v in values.items() if isinstance(v, (int, float))]
+            self._trackers.log({f"evaluation/{name}": value for name, value in values.items()}, step)
+            numbers = [f"{name} {value:.4g}" for name, value in values.items() if isinstance(value, (int, float))]
             logger.info("evaluation at step %d: %s", step, "  ".join(numbers))
 
     def saved(self, checkpoint: Saved) -> None:
-        """A committed checkpoint: ``on_commit`` of the saver."""
+        """Record a committed checkpoint. The saver calls it as ``on_commit``."""
         self.record("checkpoint", {"path": checkpoint.path}, step=checkpoint.step)
 
     def record(self, event: str, fields: Mapping[str, object] = NOTHING, *, step: int | None = None) -> None:
-        """Any event of the schema (``EVENTS``), to the file alone."""
+        """Write an event of the schema (``EVENTS``), to the file only."""
         if event not in EVENTS:
             raise ValueError(f"event {event!r} is not in the schema; use one of {', '.join(EVENTS)}")
         if self._main:
-            head: dict[str, object] = {"event": event} if step is None else {"event": event, "step": step}
-            elapsed = time.perf_counter() - self._started
-            head |= {"time": time.time(), "elapsed_seconds": elapsed, "processor_seconds": time.process_time()}
+            head: dict[str, object] = {"event": event}
+            if step is not None:
+                head["step"] = step
+            head["time"] = time.time()
+            head["elapsed_seconds"] = time.perf_counter() - self._started
+            head["processor_seconds"] = time.process_time()
+            # Twice: the first sets the order of the keys, the second overrides fields of the same name.
             self._writer.write({**head, **fields, **head})
 
     def close(self) -> None:
-        """Finish trackers and bar; may be called twice."""
+        """Finish trackers and bar. A second call has no effect."""
         if self._main:
             self._progress.close()
             self._trackers.close()
@@ -182,8 +195,13 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        reason = "finished" if self._step >= self._max_steps else "stopped"  # asked to stop, and saved
-        self.record("end", {"reason": kind.__name__ if kind else reason}, step=self._step)
+        if kind is not None:
+            reason = kind.__name__
+        elif self._step >= self._max_steps:
+            reason = "finished"
+        else:
+            reason = "stopped"  # a stop request, after its save
+        self.record("end", {"reason": reason}, step=self._step)
         self.close()
 
 
@@ -200,7 +218,7 @@ def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
 
 
 def write_report(accelerator: Accelerator, directory: Path, step: int, figures: Mapping[str, object]) -> None:
-    """Write ``evaluation.json`` and, where there are metrics, ``curves.png``. Any process; the main one writes."""
+    """Write ``evaluation.json``, and ``curves.png`` if there are metrics. Only the main process writes."""
     if not accelerator.is_main_process:
         return
     try:

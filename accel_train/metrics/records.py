@@ -1,6 +1,6 @@
-"""``metrics.jsonl``: one JSON object a line, appended whole, repaired after a crash; and small JSON files.
+"""``metrics.jsonl``, with one JSON object per line, appended whole and repaired after a crash. Small JSON files.
 
-The schema is in ``docs/metrics.md``. Nothing here is collective, and nothing imports torch: reading is fast.
+``docs/metrics.md`` has the schema. No function is a collective, and no torch is imported, so that reading is fast.
 """
 
 from __future__ import annotations
@@ -31,47 +31,53 @@ TRAIN_FIELDS = (
     "step_seconds",
     "data_wait_fraction",
 )
-"""What every training line has beside ``event``, ``step`` and ``time``."""
+"""Required fields of a training line, beside ``event``, ``step`` and ``time``."""
 
-REWOUND = ("train", "evaluation")
-"""Events of steps that a run resumed at an earlier step does again."""
+REPEATED = ("train", "evaluation")
+"""Events written again by a run resumed at an earlier step."""
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""JSON has no such numbers: they are written as these strings, which ``float()`` reads back."""
+"""Numbers missing from JSON. They are written as these strings, and ``float()`` reads them back."""
 
 
 def plain(value: object) -> Any:
-    """``value`` as JSON can hold it. A tensor becomes a number or nested lists, which waits for its device.
+    """Convert a value to JSON types. A tensor becomes a number or nested lists, with a wait for its device.
 
-    Floats keep every digit (``repr``); non-finite ones become the strings of ``NON_FINITE``; what JSON does
-    not know (paths, enums, dtypes) becomes its text.
+    Floats keep every digit (``repr``), and non-finite ones become the strings of ``NON_FINITE``. Any other type (paths,
+    enums, dtypes) becomes its text.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) else json.dumps(float(value))
+        if math.isfinite(value):
+            return value
+        return json.dumps(float(value))  # NaN, Infinity or -Infinity, as a string
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in cast(Mapping[Any, Any], value).items()}
+        items = cast(Mapping[Any, Any], value).items()
+        return {str(key): plain(item) for key, item in items}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(v) for v in cast(list[Any], value)]
+        return [plain(item) for item in cast(list[Any], value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return plain(dataclasses.asdict(value))
-    to_list = getattr(value, "tolist", None)
-    return plain(to_list()) if callable(to_list) else str(value)
+    to_list = getattr(value, "tolist", None)  # tensors and numpy arrays, without importing either
+    if callable(to_list):
+        return plain(to_list())
+    return str(value)
 
 
 def encode(record: Mapping[str, object]) -> bytes:
-    """One line, newline included; valid JSON whatever the values are."""
-    return json.dumps(plain(record), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+    """Encode a record as a line of valid JSON, newline included."""
+    text = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "replace") + b"\n"
 
 
 class LineWriter:
-    """Appends records to one file, each with a single ``os.write``. Never raises for a failing disk.
+    """Appends records to a file, each with a single ``os.write``. Never raises for a failing disk.
 
-    A line is in the kernel's hands when ``write`` returns: it outlives a crash of the process, though not a
-    loss of power. The file is opened for each line, so a directory that comes back is written to again.
+    After ``write`` a line is in the kernel: it survives a crash of the process, but not a loss of power. Each write
+    opens the file, so that a directory can disappear and return.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,8 +86,10 @@ class LineWriter:
         self._torn = _ends_torn(path)
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Append one record. The first failure is a warning, later ones are silent; each call tries."""
-        line = (b"\n" if self._torn else b"") + encode(record)
+        """Append one record. Only the first failure is logged, and each call tries again."""
+        line = encode(record)
+        if self._torn:  # ends the incomplete line of an earlier write
+            line = b"\n" + line
         try:
             written = _append(self._path, line)
             if written < len(line):
@@ -91,7 +99,7 @@ class LineWriter:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                text = "%s cannot be written (%s); training goes on, lines are lost until it can be"
+                text = "%s cannot be written (%s); training continues, and lines are lost until it can be written"
                 logger.warning(text, self._path, error)
 
 
@@ -115,29 +123,31 @@ def _ends_torn(path: Path) -> bool:
 
 
 def repair_metrics(path: Path, step: int) -> int:
-    """Make the file that of a run which stands at ``step``; returns the number of lines dropped.
+    """Rewind the file to ``step`` and return the number of dropped lines.
 
-    Drops training and evaluation lines beyond ``step``, which will be written again, and torn lines. All
-    other lines stay, byte for byte. The file is replaced atomically (temporary file, fsync, rename) and only
-    where something changes. Main process only; raises ``OSError`` where it cannot write.
+    Drops torn lines, and training and evaluation lines beyond ``step``, since the run will write them again. All other
+    lines stay byte for byte. A changed file is replaced atomically (temporary file, fsync, rename). Main process only.
+    Raises ``OSError`` if the file cannot be written.
     """
     if not path.exists():
         return 0
     with path.open("rb") as file:
         lines = file.readlines()
-    kept = [line for line in lines if _stays(line, step)]
-    whole = [line if line.endswith(b"\n") else line + b"\n" for line in kept]
-    if whole != lines:
-        replace_file(path, b"".join(whole))
+    kept = [line for line in lines if _is_valid_at(line, step)]
+    repaired = [line.removesuffix(b"\n") + b"\n" for line in kept]  # the last line may lack its newline
+    if repaired != lines:
+        replace_file(path, b"".join(repaired))
     return len(lines) - len(kept)
 
 
-def _stays(line: bytes, step: int) -> bool:
+def _is_valid_at(line: bytes, step: int) -> bool:
     record = _parse(line)
     if record is None:
         return False
-    at = record.get("step")
-    return not (record.get("event") in REWOUND and isinstance(at, int) and at > step)
+    if record.get("event") not in REPEATED:
+        return True
+    line_step = record.get("step")
+    return not isinstance(line_step, int) or line_step <= step
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -145,19 +155,22 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return cast(dict[str, Any], record) if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    return cast(dict[str, Any], record)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Every record, in the order of the file; for any process, also while the run writes.
+    """Read every record in file order. Any process may call it, also while the run writes.
 
-    A torn line (the last one of a run that was killed, or one that met a full disk) is left out. Numbers
-    that were not finite are floats again.
+    Torn lines, left by a killed run or a full disk, are skipped. Non-finite numbers become floats again.
     """
     with Path(path).open("rb") as file:
         records = [record for record in map(_parse, file) if record is not None]
     for record in records:
-        record |= {k: NON_FINITE[v] for k, v in record.items() if isinstance(v, str) and v in NON_FINITE}
+        for name, value in record.items():
+            if isinstance(value, str) and value in NON_FINITE:
+                record[name] = NON_FINITE[value]
     return records
 
 

@@ -36,24 +36,26 @@ class _Interval:
 
 
 class LocalCounts:
-    """What this process has computed since the last log point. Summed where the counts are, without waiting."""
+    """Counts of this process since the last log point. Tensors are summed on their device, without a wait."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Count] = {}
 
     def add(self, **counts: Count) -> None:
-        """Count one step of this process; the same names in every step."""
+        """Count one step of this process. Every step must have the same names."""
         for name, count in counts.items():
             self._counts[name] = self._counts.get(name, 0.0) + count
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
-        """Sums over all processes since the last call. A small collective; waits for the device."""
+        """Return the sums over all processes since the last call. A small collective that waits for the device."""
         if not self._counts:
             return {}
-        dtype = widest(torch.zeros((), device=accelerator.device)).dtype  # FLOPs exceed what fp32 counts
-        values = [torch.as_tensor(c, dtype=dtype, device=accelerator.device) for c in self._counts.values()]
+        device = accelerator.device
+        dtype = widest(torch.zeros((), device=device)).dtype  # FLOPs exceed the integers exact in fp32
+        values = [torch.as_tensor(count, dtype=dtype, device=device) for count in self._counts.values()]
         total: Any = accelerator.reduce(torch.stack(values), "sum")
-        names, self._counts = list(self._counts), {}
+        names = list(self._counts)
+        self._counts = {}
         return dict(zip(names, total.tolist(), strict=True))
 
 
