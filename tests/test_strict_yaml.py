@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_train.strict_yaml import MAX_BYTES, YamlError, read_document, read_yaml
+from accel_train.strict_yaml import MAX_BYTES, YamlError, place_of, read_document, read_yaml
 
 SCALARS = {
     "1e-4": 1e-4,
@@ -174,11 +174,14 @@ def test_json_content_in_a_yaml_file(tmp_path: Path) -> None:
         assert read_yaml(tmp_path / name) == values
 
 
-def test_lines_of_keys(tmp_path: Path) -> None:
+def test_places_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("# note\na: 1\nb:\n  c: 2\n  d: {e: 3}\n")
-    lines = read_document(file).lines
-    assert lines == {("a",): 2, ("b",): 3, ("b", "c"): 4, ("b", "d"): 5, ("b", "d", "e"): 5}
+    places = read_document(file).places
+    assert places == {("a",): (2, 1), ("b",): (3, 1), ("b", "c"): (4, 3), ("b", "d"): (5, 3), ("b", "d", "e"): (5, 7)}
+    assert place_of("f", places, ("b", "d", "e")) == "f:5:7"
+    assert place_of("f", places, ("b", "missing")) == "f:3:1"
+    assert place_of("f", places, ("missing", "c")) == "f"
 
 
 def test_unreadable_paths(tmp_path: Path) -> None:
