@@ -71,7 +71,7 @@ class CheckpointConfig:
                 f"checkpoints.keep_best: {self.keep_best} requires checkpoints.best_metric, the name of an evaluation "
                 "figure (the keys of evaluation.json); add it"
             )
-        if wrong := retention.unknown_pins(self.pinned):
+        if wrong := retention.invalid_pins(self.pinned):
             raise UsageError(f"checkpoints.pinned: {wrong[0]!r} is no checkpoint's name; give e.g. checkpoint_00001200")
 
 

@@ -85,7 +85,7 @@ def _row(path: Path, pushed: str | None, quick: bool) -> Row:
     )
     if "files" not in manifest:  # unreadable
         return row
-    held = retention.held_from(path, manifest)
+    held = retention.facts_from_manifest(path, manifest)
     return replace(row, step=held.step, metrics=held.metrics, state=held.state)
 
 
@@ -279,7 +279,7 @@ def _known_options(run: Path, group: str, config: type[Any]) -> dict[str, Any]:
     return {name: value for name, value in _options(run, group).items() if name in known}
 
 
-def _refuse_unknown_metric(keep: retention.Keep, verified: Iterable[retention.Held]) -> None:
+def _refuse_unknown_metric(keep: retention.Keep, verified: Iterable[retention.CheckpointFacts]) -> None:
     names = sorted({name for one in verified for name in one.metrics})
     if keep.keep_best > 0 and keep.best_metric not in names:
         raise UsageError(

@@ -66,7 +66,7 @@ def convert(source: str, destination: str, *, stem: str | None = None) -> int:
 def _source(source: str) -> Path:
     path = expand_path(source)
     if path.is_file() and weights.is_pickle(path):
-        raise weights.pickle_refusal([path])
+        raise weights.pickle_error([path])
     if not path.is_dir():
         places.find_place(source)  # raises with a list of what is there
     if (path / "manifest.json").is_file() or (path / "run.json").is_file():
@@ -127,7 +127,7 @@ def _refuse_pickles(path: Path) -> None:
         )
     pickles = [file for file in path.iterdir() if weights.is_pickle(file)]
     if pickles:
-        raise weights.pickle_refusal(pickles)
+        raise weights.pickle_error(pickles)
 
 
 def _is_distributed(folder: Path) -> bool:

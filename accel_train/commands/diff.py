@@ -139,7 +139,7 @@ def collections_of(path: Path) -> Collections:
     """
     if path.is_file():
         if weights.is_pickle(path):
-            raise weights.pickle_refusal([path])
+            raise weights.pickle_error([path])
         return {"model": weights.read_header(path)}
     found: Collections = {}
     stems = stems_in(path)
@@ -152,7 +152,7 @@ def collections_of(path: Path) -> Collections:
     if not found:
         pickles = [file for file in path.iterdir() if weights.is_pickle(file)]
         if pickles:
-            raise weights.pickle_refusal(pickles)
+            raise weights.pickle_error(pickles)
         raise UsageError(
             f"{path}: holds no safetensors file, but {places.contents(path)}; give a run, a checkpoint or a directory "
             "with safetensors files"
@@ -190,7 +190,7 @@ def optimizer_state(checkpoint: Path, keys: Collection[str] | None = None) -> di
         raise UsageError(f"{index}: cannot be read as an index ({error}); verify the checkpoint") from None
     if keys is not None:
         parts = {key: files for key, files in parts.items() if key in keys}
-    return {key: weights.find_mapped(index, files, "optimizer/") for key, files in parts.items()}
+    return {key: weights.find_indexed(index, files, "optimizer/") for key, files in parts.items()}
 
 
 def compare(a: Mapping[str, TensorInfo], b: Mapping[str, TensorInfo]) -> Comparison:

@@ -25,7 +25,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import commit, weights
 from accel_train.store.commit import Checkpoint
-from accel_train.store.weights import FLOATS, WHOLE, TensorInfo, TensorReader
+from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
 
 Source = Literal["model", "ema"]
 
@@ -140,8 +140,8 @@ def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInf
     for name, info in tensors.items():
         if info.dtype in FLOATS:
             sizes[name] = info.elements * dtype_of(precision).itemsize
-        elif info.dtype in WHOLE:
-            sizes[name] = info.elements * WHOLE[info.dtype].itemsize
+        elif info.dtype in INTEGERS:
+            sizes[name] = info.elements * INTEGERS[info.dtype].itemsize
         else:
             raise UsageError(
                 f"{info.file}: {name} has the type {info.dtype}, which only the tool that made it can decode; save it "
@@ -169,7 +169,7 @@ def _converted(name: str, tensor: Tensor, precision: Precision, file: Path) -> T
     converted = tensor.to(dtype_of(precision))
     if tensor.numel() == 0:  # has no minimum and maximum
         return converted
-    weights.refuse_not_finite(name, tensor, file)
+    weights.refuse_nonfinite(name, tensor, file)
     if not torch.stack(torch.aminmax(converted)).isfinite().all():
         raise UsageError(
             f"{file}: {name} has values beyond {torch.finfo(converted.dtype).max:.6g}, the largest value of "

@@ -134,7 +134,7 @@ def set_aside(path: Path) -> Path:
 
 
 def delete_file(path: Path) -> None:
-    """Delete a file of ours, if it is there; a directory that has its name is set aside."""
+    """Delete a file if it exists. A directory with its name is set aside."""
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError:

@@ -1,7 +1,7 @@
-"""Which checkpoints stay: a plan made from facts alone, and its carrying out.
+"""Retention: plan from facts alone which checkpoints stay, then apply the plan.
 
-Only what verifies counts, the order is that of the steps, and no clock is asked. Standard library only: the process
-that writes checkpoints applies this too.
+Only verified checkpoints count, they are ordered by step, and no clock is involved. Standard library only, because the
+writer process runs this too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,114 +22,118 @@ from accel_train.store.commit import Checkpoint
 
 PIECE_BYTES = 8 << 20
 STATE_FILES = ("optimizer/", "trainer_state.json")
-"""What a checkpoint loses when its optimizer state is stripped, by the beginning of the name."""
+"""Prefixes of the files deleted when the optimizer state is stripped."""
 
 FileFacts = tuple[int, int, int, int, str]
-"""Size in bytes, mtime_ns, ctime_ns, inode, and the sha256 that the content had then."""
+"""Size in bytes, mtime_ns, ctime_ns and inode of a file, and the sha256 of its content at that time."""
 VerifyCache = dict[Path, dict[str, FileFacts]]
-"""What ``verified_once`` has read before, by checkpoint and file. Belongs to one process; start with ``{}``."""
+"""Known hashes by checkpoint and file name, for ``verify_cached``. Belongs to one process and starts as ``{}``."""
 
 
 class Keep(Protocol):
-    """The options of retention. A checkpoint stays if any of them keeps it; ``CheckpointConfig`` has them all."""
+    """Options of retention. A checkpoint stays if any of them keeps it. ``CheckpointConfig`` implements them."""
 
     @property
     def keep_last(self) -> int:
-        """Newest verified checkpoints kept; 0 keeps all."""
+        """Number of newest verified checkpoints to keep; 0 keeps all."""
         ...
 
     @property
     def keep_best(self) -> int:
-        """How many of the best by ``best_metric`` are kept; 0 none."""
+        """Number of best checkpoints by ``best_metric`` to keep; 0 is off."""
         ...
 
     @property
     def best_metric(self) -> str | None:
-        """A name in the manifest's ``metrics``."""
+        """A key of the manifest's ``metrics``."""
         ...
 
     @property
     def best_mode(self) -> Literal["min", "max"]:
-        """Whether the smallest or the largest figure is the best."""
+        """Direction of ``best_metric``: ``min`` for the smallest value."""
         ...
 
     @property
     def keep_every(self) -> int:
-        """Checkpoints whose step is a multiple of it are kept for ever; 0 none."""
+        """Keep checkpoints forever if their step is a multiple of this; 0 is off."""
         ...
 
     @property
     def keep_window_steps(self) -> int:
-        """All at most so many steps older than the newest are kept; 0 none."""
+        """Keep all checkpoints at most this many steps older than the newest; 0 is off."""
         ...
 
     @property
     def keep_window_epochs(self) -> float:
-        """All at most so many epochs older than the newest are kept; 0 none."""
+        """Keep all checkpoints at most this many epochs older than the newest; 0 is off."""
         ...
 
     @property
     def pinned(self) -> Sequence[str]:
-        """Names of checkpoints that are left alone."""
+        """Names of checkpoints to leave untouched."""
         ...
 
     @property
     def keep_state_last(self) -> int:
-        """How many of the newest checkpoints that have optimizer state keep it; 0 lets all keep it."""
+        """Number of newest checkpoints with optimizer state to leave it in; 0 strips none."""
         ...
 
 
 @dataclass(frozen=True)
-class Held:
-    """What retention needs to know of one checkpoint."""
+class CheckpointFacts:
+    """Facts about one checkpoint, as retention needs them."""
 
     path: Path
     step: int
     epoch: float = math.nan
-    """NaN where the manifest does not say: no window of epochs reaches it."""
+    """NaN if the manifest has none. Windows of epochs then never keep the checkpoint."""
     metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
     state: bool = True
     """The manifest lists optimizer state."""
     leftover: bool = False
-    """State files that the manifest no longer lists: a stripping was interrupted after its rename."""
+    """Unlisted state files remain: an earlier strip was interrupted after it had replaced the manifest."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes and why the rest stays; after ``apply`` also what could not go."""
+    """Checkpoints to remove or strip, and reasons to keep the rest. ``apply`` adds the failures."""
 
     remove: tuple[Path, ...] = ()
     strip: tuple[Path, ...] = ()
-    """Those that stay and lose their optimizer state."""
+    """Checkpoints to keep without their optimizer state."""
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Name of each checkpoint that stays, and why."""
+    """Reason to keep each remaining checkpoint, by name."""
     failed: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Name of each checkpoint that could not be removed or stripped, and the error. Empty before ``apply``."""
+    """Error for each checkpoint that could not be removed or stripped, by name. Empty before ``apply``."""
 
 
-def unknown_pins(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that no checkpoint can have, such as ``step_100`` or ``checkpoint_100``."""
-    matches = ((name, manifests.NAME.fullmatch(name)) for name in names)
-    return [name for name, match in matches if not match or manifests.checkpoint_name(int(match[1])) != name]
+def invalid_pins(names: Iterable[str]) -> list[str]:
+    """Filter names that no checkpoint can have, such as ``step_100`` or ``checkpoint_100``."""
+    invalid: list[str] = []
+    for name in names:
+        match = manifests.NAME.fullmatch(name)
+        if not match or manifests.checkpoint_name(int(match[1])) != name:
+            invalid.append(name)
+    return invalid
 
 
-def held(directory: Path) -> list[Held]:
-    """Checkpoints of ``directory`` whose manifest can be read, oldest first. Reads manifests only, hashes nothing."""
-    found: list[Held] = []
+def list_facts(directory: Path) -> list[CheckpointFacts]:
+    """List checkpoints with a readable manifest, oldest first. Hashes nothing."""
+    found: list[CheckpointFacts] = []
     for _, path in commit.committed(directory):
         manifest = read_manifest(path)
         if manifest is not None:
-            found.append(held_from(path, manifest))
+            found.append(facts_from_manifest(path, manifest))
     return found
 
 
-def held_from(path: Path, manifest: Mapping[str, Any]) -> Held:
-    """The facts of one manifest. The step is that of the name: the file system orders by it too."""
+def facts_from_manifest(path: Path, manifest: Mapping[str, Any]) -> CheckpointFacts:
+    """Extract the facts from one manifest."""
     match = manifests.NAME.fullmatch(path.name)
     has_state = any(name.startswith("optimizer/") for name in manifest["files"])
-    return Held(
+    return CheckpointFacts(
         path,
-        int(match[1]) if match else manifest["step"],
+        int(match[1]) if match else manifest["step"],  # by name, like the order of `commit.committed`
         epoch=float(manifest.get("epoch", math.nan)),
         metrics=manifest.get("metrics", {}),
         state=bool(manifest.get("state", has_state)),
@@ -138,7 +142,7 @@ def held_from(path: Path, manifest: Mapping[str, Any]) -> Held:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """A manifest that can be believed, else None: ``commit.verify`` then tells the reason."""
+    """Read a manifest, or return None if it is damaged. ``commit.verify`` then gives the reason."""
     try:
         return manifests.read(path)
     except ValueError:
@@ -146,132 +150,150 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def plan(
-    verified: Sequence[Held], damaged: Sequence[Path], keep: Keep, *, newest: int, busy: Collection[str] = ()
+    verified: Sequence[CheckpointFacts], damaged: Sequence[Path], keep: Keep, *, newest: int, busy: Collection[str] = ()
 ) -> Plan:
-    """Decide what goes. Touches nothing and asks nothing but its arguments.
+    """Decide what to remove and what to strip. A pure function of its arguments.
 
-    ``newest`` is the step just committed: nothing goes unless it is among ``verified``. ``busy`` are names being
-    pushed. Later steps than ``newest`` are of a future that the run went back from: they go, and take no place.
-    Damaged ones take no place either; they go once ``keep_last`` newer ones verify.
+    ``newest`` is the step just committed; unless it is in ``verified``, nothing is removed. ``busy`` are names of
+    checkpoints being pushed. If the run went back to an earlier checkpoint, steps later than ``newest`` are removed and
+    do not count for ``keep_last``. Damaged checkpoints do not count either. They are removed once ``keep_last`` newer
+    ones verify.
     """
-    everything = {one.path.name for one in verified} | {path.name for path in damaged}
-    if all(one.step != newest for one in verified):
-        return Plan(reasons=dict.fromkeys(sorted(everything), f"step {newest} does not verify, so nothing goes"))
-    past = sorted((one for one in verified if one.step <= newest), key=lambda one: -one.step)
+    names = {facts.path.name for facts in verified} | {path.name for path in damaged}
+    if all(facts.step != newest for facts in verified):
+        return Plan(reasons=dict.fromkeys(sorted(names), f"step {newest} does not verify, so nothing goes"))
+    past = sorted((facts for facts in verified if facts.step <= newest), key=lambda facts: -facts.step)
     reasons = _reasons(past, keep)
-    full = keep.keep_last > 0 and len(past) >= keep.keep_last
-    oldest = past[keep.keep_last - 1].step if full else -1
     for path in damaged:
-        if (why := _damaged_reason(step_of(path), oldest, newest, keep)) is not None:
-            reasons[path.name] = [f"damaged, {why}"]
+        reason = _damaged_reason(step_of(path), past, keep)
+        if reason is not None:
+            reasons[path.name] = [f"damaged, {reason}"]
     protected = dict.fromkeys(keep.pinned, "pinned") | dict.fromkeys(busy, "being pushed")
-    for name in everything & protected.keys():
+    for name in names & protected.keys():
         reasons.setdefault(name, []).append(protected[name])
-    gone = sorted(
-        (path for path in (*(one.path for one in verified), *damaged) if path.name not in reasons),
-        # The future first: if this is interrupted, the next start must not go on from it.
-        key=lambda path: (step_of(path) <= newest, step_of(path)),
-    )
-    strip = [one.path for one in _to_strip(past, keep) if one.path.name in reasons.keys() - protected.keys()]
-    return Plan(tuple(gone), tuple(strip), {name: ", ".join(reasons[name]) for name in sorted(reasons)})
+
+    paths = [*(facts.path for facts in verified), *damaged]
+    remove = [path for path in paths if path.name not in reasons]
+    # The future first: if this is interrupted, the next start must not resume from it.
+    remove.sort(key=lambda path: (step_of(path) <= newest, step_of(path)))
+    kept = reasons.keys() - protected.keys()
+    strip = [facts.path for facts in _to_strip(past, keep) if facts.path.name in kept]
+    return Plan(tuple(remove), tuple(strip), {name: ", ".join(reasons[name]) for name in sorted(reasons)})
 
 
-def _reasons(past: Sequence[Held], keep: Keep) -> dict[str, list[str]]:
-    """Why each of ``past`` (newest first, all verified) stays; those that nothing keeps are not in it."""
+def _reasons(past: Sequence[CheckpointFacts], keep: Keep) -> dict[str, list[str]]:
+    """Collect the reasons to keep each of ``past`` (newest first, all verified). Names without any are left out."""
     newest = past[0]
-    best = {one.path.name for one in _best(past, keep)}
+    best = {facts.path.name for facts in _best(past, keep)}
     reasons: dict[str, list[str]] = {}
-    for place, one in enumerate(past):
+    for place, facts in enumerate(past):
+        age = newest.step - facts.step
         rules = {
             "newest": place == 0,
             "keep_last: 0 keeps all": keep.keep_last <= 0,
             f"last {keep.keep_last}": place < keep.keep_last,
-            f"best {keep.keep_best} by {keep.best_metric}": one.path.name in best,
-            f"every {keep.keep_every} steps": keep.keep_every > 0 and one.step % keep.keep_every == 0,
-            f"within {keep.keep_window_steps} steps": 0 < keep.keep_window_steps >= newest.step - one.step,
-            f"within {keep.keep_window_epochs:g} epochs": _within_epochs(one, newest, keep.keep_window_epochs),
+            f"best {keep.keep_best} by {keep.best_metric}": facts.path.name in best,
+            f"every {keep.keep_every} steps": _is_multiple(facts.step, keep.keep_every),
+            f"within {keep.keep_window_steps} steps": 0 < keep.keep_window_steps >= age,
+            f"within {keep.keep_window_epochs:g} epochs": _within_epochs(facts, newest, keep.keep_window_epochs),
         }
-        if found := [rule for rule, applies in rules.items() if applies]:
-            reasons[one.path.name] = found
+        found = [rule for rule, applies in rules.items() if applies]
+        if found:
+            reasons[facts.path.name] = found
     return reasons
 
 
-def _within_epochs(one: Held, newest: Held, epochs: float) -> bool:
-    """With room for the rounding of epochs, which are fractions of the data set."""
-    return epochs > 0 and newest.epoch - one.epoch <= epochs * (1 + 1e-9)
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
-def _best(past: Sequence[Held], keep: Keep) -> list[Held]:
-    """The ``keep_best`` best of ``past`` (newest first), of those that have a finite figure; ties go to the newer."""
-    figures = [(one, _figure(one, keep.best_metric)) for one in past]
-    finite = [(one, figure) for one, figure in figures if figure is not None]
-    sign = -1.0 if keep.best_mode == "max" else 1.0
-    ordered = sorted(finite, key=lambda pair: sign * pair[1])  # stable: of equal ones the newer stays first
-    return [one for one, _ in ordered[: max(0, keep.keep_best)]]
+def _within_epochs(facts: CheckpointFacts, newest: CheckpointFacts, epochs: float) -> bool:
+    # Epochs are fractions of the data set, so the bound leaves room for rounding.
+    return epochs > 0 and newest.epoch - facts.epoch <= epochs * (1 + 1e-9)
 
 
-def _figure(one: Held, metric: str | None) -> float | None:
-    value = one.metrics.get(metric) if metric is not None else None
+def _best(past: Sequence[CheckpointFacts], keep: Keep) -> list[CheckpointFacts]:
+    """Return the ``keep_best`` best of ``past`` (newest first) with a finite metric. Ties go to the newer."""
+    finite: list[tuple[float, CheckpointFacts]] = []
+    for facts in past:
+        value = _metric(facts, keep.best_metric)
+        if value is not None:
+            finite.append((value, facts))
+    # The sort is stable, so of equal metrics the newer checkpoint stays first. `reverse` keeps that order too.
+    finite.sort(key=lambda pair: pair[0], reverse=keep.best_mode == "max")
+    return [facts for _, facts in finite[: max(0, keep.keep_best)]]
+
+
+def _metric(facts: CheckpointFacts, name: str | None) -> float | None:
+    if name is None:
+        return None
+    value = facts.metrics.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None
 
 
-def _damaged_reason(step: int, oldest: int, newest: int, keep: Keep) -> str | None:
-    """Why a damaged checkpoint stays; ``oldest`` is the oldest step of a full ``keep_last``, else -1."""
-    if step > newest:
+def _damaged_reason(step: int, past: Sequence[CheckpointFacts], keep: Keep) -> str | None:
+    """Return the reason to keep a damaged checkpoint, or None. ``past`` is verified and sorted, newest first."""
+    if step > past[0].step:
         return None
-    if keep.keep_every > 0 and step % keep.keep_every == 0:
-        return f"every {keep.keep_every} steps"  # what is kept for ever is not ours to delete, a disk may come back
-    return "newer than the oldest that keep_last keeps" if step > oldest else None
+    if _is_multiple(step, keep.keep_every):
+        return f"every {keep.keep_every} steps"  # kept forever; a failing disk may recover
+    is_full = 0 < keep.keep_last <= len(past)
+    if not is_full or step > past[keep.keep_last - 1].step:
+        return "newer than the oldest that keep_last keeps"
+    return None
 
 
-def _to_strip(past: Sequence[Held], keep: Keep) -> list[Held]:
-    """Those of ``past`` (newest first) whose optimizer state goes, and those where its going was interrupted."""
-    with_state = [one for one in past if one.state]
-    surplus = with_state[keep.keep_state_last :] if keep.keep_state_last > 0 else []
-    return [*surplus, *(one for one in past if one.leftover and not one.state)]
+def _to_strip(past: Sequence[CheckpointFacts], keep: Keep) -> list[CheckpointFacts]:
+    """Select from ``past`` (newest first) the checkpoints to strip, and those with an interrupted strip."""
+    selected: list[CheckpointFacts] = []
+    if keep.keep_state_last > 0:
+        with_state = [facts for facts in past if facts.state]
+        selected += with_state[keep.keep_state_last :]
+    selected += [facts for facts in past if facts.leftover and not facts.state]
+    return selected
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Parse the step in a checkpoint's name."""
     match = manifests.NAME.fullmatch(path.name)
     assert match, f"{path} is not a checkpoint name"
     return int(match[1])
 
 
 def apply(plan: Plan) -> Plan:
-    """Carry it out; returns the plan with what failed. Never raises ``OSError``: what could not go now goes next time.
+    """Remove and strip; returns the plan with its failures. Never raises ``OSError``: a later call tries again.
 
-    At every instant each final name that is there verifies as it did before.
+    At every instant each checkpoint under its final name verifies as before.
     """
+    actions: list[tuple[Callable[[Path], None], Path]] = []
+    actions += [(commit.remove, path) for path in plan.remove]
+    actions += [(strip_state, path) for path in plan.strip]
     failed: dict[str, str] = {}
-    for act, paths in ((commit.remove, plan.remove), (strip_state, plan.strip)):
-        for path in paths:
-            try:
-                act(path)
-            except (OSError, ValueError) as error:
-                failed[path.name] = f"{type(error).__name__}: {error}"
+    for act, path in actions:
+        try:
+            act(path)
+        except (OSError, ValueError) as error:
+            failed[path.name] = f"{type(error).__name__}: {error}"
     return replace(plan, failed=failed)
 
 
 def strip_state(path: Path) -> None:
-    """Take the optimizer state from a checkpoint that verifies; its weights and average stay. One process.
+    """Delete the optimizer state of a verified checkpoint and keep its weights and EMA. One process.
 
-    Where ``save_precision`` exported the weights in low precision, their fp32 masters belong to the state and go with
-    it. The manifest is replaced before anything is deleted, and the files in ``optimizer`` go last: they are the mark
-    of work left to do. Raises ``OSError`` and ``ValueError``; called again, it finishes.
+    With a low ``save_precision`` the exact fp32 weights belong to the state and are deleted with it. Raises ``OSError``
+    and ``ValueError``. A second call finishes an interrupted one.
     """
     manifest = manifests.read(path)
     files: dict[str, Any] = manifest["files"]
-    state = {name for name in files if name.startswith(STATE_FILES)}
-    if state or manifest.get("state", True):
-        remaining = {name: facts for name, facts in files.items() if name not in state}
+    remaining = {name: facts for name, facts in files.items() if not name.startswith(STATE_FILES)}
+    # The manifest before the files: a checkpoint without listed files would not verify.
+    if len(remaining) < len(files) or manifest.get("state", True):
         commit.rewrite_manifest(path, {"state": False, "files": remaining})
-    listed = {path / name for name in files if name not in state}
-    for file in (path / "trainer_state.json", *sorted((path / "optimizer").rglob("*"), reverse=True)):
-        if file in listed:
-            continue
+    # The files in `optimizer` last: they mark an unfinished strip (`CheckpointFacts.leftover`).
+    state_files = sorted((path / "optimizer").rglob("*"), reverse=True)
+    for file in (path / "trainer_state.json", *state_files):
         if file.is_dir():
             file.rmdir()
         else:
@@ -281,86 +303,91 @@ def strip_state(path: Path) -> None:
     fsync_directory(path)
 
 
-def verified_once(cache: VerifyCache, path: Path) -> Checkpoint:
-    """``commit.verify``, but a file that is still the one hashed before is not hashed again; ``ValueError`` likewise.
+def verify_cached(cache: VerifyCache, path: Path) -> Checkpoint:
+    """Verify a checkpoint like ``commit.verify``, but reuse the hashes of unchanged files. Raises ``ValueError``.
 
-    The same is: size, time of change, inode. A bit that rots on the disk changes none of them, so this is for deciding
-    what to delete, not for deciding what to load.
+    Unchanged means equal size, times of change and inode. Bit rot on the disk alters none of them, so this may decide
+    on deletions but not on a checkpoint to load.
     """
     known = cache.setdefault(path, {})
 
     def sha256(file: Path) -> str:
         name = file.relative_to(path).as_posix()
-        known[name] = _facts(file, known.get(name))
+        identity = _identity(file.stat())
+        if name not in known or known[name][:4] != identity:
+            known[name] = (*identity, commit.hash_file(file))
         return known[name][4]
 
     return commit.verify(path, sha256)
 
 
-def _facts(file: Path, known: FileFacts | None) -> FileFacts:
-    stat = file.stat()
-    now = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-    if known is not None and known[:4] == now:
-        return known
-    return (*now, commit.hash_file(file))
+def _identity(stat: os.stat_result) -> tuple[int, int, int, int]:
+    return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 def remember(cache: VerifyCache, path: Path) -> None:
-    """Count a checkpoint that this process has just written and hashed as verified, so that it is not read again."""
+    """Add the hashes of a checkpoint that this process has just written, so that it is not read again."""
     manifest = read_manifest(path)
-    if manifest is not None:
-        stats = {name: ((path / name).stat(), facts["sha256"]) for name, facts in manifest["files"].items()}
-        cache[path] = {
-            name: (s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, sha256) for name, (s, sha256) in stats.items()
-        }
+    if manifest is None:
+        return
+    known: dict[str, FileFacts] = {}
+    for name, facts in manifest["files"].items():
+        known[name] = (*_identity((path / name).stat()), facts["sha256"])
+    cache[path] = known
 
 
-def survey(directory: Path, cache: VerifyCache) -> tuple[list[Held], dict[Path, str]]:
-    """Verify every checkpoint of ``directory``: those that do, oldest first, and the reason for each that does not."""
-    verified: list[Held] = []
+def survey(directory: Path, cache: VerifyCache) -> tuple[list[CheckpointFacts], dict[Path, str]]:
+    """Verify every checkpoint. Returns the verified ones, oldest first, and the damaged ones with the reason."""
+    verified: list[CheckpointFacts] = []
     damaged: dict[Path, str] = {}
     for _, path in commit.committed(directory):
         try:
-            verified.append(held_from(path, verified_once(cache, path).manifest))
+            checkpoint = verify_cached(cache, path)
         except ValueError as error:
             damaged[path] = str(error)
+        else:
+            verified.append(facts_from_manifest(path, checkpoint.manifest))
     return verified, damaged
 
 
 def keeps_all(directory: Path, keep: Keep, newest: int) -> bool:
-    """Whether nothing is to go, so that nothing need be hashed."""
+    """True if nothing is to be removed or stripped, so that no file needs to be hashed."""
     if keep.keep_last > 0 or keep.keep_state_last > 0:
         return False
     if any(step > newest for step, _ in commit.committed(directory)):
         return False
-    return not any(one.leftover for one in held(directory))
+    return not any(facts.leftover for facts in list_facts(directory))
 
 
 def hash_ahead(directory: Path, cache: VerifyCache) -> Iterator[None]:
-    """Hash what ``prune`` will want to know, newest first, into ``cache``. Yields after each piece that was read."""
+    """Hash the files that ``prune`` will verify, newest first, into ``cache``. Yields after each piece."""
     for _, path in reversed(commit.committed(directory)):
         known = cache.setdefault(path, {})
-        for name in (read_manifest(path) or {"files": ()})["files"]:
+        manifest = read_manifest(path)
+        if manifest is None:
+            continue
+        for name in manifest["files"]:
             if (path / name).is_file():
                 yield from _hash_in_pieces(path / name, name, known)
 
 
-def _hash_in_pieces(file: Path, name: str, known: dict[str, FileFacts]) -> Iterator[None]:
-    with suppress(OSError), file.open("rb") as opened:  # what cannot be read, `prune` says
-        stat, digest = os.fstat(opened.fileno()), hashlib.sha256()
-        now = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-        if name in known and known[name][:4] == now:
+def _hash_in_pieces(path: Path, name: str, known: dict[str, FileFacts]) -> Iterator[None]:
+    with suppress(OSError), path.open("rb") as file:  # `prune` reports unreadable files
+        # Before reading: if the file changes meanwhile, its identity no longer matches and it is hashed again.
+        identity = _identity(os.fstat(file.fileno()))
+        if name in known and known[name][:4] == identity:
             return
-        while piece := opened.read(PIECE_BYTES):
+        digest = hashlib.sha256()
+        while piece := file.read(PIECE_BYTES):
             digest.update(piece)
             yield
-        known[name] = (*now, digest.hexdigest())
+        known[name] = (*identity, digest.hexdigest())
 
 
 def prune(directory: Path, keep: Keep, newest: int, busy: Collection[str], cache: VerifyCache) -> Plan:
-    """List, verify, plan, apply, after step ``newest`` was committed. One process; what could not go is in ``failed``.
+    """List, verify, plan and apply, after step ``newest`` was committed. One process. Failures are in ``failed``.
 
-    The first call of a process hashes every checkpoint there is, unless all are kept and nothing need be known.
+    The first call of a process hashes every checkpoint, unless all are kept.
     """
     if keeps_all(directory, keep, newest):
         return Plan(reasons={path.name: "keep_last: 0 keeps all" for _, path in commit.committed(directory)})

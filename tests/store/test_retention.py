@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from accel_train.checkpoints.writer import Retention
 from accel_train.store import commit, retention
-from accel_train.store.retention import Held, Plan
+from accel_train.store.retention import CheckpointFacts, Plan
 
 STATE = ("index.json", "exp_avg.safetensors", "master.safetensors")
 
@@ -82,9 +82,9 @@ figures = st.one_of(st.none(), st.sampled_from([0.5, 1.0, 1, math.nan, math.inf,
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[list[Held], list[Path], Options, int, list[str]]:
+def situations(draw: st.DrawFn) -> tuple[list[CheckpointFacts], list[Path], Options, int, list[str]]:
     steps = draw(st.lists(st.integers(0, 40), min_size=1, max_size=14, unique=True))
-    verified: list[Held] = []
+    verified: list[CheckpointFacts] = []
     damaged: list[Path] = []
     for step in steps:
         if draw(st.integers(0, 3)) == 0:
@@ -92,7 +92,9 @@ def situations(draw: st.DrawFn) -> tuple[list[Held], list[Path], Options, int, l
             continue
         figure = draw(figures)
         metrics = {} if figure is None else {"loss": figure}
-        verified.append(Held(Path(name(step)), step, step / 7, metrics, draw(st.booleans()), draw(st.booleans())))
+        verified.append(
+            CheckpointFacts(Path(name(step)), step, step / 7, metrics, draw(st.booleans()), draw(st.booleans()))
+        )
     names = st.lists(st.sampled_from([name(s) for s in [*steps, 999]]), max_size=3)
     keep = Options(
         keep_last=draw(st.integers(0, 5)),
@@ -109,18 +111,20 @@ def situations(draw: st.DrawFn) -> tuple[list[Held], list[Path], Options, int, l
     return verified, damaged, keep, draw(st.sampled_from(candidates)), draw(names)
 
 
-def ranked_before(one: Held, other: Held, mode: str) -> bool:
+def ranked_before(one: CheckpointFacts, other: CheckpointFacts, mode: str) -> bool:
     """Whether ``other`` is a better or an equal but newer one, both with finite figures."""
     sign = 1 if mode == "min" else -1
     return (sign * other.metrics["loss"], -other.step) < (sign * one.metrics["loss"], -one.step)
 
 
-def finite(one: Held) -> bool:
+def finite(one: CheckpointFacts) -> bool:
     value = one.metrics.get("loss")
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def expected_to_stay(one: Held, past: Sequence[Held], keep: Options, newest: Held) -> bool:
+def expected_to_stay(
+    one: CheckpointFacts, past: Sequence[CheckpointFacts], keep: Options, newest: CheckpointFacts
+) -> bool:
     """The rules said again, one checkpoint at a time and without sorting."""
     newer = sum(other.step > one.step for other in past)
     better = [other for other in past if finite(other) and finite(one) and ranked_before(one, other, keep.best_mode)]
@@ -203,7 +207,10 @@ def test_a_plan_is_final_and_does_not_depend_on_the_order_of_its_arguments(situa
 
 
 def test_of_equal_figures_the_newer_is_the_best() -> None:
-    held = [Held(Path(name(s)), s, 0.0, {"loss": v}) for s, v in ((1, 2.0), (2, 1.0), (3, 1.0), (4, 5.0), (5, 6.0))]
+    held = [
+        CheckpointFacts(Path(name(s)), s, 0.0, {"loss": v})
+        for s, v in ((1, 2.0), (2, 1.0), (3, 1.0), (4, 5.0), (5, 6.0))
+    ]
     plan = retention.plan(held, [], Options(keep_last=1, keep_best=1), newest=5)
     assert plan.reasons == {name(3): "best 1 by loss", name(5): "newest, last 1"}
     plan = retention.plan(held, [], Options(keep_last=1, keep_best=1, best_mode="max"), newest=5)
@@ -211,7 +218,7 @@ def test_of_equal_figures_the_newer_is_the_best() -> None:
 
 
 def test_windows_include_their_ends() -> None:
-    held = [Held(Path(name(s)), s, s / 10) for s in (9, 10, 15, 20)]
+    held = [CheckpointFacts(Path(name(s)), s, s / 10) for s in (9, 10, 15, 20)]
     steps = retention.plan(held, [], Options(keep_last=1, keep_window_steps=10), newest=20)
     assert steps.reasons[name(10)] == "within 10 steps"
     epochs = retention.plan(held, [], Options(keep_last=1, keep_window_epochs=1.0), newest=20)
@@ -221,7 +228,7 @@ def test_windows_include_their_ends() -> None:
 
 def test_what_is_no_figure_is_never_the_best() -> None:
     odd = [math.nan, math.inf, -math.inf, True, "0.1", None]
-    held = [Held(Path(name(s)), s, 0.0, {"loss": v}) for s, v in enumerate([9.0, *odd, 10.0])]
+    held = [CheckpointFacts(Path(name(s)), s, 0.0, {"loss": v}) for s, v in enumerate([9.0, *odd, 10.0])]
     for mode in ("min", "max"):
         plan = retention.plan(held, [], Options(keep_last=1, keep_best=8, best_mode=mode), newest=7)
         assert set(plan.reasons) == {name(0), name(7)}
@@ -229,7 +236,7 @@ def test_what_is_no_figure_is_never_the_best() -> None:
 
 def test_the_future_goes_first() -> None:
     """An interruption in between must not leave the next start a future to go on from."""
-    held = [Held(Path(name(s)), s) for s in (1, 2, 3, 8, 9)]
+    held = [CheckpointFacts(Path(name(s)), s) for s in (1, 2, 3, 8, 9)]
     plan = retention.plan(held, [Path(name(7))], Options(keep_last=1), newest=3)
     assert [p.name for p in plan.remove] == [name(s) for s in (7, 8, 9, 1, 2)]
 
@@ -237,7 +244,7 @@ def test_the_future_goes_first() -> None:
 def test_names_that_no_checkpoint_has() -> None:
     good = ["checkpoint_00000100", "checkpoint_123456789"]
     bad = ["checkpoint_100", "step_100", "", "checkpoint_0000000100", "checkpoint_00000100/", "../checkpoint_00000100"]
-    assert retention.unknown_pins([*good, *bad]) == bad
+    assert retention.invalid_pins([*good, *bad]) == bad
 
 
 # ----------------------------------------------------------------------------------------------------- on the disk
@@ -311,15 +318,15 @@ def test_manifests_say_what_is_held(tmp_path: Path) -> None:
     make(tmp_path, 5, metrics={"loss": 2.5})
     make(tmp_path, 7, state=False)
     (tmp_path / name(7) / "optimizer").mkdir()
-    assert not retention.held(tmp_path)[1].leftover  # an empty folder is what a save without state leaves
+    assert not retention.list_facts(tmp_path)[1].leftover  # an empty folder is what a save without state leaves
     (tmp_path / name(7) / "optimizer" / "exp_avg.safetensors").write_text("")
     old = make(tmp_path, 9)
     manifest = json.loads((old / "manifest.json").read_text())
     (old / "manifest.json").write_text(json.dumps({k: manifest[k] for k in ("schema", "step", "files")}))
     (make(tmp_path, 11) / "manifest.json").write_text("{")
     (make(tmp_path, 12) / "manifest.json").write_text('{"schema": 1, "step": 12, "files": {"a": 3}}')
-    five, seven, nine = retention.held(tmp_path)
-    assert five == Held(tmp_path / name(5), 5, 0.05, {"loss": 2.5}, state=True)
+    five, seven, nine = retention.list_facts(tmp_path)
+    assert five == CheckpointFacts(tmp_path / name(5), 5, 0.05, {"loss": 2.5}, state=True)
     assert (seven.state, seven.leftover) == (False, True)
     assert (nine.step, nine.state, nine.metrics) == (9, True, {})
     assert math.isnan(nine.epoch)
@@ -397,7 +404,7 @@ def interrupted_copies(
         yield copy, done
         finished = prune(copy, keep, 5)  # the next save, undisturbed, ends where one without a crash ends
         assert steps_in(copy) == [2, 4, 5]
-        assert [h.state for h in retention.held(copy)] == [False, False, True]
+        assert [h.state for h in retention.list_facts(copy)] == [False, False, True]
         assert not finished.failed
         assert not list((copy / name(2) / "optimizer").glob("*"))
         assert not list(copy.glob(f"{name(2)}/.*"))
@@ -486,25 +493,25 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_only_what_has_changed_is_hashed_again(tmp_path: Path, hashed: list[str]) -> None:
     path, cache = make(tmp_path, 1), {}
-    assert retention.verified_once(cache, path) == commit.verify(path)
+    assert retention.verify_cached(cache, path) == commit.verify(path)
     hashed.clear()
-    retention.verified_once(cache, path)
+    retention.verify_cached(cache, path)
     assert hashed == []
     content = (path / "config.json").read_bytes()
     (path / "config.json").unlink()
     (path / "config.json").write_bytes(content)  # another inode, the same content
-    retention.verified_once(cache, path)
+    retention.verify_cached(cache, path)
     assert hashed == ["config.json"]
     hashed.clear()
     retention.strip_state(path)
-    assert retention.verified_once(cache, path).manifest["state"] is False
+    assert retention.verify_cached(cache, path).manifest["state"] is False
     assert hashed == []
 
 
 @pytest.mark.parametrize("keep_times", [False, True])
 def test_a_file_changed_on_disk_is_found(tmp_path: Path, keep_times: bool) -> None:
     path, cache = make(tmp_path, 1), {}
-    retention.verified_once(cache, path)
+    retention.verify_cached(cache, path)
     file = path / "model.safetensors"
     before = file.stat()
     with file.open("r+b") as opened:
@@ -512,12 +519,12 @@ def test_a_file_changed_on_disk_is_found(tmp_path: Path, keep_times: bool) -> No
     if keep_times:
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ValueError, match="sha256 differs"):
-        retention.verified_once(cache, path)
+        retention.verify_cached(cache, path)
     with pytest.raises(ValueError, match="sha256 differs"):
-        retention.verified_once(cache, path)
+        retention.verify_cached(cache, path)
     with file.open("r+b") as opened:
         opened.write(b"w")
-    assert retention.verified_once(cache, path).step == 1
+    assert retention.verify_cached(cache, path).step == 1
 
 
 @pytest.mark.parametrize(
@@ -532,10 +539,10 @@ def test_a_file_changed_on_disk_is_found(tmp_path: Path, keep_times: bool) -> No
 )
 def test_the_reasons_are_those_of_verify(tmp_path: Path, harm: Callable[[Path], object], reason: str) -> None:
     path, cache = make(tmp_path, 1), {}
-    retention.verified_once(cache, path)
+    retention.verify_cached(cache, path)
     harm(path)
     with pytest.raises(ValueError, match=reason):
-        retention.verified_once(cache, path)
+        retention.verify_cached(cache, path)
 
 
 def test_a_run_hashes_each_checkpoint_once(tmp_path: Path, hashed: list[str]) -> None:
