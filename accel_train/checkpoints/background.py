@@ -1,4 +1,4 @@
-"""The trainer's side of the writer process: memory that both see, jobs sent, answers taken when they are there."""
+"""The trainer's side of the writer process: shared memory, jobs and answers."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def _allocate(memory: int, size: int) -> None:
         os.truncate(memory, size)
     except OSError as error:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        # The bare error is EFBIG, "File too large", although no file of the user is involved.
         raise CheckpointWriteError(
             f"a snapshot needs {size} bytes of shared memory, which the limit of file sizes (ulimit -f), {limit} "
             f"bytes, forbids ({error.strerror}); raise it"
@@ -38,20 +39,22 @@ def _allocate(memory: int, size: int) -> None:
 
 
 class Writer:
-    """One writer process and the memory for its snapshots, allocated once and used again for every save.
+    """One writer process and the memory for its snapshots, allocated once and reused for every save.
 
-    The memory is anonymous (``memfd_create``): it needs no room in ``/dev/shm``, which containers keep small, and
-    is gone with the processes however they end.
+    The memory is anonymous (``memfd_create``). It needs no space in ``/dev/shm``, which is small in containers, and the
+    kernel frees it when the processes end, for any reason.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        mapped = max(size, 1)  # an empty mapping is an error
         memory = os.memfd_create("accel_train_snapshot")
         ours, theirs = socket.socketpair()
         try:
-            _allocate(memory, max(size, 1))
-            self.buffer = mmap.mmap(memory, max(size, 1))
-            arguments = [theirs.fileno(), memory, max(size, 1), os.getpid()]
+            _allocate(memory, mapped)
+            self.buffer = mmap.mmap(memory, mapped)
+            arguments = [theirs.fileno(), memory, mapped, os.getpid()]
+            # The writer must import this package even if the script's directory alone is on the path.
             package = str(Path(accel_train.__file__).parents[1])
             search = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
             self._process = subprocess.Popen(
@@ -65,22 +68,22 @@ class Writer:
         self._connection = Connection(ours.detach())
         self._busy = False
         self.broken = False
-        """The process has ended by itself; make another."""
+        """The process has died; start another."""
 
     @property
     def busy(self) -> bool:
-        """Whether a job has been given whose answer has not been taken."""
+        """True from ``submit`` until its answer is taken."""
         return self._busy
 
     def submit(self, job: Mapping[str, Any]) -> None:
-        """Give it a job. One at a time."""
+        """Send a job. One at a time."""
         assert not self._busy, "the answer to the last job has not been taken"
         self._busy = True
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # then the answer says so
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `answer` reports the death
             self._connection.send_bytes(json.dumps(job).encode())
 
     def answer(self, *, wait: bool) -> Json | None:
-        """The answer to the job, or None while there is none and ``wait`` is False. ``error`` is in it if it failed."""
+        """Take the answer to the job, with an ``error`` if it failed. None while it runs, unless ``wait``."""
         if not wait and not self._connection.poll():
             return None
         try:
@@ -94,9 +97,10 @@ class Writer:
         return answer
 
     def settle(self, requests: StopRequests, *, hurry: bool) -> None:
-        """Wait until old checkpoints that need not stay are gone; in a ``hurry`` none is hashed first, and stays.
+        """Wait until old checkpoints are deleted. In a ``hurry``, skip those still to be hashed.
 
-        A request to stop ends the wait, and the process with it: what goes is renamed before it is deleted.
+        A request to stop ends the wait and kills the process. That is safe, because checkpoints are renamed before they
+        are deleted.
         """
         if self._busy or self.broken:
             return
@@ -106,12 +110,13 @@ class Writer:
                 self._process.kill()
                 self.broken = True
                 return
-            time.sleep(0.005)
+            time.sleep(0.005)  # polling, because `requested` has no event to wait for
 
     def close(self, *, kill: bool = False) -> None:
-        """End it, at once with ``kill``. The buffer stays mapped for as long as a tensor looks into it."""
+        """End the process, at once with ``kill``. The buffer stays mapped while a tensor views it."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
-            ours.shutdown(socket.SHUT_RDWR)  # of all copies: a forked child may hold one, and would keep it open
+            # A forked child may hold a copy of the socket and keep it open. `shutdown` reaches all copies.
+            ours.shutdown(socket.SHUT_RDWR)
         self._connection.close()
         if kill:
             self._process.kill()

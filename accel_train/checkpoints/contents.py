@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside its tensors: small JSON files, and what goes into them."""
+"""Contents of a checkpoint: its tensor collections, and the small JSON files beside them."""
 
 from __future__ import annotations
 
@@ -8,60 +8,79 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accel_train.checkpoints import snapshot
 from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.checkpoints.snapshot import Collection
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
 
 
 def collections(
-    shards: Shards, average: Ema | None, config: CheckpointConfig, state: Mapping[str, Sequence[str]]
-) -> list[snapshot.Collection]:
-    """The weights, the EMA, the optimizer's ``state`` (kind -> parameters), exact copies of what is rounded."""
+    shards: Shards, ema: Ema | None, config: CheckpointConfig, state: Mapping[str, Sequence[str]]
+) -> list[Collection]:
+    """List the collections to save: weights, EMA, optimizer state and exact copies of rounded tensors.
+
+    ``state`` maps each key of the optimizer state to its parameters.
+    """
     precision = config.save_precision
-    found = [snapshot.Collection("model", shards.master, precision)]
-    if average is not None:
-        found.append(snapshot.Collection("ema", average.shards.__getitem__, precision))
-    found += [_optimizer_state(shards, key, names) for key, names in state.items()]
+    found = [Collection("model", shards.master, precision)]
+    if ema is not None:
+        found.append(Collection("ema", ema.shards.__getitem__, precision))
+    for key, names in state.items():
+        found.append(_optimizer_state(shards, key, names))
+    # Training resumes from the exact fp32 weights, never from the rounded ones.
     if precision != "fp32" and config.save_state:
-        found.append(snapshot.Collection("optimizer/master", shards.master, spread=True))
-        if average is not None:
-            found.append(snapshot.Collection("optimizer/master_ema", average.shards.__getitem__, spread=True))
+        found.append(Collection("optimizer/master", shards.master, spread=True))
+        if ema is not None:
+            found.append(Collection("optimizer/master_ema", ema.shards.__getitem__, spread=True))
     return found
 
 
-def _optimizer_state(shards: Shards, key: str, names: Sequence[str]) -> snapshot.Collection:
-    return snapshot.Collection(f"optimizer/{key}", lambda name: shards.state(name, key), spread=True, names=names)
+def _optimizer_state(shards: Shards, key: str, names: Sequence[str]) -> Collection:
+    def read(name: str) -> Tensor:
+        return shards.state(name, key)
+
+    return Collection(f"optimizer/{key}", read, spread=True, names=names)
 
 
 def indices(planned: snapshot.Plan) -> dict[str, Any]:
-    """File name -> index in the Hub's own format, for weights and EMA where they take several files."""
+    """Build the indexes of weights and EMA in the Hub's format, by file name. A single file needs none."""
     found: dict[str, Any] = {}
     for stem in ("model", "ema"):
-        files = planned.files(stem)
-        if len(set(files.values())) > 1:
-            total = sum(t.bytes for t in planned.tensors if t.file in set(files.values()))
-            found[f"{stem}.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": files}
+        weight_map = planned.files(stem)
+        files = set(weight_map.values())
+        if len(files) > 1:
+            total = sum(slot.bytes for slot in planned.tensors if slot.file in files)
+            found[f"{stem}.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return found
 
 
 def state_index(planned: snapshot.Plan, step: int) -> dict[str, Any]:
-    """Which file holds which tensor of the optimizer state."""
-    stems = dict.fromkeys(t.file.removesuffix(".safetensors").split("-")[0] for t in planned.tensors)
-    state = {s.removeprefix("optimizer/"): planned.files(s) for s in stems if s.startswith("optimizer/")}
+    """Build the index of the optimizer state: tensor names to files, for each key of the state."""
+    state: dict[str, dict[str, str]] = {}
+    for slot in planned.tensors:
+        stem = slot.file.removesuffix(".safetensors").split("-")[0]  # without "-00001-of-00002"
+        key = stem.removeprefix("optimizer/")
+        if key != stem and key not in state:
+            state[key] = planned.files(stem)
     return {"step": step, "state": state}
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those that JSON can hold."""
-    return {k: float(v) for k, v in metrics.items() if math.isfinite(v)}
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Filter the finite metrics. JSON has no NaN and no infinity."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
 def random_state() -> dict[str, Any]:
-    """torch's and Python's generators of this rank, as JSON. Training itself draws from neither."""
+    """Return the states of this rank's global generators, for code of a recipe that draws from them."""
     version, internal, gauss = random.getstate()
-    mine = {"torch": torch.get_rng_state().numpy().tobytes().hex(), "python": [version, list(internal), gauss]}
+    state = {"torch": _to_hex(torch.get_rng_state()), "python": [version, list(internal), gauss]}
     if torch.cuda.is_available():
-        mine["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
-    return mine
+        state["cuda"] = _to_hex(torch.cuda.get_rng_state())
+    return state
+
+
+def _to_hex(state: Tensor) -> str:
+    return state.numpy().tobytes().hex()

@@ -1,4 +1,4 @@
-"""A save that is not committed yet: its phases, and what the ranks tell each other about it."""
+"""A save before its commit: its phases, and the values on which the ranks agree."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from typing import Any
 
 REDUCTIONS: Mapping[str, Callable[..., int]] = {
-    "stop": max,  # 1 where a process has been asked to stop
-    "written": min,  # number of the last save that this rank has written: counts when every rank has
+    "stop": max,  # 1 on a process with a request to stop
+    "written": min,  # number of the last save written by this rank; min, because every rank must have written it
     "failed": max,  # number of the last save that this rank could not write or commit
-    "committed": max,  # number of the last save that the main process has committed
-    "wanted": max,  # number of the save that the main process's clock asks for
+    "committed": max,  # number of the last save committed by the main process
+    "wanted": max,  # number of the save due by the main process's clock
 }
-"""What ranks tell each other after every step, and how it is reduced over them. Saves are numbered from 1, so that news
-of one save, which arrives a step late, is never taken for news of another."""
+"""Values exchanged by the ranks after every step, with their reductions. Saves are numbered from 1, because the values
+arrive one step late and must not be mistaken for those of the next save."""
 
 
 class Phase(Enum):
-    """Where a save is, in this order. Every rank enters a phase at the same step boundary, but the first two."""
+    """Phases of a save, in order. Ranks enter the last one at the same step boundary, the others by themselves."""
 
-    COPYING = "the snapshot is on its way from the device"
+    COPYING = "the snapshot is being copied from the device"
     WRITING = "each rank's writer writes its files"
-    COMMITTING = "the main process's writer commits, then lets old checkpoints go"
+    COMMITTING = "the main process's writer commits, then deletes old checkpoints"
 
 
 @dataclass
 class PendingSave:
-    """A save that is not committed yet. The same on every rank but for what its writer says."""
+    """A save before its commit. The same on every rank except for the answer of its writer."""
 
     number: int
     step: int
@@ -38,19 +38,20 @@ class PendingSave:
     began: float
     needed_bytes: int
     job: dict[str, Any]
-    """For the writer, once the snapshot is there."""
+    """Job for the writer, sent once the snapshot is complete."""
     phase: Phase = Phase.COPYING
     answer: dict[str, Any] | None = None
-    """Of this rank's writer, to what it was given in this phase."""
+    """Answer of this rank's writer to the job of this phase."""
 
-    def news(self) -> str:
-        """Name of the value in ``REDUCTIONS`` under which the rank's answer is told to the others."""
-        assert self.answer is not None
-        if "error" in self.answer:
-            return "failed"
+    @property
+    def _success(self) -> str:
         return "committed" if self.phase is Phase.COMMITTING else "written"
 
+    def outcome(self) -> str:
+        """Return the key in ``REDUCTIONS`` that reports this rank's answer to the others."""
+        assert self.answer is not None
+        return "failed" if "error" in self.answer else self._success
+
     def may_advance(self, agreed: Mapping[str, int]) -> bool:
-        """True once every rank has written, or the main process has committed, or a rank has failed."""
-        awaited = "committed" if self.phase is Phase.COMMITTING else "written"
-        return self.number in (agreed["failed"], agreed[awaited])
+        """Return True once every rank has written, the main process has committed, or any rank has failed."""
+        return self.number in (agreed["failed"], agreed[self._success])

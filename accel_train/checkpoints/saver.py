@@ -182,7 +182,7 @@ class Saver:
             return
         path = self._run.checkpoints / checkpoint_name(step)
         try:
-            commit.rewrite_manifest(path, {"metrics": contents.finite(metrics)})
+            commit.rewrite_manifest(path, {"metrics": contents.finite_metrics(metrics)})
             self._unoffered = commit.open_verified(path)
         except (OSError, ValueError) as error:
             logger.warning("the metrics of step %d are not in its checkpoint: %s", step, error)
@@ -286,7 +286,7 @@ class Saver:
             "layout": layout_of(self._accelerator),
             "experiment": experiment,
             "resolved": dict(self._run.saved.get("resolved", {})),
-            "metrics": contents.finite(metrics),
+            "metrics": contents.finite_metrics(metrics),
         }
 
     # ------------------------------------------------------------------------------------------------------- finishing
@@ -305,7 +305,7 @@ class Saver:
         pending.answer = self._writer.answer(wait=wait)
         if pending.answer is None:
             return
-        self._status[pending.news()] = pending.number
+        self._status[pending.outcome()] = pending.number
 
     def _advance(self) -> None:
         """Enter the next phase, once every rank's writer has answered. Every rank."""

@@ -1,7 +1,7 @@
-"""Which rank writes which tensor, and a true copy of each in that rank's memory.
+"""Assign each tensor to the rank that writes it, and copy it into that rank's memory.
 
-Whole tensors belong to one rank each, spread evenly by bytes. Their pieces travel from the ranks that hold them
-straight into the owner's buffer, a bucket at a time: beside its own share no rank allocates more than a bucket.
+Each whole tensor has one owner, and owners are balanced by bytes. The pieces of a tensor are sent from the ranks that
+hold them into the owner's buffer, one bucket at a time. Beside its own share no rank allocates more than a bucket.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,32 +21,33 @@ from accel_train.precision import Precision, dtype_of
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 2_000_000_000
-"""Largest file; above it a tensor collection is split, with an index beside it as the Hub expects."""
+"""Largest file. A larger collection is split, with an index in the Hub's format."""
 BUCKET_BYTES = 64 << 20
-"""What may be under way between ranks at one time."""
-ALIGNMENT = 64
+"""Most bytes in flight between ranks."""
+ALIGNMENT = 64  # a cache line; any dtype can be viewed at such an offset
+DEVICE_MARGIN = 1.1  # room for rounding and fragmentation in the caching allocator
 
 DTYPE_NAMES: dict[Precision, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-"""As safetensors files spell them."""
+"""Spelling in safetensors files."""
 
 
 @dataclass(frozen=True)
 class Collection:
-    """Tensors of one kind by parameter name: the weights, the average, or one key of the optimizer's state."""
+    """Tensors of one kind by parameter name: the weights, the EMA, or one key of the optimizer state."""
 
     stem: str
     read: Callable[[str], Tensor]
-    """This rank's shard by parameter name, live: cut like the parameter."""
+    """Return this rank's live shard by parameter name. It is sharded like the parameter."""
     precision: Precision = "fp32"
     spread: bool = False
-    """Split by rank even where one file would hold all. Weights are not: one file loads with every library."""
+    """Split by rank even if one file could hold everything. Weights are not: any library can load a single file."""
     names: Sequence[str] | None = None
-    """The parameters that have such a tensor. None: all."""
+    """Parameters with such a tensor. None: all."""
 
 
 @dataclass(frozen=True)
-class Placed:
-    """One whole tensor: where it goes."""
+class TensorSlot:
+    """Position of one whole tensor: its owner, file and offset."""
 
     name: str
     collection: int
@@ -59,60 +60,97 @@ class Placed:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every tensor of a checkpoint, its file, and its place in its owner's memory. The same on every rank."""
+    """Slots of all tensors of a checkpoint. The same on every rank."""
 
-    tensors: tuple[Placed, ...]
+    tensors: tuple[TensorSlot, ...]
     sizes: tuple[int, ...]
-    """Bytes of buffer each rank needs."""
+    """Buffer size of each rank in bytes."""
 
     def files(self, stem: str) -> dict[str, str]:
-        """Tensor name -> file, for the collection ``stem``."""
+        """Map tensor names to files, for the collection ``stem``."""
         return {t.name: t.file for t in self.tensors if t.file.startswith((f"{stem}.", f"{stem}-"))}
 
     def jobs(
         self, rank: int, collections: Sequence[Collection], shape: Callable[[str], Sequence[int]]
     ) -> list[dict[str, Any]]:
-        """The files of ``rank`` as its writer wants them: where each starts in the buffer, and its tensors in order."""
+        """List the files of ``rank`` for its writer: the offset of each in the buffer, and its tensors in order."""
         files: dict[str, dict[str, Any]] = {}
-        for tensor in (t for t in self.tensors if t.owner == rank):
-            dtype = DTYPE_NAMES[collections[tensor.collection].precision]
-            entry = {"name": tensor.name, "dtype": dtype, "shape": list(shape(tensor.name)), "bytes": tensor.bytes}
-            file = files.setdefault(tensor.file, {"name": tensor.file, "start": tensor.start, "tensors": []})
+        for slot in self.tensors:
+            if slot.owner != rank:
+                continue
+            dtype = DTYPE_NAMES[collections[slot.collection].precision]
+            entry = {"name": slot.name, "dtype": dtype, "shape": list(shape(slot.name)), "bytes": slot.bytes}
+            file = files.setdefault(slot.file, {"name": slot.file, "start": slot.start, "tensors": []})
             file["tensors"].append(entry)
         return list(files.values())
 
 
-def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_size: int) -> Plan:
-    """Split into files of at most ``SHARD_BYTES`` and give each to the rank that has least, largest first.
+@dataclass(frozen=True)
+class _File:
+    """One planned file: its owner and the names of its tensors."""
 
-    ``elements`` is the number of elements of each parameter. A single tensor larger than a file gets its own.
+    name: str
+    collection: int
+    owner: int
+    tensors: Sequence[str]
+
+
+def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_size: int) -> Plan:
+    """Split into files of at most ``SHARD_BYTES`` and assign them greedily, largest first, to the least-loaded rank.
+
+    ``elements`` is the number of elements of each parameter. A tensor larger than the limit gets its own file.
     """
     load = [0] * world_size
-    parts: list[tuple[int, str, int, list[str]]] = []  # collection, file, owner, names
+    files: list[_File] = []
+    # Collections in a fixed number of files first: those that are spread then even the load out.
     for index, collection in sorted(enumerate(collections), key=lambda item: item[1].spread):
-        itemsize, names = dtype_of(collection.precision).itemsize, set(collection.names or elements)
-        sizes = {n: e * itemsize for n, e in elements.items() if n in names}
-        groups = _by_rank(sizes, load) if collection.spread else [(None, names) for names in _in_files(sizes)]
-        for number, (rank, names) in enumerate(groups, 1):
-            owner = load.index(min(load)) if rank is None else rank
-            if rank is None:
-                load[owner] += sum(sizes[n] for n in names)
-            of = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-            parts.append((index, f"{collection.stem}{of}.safetensors", owner, names))
-    placed: list[Placed] = []
+        names = set(collection.names or elements)
+        itemsize = dtype_of(collection.precision).itemsize
+        sizes = {name: count * itemsize for name, count in elements.items() if name in names}
+        assigned = _assign_tensors(sizes, load) if collection.spread else _assign_files(sizes, load)
+        for number, (owner, tensors) in enumerate(assigned, 1):
+            suffix = f"-{number:05d}-of-{len(assigned):05d}" if len(assigned) > 1 else ""
+            files.append(_File(f"{collection.stem}{suffix}.safetensors", index, owner, tensors))
+
+    slots: list[TensorSlot] = []
     filled = [0] * world_size
-    for index, file, owner, names in parts:
-        itemsize = dtype_of(collections[index].precision).itemsize
-        filled[owner] = -(-filled[owner] // ALIGNMENT) * ALIGNMENT
-        for name in names:
+    for file in files:
+        itemsize = dtype_of(collections[file.collection].precision).itemsize
+        start = -(-filled[file.owner] // ALIGNMENT) * ALIGNMENT
+        for name in file.tensors:
             size = elements[name] * itemsize
-            placed.append(Placed(name, index, owner, file, filled[owner], size))
-            filled[owner] += size
-    return Plan(tuple(placed), tuple(filled))
+            slots.append(TensorSlot(name, file.collection, file.owner, file.name, start, size))
+            start += size
+        filled[file.owner] = start
+    return Plan(tuple(slots), tuple(filled))
 
 
-def _in_files(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Names in order, cut where a file would exceed its limit."""
+def _assign_files(sizes: Mapping[str, int], load: list[int]) -> list[tuple[int, list[str]]]:
+    """Split into files in order of name, and assign each to the least-loaded rank. Adds to ``load``."""
+    assigned: list[tuple[int, list[str]]] = []
+    for names in _split_into_files(sizes):
+        owner = load.index(min(load))
+        load[owner] += sum(sizes[name] for name in names)
+        assigned.append((owner, names))
+    return assigned
+
+
+def _assign_tensors(sizes: Mapping[str, int], load: list[int]) -> list[tuple[int, list[str]]]:
+    """Assign tensors, largest first, to the least-loaded rank, then split by rank into files. Adds to ``load``."""
+    shares: list[dict[str, int]] = [{} for _ in load]
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        owner = load.index(min(load))
+        load[owner] += sizes[name]
+        shares[owner][name] = sizes[name]
+    assigned: list[tuple[int, list[str]]] = []
+    for owner, share in enumerate(shares):
+        if share:
+            assigned += [(owner, names) for names in _split_into_files(share)]
+    return assigned
+
+
+def _split_into_files(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Split the names, in order, into files of at most ``SHARD_BYTES``."""
     files: list[list[str]] = [[]]
     filled = 0
     for name in sorted(sizes):
@@ -124,21 +162,22 @@ def _in_files(sizes: Mapping[str, int]) -> list[list[str]]:
     return files
 
 
-def _by_rank(sizes: Mapping[str, int], load: list[int]) -> list[tuple[int | None, list[str]]]:
-    """Tensors to the rank that has least, largest first; then files of each rank. Adds to ``load``."""
-    mine: dict[int, dict[str, int]] = {rank: {} for rank in range(len(load))}
-    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        rank = load.index(min(load))
-        mine[rank][name] = sizes[name]
-        load[rank] += sizes[name]
-    return [(rank, names) for rank, part in mine.items() if part for names in _in_files(part)]
+class Piece(NamedTuple):
+    """A range of a whole tensor and the rank that sends it, in elements."""
+
+    rank: int
+    start: int
+    """First element in the whole tensor."""
+    length: int
+    skipped: int
+    """Elements of the rank's shard before the piece."""
 
 
 class Snapshot:
-    """Copies the planned tensors into their owners' buffers. Built on every rank; buffers outlive a save.
+    """Copy of the planned tensors in their owners' buffers. Built on every rank and reused for every save.
 
-    ``extents`` are every rank's ``Shards.extent`` by name, None where each rank holds everything. Shards in host memory
-    travel over ``host_group`` (gloo; the device's own backend takes no host tensors), others over the default group.
+    ``extents`` are every rank's ``Shards.extent`` by name, or None if each rank holds everything. Shards in host memory
+    are sent over ``host_group`` (gloo, because NCCL takes no host tensors), others over the default group.
     """
 
     def __init__(
@@ -150,15 +189,19 @@ class Snapshot:
         rank: int,
         host_group: Any = None,
     ) -> None:
-        self._plan, self._collections, self._rank = planned, collections, rank
+        self._plan = planned
+        self._collections = collections
+        self._rank = rank
         self._host_group = host_group
         whole = torch.frombuffer(buffer, dtype=torch.uint8)
-        self._views = {
-            (t.collection, t.name): whole[t.start : t.start + t.bytes].view(self._dtype(t))
-            for t in planned.tensors
-            if t.owner == rank
-        }
-        self._covers = {n: cover([e[n] for e in extents]) for n in extents[0]} if extents is not None else None
+        self._views: dict[tuple[int, str], Tensor] = {}
+        for slot in planned.tensors:
+            if slot.owner == rank:
+                view = whole[slot.start : slot.start + slot.bytes].view(self._dtype_of(slot))
+                self._views[slot.collection, slot.name] = view
+        self._pieces: dict[str, list[Piece]] | None = None
+        if extents is not None:
+            self._pieces = {name: cover([each[name] for each in extents]) for name in extents[0]}
         self._clones: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
         self._peak: int | None = None
@@ -166,53 +209,62 @@ class Snapshot:
         if torch.cuda.is_available() and len(whole):
             self._stream = _pinned_stream(self, whole)
 
-    def _dtype(self, tensor: Placed) -> torch.dtype:
-        return dtype_of(self._collections[tensor.collection].precision)
+    def _dtype_of(self, slot: TensorSlot) -> torch.dtype:
+        return dtype_of(self._collections[slot.collection].precision)
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy everything; when it returns the live tensors may change. A collective unless ranks hold everything.
+        """Copy everything. The live tensors may change as soon as it returns. A collective if ``extents`` were given.
 
-        On a GPU with room for it the copy is made on the device and travels to the host while training goes on: the
-        buffer holds it once ``ready``.
+        On a GPU with enough free memory the copy is made on the device, and reaches the host while training goes on.
+        The buffer is complete once ``ready`` returns True.
         """
-        on_device = self._stream is not None and self._room() > 1.1 * self._plan.sizes[self._rank]
+        needed = DEVICE_MARGIN * self._plan.sizes[self._rank]
+        on_device = self._stream is not None and self._free_device_memory() > needed
         for bucket in _buckets(self._plan.tensors):
-            if self._covers is not None:
+            if self._pieces is not None:
                 self._exchange(bucket)
-            elif own := [t for t in bucket if t.owner == self._rank]:
-                sources = [self._collections[t.collection].read(t.name).reshape(-1) for t in own]
-                targets = [self._views[t.collection, t.name] for t in own]
-                if on_device and sources[0].is_cuda:
-                    self._clone(targets, sources)
-                else:
-                    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
+            else:
+                self._copy_own(bucket, on_device=on_device)
         if self._clones:
             self._copied = torch.cuda.Event()
             self._copied.record(self._stream)
 
+    def _copy_own(self, bucket: Sequence[TensorSlot], *, on_device: bool) -> None:
+        """Copy this rank's tensors of a bucket, where every rank holds everything."""
+        own = [slot for slot in bucket if slot.owner == self._rank]
+        if not own:
+            return
+        sources = [self._collections[slot.collection].read(slot.name).reshape(-1) for slot in own]
+        targets = [self._views[slot.collection, slot.name] for slot in own]
+        if on_device and sources[0].is_cuda:
+            self._clone(targets, sources)
+        else:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
+
     def ready(self, *, wait: bool) -> bool:
-        """Whether the buffer holds the snapshot; waits for it with ``wait``."""
+        """True once the buffer holds the snapshot. Blocks until then with ``wait``."""
         if self._copied is not None:
             if wait:
                 self._copied.synchronize()
             elif not self._copied.query():
                 return False
-            self._copied, self._clones = None, []
+            self._copied = None
+            self._clones = []
         return True
 
-    def _room(self) -> float:
-        """Device memory that clones may take while the next steps run, which need as much as the largest before."""
+    def _free_device_memory(self) -> float:
+        """Bytes for clones while the next steps run. Those are assumed to need as much as the largest so far."""
         if self._peak is None:
-            self._peak = torch.cuda.max_memory_allocated()  # before the first clone
+            self._peak = torch.cuda.max_memory_allocated()  # before the first clone, which would count
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self._peak
 
     def _clone(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        """Copy on the device now, to the host on a stream of its own; the clones live until that is done."""
+        """Copy on the device now, and to the host on a separate stream. Clones live until that copy is done."""
         assert self._stream is not None
         try:
             clones = [source.clone() for source in sources]
-        except torch.OutOfMemoryError:  # in pieces too small to be of use
+        except torch.OutOfMemoryError:  # the free memory is fragmented
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
             return
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -220,76 +272,84 @@ class Snapshot:
             torch._foreach_copy_(targets, clones, non_blocking=True)  # pyright: ignore[reportPrivateUsage]
         self._clones += clones
 
-    def _exchange(self, bucket: Sequence[Placed]) -> None:
-        """Every rank sends its pieces of a bucket to their owners and receives those of its own."""
-        assert self._covers is not None
+    def _exchange(self, bucket: Sequence[TensorSlot]) -> None:
+        """Send this rank's pieces of a bucket to their owners and receive the pieces of its own tensors."""
+        assert self._pieces is not None
         first = bucket[0]
         device = self._collections[first.collection].read(first.name).device
         group = self._host_group if device.type == "cpu" else None
         operations: list[dist.P2POp] = []
         arrivals: list[tuple[Tensor, Tensor]] = []
-        for tensor in bucket:
-            read = self._collections[tensor.collection].read
-            for source, start, length, skipped in self._covers[tensor.name]:
-                if tensor.owner != self._rank != source:
-                    continue
-                target: Tensor | None = None
-                if tensor.owner == self._rank:
-                    target = self._views[tensor.collection, tensor.name][start : start + length]
-                if source != self._rank:
-                    assert target is not None
+        # Every rank walks the same pieces in the same order, so sends and receives match.
+        for slot in bucket:
+            for piece in self._pieces[slot.name]:
+                if slot.owner == self._rank:
+                    target = self._views[slot.collection, slot.name][piece.start : piece.start + piece.length]
+                    if piece.rank == self._rank:
+                        target.copy_(self._read(slot, piece))
+                        continue
                     landing = target if device.type == "cpu" else torch.empty_like(target, device=device)
-                    operations.append(dist.P2POp(dist.irecv, landing, source, group))
+                    operations.append(dist.P2POp(dist.irecv, landing, piece.rank, group))
                     arrivals.append((target, landing))
-                    continue
-                piece = read(tensor.name).reshape(-1)[skipped : skipped + length]
-                if target is not None:
-                    target.copy_(piece)
-                else:
-                    outgoing = piece.to(self._dtype(tensor)).contiguous()
-                    operations.append(dist.P2POp(dist.isend, outgoing, tensor.owner, group))
-        for request in dist.batch_isend_irecv(operations) if operations else []:
-            request.wait()
+                elif piece.rank == self._rank:
+                    outgoing = self._read(slot, piece).to(self._dtype_of(slot)).contiguous()
+                    operations.append(dist.P2POp(dist.isend, outgoing, slot.owner, group))
+        if operations:
+            for request in dist.batch_isend_irecv(operations):
+                request.wait()
         for target, landing in arrivals:
             if landing is not target:
                 target.copy_(landing)
 
+    def _read(self, slot: TensorSlot, piece: Piece) -> Tensor:
+        """Return this rank's part of ``piece``, flat."""
+        shard = self._collections[slot.collection].read(slot.name).reshape(-1)
+        return shard[piece.skipped : piece.skipped + piece.length]
+
 
 def _pinned_stream(owner: object, buffer: Tensor) -> torch.cuda.Stream | None:
-    """A stream for copies that run beside everything else, into the buffer, which is locked in memory for as long as
-    ``owner`` lives. None where it cannot be locked: copies are waited for then."""
+    """Lock the buffer in memory for the lifetime of ``owner`` and return a stream for asynchronous copies into it.
+
+    None if it cannot be locked: copies are then synchronous.
+    """
     runtime: Any = torch.cuda.cudart()
     address = buffer.data_ptr()
-    if code := int(runtime.cudaHostRegister(address, len(buffer), 0)):
+    code = int(runtime.cudaHostRegister(address, len(buffer), 0))
+    if code != 0:
         logger.warning("%d bytes of host memory cannot be locked (CUDA error %d): saves wait longer", len(buffer), code)
         return None
     weakref.finalize(owner, runtime.cudaHostUnregister, address)
     return torch.cuda.Stream()
 
 
-def _buckets(tensors: Sequence[Placed]) -> Iterator[list[Placed]]:
-    """Runs of tensors of at most ``BUCKET_BYTES``, a larger one alone."""
-    bucket: list[Placed] = []
+def _buckets(tensors: Sequence[TensorSlot]) -> Iterator[list[TensorSlot]]:
+    """Group consecutive tensors into buckets of at most ``BUCKET_BYTES``. A larger tensor is alone."""
+    bucket: list[TensorSlot] = []
     filled = 0
-    for tensor in tensors:
-        if bucket and filled + tensor.bytes > BUCKET_BYTES:
+    for slot in tensors:
+        if bucket and filled + slot.bytes > BUCKET_BYTES:
             yield bucket
-            bucket, filled = [], 0
-        bucket.append(tensor)
-        filled += tensor.bytes
+            bucket = []
+            filled = 0
+        bucket.append(slot)
+        filled += slot.bytes
     yield bucket
 
 
-def cover(extents: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
-    """The pieces that put a whole together: (rank, first element of the whole, length, elements of the shard to skip).
+def cover(extents: Sequence[tuple[int, int]]) -> list[Piece]:
+    """List the pieces that make up a whole tensor. Ranks with a replica of a piece send nothing.
 
-    ``extents`` are each rank's (first element, number). Ranks that hold the same again (replicas) send nothing.
+    ``extents`` are each rank's first element and number of elements.
     """
-    pieces: list[tuple[int, int, int, int]] = []
+    pieces: list[Piece] = []
     reached = 0
-    for rank, (start, length) in sorted(enumerate(extents), key=lambda item: (item[1][0], -item[1][1])):
-        if length and start + length > reached:
-            assert start <= reached, f"elements {reached} to {start} are on no rank"
-            pieces.append((rank, reached, start + length - reached, reached - start))
-            reached = start + length
+    # By first element, and of several at the same place the longest first.
+    by_start = sorted(enumerate(extents), key=lambda item: (item[1][0], -item[1][1]))
+    for rank, (start, length) in by_start:
+        end = start + length
+        if length == 0 or end <= reached:
+            continue
+        assert start <= reached, f"elements {reached} to {start} are on no rank"
+        pieces.append(Piece(rank, reached, end - reached, reached - start))
+        reached = end
     return pieces

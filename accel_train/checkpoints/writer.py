@@ -1,8 +1,8 @@
-"""The writer process: writes, hashes and flushes a snapshot, commits it, then lets old ones go. One a rank.
+"""The writer process: write, hash and flush a snapshot, commit it, then delete old checkpoints. One per rank.
 
-A thread of the trainer would share its interpreter lock and stall the loop; a process shares nothing but the memory
-that holds the snapshot. It imports the standard library alone, so it starts in a moment and weighs a few MiB.
-Jobs and answers are JSON, one at a time. ``background.Writer`` is the trainer's side.
+A thread would share the trainer's interpreter lock and stall its loop. A process shares only the memory of the
+snapshot. It imports nothing but the standard library, so it starts fast and takes a few MiB. Jobs and answers are JSON,
+one at a time. ``background.Writer`` is the trainer's side.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,20 +27,20 @@ from accel_train.store import commit, failpoints, retention
 
 CHUNK_BYTES = 8 << 20
 NICENESS = 10
-"""The loop goes first where cores are short."""
+"""The training loop has priority if cores are scarce."""
 RETENTION_SECONDS = 1.0
-"""How long a save waits, at most, for old checkpoints to go that the commits before have left."""
+"""Longest time that a save waits for the deletion of old checkpoints."""
 PATIENCE_SECONDS = 30.0
-"""How long a directory that another host made may take to be seen here: network file systems cache names."""
+"""Longest wait for a directory made by another host to appear. Network file systems cache names."""
 
 Json = dict[str, Any]
 
 
 def safetensors_header(tensors: Sequence[Mapping[str, Any]]) -> bytes:
-    """Length and JSON header of a safetensors file whose tensors lie one after the other in this order.
+    """Build the length and the JSON header of a safetensors file with the tensors in this order, without gaps.
 
-    Byte for byte what ``safetensors.torch.save_file`` writes for tensors of one dtype in order of name; written here
-    because the library wants the tensors in its own process, and a copy of each.
+    For tensors of one dtype sorted by name, the bytes equal those of ``safetensors.torch.save_file``. The library
+    itself would need torch tensors in this process and a copy of each.
     """
     header: Json = {"__metadata__": {"format": "pt"}}
     start = 0
@@ -49,24 +49,22 @@ def safetensors_header(tensors: Sequence[Mapping[str, Any]]) -> bytes:
         header[tensor["name"]] = {"dtype": tensor["dtype"], "shape": tensor["shape"], "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8, as safetensors writes them
     return len(text).to_bytes(8, "little") + text
 
 
 def write_tensors(path: Path, header: bytes, data: memoryview, rank: int = 0) -> Json:
-    """Write one safetensors file and flush it; returns its ``size`` in bytes and ``sha256``.
-
-    Hashed from memory while it is written, in a second thread: both release the interpreter lock.
-    """
+    """Write one safetensors file and flush it. Returns its ``size`` in bytes and its ``sha256``."""
     digest = hashlib.sha256()
     descriptor = _open_patiently(path)
     try:
         with ThreadPoolExecutor(1) as hashing:
+            # Hash each chunk in a second thread while it is written: both operations release the interpreter lock.
             for number, chunk in enumerate(_chunks(header, data)):
                 hashed = hashing.submit(digest.update, chunk)
                 _write_all(descriptor, chunk)
                 hashed.result()
-                if number == 1:
+                if number == 1:  # after the header and the first chunk of data
                     failpoints.hit("mid_file", rank)
         os.fsync(descriptor)
         size = os.fstat(descriptor).st_size
@@ -82,7 +80,7 @@ def _chunks(header: bytes, data: memoryview) -> Iterator[memoryview]:
 
 
 def _write_all(descriptor: int, chunk: memoryview) -> None:
-    while len(chunk):
+    while len(chunk):  # `os.write` may write less, at 2 GiB for example
         chunk = chunk[os.write(descriptor, chunk) :]
 
 
@@ -98,15 +96,18 @@ def _open_patiently(path: Path) -> int:
 
 
 def write(job: Mapping[str, Any], buffer: memoryview) -> Json:
-    """Write every file of a job: ``files`` from the snapshot, ``texts`` as they stand, and seal ``extras``."""
-    rank, folder = int(job["rank"]), Path(job["directory"])
+    """Write the files of a job: ``files`` from the snapshot and ``texts`` as given. ``extras`` exist and are sealed."""
+    rank = int(job["rank"])
+    folder = Path(job["directory"])
     written: Json = {}
     failpoints.hit("before_file", rank)
     for file in job["files"]:
         header = safetensors_header(file["tensors"])
-        data = buffer[file["start"] : file["start"] + sum(t["bytes"] for t in file["tensors"])]
-        written[file["name"]] = write_tensors(folder / file["name"], header, data, rank)
-        failpoints.hit("after_optimizer_file" if "/" in file["name"] else "after_model_file", rank)
+        start = file["start"]
+        size = sum(tensor["bytes"] for tensor in file["tensors"])
+        name = file["name"]
+        written[name] = write_tensors(folder / name, header, buffer[start : start + size], rank)
+        failpoints.hit("after_optimizer_file" if "/" in name else "after_model_file", rank)
     failpoints.hit("before_seal", rank)
     for name, text in job["texts"].items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -117,10 +118,11 @@ def write(job: Mapping[str, Any], buffer: memoryview) -> Json:
 
 
 class Retention:
-    """What is left to do after a commit, in pieces so short that the next job need not wait for it.
+    """Deletion of old checkpoints after a commit, in short pieces between which a new job can start.
 
-    The first commit of a process finds older checkpoints that nobody has hashed yet, which may take minutes. Whatever
-    is left undone when the process ends, the next one does: what goes is renamed before it is deleted.
+    After the first commit of a process, checkpoints of earlier processes must be hashed, which may take minutes. Work
+    left undone at the end of the process is done by the next one. That is safe, because checkpoints are renamed before
+    they are deleted.
     """
 
     def __init__(self) -> None:
@@ -128,44 +130,45 @@ class Retention:
         self._job: Mapping[str, Any] | None = None
         self._hashing: Iterator[None] | None = None
         self.notices: list[str] = []
-        """What the trainer is to say, until an answer has told it."""
+        """Log lines for the trainer, sent with the next answer."""
 
     @property
     def waiting(self) -> bool:
-        """Whether something is left to do."""
+        """True while work is left."""
         return self._job is not None
 
     def begin(self, job: Mapping[str, Any]) -> None:
-        """After the commit that ``job`` asked for."""
-        self._job, final = job, Path(job["final"])
+        """Start after the commit of ``job``."""
+        self._job = job
+        final = Path(job["final"])
         retention.remember(self._cache, final)
         if self._hashing is None:
             self._hashing = retention.hash_ahead(final.parent, self._cache)
 
     def step(self) -> bool:
-        """Do one piece. Returns whether it was a piece of hashing: where everything is known there is none."""
+        """Do one piece of work. Returns True if it was hashing, so that more is left."""
         try:
             assert self._job is not None
             if self._hashing is not None and not self._keeps_all(self._job):
-                if next(self._hashing, self) is None:
+                if next(self._hashing, self) is None:  # it yields None after each piece; `self` marks its end
                     return True
                 self._hashing = None
             self._prune(self._job)
-        except (OSError, ValueError) as error:  # the new checkpoint is committed; what could not go now goes next time
-            self._could_not_go(f"{type(error).__name__}: {error}")
-        self._job = self._hashing = None
+        except (OSError, ValueError) as error:  # the new checkpoint is committed; a later call tries again
+            self._note_failure(f"{type(error).__name__}: {error}")
+        self._job = None
+        self._hashing = None
         return False
 
-    def end(self, job: Json) -> Json:
-        """Do the rest; in a ``hurry``, leave it where old checkpoints would have to be hashed first."""
+    def finish(self, *, hurry: bool) -> None:
+        """Do the rest. In a ``hurry``, stop at the first checkpoint still to be hashed."""
         while self.waiting:
-            must_hash = self.step()
-            if must_hash and job["hurry"]:
+            is_hashing = self.step()
+            if is_hashing and hurry:
                 break
-        return {}
 
     def advance(self, seconds: float) -> None:
-        """Do some of it: where saves follow one another without a pause, it must come to an end all the same."""
+        """Work for a limited time. Without this, saves in quick succession would never leave time for it."""
         deadline = time.monotonic() + seconds
         while self.waiting and time.monotonic() < deadline:
             self.step()
@@ -177,66 +180,78 @@ class Retention:
     def _prune(self, job: Mapping[str, Any]) -> None:
         failpoints.hit("before_retention")
         keep: Any = SimpleNamespace(**job["keep"])
-        directory, queue = Path(job["final"]).parent, Path(job["queue"])
-        busy = {p.stem for p in queue.glob("*.json")} if queue.is_dir() else set[str]()
+        directory = Path(job["final"]).parent
+        queue = Path(job["queue"])
+        busy: set[str] = set()
+        if queue.is_dir():
+            busy = {path.stem for path in queue.glob("*.json")}
         failed = retention.prune(directory, keep, int(job["manifest"]["step"]), busy, self._cache).failed
-        for name, why in failed.items():
-            self._could_not_go(f"{name}: {why}")
+        for name, reason in failed.items():
+            self._note_failure(f"{name}: {reason}")
 
-    def _could_not_go(self, what: str) -> None:
+    def _note_failure(self, what: str) -> None:
         self.notices.append(f"an old checkpoint could not be deleted: {what}")
 
 
-def finish(job: Mapping[str, Any], left: Retention) -> Json:
-    """Commit what all ranks have written; old checkpoints go after the answer. The main process's writer alone."""
+def finish(job: Mapping[str, Any], pending: Retention) -> Json:
+    """Commit the files of all ranks and begin the retention. The main process's writer alone."""
     aside = commit.commit(Path(job["temporary"]), Path(job["final"]), job["manifest"])
-    left.begin(job)
+    pending.begin(job)
     if aside is not None:
-        left.notices.append(f"what stood in the place of {job['final']} is set aside as {aside}")
+        pending.notices.append(f"{job['final']} was taken by something else, which is set aside as {aside}")
     failpoints.hit("after_commit")
     return {}
 
 
 def serve(connection: Connection, buffer: memoryview) -> None:
-    """Answer jobs until the trainer closes its end; between them let old checkpoints go."""
-    left = Retention()
-    jobs: dict[str, Callable[[Json], Json]] = {
-        "write": lambda job: write(job, buffer),
-        "commit": lambda job: finish(job, left),
-        "end": left.end,
-    }
+    """Answer jobs until the trainer closes its end. Delete old checkpoints in between."""
+    pending = Retention()
     while True:
-        while left.waiting and not connection.poll():
-            left.step()
+        while pending.waiting and not connection.poll():
+            pending.step()
         try:
             job: Json = json.loads(connection.recv_bytes())
         except EOFError:
             return
         if job["do"] == "write" and not job.get("hurry"):
-            left.advance(RETENTION_SECONDS)
+            pending.advance(RETENTION_SECONDS)
         started = time.monotonic()
         try:
-            answer = jobs[job["do"]](job)
-        except Exception as error:  # whatever it is, the trainer must hear of it
+            answer = _do(job, buffer, pending)
+        except Exception as error:  # the trainer must receive any error, or it would wait forever
             where = Path(job.get("directory") or Path(job["final"]).parent)
             text = commit.describe_write_error(error, where.parent, int(job["needed_bytes"]))
             answer = {"error": text, "complete": isinstance(error, commit.NotRenamedError)}
-        notices, left.notices = left.notices, []
-        answer |= {"seconds": time.monotonic() - started, "notices": notices}
+        answer |= {"seconds": time.monotonic() - started, "notices": pending.notices}
+        pending.notices = []
         connection.send_bytes(json.dumps(answer).encode())
 
 
+def _do(job: Json, buffer: memoryview, pending: Retention) -> Json:
+    match job["do"]:
+        case "write":
+            return write(job, buffer)
+        case "commit":
+            return finish(job, pending)
+        case "end":
+            pending.finish(hurry=job["hurry"])
+            return {}
+        case unknown:
+            raise KeyError(unknown)
+
+
 def main(arguments: Sequence[str]) -> None:
-    """``socket memory bytes trainer``: two inherited descriptors, the size of the memory, the trainer's process id."""
+    """Serve with ``socket memory bytes trainer``: two inherited descriptors, memory size, the trainer's process id."""
     socket, memory, size, trainer = (int(a) for a in arguments)
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):  # meant for the trainer, which decides when to end
+    # These signals may be sent to the whole process group, but the trainer decides when to end.
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
-    if os.getppid() != trainer:
+    if os.getppid() != trainer:  # it died before the line above took effect
         return
     failpoints.belongs_to(trainer)
     os.nice(NICENESS)
-    logging.disable()  # this process has no log: what it meets is in its answers, and the trainer says it
+    logging.disable()  # notices go to the trainer with the answers
     with mmap.mmap(memory, size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as buffer:
         serve(Connection(socket), buffer)
 

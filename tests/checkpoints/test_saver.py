@@ -267,7 +267,7 @@ def test_a_short_grace_period_is_said(toy: Toy, caplog: pytest.LogCaptureFixture
     ("options", "says"),
     [
         ({"keep_best": 1}, r"keep_best: 1 requires checkpoints\.best_metric"),
-        ({"pinned": ("step_5",)}, r"pinned: 'step_5' is no checkpoint's name"),
+        ({"pinned": ("step_5",)}, r"pinned: 'step_5' is not a checkpoint name"),
     ],
 )
 def test_options_that_need_another(options: dict[str, Any], says: str) -> None:
