@@ -113,15 +113,15 @@ def evaluate(
     both = both_ways.BothWays(forward, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent)
     with evaluation.evaluating(prepared.model, prepared.ema):
         pairs = evaluation.heldout_pairs(accelerator, data.heldout, options.samples, options.batch_size)
-        sums = evaluation.weighted_sums(accelerator, pairs, lambda pair: both.figures(*pair, options.timesteps))
+        sums = evaluation.weighted_sums(accelerator, pairs, lambda pair: both.metric_sums(*pair, options.timesteps))
         shown = evaluation.first_samples(accelerator, data.heldout, options.shown)
         tokens, sampled = both.sample_text(shown), both.sample_latents(shown)
     if accelerator.is_main_process:
         texts = [data.tokenizer.decode(row) for row in tokens.cpu()]
         samples.write_samples(expand_path(config.output_dir), data.heldout.texts, texts, data.nearest_texts(sampled))
-    figures = both_ways.figures_from_sums({k: float(v) for k, v in sums.items()}, options.timesteps)
+    figures = both_ways.metrics_from_sums({k: float(v) for k, v in sums.items()}, options.timesteps)
     if accelerator.is_main_process:
-        figures |= baseline_scores.baseline_figures(data, options.samples, options.timesteps, config.seed)
+        figures |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
     logs.info(logger, *both_ways.summary(figures))
     return figures
 

@@ -79,11 +79,13 @@ def prepare(
 
     if options.flip and not task.has_time:
         for name in ("input", "target"):
-            batch[name] = operator_learning.mirrored(batch[name], draws("flip", 2), options.flip)
+            batch[name] = operator_learning.mirror(batch[name], draws("flip", 2), options.flip)
     grid = tokens.coordinates([n for n in task.grid if n > 1], batch["input"].device)
-    inputs = operator_learning.with_queries(options, batch, grid, draws, learned.terms)
+    inputs = operator_learning.add_queries(options, batch, grid, draws, learned.terms)
     if "residual" in learned.terms:
-        inputs |= residual_diffusion.drawn(batch, config.seed, step, config.global_batch_size, options.residual_steps)
+        inputs |= residual_diffusion.draw_noise(
+            batch, config.seed, step, config.global_batch_size, options.residual_steps
+        )
     if options.drop_path:
         inputs["keep"] = token_blocks.drop_path(draws("drop_path", sum(config.model.stages)), options.drop_path)
     return inputs, batch["weight"].sum()
@@ -136,10 +138,10 @@ def evaluate(
             rowset = data.heldout[task.name]
             batches = evaluation.heldout_batches(accelerator, rowset, options.samples, options.batch_size)
             sums_of = partial(scores.error_sums, forward, number, task, config.objective.residual_steps, config.seed)
-            figures |= scores.row_figures(task, **evaluation.weighted_sums(accelerator, batches, sums_of))
+            figures |= scores.row_metrics(task, **evaluation.weighted_sums(accelerator, batches, sums_of))
             if task.has_time:
                 step_of = partial(prediction.stepper, forward, dt=task.dt, task=number, grid=task.grid)
-                found, panels = scores.rolled_out(accelerator, task, rowset, options, step_of, config.seed)
+                found, panels = scores.evaluate_rollouts(accelerator, task, rowset, options, step_of, config.seed)
                 figures |= found
             else:
                 first = evaluation.first_samples(accelerator, rowset, 1)
@@ -148,7 +150,7 @@ def evaluate(
             pictured.append((task.name, panels))
     figures[scores.MEAN] = scores.mean_nrmse(data, figures)
     if accelerator.is_main_process:
-        figures |= scores.baseline_figures(data, options.samples)
+        figures |= scores.baseline_metrics(data, options.samples)
         pictures.write_fields(expand_path(config.output_dir) / "fields.png", pictured)
     logs.info(logger, *scores.table(data, figures))
     return figures

@@ -1,1 +1,1 @@
-"""Partial differential equations: data, model, objective, figures."""
+"""Partial differential equations: data, model, objective and metrics."""

@@ -1,8 +1,8 @@
-"""Losses and measures of error between fields, one number for each sample, and the points at which fields are compared.
+"""Losses and error metrics of fields, one value per sample, and the points of comparison.
 
-Fields are (B, C, H, W), 1-D ones with H = 1, or (B, C, Q) at points where a function takes no spectrum. Every result
-is (B,) in fp32: times the weights of the samples and summed, it is divided by the weight of the global batch, so that
-a loss or a figure does not depend on how a batch was cut.
+Fields are (B, C, H, W), with H = 1 in 1-D. Functions without a spectrum also take (B, C, Q) at points. Results are
+(B,) in fp32. Callers weight and sum them and divide by the weight of the global batch, so a loss or a metric does not
+depend on the split into micro-batches.
 """
 
 from __future__ import annotations
@@ -13,56 +13,61 @@ import torch
 from torch import Tensor
 
 _TINY = 1e-12
-"""Smallest divisor: a field of zeros has no relative error."""
+"""Smallest divisor, for the relative error of a field of zeros."""
 
 
 # ----------------------------------------------------------------------------------------------------------- errors
 def mean_square(fields: Tensor) -> Tensor:
-    """(B, C, ...) -> (B,): mean over channels and points. Of a target, the divisor of `nrmse`."""
+    """Average the square over channels and points: (B, C, ...) -> (B,). The divisor of `nrmse`, for a target."""
     return fields.float().square().flatten(1).mean(1)
 
 
 def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """(B, C, ...) -> (B,): mean over channels and points of the squared difference."""
+    """Average the squared difference over channels and points: (B, C, ...) -> (B,)."""
     return mean_square(prediction.float() - target.float())
 
 
 def nrmse(squared_errors: float, mean_squares: float) -> float:
-    """Root of the quotient of two sums over all samples: of `squared_error`, and of `mean_square` of the targets."""
+    """Compute nRMSE from sums over all samples: of `squared_error`, and of `mean_square` of the targets."""
     return math.sqrt(squared_errors / max(mean_squares, _TINY))
 
 
 def relative_l2(prediction: Tensor, target: Tensor) -> Tensor:
-    """(B, C, ...) -> (B,): |prediction - target| / |target| of each sample, over all channels and points."""
+    """Compute |prediction - target| / |target| over channels and points: (B, C, ...) -> (B,)."""
     return (squared_error(prediction, target) / mean_square(target).clamp(min=_TINY)).sqrt()
 
 
 def conservation_gap(fields: Tensor, reference: Tensor) -> Tensor:
-    """(B, C, ...) -> (B,): |integral of fields - integral of reference| / integral of |reference|, mean over channels.
+    """Compute |integral of fields - integral of reference| / integral of |reference|: (B, C, ...) -> (B,).
 
-    The size of the reference and not its integral is the divisor: that of many a conserved quantity is zero. In
-    physical units: normalised fields have another zero.
+    The result is the mean over channels. The divisor is the reference's size because the integral of a conserved
+    quantity is often zero. Fields are in physical units: normalisation moves the zero.
     """
-    fields, reference = fields.float().flatten(2), reference.float().flatten(2)
+    fields = fields.float().flatten(2)
+    reference = reference.float().flatten(2)
     gap = (fields.mean(-1) - reference.mean(-1)).abs()
-    return (gap / reference.abs().mean(-1).clamp(min=_TINY)).mean(-1)
+    size = reference.abs().mean(-1).clamp(min=_TINY)
+    return (gap / size).mean(-1)
 
 
 # --------------------------------------------------------------------------------------------------------- spectrum
 def spectral_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B,): sum over frequencies of (|P| - |T|)^2 over that of |T|^2, P and T Fourier transforms.
+    """Compare Fourier magnitudes: sum of (|P| - |T|)^2 over sum of |T|^2, (B, C, H, W) -> (B,).
 
-    Blind to phases: it says that the energy of a scale is wrong, `squared_error` says where.
+    Blind to phases. It penalises wrong energy at a scale, `squared_error` penalises wrong places.
     """
-    wrong = _energy(_magnitudes(prediction) - _magnitudes(target), target.shape[-1])
-    return wrong.sum((1, 2, 3)) / _energy(_magnitudes(target), target.shape[-1]).sum((1, 2, 3)).clamp(min=_TINY)
+    width = target.shape[-1]
+    target_magnitudes = _magnitudes(target)
+    error = _energy(_magnitudes(prediction) - target_magnitudes, width).sum((1, 2, 3))
+    energy = _energy(target_magnitudes, width).sum((1, 2, 3))
+    return error / energy.clamp(min=_TINY)
 
 
 def spectrum(fields: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, K) energy of each wave number 0, 1, 2, ... around the domain, summed over channels.
+    """Compute the energy of each wave number 0, 1, 2, ..., summed over channels: (B, C, H, W) -> (B, K).
 
-    Their sum is the sum of `mean_square` over the channels (Parseval). Frequencies of a 2-D field are gathered in
-    rings of radius k - 1/2 to k + 1/2.
+    The energies add up to the sum of `mean_square` over the channels (Parseval). In 2-D, wave number k collects the
+    frequencies in the ring of radius k - 1/2 to k + 1/2.
     """
     height, width = fields.shape[-2:]
     energy = _energy(_magnitudes(fields), width).sum(1).flatten(1)  # (B, H * (W // 2 + 1))
@@ -74,9 +79,10 @@ def spectrum(fields: Tensor) -> Tensor:
 
 
 def spectral_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B,): sum over wave numbers of |energy - true energy|, over the true energy."""
-    true = spectrum(target)
-    return (spectrum(prediction) - true).abs().sum(1) / true.sum(1).clamp(min=_TINY)
+    """Sum |energy - target energy| over wave numbers, relative to the target's energy: (B, C, H, W) -> (B,)."""
+    target_energy = spectrum(target)
+    error = (spectrum(prediction) - target_energy).abs().sum(1)
+    return error / target_energy.sum(1).clamp(min=_TINY)
 
 
 def _magnitudes(fields: Tensor) -> Tensor:
@@ -84,17 +90,18 @@ def _magnitudes(fields: Tensor) -> Tensor:
 
 
 def _energy(magnitudes: Tensor, width: int) -> Tensor:
-    """Squares; the columns that stand for their mirror images as well count twice."""
+    """Square the magnitudes of a real FFT, counting columns twice that also stand for their mirror image."""
     column = torch.arange(magnitudes.shape[-1], device=magnitudes.device)
-    return magnitudes.square() * torch.where((column == 0) | (2 * column == width), 1.0, 2.0)
+    has_no_mirror = (column == 0) | (2 * column == width)
+    return magnitudes.square() * torch.where(has_no_mirror, 1.0, 2.0)
 
 
 # ----------------------------------------------------------------------------------------------------------- points
 def sample_points(draws: Tensor, points: int, stratified: bool = True) -> Tensor:
-    """Uniform draws (B, Q) -> indices (B, Q) into a grid of `points` points, row by row.
+    """Turn uniform draws (B, Q) into indices (B, Q) into a grid of `points` points, row by row.
 
-    stratified: one from each of Q equal stretches of the grid, none twice where Q divides `points`. Either way every
-    point is as likely as any other. The draws come from `rng.uniform`, keyed by sample.
+    stratified: one point from each of Q equal stretches of the grid, without repetition if Q divides `points`. In both
+    cases all points are equally likely. The draws come from `rng.uniform`, keyed by sample.
     """
     count = draws.shape[-1]
     if stratified:
@@ -103,19 +110,23 @@ def sample_points(draws: Tensor, points: int, stratified: bool = True) -> Tensor
 
 
 def at_points(fields: Tensor, index: Tensor) -> Tensor:
-    """fields (B, C, H, W), index (B, Q) of `sample_points` -> (B, C, Q)."""
-    return fields.flatten(2).gather(2, index[:, None].expand(-1, fields.shape[1], -1))
+    """Gather fields (B, C, H, W) at `index` (B, Q) of `sample_points`: (B, C, Q)."""
+    per_channel = index[:, None].expand(-1, fields.shape[1], -1)
+    return fields.flatten(2).gather(2, per_channel)
 
 
 def boundary_points(draws: Tensor, dimensions: int) -> Tensor:
-    """Uniform draws (B, Q) -> coordinates (B, Q, d) on the boundary of the unit interval or square, evenly spread.
+    """Turn uniform draws (B, Q) into coordinates (B, Q, d), evenly spread on the boundary of the interval or square.
 
-    Where a field is known (Dirichlet) `squared_error` there is the boundary loss. Points in the middles of cells do
-    not lie on it, so the grid itself does not show what a prediction is there.
+    `squared_error` at these points is the boundary loss of a field with known boundary values (Dirichlet). The grid
+    has no points there: its points are the centres of cells.
     """
     place = draws * 2 * dimensions
-    side, along = place.long().clamp(max=2 * dimensions - 1), place.frac()
+    side = place.long().clamp(max=2 * dimensions - 1)
+    along = place.frac()
     end = (side % 2).to(draws.dtype)
     if dimensions == 1:
         return end[..., None]
-    return torch.where((side < 2)[..., None], torch.stack((end, along), -1), torch.stack((along, end), -1))
+    horizontal = torch.stack((end, along), -1)
+    vertical = torch.stack((along, end), -1)
+    return torch.where((side < 2)[..., None], horizontal, vertical)

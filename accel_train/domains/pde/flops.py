@@ -1,4 +1,4 @@
-"""Work of a `PdeTransformer` in closed form: what a sample costs, forward and in training."""
+"""FLOPs of a `PdeTransformer` per sample in closed form, for a forward and for a training step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 from accel_train.domains.models.flops import TRAINING_FACTOR
 from accel_train.domains.models.layers import TIME_FEATURES
-from accel_train.domains.pde.residual_network import residual_products
-from accel_train.domains.pde.tokens import FieldGrid, decoder_products, encoder_products
+from accel_train.domains.pde.residual_network import residual_multiplications
+from accel_train.domains.pde.tokens import FieldGrid, decoder_multiplications, encoder_multiplications
 from accel_train.domains.pde.transformer import (
     ALL_PARTS,
     PREDICTION,
@@ -22,56 +22,75 @@ from accel_train.domains.pde.transformer import (
 def flops_per_sample(
     config: PdeTransformerConfig, task: int, queries: int | None = None, parts: Parts = ALL_PARTS, target: bool = True
 ) -> int:
-    """Multiplications and additions of one sample's forward, with a target or without, in products of matrices and
-    convolutions.
+    """Count multiplications and additions of one sample's forward, in matrix products and convolutions.
 
-    What torch's FlopCounterMode counts and grows with the batch. `queries` None: the whole grid, whose points are
-    embedded once for all samples.
+    Equals the part of torch's FlopCounterMode that grows with the batch. `queries` None: the whole grid, whose points
+    are embedded once for all samples. `target`: the target is encoded as well.
     """
-    shape, grid, model = config.tasks[task], config.grid(config.tasks[task]), config.model
+    shape = config.tasks[task]
+    grid = config.grid(shape)
+    model = config.model
     decoder = model.decoder()
-    encoding = encoder_products(grid, model.latent, model.stem_width)
-    total = encoding * (shape.input_channels + shape.target_channels * target)
+    encoding = encoder_multiplications(grid, model.latent, model.stem_width)  # per channel
+    total = encoding * shape.input_channels
+    if target:
+        total += encoding * shape.target_channels
     if parts.operator or parts.prediction:
-        total += _operator_products(shape, grid, model)
-    if latents := 2 * parts.reconstruction + parts.prediction:
-        total += decoder_products(grid, shape.heads, decoder, queries, latents)
+        total += _operator_multiplications(shape, grid, model)
+    latents = 2 * parts.reconstruction + parts.prediction
+    if latents:
+        total += decoder_multiplications(grid, shape.heads, decoder, queries, latents)
     if parts.reencoding:
-        total += decoder_products(grid, shape.heads, decoder, None) + encoding * shape.target_channels
+        total += decoder_multiplications(grid, shape.heads, decoder, None)
+        total += encoding * shape.target_channels
     return 2 * total
 
 
 def correction_flops_per_sample(config: PdeTransformerConfig, task: int) -> int:
-    """The same of one `ResidualGuess`."""
-    shape, model = config.tasks[task], config.model
-    channels, sizes = (shape.input_channels, shape.target_channels), (model.block(), model.residual_depth)
-    products = residual_products(config.grid(shape), *channels, *sizes, model.stem_width)
-    return 2 * (products + _conditioning_products(shape, model.width))
+    """Count multiplications and additions of one sample's correction of a `ResidualGuess`."""
+    shape = config.tasks[task]
+    model = config.model
+    products = residual_multiplications(
+        config.grid(shape),
+        shape.input_channels,
+        shape.target_channels,
+        model.block(),
+        model.residual_depth,
+        model.stem_width,
+    )
+    return 2 * (products + _conditioning_multiplications(shape, model.width))
 
 
 def training_flops_per_sample(config: PdeTransformerConfig, task: int, queries: int | None, parts: Parts | None) -> int:
-    """Forward and backward, see `models.flops`. No fewer `queries` than the grid has points are the whole grid.
+    """Count forward and backward, see `models.flops`. As many `queries` as grid points mean the whole grid.
 
-    `parts` None: the residual's stage, which predicts without gradient.
+    `parts` None: the residual stage, with a prediction without gradient.
     """
-    if parts is not None:
-        some = queries if queries is not None and queries < math.prod(config.tasks[task].grid) else None
-        return TRAINING_FACTOR * flops_per_sample(config, task, some, parts)
-    predicting = flops_per_sample(config, task, None, PREDICTION, target=False)
-    return predicting + TRAINING_FACTOR * correction_flops_per_sample(config, task)
+    if parts is None:
+        predicting = flops_per_sample(config, task, None, PREDICTION, target=False)
+        return predicting + TRAINING_FACTOR * correction_flops_per_sample(config, task)
+    if queries is not None and queries >= math.prod(config.tasks[task].grid):
+        queries = None
+    return TRAINING_FACTOR * flops_per_sample(config, task, queries, parts)
 
 
-def _operator_products(shape: TaskShape, grid: FieldGrid, model: PdeModelConfig) -> int:
-    width, middle = model.width, len(model.stages) // 2
-    halvings = [min(stage, 2 * middle - stage) for stage in range(len(model.stages))]
-    lengths = [-(-math.prod(grid.cells) // 2**n) for n in halvings]
-    total = _conditioning_products(shape, width)
-    total += lengths[0] * model.latent * width * (1 if model.latent == width else 2)  # out, and in
-    total += sum(length * width**2 for length in lengths[middle + 1 :])  # skips
-    return total + sum(
-        n * model.block().multiplications(length) for n, length in zip(model.stages, lengths, strict=True)
-    )
+def _operator_multiplications(shape: TaskShape, grid: FieldGrid, model: PdeModelConfig) -> int:
+    width = model.width
+    block = model.block()
+    middle = len(model.stages) // 2
+    tokens = math.prod(grid.cells)
+    projections = 1 if model.latent == width else 2  # none into the operator where the widths agree
+    total = _conditioning_multiplications(shape, width)
+    total += tokens * model.latent * width * projections
+    for stage, depth in enumerate(model.stages):
+        halvings = min(stage, 2 * middle - stage)
+        length = math.ceil(tokens / 2**halvings)
+        total += depth * block.multiplications(length)
+        if stage > middle:
+            total += length * width**2  # the skip connection
+    return total
 
 
-def _conditioning_products(shape: TaskShape, width: int) -> int:
-    return width * (TIME_FEATURES + 2 * width + parameter_features(shape.parameters))
+def _conditioning_multiplications(shape: TaskShape, width: int) -> int:
+    features = TIME_FEATURES + 2 * width + parameter_features(shape.parameters)
+    return width * features

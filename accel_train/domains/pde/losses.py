@@ -1,4 +1,4 @@
-"""The loss terms of a latent operator, one entry of a table each, and the forward that they are computed from."""
+"""Loss terms of a latent operator, one table entry each, and the forward shared by the terms of a step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ Need = Literal["target", "operator", "prediction", "reconstruction", "reencoding
 
 @dataclass(frozen=True)
 class Forward:
-    """A micro-batch and what the model made of it."""
+    """A micro-batch with the model's output."""
 
     inputs: Mapping[str, Tensor]
     task: FieldTask
     output: Any
-    """A `PdeOutput`, or a `Prediction` where a term needs the correction."""
+    """A `PdeOutput`, or a `Prediction` if a term needs the correction."""
 
     @cached_property
     def predicted(self) -> Tensor:
-        """(B, C', Q) at the points of ``inputs["sought"]``. Cut once, so that its gradients add up in one order."""
-        return self.output.prediction[..., : self.inputs["sought"].shape[-1]]
+        """Prediction (B, C', Q) at the points of ``inputs["query_target"]``."""
+        # Sliced once for all terms, so their gradients are always added in the same order.
+        return self.output.prediction[..., : self.queries]
+
+    @property
+    def queries(self) -> int:
+        """Query points Q, without the points of the boundary term behind them."""
+        return self.inputs["query_target"].shape[-1]
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,12 @@ class Term:
     losses: Callable[[Forward], Tensor]
     """Loss of each sample, (B,) fp32."""
     needs: tuple[Need, ...]
-    """What the forward must compute, as in `Parts`; target: the encoding of the target; correction: the prediction
-    without gradient, and the network that corrects it."""
+    """Outputs required from the forward, as in `Parts`. target: the encoding of the target. correction: the prediction
+    without gradient and the network for its residual."""
 
 
 def _prediction(forward: Forward) -> Tensor:
-    return fields.squared_error(forward.predicted, forward.inputs["sought"])
+    return fields.squared_error(forward.predicted, forward.inputs["query_target"])
 
 
 def _spectral(forward: Forward) -> Tensor:
@@ -54,12 +60,14 @@ def _spectral(forward: Forward) -> Tensor:
 
 def _conservation(forward: Forward) -> Tensor:
     predicted = forward.task.target.denormalise(forward.predicted, 1)
-    return fields.conservation_gap(predicted, forward.task.input.denormalise(forward.inputs["given"], 1))
+    input = forward.task.input.denormalise(forward.inputs["query_input"], 1)
+    return fields.conservation_gap(predicted, input)
 
 
 def _boundary(forward: Forward) -> Tensor:
-    edge = forward.output.prediction[..., forward.inputs["sought"].shape[-1] :]
-    return fields.squared_error(edge, forward.task.target.normalise(torch.zeros_like(edge), 1))
+    edge = forward.output.prediction[..., forward.queries :]
+    zero = forward.task.target.normalise(torch.zeros_like(edge), 1)
+    return fields.squared_error(edge, zero)
 
 
 def _latent(forward: Forward) -> Tensor:
@@ -67,11 +75,12 @@ def _latent(forward: Forward) -> Tensor:
 
 
 def _reconstruction(forward: Forward) -> Tensor:
-    """Of the encoded input and of the encoded target."""
-    inputs, output, count = forward.inputs, forward.output, forward.inputs["sought"].shape[-1]
-    decoded_input = fields.squared_error(output.input_reconstruction[..., :count], inputs["given"])
-    decoded_target = fields.squared_error(output.target_reconstruction[..., :count], inputs["sought"])
-    return torch.stack([decoded_input, decoded_target]).sum(0)
+    """Add the errors of the decoded input and of the decoded target."""
+    decoded_input = forward.output.input_reconstruction[..., : forward.queries]
+    decoded_target = forward.output.target_reconstruction[..., : forward.queries]
+    input_error = fields.squared_error(decoded_input, forward.inputs["query_input"])
+    target_error = fields.squared_error(decoded_target, forward.inputs["query_target"])
+    return torch.stack([input_error, target_error]).sum(0)
 
 
 def _reencoding(forward: Forward) -> Tensor:
@@ -79,9 +88,11 @@ def _reencoding(forward: Forward) -> Tensor:
 
 
 def _residual(forward: Forward) -> Tensor:
-    inputs, (found, size, correct) = forward.inputs, forward.output
-    assert size is not None, "Config has seen to it"
-    return residual_diffusion.losses(correct, inputs["target"] - found, size, inputs["time"], inputs["noise"])
+    inputs = forward.inputs
+    predicted, log_size, correct = forward.output
+    assert log_size is not None, "operator_learning.check_residual requires the network"
+    residual = inputs["target"] - predicted
+    return residual_diffusion.losses(correct, residual, log_size, inputs["time"], inputs["noise"])
 
 
 TERMS: Mapping[str, Term] = {
@@ -94,16 +105,16 @@ TERMS: Mapping[str, Term] = {
     "reencoding": Term(_reencoding, ("reencoding", "target")),
     "residual": Term(_residual, ("correction",)),
 }
-"""Every term. A new one is an entry here and a coefficient in ``operator_learning.coefficients``."""
+"""All terms by name. A new term takes an entry here and a coefficient in ``operator_learning.coefficients``."""
 
 
 def needs_of(terms: Collection[str]) -> set[Need]:
-    """What the forward must compute for these terms together."""
+    """Collect the outputs required by these terms together."""
     return {need for term in terms for need in TERMS[term].needs}
 
 
 def parts_of(terms: Collection[str], *, train_encoder: bool) -> Parts | None:
-    """What the model must compute for these terms. None: a prediction without gradient, and what it misses."""
+    """Return the parts of the forward for these terms. None: the residual stage, with a prediction without gradient."""
     needs = needs_of(terms)
     if "correction" in needs:
         return None
@@ -124,7 +135,7 @@ def forward_of(
     terms: Collection[str],
     parts: Parts | None,
 ) -> Forward:
-    """Run the model on a micro-batch of task ``number``, for what ``terms`` need."""
+    """Run the model on a micro-batch of task ``number``, for the outputs required by ``terms``."""
     if parts is None:
         return Forward(inputs, task, predict(model, inputs, number, task.grid))
     target = inputs["target"] if "target" in needs_of(terms) else None

@@ -1,8 +1,8 @@
-"""The objective of a latent operator: its stages, the terms of its loss in each step, the points it is asked at.
+"""Objective of a latent operator: its stages, the loss terms of each step and the query points.
 
-Stage 1 teaches encoder and decoder to be each other's inverse, stage 2 the operator between them, stage 3 what their
-prediction misses. Which terms a step has is a function of the step, and a term left out has coefficient 0, so that
-every process and strategy does the same.
+Stage 1 trains encoder and decoder to be inverse to each other, stage 2 the operator between them, stage 3 the residual
+of their prediction. The terms of a step are a function of the step, and an unused term has coefficient 0. Every
+process and strategy therefore does the same.
 """
 
 from __future__ import annotations
@@ -25,47 +25,49 @@ Stage = Literal["autoencode", "operator", "residual"]
 AUTOENCODER = ("encoders", "target_encoders", "decoder")
 """Modules that the operator stage can freeze."""
 RESIDUAL = "residual"
-"""The module that the residual stage alone trains."""
+"""Module trained in the residual stage alone."""
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is learned, term by term, and in which order. All errors are of normalised fields."""
+    """Loss terms and stages. All errors are of normalised fields."""
 
     autoencode_steps: NonNegativeInt = 0
-    """Steps of the first stage, in which encoder and decoder alone learn to be inverse to each other. The rest is the
-    second stage, in which the operator learns; a run goes from one to the other by itself, and so does a resume."""
+    """Steps of the first stage: encoder and decoder alone learn to be inverse to each other. The operator learns in
+    the second stage, the remaining steps. A run changes from one to the other by itself, also after a resume."""
     freeze_autoencoder: bool = False
-    """Second stage: encoder and decoder keep what the first stage taught them. False: the prediction trains all."""
+    """Second stage: freeze encoder and decoder after the first stage. False: the prediction trains everything."""
     latent_weight: NonNegativeFloat = 0.0
-    """Second stage: of the squared distance from the predicted latent to that of the target, which is held still."""
+    """Second stage: weight of the squared distance from the predicted latent to the target's, behind a
+    stop-gradient."""
     inverse_weight: NonNegativeFloat = 0.05
-    """Of decoding what was encoded, and of encoding again what was decoded. In the first stage the first of the two
-    counts 1 and the second this."""
+    """Weight of decoding an encoded field and of re-encoding a decoded one. The first stage gives decoding weight 1
+    and re-encoding this one."""
     inverse_every: PositiveInt = 1
-    """Second stage: steps between two with the inverse terms, which cost a decoding and an encoding more."""
+    """Second stage: steps from one use of the inverse terms to the next. They cost one more decoding and encoding."""
     spectral_weight: NonNegativeFloat = 0.0
-    """Of the error of the prediction's Fourier amplitudes, relative to the target's energy. Needs the whole grid."""
+    """Weight of the error of the Fourier amplitudes, relative to the target's energy. Needs the whole grid."""
     boundary_weight: NonNegativeFloat = 0.0
-    """Tasks with a fixed boundary: of the predicted value there."""
+    """Tasks with a fixed boundary: weight of the error on it."""
     conservation_weight: NonNegativeFloat = 0.0
-    """Tasks that conserve: of the change of each field's integral. Needs the whole grid."""
+    """Conservative tasks: weight of the change of each field's integral. Needs the whole grid."""
     queries: PositiveInt | None = None
-    """Points at which a sample is decoded in training, drawn anew in each step. None, and on a grid of no more points:
-    all of them."""
+    """Points at which a training sample is decoded, drawn again in each step. None: all points of the grid. A smaller
+    grid also uses all its points."""
     query_sampling: Literal["uniform", "stratified"] = "stratified"
-    """uniform: points drawn one by one. stratified: the grid's points cut into `queries` equal runs, one of each."""
+    """uniform: independent points. stratified: one point from each of `queries` equal runs of the grid's points."""
     drop_path: FractionBelowOne = 0.0
-    """Probability that a sample skips the last block of the operator, growing linearly from 0 at the first."""
+    """Probability that a sample skips the last block of the operator. It grows linearly from 0 at the first block."""
     flip: Fraction = 0.0
-    """Tasks without time: share of samples mirrored along each axis. For equations that have this symmetry."""
+    """Tasks without time: share of samples mirrored along each axis. For equations with this symmetry."""
     residual_from: PositiveInt | None = None
-    """Optimizer step at which the third stage begins: all else keeps still, and model.residual_depth blocks learn to
-    draw what the prediction misses. The learning rate's schedule ends there and begins anew. None: no such stage."""
+    """Optimizer step at which the third stage begins: model.residual_depth blocks learn the residual of the
+    prediction, everything else is frozen. The learning-rate schedule ends there and starts again. None: no such
+    stage."""
     residual_steps: PositiveInt = 1
-    """Third stage: steps from noise to what a prediction misses, a forward each; their times alone are learned. 1: the
-    mean of what may be missed, which has the lowest error. More, such as 4: a likely one, for what the input does not
-    tell."""
+    """Third stage: denoising steps of the residual, one forward each. Training uses their times alone. 1: the mean
+    residual, with the lowest error. More, such as 4: a sample of the possible residuals, for details that the input
+    does not determine."""
 
     def __post_init__(self) -> None:
         whole = {"spectral_weight": self.spectral_weight, "conservation_weight": self.conservation_weight}
@@ -103,32 +105,38 @@ class ObjectiveConfig:
 
 
 def stage_of_step(config: ObjectiveConfig, step: int) -> Stage:
-    """The stage that optimizer step ``step`` belongs to."""
+    """Return the stage of optimizer step ``step``."""
     if config.residual_from is not None and step >= config.residual_from:
         return "residual"
-    return "autoencode" if step < config.autoencode_steps else "operator"
+    if step < config.autoencode_steps:
+        return "autoencode"
+    return "operator"
 
 
 def place_in_schedule(config: ObjectiveConfig, step: int, decay_steps: int) -> tuple[int, int]:
-    """Where optimizer step ``step`` stands in its learning-rate schedule, and that schedule's steps.
+    """Return the position of optimizer step ``step`` in its learning-rate schedule, and the schedule's length.
 
-    The first two stages share one, which has ended when their weights are kept still; the residual's has the rest of
-    ``decay_steps``.
+    The first two stages share one schedule. It ends where their weights are frozen. The residual stage has a schedule
+    over the rest of ``decay_steps``.
     """
     start = config.residual_from
     if start is None:
         return step, decay_steps
-    return (step, min(start, decay_steps)) if step < start else (step - start, decay_steps - start)
+    if step < start:
+        return step, min(start, decay_steps)
+    return step - start, decay_steps - start
 
 
 def coefficients(config: ObjectiveConfig, step: int, conserved: bool, boundary: str) -> dict[str, float]:
-    """Coefficient of every term of ``TERMS`` in this step, 0 for what it or its task does not have."""
+    """Return the coefficient of every term of ``TERMS`` in this step, 0 for terms unused by the step or its task."""
     stage = stage_of_step(config, step)
     if stage == "residual":
         return dict.fromkeys(TERMS, 0.0) | {"residual": 1.0}
     if stage == "autoencode":
         return dict.fromkeys(TERMS, 0.0) | {"reconstruction": 1.0, "reencoding": config.inverse_weight}
-    inverse = config.inverse_weight if step % config.inverse_every == 0 and not config.freeze_autoencoder else 0.0
+    inverse = 0.0
+    if step % config.inverse_every == 0 and not config.freeze_autoencoder:
+        inverse = config.inverse_weight
     return {
         "prediction": 1.0,
         "latent": config.latent_weight,
@@ -142,55 +150,62 @@ def coefficients(config: ObjectiveConfig, step: int, conserved: bool, boundary: 
 
 
 def freezable(config: ObjectiveConfig, model: nn.Module) -> dict[str, list[str]]:
-    """Module prefixes that some stage freezes, for the optimizer's groups; mostly none."""
+    """Map each part frozen by some stage to its module prefixes, for the optimizer's groups. Mostly empty."""
     modules = list(dict.fromkeys(name.split(".")[0] for name, _ in model.named_parameters()))
     autoencoder = [name for name in modules if name in AUTOENCODER]
-    if config.residual_from is None:
-        return {"autoencoder": autoencoder} if config.freeze_autoencoder else {}
-    others = [name for name in modules if name not in (*AUTOENCODER, RESIDUAL)]
-    return {"autoencoder": autoencoder, "operator": others, RESIDUAL: [RESIDUAL]}
+    if config.residual_from is not None:
+        others = [name for name in modules if name not in (*AUTOENCODER, RESIDUAL)]
+        return {"autoencoder": autoencoder, "operator": others, RESIDUAL: [RESIDUAL]}
+    if config.freeze_autoencoder:
+        return {"autoencoder": autoencoder}
+    return {}
 
 
 def frozen_parts(config: ObjectiveConfig, step: int) -> list[str]:
-    """Parts frozen in this step. The residual's keeps its first values until its stage, whatever the weight decay."""
+    """List the parts frozen in this step."""
     stage = stage_of_step(config, step)
     if stage == "residual":
         return ["autoencoder", "operator"]
-    frozen = ["autoencoder"] if config.freeze_autoencoder and stage == "operator" else []
-    return frozen if config.residual_from is None else [*frozen, RESIDUAL]
+    frozen: list[str] = []
+    if config.freeze_autoencoder and stage == "operator":
+        frozen.append("autoencoder")
+    if config.residual_from is not None:
+        # Weight decay must not shrink the residual network before its stage.
+        frozen.append(RESIDUAL)
+    return frozen
 
 
-def used(coefficients: Mapping[str, float]) -> set[str]:
-    """Terms that count in this step."""
+def active_terms(coefficients: Mapping[str, float]) -> set[str]:
+    """Return the terms with a coefficient above 0."""
     return {term for term, coefficient in coefficients.items() if coefficient}
 
 
 @dataclass(frozen=True)
 class StepObjective:
-    """What one optimizer step learns. The same on every process."""
+    """Objective of one optimizer step, the same on every process."""
 
     number: int
-    """Of the task, in the order of the data."""
+    """Number of the task, in the order of the data."""
     task: FieldTask
     coefficients: Mapping[str, float]
-    """Of every term of ``TERMS``."""
+    """Coefficient of every term of ``TERMS``."""
     frozen: Sequence[str]
-    """Parts of the model that keep still."""
+    """Frozen parts of the model."""
     train_encoder: bool
-    """Whether the losses behind the encoder train it."""
+    """True: the losses behind the encoder train it."""
 
     @property
     def terms(self) -> set[str]:
-        return used(self.coefficients)
+        return active_terms(self.coefficients)
 
     @property
     def parts(self) -> Parts | None:
-        """What the model computes. None: a prediction without gradient, and what it misses."""
+        """Parts of the forward. None: the residual stage, with a prediction without gradient."""
         return losses.parts_of(self.terms, train_encoder=self.train_encoder)
 
 
 def objective_of_step(config: ObjectiveConfig, step: int, number: int, task: FieldTask) -> StepObjective:
-    """What optimizer step ``step`` learns of task ``number``."""
+    """Return the objective of optimizer step ``step``, a step of task ``number``."""
     return StepObjective(
         number,
         task,
@@ -200,56 +215,63 @@ def objective_of_step(config: ObjectiveConfig, step: int, number: int, task: Fie
     )
 
 
-def queries_of(config: ObjectiveConfig, points: int) -> int | None:
-    """Points at which a sample on a grid of ``points`` is decoded; None: at all of them."""
-    return config.queries if config.queries is not None and config.queries < points else None
+def query_count(config: ObjectiveConfig, points: int) -> int | None:
+    """Return the query points of a sample on a grid of ``points``. None: all of them."""
+    if config.queries is None or config.queries >= points:
+        return None
+    return config.queries
 
 
 BOUNDARY_POINTS = 64
-"""Points at which the boundary term looks, drawn anew for each sample and step."""
+"""Points of the boundary term, drawn again for each sample and step."""
 
 
-def with_queries(
+def add_queries(
     config: ObjectiveConfig,
     batch: Mapping[str, Tensor],
     coordinates: Tensor,
     draws: Callable[..., Tensor],
     terms: Collection[str],
 ) -> dict[str, Tensor]:
-    """The batch, and where it is decoded: ``given`` and ``sought`` (B, C, Q), and ``queries`` where not the whole grid.
+    """Add the points of decoding to a batch.
 
-    ``coordinates`` (H * W, d) are those of the grid's points; ``draws(stream, *shape)`` gives uniform draws
+    The result has ``query_input`` and ``query_target`` (B, C, Q), and ``queries`` unless the whole grid is decoded.
+    ``coordinates`` (H * W, d) are those of the grid's points. ``draws(stream, *shape)`` returns uniform draws
     (B, *shape) keyed by sample. With the boundary term in ``terms``, ``BOUNDARY_POINTS`` more queries follow the Q.
     """
-    made = dict(batch) | {"given": batch["input"].flatten(2), "sought": batch["target"].flatten(2)}
-    if (count := queries_of(config, len(coordinates))) is not None:
+    result = dict(batch)
+    result["query_input"] = batch["input"].flatten(2)
+    result["query_target"] = batch["target"].flatten(2)
+    count = query_count(config, len(coordinates))
+    if count is not None:
         stratified = config.query_sampling == "stratified"
-        places = fields.sample_points(draws("queries", count), len(coordinates), stratified)  # (B, Q)
-        made["queries"] = coordinates[places]
-        made["given"], made["sought"] = (fields.at_points(batch[name], places) for name in ("input", "target"))
+        index = fields.sample_points(draws("queries", count), len(coordinates), stratified)  # (B, Q)
+        result["queries"] = coordinates[index]
+        result["query_input"] = fields.at_points(batch["input"], index)
+        result["query_target"] = fields.at_points(batch["target"], index)
     if "boundary" in terms:
         edge = fields.boundary_points(draws("boundary", BOUNDARY_POINTS), coordinates.shape[1])
-        inner = made.get("queries", coordinates.expand(len(edge), -1, -1))
-        made["queries"] = torch.cat((inner, edge), dim=1)
-    return made
+        inner = result.get("queries", coordinates.expand(len(edge), -1, -1))
+        result["queries"] = torch.cat((inner, edge), dim=1)
+    return result
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation on held-out fields, with the averaged weights."""
+    """Evaluation on held-out fields with the EMA weights."""
 
     every: NonNegativeInt = 0
-    """Optimizer steps between evaluations; there is always one at the end, and 0 makes only that."""
+    """Optimizer steps between evaluations. 0: one evaluation, at the end. Every run has that one."""
     samples: PositiveInt = 256
     """Held-out rows of each task, over all processes."""
     batch_size: PositiveInt = 64
     """Samples per process per forward."""
     trajectories: PositiveInt = 32
-    """Held-out trajectories of each task with time that are rolled out, over all processes."""
+    """Held-out trajectories to roll out of each task with time, over all processes."""
     conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
     patience: PositiveInt | None = None
-    """Evaluations without a better mean error of all tasks after which the run ends; those of the first stage do not
-    count. None: it runs to its end."""
+    """End the run after this many evaluations without a lower mean error of all tasks. Those of the first stage do
+    not count. None: run to the end."""
 
     def __post_init__(self) -> None:
         if self.patience is not None and self.every == 0:
@@ -259,12 +281,12 @@ class EvaluationConfig:
             )
 
     def due(self, step: int, max_steps: int) -> bool:
-        """Whether to evaluate after ``step`` steps."""
+        """Return True if an evaluation follows ``step`` completed steps."""
         return step == max_steps or (self.every > 0 and step % self.every == 0)
 
 
 def check_residual(objective: ObjectiveConfig, evaluation: EvaluationConfig, depth: int) -> None:
-    """Refuse a residual's stage without a network of ``depth`` model.residual_depth, and a network without a stage."""
+    """Refuse a residual stage without a network, and a network without a stage. ``depth`` is model.residual_depth."""
     start = objective.residual_from
     if (start is None) != (depth == 0):
         raise UsageError(
@@ -279,7 +301,7 @@ def check_residual(objective: ObjectiveConfig, evaluation: EvaluationConfig, dep
 
 
 class Task(Protocol):
-    """What a task's equation has, as `FieldTask` says it."""
+    """Properties of a task's equation, as in `FieldTask`."""
 
     @property
     def conserved(self) -> bool: ...
@@ -290,18 +312,20 @@ class Task(Protocol):
 
 
 def check_tasks(objective: ObjectiveConfig, evaluation: EvaluationConfig, tasks: Iterable[Task]) -> None:
-    """Refuse options that are about something no task has."""
+    """Refuse options without effect because no task has the property they act on."""
     tasks = list(tasks)
-    conserved, dirichlet = any(t.conserved for t in tasks), any(t.boundary == "dirichlet" for t in tasks)
-    steady, conditioning = any(not t.has_time for t in tasks), evaluation.conditioning
-    faults = (
+    conserved = any(task.conserved for task in tasks)
+    dirichlet = any(task.boundary == "dirichlet" for task in tasks)
+    steady = any(not task.has_time for task in tasks)
+    conditioning = evaluation.conditioning
+    options = (
         (conserved, "objective.conservation_weight", objective.conservation_weight, 0.0, "conserves its integral"),
         (dirichlet, "objective.boundary_weight", objective.boundary_weight, 0.0, "has a fixed boundary"),
         (steady, "objective.flip", objective.flip, 0.0, "is without time"),
         (conserved, "evaluation.conditioning", conditioning, ConditioningConfig(), "conserves its integral"),
     )
-    for present, name, value, default, what in faults:
-        if value != default and not present:
+    for applies, name, value, default, what in options:
+        if value != default and not applies:
             raise UsageError(
                 f"{name} {value}: has no effect, for no task of data.tasks {what}. Leave it at {default}, or add such "
                 "a task."
@@ -309,30 +333,33 @@ def check_tasks(objective: ObjectiveConfig, evaluation: EvaluationConfig, tasks:
 
 
 def check_stages(objective: ObjectiveConfig, warmup_steps: int, max_steps: int, decay_steps: int) -> list[str]:
-    """Refuse a residual's stage that cannot learn; lines for the log where a run ends before a stage.
+    """Refuse a residual stage without room to learn. Returns notices for stages after the end of the run.
 
-    ``decay_steps`` is where the schedule ends.
+    ``decay_steps`` is the end of the schedule.
     """
-    start, first = objective.residual_from, objective.autoencode_steps
+    start = objective.residual_from
+    first = objective.autoencode_steps
     ends = f"the run ends before it, at step {max_steps}"
-    lines: list[str] = []
+    notices: list[str] = []
     if max_steps <= first:
-        lines.append(f"objective.autoencode_steps {first}: the operator learns after it; {ends}, so it learns nothing")
+        notices.append(
+            f"objective.autoencode_steps {first}: the operator learns after it; {ends}, so it learns nothing"
+        )
     if start is None:
-        return lines
+        return notices
     if start < warmup_steps or decay_steps - start <= warmup_steps:
         raise UsageError(
-            f"objective.residual_from {start}: the learning rate begins anew there, and warms up for {warmup_steps} "
+            f"objective.residual_from {start}: the learning rate starts again there, and warms up for {warmup_steps} "
             f"steps before and after; the schedule ends at step {decay_steps}. Move it, or lower "
             "schedule.warmup_steps."
         )
     if max_steps <= start:
-        lines.append(f"objective.residual_from {start}: {ends}; the residual learns nothing")
-    return lines
+        notices.append(f"objective.residual_from {start}: {ends}; the residual learns nothing")
+    return notices
 
 
-def mirrored(values: Tensor, draws: Tensor, share: float) -> Tensor:
-    """(B, C, H, W) and uniform draws (B, 2) -> samples mirrored along each axis whose draw is below ``share``."""
+def mirror(values: Tensor, draws: Tensor, share: float) -> Tensor:
+    """Mirror samples (B, C, H, W) along each axis with a draw below ``share``. Uniform draws are (B, 2)."""
     for axis in (2, 3):
         chosen = (draws[:, axis - 2] < share)[:, None, None, None]
         values = torch.where(chosen, values.flip(axis), values)

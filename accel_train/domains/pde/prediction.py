@@ -1,4 +1,4 @@
-"""Fields predicted by a `PdeTransformer`, which may be wrapped for several processes. Without gradients."""
+"""Prediction by a `PdeTransformer`, without gradients. The model may be wrapped for several processes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ from accel_train.domains.pde.transformer import PREDICTION
 
 
 class Prediction(NamedTuple):
-    """The next fields, and what can be known of what they miss."""
+    """The next fields and a handle on their residual, the difference from the true ones."""
 
     fields: Tensor
     """(B, C', H, W) fp32."""
     log_size: Tensor | None
-    """(C',): logarithm of the size of what is missed. None: the model has no residual."""
+    """Logarithm of the residual's size, (C',). None: the model has no residual network."""
     correct: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    """Guesses (B, C', H, W) of it and times (B,) -> what they lack, and the logarithm of its size. With gradients."""
+    """Correct guesses (B, C', H, W) of the residual at times (B,), with gradients.
+
+    Returns the corrections and the logarithm of the size.
+    """
 
 
 @torch.no_grad()
 def predict(model: Callable[..., Any], batch: Mapping[str, Tensor], task: int, grid: tuple[int, int]) -> Prediction:
-    """From ``input`` (B, C, H, W), ``parameters`` (B, P) and ``dt`` (B,) of one task, by its number."""
-    given = batch["parameters"], batch["dt"], task
-    output = model(batch["input"], None, *given, None, PREDICTION)
+    """Predict from ``input`` (B, C, H, W), ``parameters`` (B, P) and ``dt`` (B,) of task number ``task``."""
+    parameters = batch["parameters"]
+    dt = batch["dt"]
+    output = model(batch["input"], None, parameters, dt, task, None, PREDICTION)
     fields = output.prediction.unflatten(-1, grid).float()
 
     def correct(guess: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        found = model(ResidualGuess(guess, time, fields, batch["input"]), None, *given)
-        return found.residual, found.residual_size
+        corrected = model(ResidualGuess(guess, time, fields, batch["input"]), None, parameters, dt, task)
+        return corrected.residual, corrected.residual_size
 
     return Prediction(fields, output.residual_size, correct)
 
@@ -40,10 +44,14 @@ def predict(model: Callable[..., Any], batch: Mapping[str, Tensor], task: int, g
 def stepper(
     model: Callable[..., Any], parameters: Tensor, dt: float, task: int, grid: tuple[int, int]
 ) -> Callable[[Tensor], Tensor]:
-    """Fields (B, C, H, W) -> those `dt` later, not refined, for samples with these parameters (B, P)."""
+    """Return a step from fields (B, C, H, W) to those `dt` later, without refinement. `parameters` are (B, P)."""
 
     def step(state: Tensor) -> Tensor:
-        times = torch.full((len(state),), dt, device=state.device)
-        return predict(model, {"input": state, "parameters": parameters, "dt": times}, task, grid).fields
+        batch = {
+            "input": state,
+            "parameters": parameters,
+            "dt": torch.full((len(state),), dt, device=state.device),
+        }
+        return predict(model, batch, task, grid).fields
 
     return step

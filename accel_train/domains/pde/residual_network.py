@@ -1,7 +1,7 @@
-"""What a prediction on a grid misses: the network of a residual diffusion.
+"""Network of the residual diffusion: it predicts the difference between a prediction and the truth, on the grid.
 
-It works on fields and not on latents. A latent is whatever makes a decoder's output right, so that of the truth need
-not decode better than a predicted one; and a field on a grid has fewer numbers than its tokens have channels.
+It works on fields, not on latents. The latent of the true field need not decode better than a predicted latent, and a
+field on a grid has fewer values than its tokens have channels.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from torch import Tensor, nn
 
 from accel_train.domains.models.layers import NORM_EPS, TIME_FEATURES, TimestepEmbedder
 from accel_train.domains.models.token_blocks import BlockShape, ModulatedBlock
-from accel_train.domains.pde.tokens import IDLE_TOKENS, FieldGrid, GridEncoder, encoder_products
+from accel_train.domains.pde.tokens import IDLE_TOKENS, FieldGrid, GridEncoder, encoder_multiplications
 
 LOG_SIZE_START = -3.0
-"""Fields are normalised, and a prediction that is worth refining misses a few per cent of them."""
+"""Initial log size: a few per cent of normalised fields, the residual of a prediction worth refining."""
 LOG_SIZE_RATE = 32.0
-"""What a step of the learning rate moves a logarithm by, in learning rates. An optimizer moves each weight by about
-one, and a size that is wrong by a factor of ten would otherwise take thousands of steps."""
+"""Step size of a log size, in learning rates. An optimizer moves a weight by about one learning rate per step, so a
+size wrong by a factor of ten would otherwise take thousands of steps."""
 
 
 class ResidualGuess(NamedTuple):
-    """What is known of a residual, and what stands beside it. All (B, channels, H, W) on the task's grid."""
+    """A guess of the residual with its context. Fields are (B, channels, H, W) on the task's grid."""
 
     guess: Tensor
-    """Of C' channels, in units of the residual's size."""
+    """Noisy residual with C' channels, in units of the residual's size."""
     time: Tensor
-    """(B,): how little the guess is worth, from 0 (it is the residual) to 1 (nothing)."""
+    """Noise level (B,), from 0 (the guess is the residual) to 1 (it is pure noise)."""
     prediction: Tensor
-    """Of C' channels: what is refined."""
+    """Prediction to refine, with C' channels."""
     input: Tensor
-    """Of C channels: what it was predicted from."""
+    """Input of the prediction, with C channels."""
 
 
 class ResidualSize(nn.Module):
-    """The logarithm of each target channel's residual, learned: (C',) of a task, in fp32."""
+    """Learned log size of the residual of each target channel, in fp32: task number -> (C',)."""
 
     def __init__(self, channels: Sequence[int]) -> None:
         super().__init__()
@@ -48,13 +48,14 @@ class ResidualSize(nn.Module):
 
     def forward(self, task: int) -> Tensor:
         first = sum(self.channels[:task])
-        return LOG_SIZE_START + LOG_SIZE_RATE * self.deviation[first : first + self.channels[task]].float()
+        deviation = self.deviation[first : first + self.channels[task]].float()
+        return LOG_SIZE_START + LOG_SIZE_RATE * deviation
 
 
 class FieldResidual(nn.Module):
-    """What a guess of the residual lacks (B, C', H, W). Starts at zero.
+    """Correction (B, C', H, W) of a guess of the residual. Starts at zero.
 
-    Encoders and heads belong to a task, the blocks are shared.
+    Each task has its own encoder and head. The blocks are shared.
     """
 
     def __init__(
@@ -70,59 +71,66 @@ class FieldResidual(nn.Module):
         super().__init__()
         self.grids = list(grids)
         self.channels = list(zip(targets, inputs, strict=True))
-
-        def encoder(grid: FieldGrid, fields: tuple[int, int]) -> GridEncoder:
-            return GridEncoder(2 * fields[0] + fields[1], grid, block.width, stem_width, octaves)
-
-        self.encoders = nn.ModuleList(map(encoder, self.grids, self.channels))
+        self.encoders = nn.ModuleList()
+        for grid, (target, input) in zip(self.grids, self.channels, strict=True):
+            channels = 2 * target + input  # guess, prediction and input
+            self.encoders.append(GridEncoder(channels, grid, block.width, stem_width, octaves))
         self.time = TimestepEmbedder(block.width)
         self.blocks = nn.ModuleList(ModulatedBlock(block) for _ in range(depth))
-        self.heads = nn.ModuleList(
-            nn.Linear(block.width, count * math.prod(_cell(grid))) for grid, count in zip(grids, targets, strict=True)
-        )
+        self.heads = nn.ModuleList()
+        for grid, target in zip(self.grids, targets, strict=True):
+            points = math.prod(_points_per_token(grid))
+            self.heads.append(nn.Linear(block.width, target * points))
         self.size = ResidualSize(targets)
 
     def start_at_zero(self) -> None:
-        """Call it once all layers have their starting values."""
+        """Zero the heads. Call it after the initialisation of all layers."""
         for head in self.heads:
             nn.init.zeros_(cast(nn.Linear, head).weight)
 
     def forward(self, fields: ResidualGuess, conditioning: Tensor, task: int) -> Tensor:
-        """conditioning (B, width) before SiLU. Takes fields of any number of whole tokens."""
+        """Correct a guess. conditioning (B, width) is before SiLU. Fields may have any number of whole tokens."""
         x = self.encoders[task](torch.cat((fields.guess, fields.prediction, fields.input), dim=1))
         conditioning = F.silu(self.time(fields.time) + conditioning).to(x.dtype)
         for block in self.blocks:
             x = block(x, conditioning, None)
         points = self.heads[task](F.layer_norm(x, x.shape[-1:], eps=NORM_EPS))  # (B, N, C' * p * q)
-        (p, q), rows = _cell(self.grids[task]), fields.guess.shape[2]
-        points = points.unflatten(2, (-1, p, q)).unflatten(1, (rows // p, -1))  # (B, rows, columns, C', p, q)
+        p, q = _points_per_token(self.grids[task])
+        rows = fields.guess.shape[2] // p
+        points = points.unflatten(2, (-1, p, q)).unflatten(1, (rows, -1))  # (B, rows, columns, C', p, q)
         return points.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
     def idle(self, ran: int | None, like: Tensor) -> Iterator[Tensor]:
-        """What those modules make of a few zeros that did not run for task `ran`; None: nothing ran."""
+        """Run the modules left idle by task `ran` on a few zeros and yield their outputs. None: all were idle."""
         if ran is None:
             yield self.size(0)
-        for task, (grid, (target, given)) in enumerate(zip(self.grids, self.channels, strict=True)):
+        for task, (grid, (target, input)) in enumerate(zip(self.grids, self.channels, strict=True)):
+            rows, columns = _points_per_token(grid)
             if ran is None and task == 0:
-                rows, columns = _cell(grid)
-                targets, inputs = (like.new_zeros(1, n, rows, IDLE_TOKENS * columns) for n in (target, given))
+                # One full forward also reaches the shared blocks.
+                targets = like.new_zeros(1, target, rows, IDLE_TOKENS * columns)
+                inputs = like.new_zeros(1, input, rows, IDLE_TOKENS * columns)
                 fields = ResidualGuess(targets, like.new_zeros(1), targets, inputs)
                 yield self(fields, like.new_zeros(1, 1), task)
             elif task != ran:
-                yield self.heads[task](self.encoders[task](like.new_zeros(1, 2 * target + given, *_cell(grid))))
+                zeros = like.new_zeros(1, 2 * target + input, rows, columns)
+                yield self.heads[task](self.encoders[task](zeros))
 
 
-def _cell(grid: FieldGrid) -> tuple[int, int]:
-    """Points of a token along each axis."""
-    rows, columns = (p * m for p, m in zip(grid.patch, grid.merged, strict=True))
+def _points_per_token(grid: FieldGrid) -> tuple[int, int]:
+    """Grid points of a token along each axis."""
+    rows = grid.patch[0] * grid.merged[0]
+    columns = grid.patch[1] * grid.merged[1]
     return rows, columns
 
 
-def residual_products(
+def residual_multiplications(
     grid: FieldGrid, inputs: int, targets: int, block: BlockShape, depth: int, stem_width: int
 ) -> int:
-    """Multiplications of one sample's way through `FieldResidual`, beside what is done once for a batch."""
-    tokens, width = math.prod(grid.cells), block.width
-    total = (2 * targets + inputs) * encoder_products(grid, width, stem_width)
-    total += width * (TIME_FEATURES + width) + depth * block.multiplications(tokens)
-    return total + targets * math.prod(grid.points) * width
+    """Count the multiplications of `FieldResidual` per sample, without the part done once per batch."""
+    width = block.width
+    encoders = (2 * targets + inputs) * encoder_multiplications(grid, width, stem_width)
+    time = width * (TIME_FEATURES + width)
+    blocks = depth * block.multiplications(math.prod(grid.cells))
+    head = targets * math.prod(grid.points) * width
+    return encoders + time + blocks + head

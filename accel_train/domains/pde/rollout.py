@@ -1,7 +1,7 @@
-"""Fields through time, one step after another, and the choice among several next steps without knowing the truth.
+"""Autoregressive rollout of fields in time, with an optional beam search that never sees the truth.
 
-A `Step` maps fields (B, C, H, W) to those one time step later. It is called equally often on every process, so that
-a sharded model may stand behind it, and runs without gradients.
+A `Step` maps fields (B, C, H, W) to those one time step later, without gradients. It is called equally often on every
+process, so it may run a sharded model.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from accel_train.config import PositiveInt, UsageError
 
 Step = Callable[[Tensor], Tensor]
 Proposal = Callable[[Tensor, int], Tensor]
-"""One way to make the next fields: called with the fields and the number of the step."""
+"""One way to compute the next fields, called with the fields and the number of the step."""
 Score = Callable[[Tensor, Tensor], Tensor]
-"""Called with the first fields (B, C, H, W) and those ahead (B, h, C, H, W); (B,), lower is better. Sees no truth."""
+"""Called with the first fields (B, C, H, W) and the following ones (B, h, C, H, W). Returns (B,), lower is better."""
 
 
 @torch.no_grad()
 def rollout(step: Step, state: Tensor, steps: int) -> Tensor:
-    """(B, C, H, W) -> (B, steps, C, H, W): the fields after each step, each made from the one before."""
+    """Apply `step` repeatedly and return the fields after each step: (B, C, H, W) -> (B, steps, C, H, W)."""
+    if steps == 0:
+        return state[:, None][:, :0]
     states: list[Tensor] = []
     for _ in range(steps):
         state = step(state)
         states.append(state)
-    return torch.stack(states, dim=1) if states else state[:, None][:, :0]
+    return torch.stack(states, dim=1)
 
 
 MOST_CANDIDATES = 10
@@ -37,15 +39,15 @@ MOST_CANDIDATES = 10
 
 @dataclass(frozen=True)
 class ConditioningConfig:
-    """Test-time conditioning: several next steps are tried, and those that keep what must be kept are followed."""
+    """Test-time conditioning: try several next steps and follow those that conserve best."""
 
     candidates: PositiveInt = 6
-    """Next steps tried from each state: the plain one and variations of it; at most 10."""
+    """Next steps tried from each state: the plain one and variations of it. At most 10."""
     beam: PositiveInt = 2
-    """States of each sample that are followed at once."""
+    """States of each sample followed at once."""
     horizon: PositiveInt = 2
-    """Steps, the tried one and plain ones after it, over which a candidate is judged. A step costs up to
-    beam * candidates * horizon forwards, where a plain one costs one."""
+    """Steps over which a candidate is scored: its own, then plain ones. A step costs up to beam * candidates * horizon
+    forwards. A plain step costs one."""
 
     def __post_init__(self) -> None:
         if self.candidates > MOST_CANDIDATES:
@@ -59,11 +61,11 @@ class ConditioningConfig:
 def conditioned_rollout(
     proposals: Sequence[Proposal], step: Step, score: Score, state: Tensor, steps: int, config: ConditioningConfig
 ) -> Tensor:
-    """(B, C, H, W) -> (B, steps, C, H, W): the path of each sample that scores best of those followed to the end.
+    """Roll out by beam search and return the best path of each sample: (B, C, H, W) -> (B, steps, C, H, W).
 
-    A beam search: from each state followed, the first `config.candidates` of `proposals` give the next; each is led on
-    by plain steps to the horizon, not beyond the end; `config.beam` of them with the lowest scores are followed. Of
-    equal scores the earlier proposal wins, so give the plain step first.
+    From each state in the beam, the first `config.candidates` of `proposals` compute next states. Plain steps continue
+    each of them to the horizon, but not beyond the end. The `config.beam` states with the lowest scores are followed.
+    The earlier proposal wins a tie, so the plain step comes first.
     """
     if len(proposals) < config.candidates:
         raise UsageError(
@@ -76,20 +78,21 @@ def conditioned_rollout(
         scores: list[Tensor] = []
         for path in paths:
             for proposal in proposals[: config.candidates]:
-                following = proposal(path[:, -1], number)
-                seen = [following]
+                candidate = proposal(path[:, -1], number)
+                ahead = [candidate]
                 for _ in range(min(config.horizon, steps - number) - 1):
-                    seen.append(step(seen[-1]))
-                scores.append(score(state, torch.stack(seen, dim=1)).float())
-                longer.append(torch.cat((path, following[:, None]), dim=1))
+                    ahead.append(step(ahead[-1]))
+                scores.append(score(state, torch.stack(ahead, dim=1)).float())
+                longer.append(torch.cat((path, candidate[:, None]), dim=1))
         paths = _best(longer, torch.stack(scores), config.beam)
     return paths[0][:, 1:]
 
 
 def _best(paths: list[Tensor], scores: Tensor, beam: int) -> list[Tensor]:
-    """The `beam` paths of each sample with the lowest scores (paths, B), the best first; NaN is the worst."""
+    """Select the `beam` paths of each sample with the lowest scores (paths, B), best first. NaN is the worst."""
     order = scores.nan_to_num(nan=torch.inf).argsort(dim=0, stable=True)[:beam]  # (beam, B)
-    stacked, rows = torch.stack(paths), torch.arange(scores.shape[1], device=scores.device)
+    stacked = torch.stack(paths)
+    rows = torch.arange(scores.shape[1], device=scores.device)
     return [stacked[chosen, rows] for chosen in order]
 
 
@@ -99,20 +102,31 @@ def plain(step: Step) -> Proposal:
 
 
 def shifted(step: Step, by: Sequence[int]) -> Proposal:
-    """The step in a frame moved by so many points along (H, W), for periodic fields.
+    """Return the step in a frame shifted by `by` points along (H, W), for periodic fields.
 
-    For the equation it is the same step; for a model whose patches lie elsewhere it is another estimate of it.
+    The equation is invariant under the shift. The model's patches lie elsewhere, so its estimate differs.
     """
-    back = [-n for n in by]
-    return lambda state, _number: step(state.roll(list(by), (-2, -1))).roll(back, (-2, -1))
+    forth = list(by)
+    back = [-points for points in by]
+
+    def propose(state: Tensor, _number: int) -> Tensor:
+        following = step(state.roll(forth, (-2, -1)))
+        return following.roll(back, (-2, -1))
+
+    return propose
 
 
 def perturbed(step: Step, scale: float, seed: int, sample: Tensor) -> Proposal:
-    """The step from fields with noise, `scale` times their root mean square, keyed by (seed, step, sample (B,))."""
+    """Return the step from noisy fields. The noise is `scale` times their root mean square.
+
+    It is keyed by (seed, step, sample (B,)).
+    """
 
     def propose(state: Tensor, number: int) -> Tensor:
-        noise = rng.normal(rng.sample_keys(seed, f"rollout/{scale!r}", number, sample), state.shape[1:])
-        size = state.float().square().flatten(1).mean(1).sqrt()[:, None, None, None]
-        return step(state + (scale * size * noise).to(state.dtype))
+        keys = rng.sample_keys(seed, f"rollout/{scale!r}", number, sample)
+        noise = rng.normal(keys, state.shape[1:])
+        root_mean_square = state.float().square().flatten(1).mean(1).sqrt()[:, None, None, None]
+        perturbation = scale * root_mean_square * noise
+        return step(state + perturbation.to(state.dtype))
 
     return propose

@@ -1,4 +1,4 @@
-"""How good predicted fields are: figures over all processes, and panels to look at."""
+"""Evaluation of predicted fields: metrics over all processes and panels for pictures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accel_train.domains.pde import fields, residual_diffusion, rollout
 from accel_train.domains.pde import prediction as pde_prediction
-from accel_train.domains.pde.baselines import baseline_names, baselines
+from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselines
 from accel_train.domains.pde.operator_learning import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.pictures import Lines, Panel
 from accel_train.domains.pde.rows import FieldData, FieldRows, FieldTask
@@ -22,62 +22,71 @@ from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.evaluation import weighted_sums
 
 SHIFTS = (1, -1, 2, 3)
-"""Points by which a periodic field is moved for another estimate of the same step."""
+"""Shifts of a periodic field, in points. Each gives another estimate of the same step."""
 NOISES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.001, 0.005, 0.02, 0.05)
-"""Of the field's size: for the candidates that moving does not give."""
+"""Noise scales relative to the field's size, for the candidates beyond the shifts."""
 MEAN = "mean_nrmse"
 
 
 def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """(6,) float64: sums over a batch's samples, by their weights, of what ``row_figures`` divides.
+    """Sum the weighted errors of a batch for ``row_metrics``: (6,) float64.
 
-    ``prediction`` (B, C', H, W) and the batch are normalised, errors are of physical units.
+    ``prediction`` (B, C', H, W) and the batch are normalised. Errors are in physical units.
     """
-    found, true = task.target.denormalise(prediction.float()), task.target.denormalise(batch["target"])
-    given = task.input.denormalise(batch["input"])
-    gap = fields.conservation_gap(found, given) if task.conserved else torch.zeros_like(batch["weight"])
-    each = (
-        torch.ones_like(batch["weight"]),
-        fields.relative_l2(found, true),
-        fields.squared_error(found, true),
-        fields.mean_square(true),
-        fields.spectral_error(found, true),
+    weight = batch["weight"]
+    predicted = task.target.denormalise(prediction.float())
+    target = task.target.denormalise(batch["target"])
+    gap = torch.zeros_like(weight)
+    if task.conserved:
+        gap = fields.conservation_gap(predicted, task.input.denormalise(batch["input"]))
+    per_sample = (
+        torch.ones_like(weight),
+        fields.relative_l2(predicted, target),
+        fields.squared_error(predicted, target),
+        fields.mean_square(target),
+        fields.spectral_error(predicted, target),
         gap,
     )
-    return (torch.stack(each).double() * batch["weight"].double()).sum(1)
+    return (torch.stack(per_sample).double() * weight.double()).sum(1)
 
 
 def error_sums(
     model: Callable[..., Any], number: int, task: FieldTask, residual_steps: int, seed: int, batch: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """``row_sums`` of what the model predicts for a batch of task ``number``: plain, and refined where it has a
-    residual. Keyed as ``row_figures`` takes them."""
-    found, size, correct = pde_prediction.predict(model, batch, number, task.grid)
-    sums = {"plain": row_sums(task, found, batch)}
-    if size is None:
-        return sums
-    refined = residual_diffusion.refined(correct, found, size, residual_steps, seed, batch["sample"])
-    return sums | {"refined": row_sums(task, refined, batch)}
+    """Predict a batch of task ``number`` and compute ``row_sums``, keyed by the arguments of ``row_metrics``.
+
+    A model with a residual network also gets the sums of its refined prediction.
+    """
+    predicted, log_size, correct = pde_prediction.predict(model, batch, number, task.grid)
+    sums = {"plain": row_sums(task, predicted, batch)}
+    if log_size is not None:
+        refined = residual_diffusion.refine(correct, predicted, log_size, residual_steps, seed, batch["sample"])
+        sums["refined"] = row_sums(task, refined, batch)
+    return sums
 
 
-def row_figures(task: FieldTask, plain: Tensor, refined: Tensor | None = None) -> dict[str, float]:
-    """From the sums over all processes: ``TASK_nrmse`` is the mean of each sample's root mean squared error over its
-    root mean square, as PDEBench has it; ``TASK_nrmse_pooled`` the same of all samples as one field. ``refined`` are
-    the sums of refined predictions, for ``TASK_refined_gain`` and its like."""
+def row_metrics(task: FieldTask, plain: Tensor, refined: Tensor | None = None) -> dict[str, float]:
+    """Compute the metrics of a task from ``row_sums`` over all processes.
+
+    ``TASK_nrmse`` is the mean over samples of each one's root mean squared error over its root mean square, as in
+    PDEBench. ``TASK_nrmse_pooled`` treats all samples as one field. ``refined`` are the sums of refined predictions,
+    for ``TASK_refined_nrmse``, its spectral error and its gain.
+    """
+    name = task.name
     count, relative, squared, square, spectral, gap = plain.tolist()
-    figures = {
-        f"{task.name}_nrmse": relative / count,
-        f"{task.name}_nrmse_pooled": fields.nrmse(squared, square),
-        f"{task.name}_spectral_error": spectral / count,
+    metrics = {
+        f"{name}_nrmse": relative / count,
+        f"{name}_nrmse_pooled": fields.nrmse(squared, square),
+        f"{name}_spectral_error": spectral / count,
     }
-    figures |= {f"{task.name}_conservation_gap": gap / count} if task.conserved else {}
-    if refined is None:
-        return figures
-    return figures | {
-        f"{task.name}_refined_nrmse": float(refined[1]) / count,
-        f"{task.name}_refined_spectral_error": float(refined[4]) / count,
-        f"{task.name}_refined_gain": 1 - float(refined[1]) / max(relative, 1e-12),
-    }
+    if task.conserved:
+        metrics[f"{name}_conservation_gap"] = gap / count
+    if refined is not None:
+        _, refined_relative, _, _, refined_spectral, _ = refined.tolist()
+        metrics[f"{name}_refined_nrmse"] = refined_relative / count
+        metrics[f"{name}_refined_spectral_error"] = refined_spectral / count
+        metrics[f"{name}_refined_gain"] = 1 - refined_relative / max(relative, 1e-12)
+    return metrics
 
 
 Place = tuple[int, int, torch.device]
@@ -88,63 +97,77 @@ class Rollouts:
     """Some held-out trajectories of one task, rolled out by a model."""
 
     def __init__(self, task: FieldTask, rows: FieldRows, wanted: Tensor, count: int, device: torch.device):
-        """Trajectories ``wanted`` (B,) of the first ``count``; those beyond are repetitions, which weigh nothing."""
-        self.task, self.sample = task, wanted.clamp(max=count - 1)
+        """Read trajectories ``wanted`` (B,). An index of ``count`` or more repeats the last one with weight 0."""
+        self.task = task
+        self.sample = wanted.clamp(max=count - 1)
         self.weight = (wanted < count).double().to(device)
-        read = [rows.trajectory(int(index)) for index in self.sample]
-        self.truth = torch.stack([trajectory.fields for trajectory in read]).to(device)  # (B, T, C, H, W)
-        self.parameters = torch.stack([trajectory.parameters for trajectory in read]).to(device)
+        trajectories = [rows.trajectory(int(index)) for index in self.sample]
+        self.truth = torch.stack([trajectory.fields for trajectory in trajectories]).to(device)  # (B, T, C, H, W)
+        self.parameters = torch.stack([trajectory.parameters for trajectory in trajectories]).to(device)
 
     def plain(self, step: rollout.Step) -> Tensor:
-        """(B, T - 1, C, H, W): one step after another."""
+        """Roll out step by step: (B, T - 1, C, H, W)."""
         return rollout.rollout(step, self.truth[:, 0], self.truth.shape[1] - 1)
 
     def conditioned(self, step: rollout.Step, config: rollout.ConditioningConfig, seed: int) -> Tensor:
-        """The same with the choice of what conserves best, seeing no truth. For tasks that conserve."""
-        periodic = self.task.boundary == "periodic"
-        moved = [rollout.shifted(step, (0, by)) for by in SHIFTS] if periodic else []
-        noisy = [rollout.perturbed(step, scale, seed, self.sample.to(self.truth.device)) for scale in NOISES]
-        proposals = [rollout.plain(step), *moved, *noisy]
+        """Roll out by beam search for the best conservation, without the truth. For tasks with a conserved integral."""
+        sample = self.sample.to(self.truth.device)
+        proposals = [rollout.plain(step)]
+        if self.task.boundary == "periodic":
+            proposals += [rollout.shifted(step, (0, by)) for by in SHIFTS]
+        proposals += [rollout.perturbed(step, scale, seed, sample) for scale in NOISES]
 
         def score(first: Tensor, ahead: Tensor) -> Tensor:
-            given = self.task.input.denormalise(first)
-            seen = self.task.target.denormalise(ahead).unbind(1)
-            return torch.stack([fields.conservation_gap(one, given) for one in seen]).mean(0)
+            reference = self.task.input.denormalise(first)
+            states = self.task.target.denormalise(ahead).unbind(1)
+            gaps = [fields.conservation_gap(state, reference) for state in states]
+            return torch.stack(gaps).mean(0)
 
         return rollout.conditioned_rollout(proposals, step, score, self.truth[:, 0], self.truth.shape[1] - 1, config)
 
-    def sums(self, found: Tensor) -> Tensor:
-        """(3, T - 1) float64: over the samples, of the weights, the relative error and the conservation gap at each
-        time."""
-        truth, made = self.task.target.denormalise(self.truth), self.task.target.denormalise(found)
-        times = range(made.shape[1])
-        error = torch.stack([fields.relative_l2(made[:, t], truth[:, t + 1]) for t in times])
-        gap = torch.stack([fields.conservation_gap(made[:, t], truth[:, 0]) for t in times])
-        each = torch.stack([torch.ones_like(error), error, gap]).double()  # (3, T - 1, B)
-        return (each * self.weight).sum(-1)
+    def sums(self, predicted: Tensor) -> Tensor:
+        """Sum weight, relative error and conservation gap over the samples, at each time: (3, T - 1) float64."""
+        truth = self.task.target.denormalise(self.truth)
+        states = self.task.target.denormalise(predicted)
+        errors: list[Tensor] = []
+        gaps: list[Tensor] = []
+        for time in range(states.shape[1]):
+            errors.append(fields.relative_l2(states[:, time], truth[:, time + 1]))
+            gaps.append(fields.conservation_gap(states[:, time], truth[:, 0]))
+        error = torch.stack(errors)
+        per_sample = torch.stack([torch.ones_like(error), error, torch.stack(gaps)]).double()  # (3, T - 1, B)
+        return (per_sample * self.weight).sum(-1)
 
-    def panels(self, found: Tensor) -> list[Panel]:
-        """The first trajectory: of 1-D fields space against time, of 2-D fields the last time. Truth, prediction,
-        error."""
+    def panels(self, predicted: Tensor) -> list[Panel]:
+        """Show truth, prediction and error of the first trajectory: over all times in 1-D, the last time in 2-D."""
         truth = self.task.target.denormalise(self.truth[0])[1:, 0].cpu()
-        made = self.task.target.denormalise(found[0])[:, 0].cpu()
+        states = self.task.target.denormalise(predicted[0])[:, 0].cpu()
         if self.task.grid[0] == 1:
-            truth, made, down = truth[:, 0], made[:, 0], "step in time"
+            truth = truth[:, 0]
+            states = states[:, 0]
+            down = "step in time"
         else:
-            truth, made, down = truth[-1], made[-1], "y (points)"
-        named = [("rollout: truth", truth, "u"), ("prediction", made, "u")]
-        return [*(Panel(*panel, down) for panel in named), _error_panel(made, truth, down)]
+            truth = truth[-1]
+            states = states[-1]
+            down = "y (points)"
+        return [
+            Panel("rollout: truth", truth, "u", down),
+            Panel("prediction", states, "u", down),
+            _error_panel(states, truth, down),
+        ]
 
 
 def rollout_batches(task: FieldTask, rows: FieldRows, options: EvaluationConfig, place: Place) -> Iterator[Rollouts]:
-    """This process's share of the first ``options.trajectories``, in batches; all processes have equally many."""
+    """Yield this process's share of the first ``options.trajectories`` in batches, equally many on every process."""
     rank, world_size, device = place
     count = min(options.trajectories, rows.samples)
-    mine = torch.arange(-(-count // world_size)) * world_size + rank
-    return (Rollouts(task, rows, wanted, count, device) for wanted in mine.split(options.batch_size))
+    share = math.ceil(count / world_size)
+    own = torch.arange(share) * world_size + rank
+    for wanted in own.split(options.batch_size):
+        yield Rollouts(task, rows, wanted, count, device)
 
 
-def rolled_out(
+def evaluate_rollouts(
     accelerator: Accelerator,
     task: FieldTask,
     rows: FieldRows,
@@ -152,110 +175,140 @@ def rolled_out(
     step_of: Callable[[Tensor], rollout.Step],
     seed: int,
 ) -> tuple[dict[str, float], list[Panel | Lines]]:
-    """``rollout_figures`` of held-out trajectories, and what to look at: the first one, and the error against time.
+    """Roll out held-out trajectories. Returns ``rollout_metrics`` and panels of one trajectory and of the error.
 
-    ``step_of`` makes a step for samples with these parameters (B, P). All ranks.
+    ``step_of`` builds a step for samples with these parameters (B, P). All ranks call it.
     """
     panels: list[Panel | Lines] = []
 
-    def sums_of(paths: Rollouts) -> dict[str, Tensor]:
-        step = step_of(paths.parameters)
-        made = paths.plain(step)
-        panels.extend([] if panels else paths.panels(made))
-        chosen = {"conditioned": paths.sums(paths.conditioned(step, options.conditioning, seed))}
-        return {"rollout": paths.sums(made)} | (chosen if task.conserved else {})
+    def sums_of(batch: Rollouts) -> dict[str, Tensor]:
+        step = step_of(batch.parameters)
+        predicted = batch.plain(step)
+        if not panels:
+            panels.extend(batch.panels(predicted))
+        sums = {"rollout": batch.sums(predicted)}
+        if task.conserved:
+            sums["conditioned"] = batch.sums(batch.conditioned(step, options.conditioning, seed))
+        return sums
 
     place = accelerator.process_index, accelerator.num_processes, accelerator.device
     sums = weighted_sums(accelerator, rollout_batches(task, rows, options, place), sums_of)
-    lines = {name: (error / weight).tolist() for name, (weight, error, _) in sums.items()}
+    lines: dict[str, list[float]] = {}
+    for name, (weight, error, _) in sums.items():
+        lines[name] = (error / weight).tolist()
     times = [task.dt * (1 + number) for number in range(sums["rollout"].shape[1])]
     panels.append(Lines("rollout: error against time", "time", "nRMSE", times, lines))
-    return rollout_figures(task, sums["rollout"], sums.get("conditioned")), panels
+    return rollout_metrics(task, sums["rollout"], sums.get("conditioned")), panels
 
 
-def rollout_figures(task: FieldTask, plain: Tensor, conditioned: Tensor | None) -> dict[str, float]:
-    """From sums over all processes (3, T - 1): errors over all times and at the last, and what the choice gained."""
-    name, (weight, error, gap) = task.name, plain
-    mean = error / weight
-    figures = {f"{name}_rollout_nrmse": float(mean.mean()), f"{name}_rollout_nrmse_last": float(mean[-1])}
-    figures |= {f"{name}_rollout_conservation_gap": float((gap / weight).mean())} if task.conserved else {}
-    if conditioned is None:
-        return figures
-    better = conditioned[1] / conditioned[0]
-    return figures | {
-        f"{name}_conditioned_nrmse": float(better.mean()),
-        f"{name}_conditioned_gain": float(1 - better.mean() / mean.mean()),
-        f"{name}_conditioned_conservation_gap": float((conditioned[2] / conditioned[0]).mean()),
+def rollout_metrics(task: FieldTask, plain: Tensor, conditioned: Tensor | None) -> dict[str, float]:
+    """Compute the rollout metrics of a task from sums (3, T - 1) over all processes.
+
+    They are the error over all times and at the last one, and with ``conditioned`` the gain of the beam search.
+    """
+    name = task.name
+    weight, error, gap = plain
+    nrmse = error / weight
+    metrics = {
+        f"{name}_rollout_nrmse": float(nrmse.mean()),
+        f"{name}_rollout_nrmse_last": float(nrmse[-1]),
     }
+    if task.conserved:
+        metrics[f"{name}_rollout_conservation_gap"] = float((gap / weight).mean())
+    if conditioned is not None:
+        weight, error, gap = conditioned
+        conditioned_nrmse = error / weight
+        metrics[f"{name}_conditioned_nrmse"] = float(conditioned_nrmse.mean())
+        metrics[f"{name}_conditioned_gain"] = float(1 - conditioned_nrmse.mean() / nrmse.mean())
+        metrics[f"{name}_conditioned_conservation_gap"] = float((gap / weight).mean())
+    return metrics
 
 
 def row_panels(task: FieldTask, batch: Mapping[str, Tensor], prediction: Tensor) -> list[Panel]:
-    """The first sample of a 2-D task: input, truth, prediction, error."""
-    given = task.input.denormalise(batch["input"][0])[0].cpu()
-    true = task.target.denormalise(batch["target"][0])[0].cpu()
-    found = task.target.denormalise(prediction[0].float())[0].cpu()
-    pairs = [Panel("truth", true, "u"), Panel("prediction", found, "u"), _error_panel(found, true)]
-    return [Panel("input", given, "a"), *pairs]
+    """Show input, truth, prediction and error of the first sample of a 2-D task."""
+    input = task.input.denormalise(batch["input"][0])[0].cpu()
+    target = task.target.denormalise(batch["target"][0])[0].cpu()
+    predicted = task.target.denormalise(prediction[0].float())[0].cpu()
+    return [
+        Panel("input", input, "a"),
+        Panel("truth", target, "u"),
+        Panel("prediction", predicted, "u"),
+        _error_panel(predicted, target),
+    ]
 
 
-def _error_panel(found: Tensor, true: Tensor, down: str = "y (points)") -> Panel:
-    """Signed, with the nRMSE of what is shown."""
-    nrmse = float((found - true).double().norm() / true.double().norm().clamp_min(1e-12))
-    return Panel(f"error (nRMSE {nrmse:.3g})", found - true, "e", down, signed=True)
+def _error_panel(predicted: Tensor, target: Tensor, down: str = "y (points)") -> Panel:
+    """Show the signed error, with the nRMSE of this panel in the title."""
+    error = predicted - target
+    nrmse = float(error.double().norm() / target.double().norm().clamp_min(1e-12))
+    return Panel(f"error (nRMSE {nrmse:.3g})", error, "e", down, signed=True)
 
 
 @lru_cache(maxsize=1)
-def baseline_figures(data: FieldData, samples: int) -> Mapping[str, float]:
-    """``TASK_persistence_nrmse``, ``TASK_training_mean_nrmse`` and ``TASK_linear_fit_nrmse``: what needs no model.
+def baseline_metrics(data: FieldData, samples: int) -> Mapping[str, float]:
+    """Score the baselines on the first ``samples`` held-out rows of each task, the rows of the model's evaluation.
 
-    On the first ``samples`` held-out rows of each task, as the model. One process; some seconds, once for a run.
+    Returns ``TASK_persistence_nrmse``, ``TASK_training_mean_nrmse`` and ``TASK_linear_fit_nrmse``. Call it on one
+    process. It takes some seconds, once per run.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for task in data.tasks:
-        rows, physical = (data.training[task.name], data.heldout[task.name]), task.target.denormalise
-        scores = baselines(*rows, physical, same_fields=task.has_time, samples=samples)
-        found |= {f"{task.name}_{name}_nrmse": score for name, score in scores.items()}
-    return found
+        scores = baselines(
+            data.training[task.name],
+            data.heldout[task.name],
+            task.target.denormalise,
+            same_fields=task.has_time,
+            samples=samples,
+        )
+        for name, score in scores.items():
+            metrics[f"{task.name}_{name}_nrmse"] = score
+    return metrics
 
 
 def metric_names(data: FieldData, refined: bool) -> list[str]:
-    """Everything that an evaluation on this data reports: made by the functions that report it, of sums of 1.
+    """List every metric of an evaluation on this data, from the reporting functions called with sums of 1.
 
     ``refined``: the model has a residual stage.
     """
+    row_ones = torch.ones(6)
+    time_ones = torch.ones(3, 1)
     names: list[str] = []
     for task in data.tasks:
-        rows, times = torch.ones(6), torch.ones(3, 1)
-        names += row_figures(task, rows, rows if refined else None)
-        names += rollout_figures(task, times, times if task.conserved else None) if task.has_time else []
-        kinds = baseline_names(data.training[task.name], same_fields=task.has_time)
-        names += [f"{task.name}_{kind}_nrmse" for kind in kinds]
+        names += row_metrics(task, row_ones, row_ones if refined else None)
+        if task.has_time:
+            names += rollout_metrics(task, time_ones, time_ones if task.conserved else None)
+        for baseline in baseline_names(data.training[task.name], same_fields=task.has_time):
+            names.append(f"{task.name}_{baseline}_nrmse")
     return [*names, MEAN]
 
 
 def early_stopping(
     evaluation: EvaluationConfig, objective: ObjectiveConfig, directory: Path, start_step: int
 ) -> EarlyStopping:
-    """On the mean of all tasks; evaluations before the operator learns do not count."""
+    """Build early stopping on the mean of all tasks. Evaluations before the operator stage do not count."""
     return EarlyStopping(evaluation.patience, MEAN, directory, start_step, after=objective.autoencode_steps)
 
 
-def table(data: FieldData, figures: Mapping[str, float]) -> list[str]:
-    """The model beside what needs none, a line for each task."""
+def table(data: FieldData, metrics: Mapping[str, float]) -> list[str]:
+    """Format the model's nRMSE next to the baselines', one line per task."""
     lines: list[str] = []
     for task in data.tasks:
-        others = {
-            key.removeprefix(f"{task.name}_").removesuffix("_nrmse").replace("_", " "): value
-            for key, value in figures.items()
-            if key.startswith(f"{task.name}_") and key.endswith(("persistence_nrmse", "mean_nrmse", "fit_nrmse"))
-        }
-        beside = ", ".join(f"{name} {value:.4f}" for name, value in others.items())
-        refined = figures.get(f"{task.name}_refined_nrmse")
-        own = f"nRMSE {figures[f'{task.name}_nrmse']:.4f}" + ("" if refined is None else f", refined {refined:.4f}")
-        lines.append(f"{task.name}: {own}" + (f"; {beside}" if beside else ""))
+        line = f"{task.name}: nRMSE {metrics[f'{task.name}_nrmse']:.4f}"
+        refined = metrics.get(f"{task.name}_refined_nrmse")
+        if refined is not None:
+            line += f", refined {refined:.4f}"
+        scores: list[str] = []
+        for baseline in BASELINES:
+            score = metrics.get(f"{task.name}_{baseline}_nrmse")
+            if score is not None:
+                scores.append(f"{baseline.replace('_', ' ')} {score:.4f}")
+        if scores:
+            line += "; " + ", ".join(scores)
+        lines.append(line)
     return lines
 
 
-def mean_nrmse(data: FieldData, figures: Mapping[str, float]) -> float:
-    """The geometric mean over the tasks: what early stopping and ``keep_best`` look at."""
-    return math.exp(sum(math.log(max(figures[f"{task.name}_nrmse"], 1e-12)) for task in data.tasks) / len(data.tasks))
+def mean_nrmse(data: FieldData, metrics: Mapping[str, float]) -> float:
+    """Compute the geometric mean over the tasks, the metric of early stopping and ``keep_best``."""
+    logarithms = [math.log(max(metrics[f"{task.name}_nrmse"], 1e-12)) for task in data.tasks]
+    return math.exp(sum(logarithms) / len(logarithms))

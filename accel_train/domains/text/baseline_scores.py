@@ -31,7 +31,7 @@ def _baseline_names(data: PreparedData) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def baseline_figures(data: PreparedData, samples: int, timesteps: int, seed: int) -> Mapping[str, float]:
+def baseline_metrics(data: PreparedData, samples: int, timesteps: int, seed: int) -> Mapping[str, float]:
     """Score the baselines on the first ``samples`` held-out texts, with the model's own masks and shuffled partners.
 
     Returns ``t2l_ridge_cosine``, ``unigram_nll``, ``l2t_log_linear_nll``, its ``_shuffled`` and

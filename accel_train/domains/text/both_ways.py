@@ -39,7 +39,7 @@ METRICS = (
     "t2l_cosine_shuffled",
     "t2l_mean_cosine",
 )
-"""Sums returned by ``BothWays.figures``, in addition to the counts of tokens and samples."""
+"""Sums returned by ``BothWays.metric_sums``, in addition to the counts of tokens and samples."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BothWays:
     text: TextSamplingConfig = field(default_factory=TextSamplingConfig)
     latent: LatentSamplingConfig = field(default_factory=LatentSamplingConfig)
 
-    def text_given(self, batch: Batch, latent: Tensor | None) -> Predict:
+    def text_predictor(self, batch: Batch, latent: Tensor | None) -> Predict:
         """Return a predictor of text logits, conditioned on a clean latent (B, L, Dz) or on none."""
         latent_time = torch.full_like(batch["weight"], float(latent is None))
         condition = latent
@@ -61,41 +61,41 @@ class BothWays:
             condition = self._absent_latent(batch)
         return lambda tokens, t: self.model(tokens, condition, t, latent_time, batch["text_mask"]).text_logits
 
-    def latent_given(self, batch: Batch, text_is_given: bool = True) -> Predict:
+    def latent_predictor(self, batch: Batch, with_text: bool = True) -> Predict:
         """Return a predictor of latents, conditioned on the batch's clean text or on none."""
-        text_time = torch.full_like(batch["weight"], float(not text_is_given))
+        text_time = torch.full_like(batch["weight"], float(not with_text))
         condition = batch["tokens"]
-        if not text_is_given:
+        if not with_text:
             condition = batch["tokens"].masked_fill(batch["maskable"], self.mask_id)
         return lambda latent, t: self.model(condition, latent, text_time, t, batch["text_mask"]).latents
 
     def sample_text(self, batch: Batch) -> Tensor:
         """Sample tokens (B, S) from the batch's latents, at the batch's text lengths."""
         return sample_text(
-            self.text_given(batch, batch["latent"]),
+            self.text_predictor(batch, batch["latent"]),
             batch["tokens"],
             batch["maskable"],
             self.mask_id,
             self.text,
             self.seed,
             batch["sample"],
-            unconditional=self.text_given(batch, None),
+            unconditional=self.text_predictor(batch, None),
         )
 
     def sample_latents(self, batch: Batch) -> Tensor:
         """Sample latents (B, L, Dz) from pure noise, conditioned on the batch's text."""
         return sample_latents(
-            self.latent_given(batch),
+            self.latent_predictor(batch),
             batch["latent"].shape[1:],
             self.diffusion,
             self.latent,
             self.seed,
             batch["sample"],
-            unconditional=self.latent_given(batch, text_is_given=False),
+            unconditional=self.latent_predictor(batch, with_text=False),
         )
 
     @torch.no_grad()
-    def figures(self, batch: Batch, shuffled: Batch, timesteps: int) -> dict[str, Tensor]:
+    def metric_sums(self, batch: Batch, shuffled: Batch, timesteps: int) -> dict[str, Tensor]:
         """Sum the metrics of one batch, with matching conditions, with shuffled ones and with none.
 
         ``x_nll`` / ``tokens`` is a bound in nats per maskable token. ``x_cosine`` / ``samples`` is a cosine between
@@ -104,7 +104,7 @@ class BothWays:
         """
 
         def nll_sums(latent: Tensor | None) -> dict[str, Tensor]:
-            return text_nll_sums(self.text_given(batch, latent), batch, self.mask_id, self.seed, timesteps)
+            return text_nll_sums(self.text_predictor(batch, latent), batch, self.mask_id, self.seed, timesteps)
 
         matching = nll_sums(batch["latent"])
         mismatched = nll_sums(shuffled["latent"])
@@ -129,8 +129,8 @@ class BothWays:
         return rng.normal(keys, batch["latent"].shape[1:])
 
 
-def figures_from_sums(sums: dict[str, float], timesteps: int) -> dict[str, float]:
-    """Divide the sums of ``BothWays.figures`` by their counts.
+def metrics_from_sums(sums: dict[str, float], timesteps: int) -> dict[str, float]:
+    """Divide the sums of ``BothWays.metric_sums`` by their counts.
 
     ``tokens`` and ``masked`` were counted at every timestep.
     """
@@ -151,9 +151,9 @@ def _count_of(metric: str) -> str:
 
 
 def metric_names() -> list[str]:
-    """List the keys of ``figures_from_sums``."""
+    """List the keys of ``metrics_from_sums``."""
     sums: list[str] = [*METRICS, "tokens", "masked", "samples"]
-    return list(figures_from_sums(dict.fromkeys(sums, 1.0), timesteps=1))
+    return list(metrics_from_sums(dict.fromkeys(sums, 1.0), timesteps=1))
 
 
 def text_nll_sums(predict: Predict, batch: Batch, mask_id: int, seed: int, timesteps: int) -> dict[str, Tensor]:
@@ -233,25 +233,25 @@ class EvaluationConfig:
         return step == max_steps or (self.every > 0 and step % self.every == 0)
 
 
-def summary(figures: dict[str, float]) -> list[str]:
+def summary(metrics: dict[str, float]) -> list[str]:
     """Format the evaluation as two log lines, one per direction, with the baselines where they were measured."""
     l2t = (
-        f"l2t: {figures['l2t_nll']:.3f} nats per token with the right latent, {figures['l2t_nll_shuffled']:.3f} with a "
-        f"shuffled one ({_less(figures['l2t_gain'])}), {figures['unconditional_nll']:.3f} without; masked-token "
-        f"accuracy {figures['l2t_accuracy']:.1%}"
+        f"l2t: {metrics['l2t_nll']:.3f} nats per token with the right latent, {metrics['l2t_nll_shuffled']:.3f} with a "
+        f"shuffled one ({_less(metrics['l2t_gain'])}), {metrics['unconditional_nll']:.3f} without; masked-token "
+        f"accuracy {metrics['l2t_accuracy']:.1%}"
     )
     t2l = (
-        f"t2l: cosine {figures['t2l_cosine']:z.3f} between sampled and true latents, "
-        f"{figures['t2l_cosine_shuffled']:z.3f} against shuffled ones, {figures['t2l_mean_cosine']:z.3f} in one step"
+        f"t2l: cosine {metrics['t2l_cosine']:z.3f} between sampled and true latents, "
+        f"{metrics['t2l_cosine_shuffled']:z.3f} against shuffled ones, {metrics['t2l_mean_cosine']:z.3f} in one step"
     )
-    if "l2t_log_linear_nll" in figures:
-        nll = figures["l2t_log_linear_nll"]
-        shuffled = figures["l2t_log_linear_nll_shuffled"]
-        l2t += f"; log-linear: {nll:.3f}, {shuffled:.3f} ({_less(figures['l2t_log_linear_gain'])})"
-    if "unigram_nll" in figures:
-        l2t += f"; unigrams: {figures['unigram_nll']:.3f} without"
-    if "t2l_ridge_cosine" in figures:
-        t2l += f"; ridge regression on the counts of its tokens: {figures['t2l_ridge_cosine']:z.3f}"
+    if "l2t_log_linear_nll" in metrics:
+        nll = metrics["l2t_log_linear_nll"]
+        shuffled = metrics["l2t_log_linear_nll_shuffled"]
+        l2t += f"; log-linear: {nll:.3f}, {shuffled:.3f} ({_less(metrics['l2t_log_linear_gain'])})"
+    if "unigram_nll" in metrics:
+        l2t += f"; unigrams: {metrics['unigram_nll']:.3f} without"
+    if "t2l_ridge_cosine" in metrics:
+        t2l += f"; ridge regression on the counts of its tokens: {metrics['t2l_ridge_cosine']:z.3f}"
     return [l2t, t2l]
 
 

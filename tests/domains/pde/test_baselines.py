@@ -68,7 +68,7 @@ def test_they_are_measured_on_as_many_rows_as_the_model_and_no_more_are_read(mon
     found = baselines(Rows(*fields), heldout, same, same_fields=True, samples=5)
     assert heldout.read == 5
     assert found["persistence"] == pytest.approx(float(nrmse(fields[0][:5], fields[1][:5]).mean()))
-    monkeypatch.setattr(field_baselines, "BLOCK_NUMBERS", 24)  # two rows at a time
+    monkeypatch.setattr(field_baselines, "BLOCK_VALUES", 24)  # two rows at a time
     assert baselines(Rows(*fields), heldout, same, same_fields=True, samples=5) == pytest.approx(found)
     monkeypatch.setattr(field_baselines, "MAX_FEATURES", 1)
     wide = baselines(Rows(*fields), heldout, same, same_fields=True, samples=5)

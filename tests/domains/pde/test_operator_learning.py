@@ -26,7 +26,13 @@ def test_the_first_stage_has_the_inverse_terms_alone() -> None:
     assert {k: v for k, v in first.items() if v} == {"reconstruction": 1.0, "reencoding": 0.1}
     second = operator_learning.coefficients(config, 3, conserved=True, boundary="periodic")
     assert second["prediction"] == 1.0
-    assert operator_learning.used(second) == {"prediction", "latent", "reconstruction", "reencoding", "spectral"}
+    assert operator_learning.active_terms(second) == {
+        "prediction",
+        "latent",
+        "reconstruction",
+        "reencoding",
+        "spectral",
+    }
 
 
 def test_inverse_terms_pause_with_a_coefficient_of_zero() -> None:
@@ -72,7 +78,13 @@ def test_a_residuals_stage_trains_it_alone() -> None:
     assert stages == ["autoencode"] * 2 + ["operator"] * 3 + ["residual"] * 2
     before, after = (operator_learning.coefficients(config, step, True, "dirichlet") for step in (4, 5))
     assert set(before) == set(after) == set(TERMS)
-    assert operator_learning.used(before) == {"prediction", "reconstruction", "reencoding", "spectral", "boundary"}
+    assert operator_learning.active_terms(before) == {
+        "prediction",
+        "reconstruction",
+        "reencoding",
+        "spectral",
+        "boundary",
+    }
     assert {k: v for k, v in after.items() if v} == {"residual": 1.0}
     assert [operator_learning.frozen_parts(config, s) for s in (1, 4, 5)] == [
         ["residual"],
@@ -180,45 +192,45 @@ def draws_of(batch: dict[str, Tensor]) -> Any:
 def test_points_are_asked_where_the_values_are_from(sampling: Any) -> None:
     grid, batch = coordinates([4, 5]), batch_of((4, 5))
     config = ObjectiveConfig(queries=7, query_sampling=sampling)
-    made = operator_learning.with_queries(config, batch, grid, draws_of(batch), {"prediction"})
+    made = operator_learning.add_queries(config, batch, grid, draws_of(batch), {"prediction"})
     assert made["queries"].shape == (3, 7, 2)
     for i in range(3):
         for q in range(7):
-            place = int(made["given"][i, 0, q]) % 100
+            place = int(made["query_input"][i, 0, q]) % 100
             assert torch.equal(made["queries"][i, q], grid[place])
-            assert made["sought"][i, 1, q] == batch["target"].flatten(2)[i, 1, place]
+            assert made["query_target"][i, 1, q] == batch["target"].flatten(2)[i, 1, place]
 
 
 def test_boundary_points_follow_the_others() -> None:
     grid, batch = coordinates([4, 5]), batch_of((4, 5))
-    made = operator_learning.with_queries(ObjectiveConfig(), batch, grid, draws_of(batch), {"boundary"})
+    made = operator_learning.add_queries(ObjectiveConfig(), batch, grid, draws_of(batch), {"boundary"})
     assert made["queries"].shape == (3, 20 + BOUNDARY_POINTS, 2)
     assert torch.equal(made["queries"][1, :20], grid)
     edge = made["queries"][:, 20:]
     assert bool(((edge == 0) | (edge == 1)).any(-1).all())
-    assert made["sought"].shape == (3, 2, 20)
+    assert made["query_target"].shape == (3, 2, 20)
 
 
 def test_a_small_grid_is_decoded_whole() -> None:
     grid, batch = coordinates([4, 5]), batch_of((4, 5))
-    made = operator_learning.with_queries(ObjectiveConfig(queries=20), batch, grid, draws_of(batch), set())
+    made = operator_learning.add_queries(ObjectiveConfig(queries=20), batch, grid, draws_of(batch), set())
     assert "queries" not in made
-    assert torch.equal(made["sought"], batch["target"].flatten(2))
+    assert torch.equal(made["query_target"], batch["target"].flatten(2))
 
 
 def test_points_do_not_depend_on_how_the_batch_is_cut() -> None:
     grid, batch = coordinates([4, 5]), batch_of((4, 5))
     config = ObjectiveConfig(queries=5)
-    whole = operator_learning.with_queries(config, batch, grid, draws_of(batch), {"boundary"})
+    whole = operator_learning.add_queries(config, batch, grid, draws_of(batch), {"boundary"})
     one = {name: values[2:] for name, values in batch.items()}
-    alone = operator_learning.with_queries(config, one, grid, draws_of(one), {"boundary"})
+    alone = operator_learning.add_queries(config, one, grid, draws_of(one), {"boundary"})
     assert torch.equal(alone["queries"], whole["queries"][2:])
 
 
 def test_samples_are_mirrored_by_their_draws() -> None:
     fields = torch.arange(12.0).view(1, 1, 3, 4).repeat(3, 1, 1, 1)
     draws = torch.tensor([[0.1, 0.9], [0.9, 0.1], [0.9, 0.9]])
-    made = operator_learning.mirrored(fields, draws, 0.5)
+    made = operator_learning.mirror(fields, draws, 0.5)
     assert torch.equal(made[0], fields[0].flip(1))
     assert torch.equal(made[1], fields[1].flip(2))
     assert torch.equal(made[2], fields[2])

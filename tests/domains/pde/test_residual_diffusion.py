@@ -41,7 +41,7 @@ def gaussian(mean: float, deviation: float) -> residual_diffusion.Correct:
 
 
 def unit_of(steps: int, mean: float, deviation: float, prediction: Tensor, sample: Tensor) -> Tensor:
-    made = residual_diffusion.refined(gaussian(mean, deviation), prediction, SIZE.log(), steps, seed=3, sample=sample)
+    made = residual_diffusion.refine(gaussian(mean, deviation), prediction, SIZE.log(), steps, seed=3, sample=sample)
     return (made - prediction) / SIZE[:, None, None]
 
 
@@ -85,10 +85,10 @@ def test_more_steps_add_what_is_not_known() -> None:
 def test_a_network_of_zeros_is_the_best_linear_guess(steps: int) -> None:
     """For residuals of unit size and mean 0: nothing in one step, so that nothing is added before it has learned."""
     prediction, sample = torch.randn(4, 2, 1, 5, generator=torch.Generator().manual_seed(0)), torch.arange(4)
-    zero = residual_diffusion.refined(
+    zero = residual_diffusion.refine(
         lambda x, _t: (torch.zeros_like(x), SIZE.log()), prediction, SIZE.log(), steps, 3, sample
     )
-    expected = residual_diffusion.refined(gaussian(0.0, 1.0), prediction, SIZE.log(), steps, 3, sample)
+    expected = residual_diffusion.refine(gaussian(0.0, 1.0), prediction, SIZE.log(), steps, 3, sample)
     torch.testing.assert_close(zero, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(zero, prediction) == (steps == 1)
 
@@ -100,7 +100,7 @@ def test_noise_alone_does_not_reach_the_network() -> None:
         seen.append(guess)
         return torch.zeros_like(guess), SIZE.log()
 
-    residual_diffusion.clean(correct, torch.randn(2, 2, 1, 5), torch.tensor([1.0, 0.5]))
+    residual_diffusion.denoise(correct, torch.randn(2, 2, 1, 5), torch.tensor([1.0, 0.5]))
     assert seen[0][0].abs().max() == 0
     assert seen[0][1].abs().max() > 0
 
@@ -108,10 +108,10 @@ def test_noise_alone_does_not_reach_the_network() -> None:
 def test_a_sample_is_refined_alike_in_any_batch() -> None:
     prediction, sample = torch.randn(4, 2, 1, 5, generator=torch.Generator().manual_seed(0)), torch.arange(4)
     correct = gaussian(0.3, 0.8)
-    whole = residual_diffusion.refined(correct, prediction, SIZE.log(), 3, 0, sample)
-    alone = residual_diffusion.refined(correct, prediction[2:3], SIZE.log(), 3, 0, sample[2:3])
+    whole = residual_diffusion.refine(correct, prediction, SIZE.log(), 3, 0, sample)
+    alone = residual_diffusion.refine(correct, prediction[2:3], SIZE.log(), 3, 0, sample[2:3])
     assert torch.equal(alone, whole[2:3])
-    assert not torch.equal(residual_diffusion.refined(correct, prediction, SIZE.log(), 3, 1, sample), whole)
+    assert not torch.equal(residual_diffusion.refine(correct, prediction, SIZE.log(), 3, 1, sample), whole)
 
 
 def test_what_is_learned_is_what_the_guess_lacks() -> None:
@@ -178,11 +178,11 @@ def test_nothing_missed_has_a_finite_loss() -> None:
 
 def test_draws_belong_to_the_sample() -> None:
     batch = batch_of()
-    whole = residual_diffusion.drawn(batch, 0, 7, 6, 4)
+    whole = residual_diffusion.draw_noise(batch, 0, 7, 6, 4)
     assert whole["noise"].shape == batch["target"].shape
-    half = residual_diffusion.drawn({name: values[4:] for name, values in batch.items()}, 0, 7, 6, 4)
+    half = residual_diffusion.draw_noise({name: values[4:] for name, values in batch.items()}, 0, 7, 6, 4)
     assert all(torch.equal(half[name], whole[name][4:]) for name in whole)
-    assert not torch.equal(residual_diffusion.drawn(batch, 0, 8, 6, 4)["noise"], whole["noise"])
+    assert not torch.equal(residual_diffusion.draw_noise(batch, 0, 8, 6, 4)["noise"], whole["noise"])
     assert math.isclose(float(whole["noise"].std()), 1.0, rel_tol=0.3)
 
 
@@ -194,8 +194,8 @@ def test_the_times_of_the_steps_are_learned_and_no_others(steps: int) -> None:
         visited.append(float(time[0]))
         return torch.zeros_like(guess), SIZE.log()
 
-    residual_diffusion.refined(correct, torch.zeros(1, 2, 1, 5), SIZE.log(), steps, 0, torch.arange(1))
+    residual_diffusion.refine(correct, torch.zeros(1, 2, 1, 5), SIZE.log(), steps, 0, torch.arange(1))
     for step in range(5):
-        times = residual_diffusion.drawn(batch_of(64), 0, step, 64, steps)["time"]
+        times = residual_diffusion.draw_noise(batch_of(64), 0, step, 64, steps)["time"]
         assert times.unique().tolist() == sorted(visited)
         assert all((times == time).sum() == 64 // steps for time in visited)

@@ -115,7 +115,7 @@ def loss_of(model: PdeTransformer, step: int, stages: ObjectiveConfig) -> Tensor
         return (found - batch["target"]).square().mean()
     fields, size, correct = predict(model, batch, 0, TASK.grid)
     assert size is not None
-    draws = residual_diffusion.drawn(batch, 0, step, 16, stages.residual_steps)
+    draws = residual_diffusion.draw_noise(batch, 0, step, 16, stages.residual_steps)
     return residual_diffusion.losses(correct, batch["target"] - fields, size, draws["time"], draws["noise"]).mean()
 
 
@@ -125,7 +125,7 @@ def nrmse(model: PdeTransformer, steps: int | None) -> float:
     fields, size, correct = predict(model, batch, 0, TASK.grid)
     if steps is not None:
         assert size is not None
-        fields = residual_diffusion.refined(correct, fields, size, steps, 0, torch.arange(64))
+        fields = residual_diffusion.refine(correct, fields, size, steps, 0, torch.arange(64))
     return float((fields - batch["target"]).square().mean().sqrt() / batch["target"].square().mean().sqrt())
 
 

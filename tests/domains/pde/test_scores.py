@@ -34,7 +34,7 @@ def test_row_figures_are_those_of_the_physical_fields(data: FieldData) -> None:
     task, rows = data.tasks[0], data.heldout["advection"]
     batch = rows.batch([0, 1, 2, 3]) | {"weight": torch.tensor([1.0, 1.0, 1.0, 0.0])}
     prediction = batch["target"] + 0.1 * torch.randn(batch["target"].shape, generator=torch.Generator().manual_seed(0))
-    found = scores.row_figures(task, scores.row_sums(task, prediction, batch))
+    found = scores.row_metrics(task, scores.row_sums(task, prediction, batch))
 
     true, made = (x.double().numpy() * task.target.std[0] + task.target.mean[0] for x in (batch["target"], prediction))
     given = batch["input"].double().numpy() * task.input.std[0] + task.input.mean[0]
@@ -44,18 +44,18 @@ def test_row_figures_are_those_of_the_physical_fields(data: FieldData) -> None:
     assert found["advection_nrmse_pooled"] == pytest.approx(pooled, rel=1e-5)
     gaps = [abs(made[i].mean() - given[i].mean()) / np.abs(given[i]).mean() for i in range(3)]
     assert found["advection_conservation_gap"] == pytest.approx(np.mean(gaps), rel=1e-4)
-    assert "darcy_conservation_gap" not in scores.row_figures(data.tasks[1], torch.ones(6))
+    assert "darcy_conservation_gap" not in scores.row_metrics(data.tasks[1], torch.ones(6))
 
 
 def test_refined_figures_stand_beside_the_plain_ones(data: FieldData) -> None:
     plain = torch.tensor([4.0, 0.8, 9.0, 9.0, 0.4, 0.1], dtype=torch.float64)
     refined = torch.tensor([4.0, 0.6, 9.0, 9.0, 0.5, 0.1], dtype=torch.float64)
-    found = scores.row_figures(data.tasks[0], plain, refined)
+    found = scores.row_metrics(data.tasks[0], plain, refined)
     assert found["advection_nrmse"] == pytest.approx(0.2)
     assert found["advection_refined_nrmse"] == pytest.approx(0.15)
     assert found["advection_refined_spectral_error"] == pytest.approx(0.125)
     assert found["advection_refined_gain"] == pytest.approx(0.25)
-    assert not [name for name in scores.row_figures(data.tasks[0], plain) if "refined" in name]
+    assert not [name for name in scores.row_metrics(data.tasks[0], plain) if "refined" in name]
     figures = {"advection_nrmse": 0.2, "darcy_nrmse": 0.1, "advection_refined_nrmse": 0.15}
     assert scores.table(data, figures) == [
         "advection: nRMSE 0.2000, refined 0.1500",
@@ -95,16 +95,16 @@ def test_rollouts_are_the_same_on_any_number_of_processes(data: FieldData, condi
 def test_rollout_figures(data: FieldData) -> None:
     plain = torch.tensor([[2.0, 2.0], [0.2, 0.6], [0.02, 0.02]], dtype=torch.float64)
     better = torch.tensor([[2.0, 2.0], [0.1, 0.3], [0.0, 0.0]], dtype=torch.float64)
-    found = scores.rollout_figures(data.tasks[0], plain, better)
+    found = scores.rollout_metrics(data.tasks[0], plain, better)
     assert found["advection_rollout_nrmse"] == pytest.approx(0.2)
     assert found["advection_rollout_nrmse_last"] == pytest.approx(0.3)
     assert found["advection_rollout_conservation_gap"] == pytest.approx(0.01)
     assert found["advection_conditioned_gain"] == pytest.approx(0.5)
-    assert "advection_conditioned_gain" not in scores.rollout_figures(data.tasks[0], plain, None)
+    assert "advection_conditioned_gain" not in scores.rollout_metrics(data.tasks[0], plain, None)
 
 
 def test_what_needs_no_model_stands_beside_the_model(data: FieldData) -> None:
-    others = scores.baseline_figures(data, 8)
+    others = scores.baseline_metrics(data, 8)
     assert {"advection_persistence_nrmse", "darcy_linear_fit_nrmse", "darcy_training_mean_nrmse"} <= set(others)
     assert "darcy_persistence_nrmse" not in others
     figures = others | {"advection_nrmse": 0.04, "darcy_nrmse": 0.01}
@@ -119,7 +119,7 @@ def test_pictures_are_written_whole(tmp_path: Path, data: FieldData) -> None:
     task, rows = data.tasks[1], data.heldout["darcy"]
     batch = rows.batch([0])
     first = data.tasks[0], data.heldout["advection"], EvaluationConfig(trajectories=2)
-    figures, panels = scores.rolled_out(Accelerator(cpu=True), *first, lambda _: exact, 0)
+    figures, panels = scores.evaluate_rollouts(Accelerator(cpu=True), *first, lambda _: exact, 0)
     rows = [("a", panels), ("d", scores.row_panels(task, batch, batch["target"]))]
     write_fields(tmp_path / "fields.png", rows)
     assert (tmp_path / "fields.png").read_bytes()[:4] == b"\x89PNG"

@@ -16,8 +16,8 @@ from accel_train.domains.pde.tokens import (
     QueryPoints,
     at_tokens,
     coordinates,
-    decoder_products,
-    encoder_products,
+    decoder_multiplications,
+    encoder_multiplications,
     query_features,
     wave_features,
     waves,
@@ -210,6 +210,6 @@ def test_products_equal_the_counter(grid: FieldGrid, queries: int | None) -> Non
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                 made(tokens, points, 0)
         counts.append(counter.get_total_flops())
-    expected = 2 * encoder_products(grid, 16, 3) + decoder_products(grid, 2, SHAPE, queries)
+    expected = 2 * encoder_multiplications(grid, 16, 3) + decoder_multiplications(grid, 2, SHAPE, queries)
     assert counts[1] - counts[0] == 3 * 2 * expected
     assert query_features(grid, 3) == QueryPoints(grid, SHAPE).expand.in_features

@@ -9,7 +9,7 @@ import torch
 
 from accel_train.data.heldout import heldout_pairs
 from accel_train.domains.text import baselines as text_baselines
-from accel_train.domains.text.baseline_scores import baseline_figures
+from accel_train.domains.text.baseline_scores import baseline_metrics
 from accel_train.domains.text.both_ways import cosine_sum, text_nll_sums
 from accel_train.domains.text.prepare import DataConfig, PreparedData, prepare_data
 
@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
 
 
 def test_baselines_are_judged_as_the_model_is(data: PreparedData) -> None:
-    figures = baseline_figures(data, 40, 4, 0)
+    figures = baseline_metrics(data, 40, 4, 0)
     fitted = text_baselines.fit_baselines(data.train, data.tokenizer.vocab_size)
     batch, shuffled = next(heldout_pairs(data.heldout, 40, 40, 0, 1, torch.device("cpu")))
 
@@ -53,4 +53,4 @@ def test_baselines_are_judged_as_the_model_is(data: PreparedData) -> None:
 
 def test_what_would_cost_minutes_is_left_out(data: PreparedData, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_baselines, "MAX_LOG_LINEAR_WEIGHTS", 1)
-    assert set(baseline_figures(data, 20, 4, 0)) == {"t2l_ridge_cosine", "unigram_nll"}
+    assert set(baseline_metrics(data, 20, 4, 0)) == {"t2l_ridge_cosine", "unigram_nll"}

@@ -13,7 +13,7 @@ from accel_train.data.heldout import heldout_batches, heldout_pairs
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
 from accel_train.domains.models.mmdit import MMDiTOutput
-from accel_train.domains.text.both_ways import BothWays, EvaluationConfig, figures_from_sums, summary
+from accel_train.domains.text.both_ways import BothWays, EvaluationConfig, metrics_from_sums, summary
 
 VOCABULARY, MASK, LENGTH, DIM = 8, 7, 5, 8
 
@@ -63,13 +63,13 @@ def total(world_size: int, count: int = 21, batch_size: int = 4, timesteps: int 
     sums: dict[str, float] = {}
     for rank in range(world_size):
         for batch, shuffled in heldout_pairs(Data(30), count, batch_size, rank, world_size, torch.device("cpu")):
-            for name, value in both().figures(batch, shuffled, timesteps).items():
+            for name, value in both().metric_sums(batch, shuffled, timesteps).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
     return sums
 
 
 def test_an_oracle_gets_the_figures_of_an_oracle() -> None:
-    figures = figures_from_sums(total(1, timesteps=64), 64)
+    figures = metrics_from_sums(total(1, timesteps=64), 64)
     assert figures["l2t_nll"] == pytest.approx(0, abs=1e-3)
     assert figures["unconditional_nll"] == pytest.approx(math.log(7), rel=0.1)
     assert figures["l2t_nll_shuffled"] > 20  # certain, and wrong
