@@ -84,7 +84,7 @@ class StoredFields(NamedTuple):
     part: FieldPart
     parameters: Array  # (N, P)
 
-    def cut(self, split: str, free: tuple[int, int], count: int, resolution: dict[int, int | None]) -> StoredFields:
+    def select(self, split: str, free: tuple[int, int], count: int, resolution: dict[int, int | None]) -> StoredFields:
         """The first `count` of the samples `free`, at the points asked for in 1 and 2 dimensions (None: all)."""
         if not 0 < count <= free[1] - free[0]:
             raise UsageError(

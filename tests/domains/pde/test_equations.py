@@ -19,8 +19,9 @@ from accel_train.data.loader import LoaderConfig, iterate_steps
 from accel_train.data.sampler import BatchShard
 from accel_train.data.task_sampler import TaskSampler
 from accel_train.domains.pde import equations as pde
-from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde, solve_burgers, solve_darcy
+from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde
 from accel_train.domains.pde.rows import FieldData, load_field_assets
+from accel_train.domains.pde.solvers import solve_burgers, solve_darcy
 from tests.waiting import PATIENCE_SECONDS
 
 Float = NDArray[np.float64]

@@ -1,0 +1,82 @@
+"""Numerical solvers of the generated equations, in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[np.float64]
+
+
+def solve_burgers(
+    spectrum: NDArray[np.complex128], viscosity: Float, dt: float, snapshots: int, courant: float = 0.5
+) -> Float:
+    """Solve u_t + (u^2 / 2)_x = nu u_xx from spectra (B, X / 2 + 1) of numpy's rfft and viscosities (B,).
+
+    Returns (B, snapshots, X), `dt` apart, starting with the initial fields. Space is a Fourier series with the upper
+    third left empty against aliasing (Orszag). Time is the classical Runge-Kutta method of order 4 on
+    exp(nu k^2 t) u_k, exact in the viscous term (Trefethen, Spectral Methods in MATLAB, program 27). A step is
+    `courant` cells at the highest initial speed. Viscous flow never exceeds that speed.
+    """
+    points = 2 * (spectrum.shape[1] - 1)
+    number = np.arange(spectrum.shape[1])
+    resolved = number <= points // 3
+    state = spectrum * resolved
+    fields = [np.fft.irfft(state, points)]
+    speed = max(1.0, float(np.abs(fields[0]).max()))
+    steps = math.ceil(dt * speed * points / courant)
+    half = np.exp(-viscosity[:, None] * (2 * np.pi * number) ** 2 * (dt / steps / 2))
+    slope = -1j * np.pi * number * resolved * (dt / steps)
+
+    def change(spectrum: NDArray[np.complex128]) -> NDArray[np.complex128]:
+        return slope * np.fft.rfft(np.fft.irfft(spectrum, points) ** 2)
+
+    for _ in range(snapshots - 1):
+        for _ in range(steps):
+            first = change(state)
+            second = change(half * (state + first / 2))
+            third = change(half * state + second / 2)
+            fourth = change(half * (half * state + third))
+            state = half * (half * (state + first / 6) + (second + third) / 3) + fourth / 6
+        fields.append(np.fft.irfft(state, points))
+    return np.stack(fields, axis=1)
+
+
+def solve_darcy(coefficient: Float, source: Float) -> Float:
+    """Solve -div(a grad u) = f on the unit square with u = 0 on the boundary. Fields are (H, W) at the cell centres.
+
+    Finite volumes of second order. A face between two cells has the harmonic mean of their coefficients, so the flux
+    is right where the coefficient jumps. SuperLU in symmetric mode factorises in 2 ms at 32 x 32.
+    """
+    from scipy.sparse import diags_array
+    from scipy.sparse.linalg import splu
+
+    height, width = coefficient.shape
+    across = _face_coefficients(coefficient) * (width / height)
+    down = _face_coefficients(coefficient.T).T * (height / width)
+    diagonal = (across[:, 1:] + across[:, :-1] + down[1:] + down[:-1]).ravel()
+    # The last cell of a row has no neighbour on the right.
+    right = np.where(np.arange(width) < width - 1, across[:, 1:], 0.0).ravel()[:-1]
+    below = down[1:-1].ravel()
+    offsets: Any = [-width, -1, 0, 1, width]  # scipy's annotation allows one offset only
+    matrix = diags_array([-below, -right, diagonal, -right, -below], offsets=offsets, format="csc")
+    factors = splu(
+        matrix,
+        permc_spec="MMD_AT_PLUS_A",
+        diag_pivot_thresh=0.0,
+        options={"SymmetricMode": True},
+    )
+    solution = factors.solve(source.ravel() / (height * width))
+    return solution.reshape(height, width)
+
+
+def _face_coefficients(coefficient: Float) -> Float:
+    """Average cells (H, W) to faces (H, W + 1) along the last axis."""
+    left = coefficient[:, :-1]
+    right = coefficient[:, 1:]
+    harmonic_mean = 2.0 * left * right / (left + right)
+    ends = 2.0 * coefficient[:, [0, -1]]  # the boundary is half a cell away
+    return np.concatenate([ends[:, :1], harmonic_mean, ends[:, 1:]], axis=1)
