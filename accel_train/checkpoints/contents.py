@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accel_train import __version__
 from accel_train.checkpoints import snapshot
 from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.snapshot import Collection
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
@@ -66,6 +69,27 @@ def state_index(planned: snapshot.Plan, step: int) -> dict[str, Any]:
         if key != stem and key not in state:
             state[key] = planned.files(stem)
     return {"step": step, "state": state}
+
+
+def manifest(
+    run: Run, config: CheckpointConfig, step: int, epoch: float, layout: Mapping[str, Any], metrics: Mapping[str, float]
+) -> dict[str, Any]:
+    """Build the manifest of a save. Its files, seconds and hash are added at the commit."""
+    experiment = dict(run.saved["experiment"])
+    return {
+        "accel_train": __version__,
+        "run_id": run.run_id,
+        "step": step,
+        "samples_seen": step * int(experiment.get("global_batch_size", 0)),
+        "epoch": epoch,
+        "state": config.save_state,
+        "world_size": layout["world_size"],
+        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "layout": layout,
+        "experiment": experiment,
+        "resolved": dict(run.saved.get("resolved", {})),
+        "metrics": finite_metrics(metrics),
+    }
 
 
 def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

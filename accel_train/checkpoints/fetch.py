@@ -1,4 +1,4 @@
-"""Bring a checkpoint from elsewhere into a run's directory: from a path, or from the Hub."""
+"""Copy a checkpoint into a run directory, from a path or from the Hub."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ HUB = "hub:"
 
 
 class CheckpointsUnusableError(RuntimeError):
-    """Checkpoints exist and none verifies: the run stops, because starting again would hide the loss."""
+    """No existing checkpoint verifies. The run stops, because a fresh start would hide the loss."""
 
 
 def fetch(place: str, directory: Path) -> Checkpoint:
-    """Copy the checkpoint that ``place`` names below ``directory`` and verify the copy; main process only.
+    """Copy the checkpoint at ``place`` into ``directory`` and verify the copy. Main process only.
 
-    ``place`` is the path of a checkpoint or of a run (its newest one that can be resumed), or ``hub:org/name@step``.
-    Raises ``UsageError`` naming what was found instead.
+    ``place`` is the path of a checkpoint or of a run (its newest resumable checkpoint), or ``hub:org/name@step``.
+    Raises ``UsageError`` with a description of the place if there is none.
     """
-    with _bringing(place):
+    with _explain_errors(place):
         directory.mkdir(parents=True, exist_ok=True)
         if place.startswith(HUB):
             from accel_train.hub.download import download
 
-            found = commit.open_verified(download(place.removeprefix(HUB), directory))  # it has verified it
+            found = commit.open_verified(download(place.removeprefix(HUB), directory))  # verified by `download`
         else:
             found = _copy(_find(place), directory)
     if not found.manifest.get("state", True):
@@ -46,23 +46,25 @@ def fetch(place: str, directory: Path) -> Checkpoint:
     return found
 
 
-def manifest_of(place: str) -> Mapping[str, Any]:
-    """The manifest of the checkpoint that ``place`` names; copies nothing. One process; raises as ``fetch``."""
-    with _bringing(place):
+def read_manifest(place: str) -> Mapping[str, Any]:
+    """Read the manifest of the checkpoint at ``place`` and copy nothing. One process. Raises like ``fetch``."""
+    with _explain_errors(place):
         if place.startswith(HUB):
             from accel_train.hub import download
 
             return download.download_manifest(place.removeprefix(HUB))
         path = expand_path(place)
-        for directory in (*(path for _, path in reversed(commit.committed(path / "checkpoints"))), path):
+        candidates = [checkpoint for _, checkpoint in reversed(commit.committed(path / "checkpoints"))]
+        for directory in (*candidates, path):
             with suppress(ValueError):
-                if (found := manifests.read(directory)).get("state", True):
-                    return found
-        return _find(place).manifest  # which says what is there instead
+                manifest = manifests.read(directory)
+                if manifest.get("state", True):
+                    return manifest
+        return _find(place).manifest  # raises with the reason, as a rule
 
 
 @contextmanager
-def _bringing(place: str) -> Generator[None]:
+def _explain_errors(place: str) -> Generator[None]:
     try:
         yield
     except UsageError:
@@ -72,31 +74,33 @@ def _bringing(place: str) -> Generator[None]:
 
 
 def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
-    """Where ``init_from`` has its weights, and what to say of it: a run's newest verified checkpoint, that of a
-    directory which ``convert`` made, else itself.
+    """Find the weights of ``init_from``, with notices about them, before a model is built.
 
-    Said before a model is built, with what was found instead.
+    ``init_from`` is a run or a directory made by ``convert``, of which the newest verified checkpoint counts, or a
+    directory with weights. Raises ``UsageError`` for anything else.
     """
     if init_from is None:
         return None, []
     source = expand_path(init_from)
-    holds_checkpoints = source if commit.committed(source) else source / "checkpoints"
-    newest, reasons = commit.newest_verified(holds_checkpoints)
+    folder = source if commit.committed(source) else source / "checkpoints"
+    newest, reasons = commit.newest_verified(folder)
     if newest is None and reasons:
         raise CheckpointsUnusableError(f"init_from: no checkpoint of {source} verifies:\n  " + "\n  ".join(reasons))
-    source = newest.path if newest is not None else source
+    if newest is not None:
+        source = newest.path
     if any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json")):
         return source, [f"weights of {source}", *(f"refused: {reason}" for reason in reasons)]
-    found = f"holds {', '.join(sorted(p.name for p in source.iterdir())[:6]) or 'nothing'}" if source.is_dir() else ""
-    found = found or ("is a file" if source.exists() else "does not exist")
+    problem = "is a file" if source.exists() else "does not exist"
+    if source.is_dir():
+        problem = f"holds {_content(source)}"
     raise UsageError(
-        f"init_from: {source} {found}; a directory with model.safetensors, or a run with a checkpoint, is required; "
+        f"init_from: {source} {problem}; a directory with model.safetensors, or a run with a checkpoint, is required; "
         "correct --init_from or leave it out"
     )
 
 
-def names(place: str, checkpoint: Path) -> bool:
-    """Whether ``place`` is the path of this very checkpoint."""
+def is_path_of(place: str, checkpoint: Path) -> bool:
+    """True if ``place`` is the path of this checkpoint."""
     return not place.startswith(HUB) and expand_path(place).resolve() == checkpoint.resolve()
 
 
@@ -110,16 +114,22 @@ def _find(place: str) -> Checkpoint:
     if path.name.startswith(".tmp-"):
         raise UsageError(f"resume: {path} is a save that was never finished; name a checkpoint_ directory beside it")
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
+        problem = "is a file" if path.exists() else "does not exist"
         raise UsageError(
-            f"resume: {place!r} is none of auto, must, never, and {path} {what}; give one of these, the directory of a "
-            "checkpoint or run, or hub:org/name@step"
+            f"resume: {place!r} is none of auto, must, never, and {path} {problem}; give one of these, the directory "
+            "of a checkpoint or run, or hub:org/name@step"
         )
     try:
         return commit.verify(path)
     except ValueError as error:
-        held = ", ".join(sorted(p.name for p in path.iterdir())[:6]) or "nothing"
-        raise UsageError(f"resume: {error} (it holds {held}); name a checkpoint_ directory or a run") from None
+        raise UsageError(
+            f"resume: {error} (it holds {_content(path)}); name a checkpoint_ directory or a run"
+        ) from None
+
+
+def _content(directory: Path) -> str:
+    names = sorted(path.name for path in directory.iterdir())
+    return ", ".join(names[:6]) or "nothing"
 
 
 def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
@@ -131,7 +141,7 @@ def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
     commit.fsync_folders(temporary)
     final = directory / manifests.checkpoint_name(source.step)
     try:
-        copied = commit.verify(temporary)  # under this name: a kill meanwhile leaves nothing that counts
+        copied = commit.verify(temporary)  # before the rename: a crash during it leaves no checkpoint
     except ValueError:
         commit.remove(temporary)
         raise

@@ -1,4 +1,4 @@
-"""Loading: the reverse of ``state``, tensor by tensor, cut to this rank's part, under any strategy."""
+"""Loading of checkpoints under any strategy: one tensor at a time, reduced to this rank's shard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def layout_of(accelerator: Accelerator) -> dict[str, Any]:
-    """What a run must share with the one that saved for its continuation to be the same bit for bit."""
+    """Describe the machine and the sharding. A bit-exact continuation requires the same."""
     return {
         "strategy": strategy_of(accelerator),
         "world_size": accelerator.num_processes,
@@ -38,7 +38,7 @@ def layout_of(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def load_initial_weights(model: nn.Module, run: Run) -> None:
-    """Weights before ``prepare``: of the checkpoint to resume, else of ``init_from``, else those it has. Every rank."""
+    """Load weights before ``prepare``, from the checkpoint to resume or else from ``init_from``. Every rank."""
     if run.checkpoint is not None:
         with run.loading(last=False):
             weights.load_weights(run.checkpoint.path, "model", model)
@@ -47,13 +47,13 @@ def load_initial_weights(model: nn.Module, run: Run) -> None:
 
 
 def restore(run: Run, accelerator: Accelerator, shards: Shards, ema: Ema | None) -> int:
-    """Restore masters, optimizer and average after ``prepare``; returns the number of steps done. All ranks.
+    """Restore fp32 masters, optimizer and EMA after ``prepare``. Returns the number of steps done. All ranks.
 
-    Does nothing for a fresh start. The weights themselves must be in the model before ``prepare``
-    (``load_initial_weights``); the fp32 masters are set again here because ZeRO makes its own from already rounded
-    weights. Random states come last, because building an iterator draws from them.
+    Does nothing for a fresh start. Call ``load_initial_weights`` before ``prepare``. The masters are set again here,
+    because ZeRO builds its own from rounded weights. Random states come last, because building an iterator draws.
     """
-    if (checkpoint := run.checkpoint) is None:
+    checkpoint = run.checkpoint
+    if checkpoint is None:
         return 0
     with run.loading(last=True):
         _restore(checkpoint, accelerator, shards, ema)
@@ -62,36 +62,57 @@ def restore(run: Run, accelerator: Accelerator, shards: Shards, ema: Ema | None)
 
 
 def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, ema: Ema | None) -> None:
+    has_state = checkpoint.manifest.get("state", True)
     index: dict[str, Any] = {"step": checkpoint.step, "state": {}}
-    if checkpoint.manifest.get("state", True):  # without it a run cannot go on, but can be evaluated
+    if has_state:  # a run cannot go on without it, but can still be evaluated
         index = checkpoint.json("optimizer/index.json")
     state: dict[str, dict[str, str]] = index["state"]
-    exact, exact_average = state.pop("master", None), state.pop("master_ema", None)
-    for name, whole in _read(checkpoint, exact or _weight_map(checkpoint, "model", shards)):
+    exact = state.pop("master", None)
+    exact_ema = state.pop("master_ema", None)
+    for name, whole in _read_tensors(checkpoint, exact or _weight_map(checkpoint, "model", shards)):
         shards.master(name).copy_(shards.cut(name, whole))
-    if exact:  # before `prepare` the model got the rounded ones, and ZeRO's forward reads others than its masters
+    if exact:
+        # Before `prepare` the model got the rounded weights, and ZeRO's forward does not read its masters.
         shards.show({name: shards.master(name) for name in shards.parameters})
     if state:
         shards.create_state()
         _refuse_foreign_state(checkpoint, state, shards.state_names())
         for key, weight_map in state.items():
-            for name, whole in _read(checkpoint, weight_map):
+            for name, whole in _read_tensors(checkpoint, weight_map):
                 shards.set_state(name, key, shards.cut(name, whole))
         shards.set_step(int(index["step"]))
     if ema is not None and ema.shards:
-        stem = "ema" if any(name.startswith("ema") for name in checkpoint.manifest["files"]) else "model"
-        fallback = exact_average or (exact if stem == "model" else None)
-        for name, whole in _read(checkpoint, fallback or _weight_map(checkpoint, stem, shards)):
-            ema.shards[name].copy_(shards.cut(name, whole))
-    if checkpoint.manifest.get("state", True):
+        _restore_ema(checkpoint, shards, ema, exact=exact, exact_ema=exact_ema)
+    if has_state:
         _restore_random_state(checkpoint.json("trainer_state.json")["random_state"], accelerator)
+
+
+def _restore_ema(
+    checkpoint: Checkpoint,
+    shards: Shards,
+    ema: Ema,
+    *,
+    exact: Mapping[str, str] | None,
+    exact_ema: Mapping[str, str] | None,
+) -> None:
+    """Restore the EMA. It starts from the weights if the checkpoint has none."""
+    has_ema = any(name.startswith("ema") for name in checkpoint.manifest["files"])
+    weight_map = exact_ema
+    if not weight_map and not has_ema:
+        weight_map = exact
+    if not weight_map:
+        weight_map = _weight_map(checkpoint, "ema" if has_ema else "model", shards)
+    for name, whole in _read_tensors(checkpoint, weight_map):
+        ema.shards[name].copy_(shards.cut(name, whole))
 
 
 def _refuse_foreign_state(
     checkpoint: Checkpoint, saved: Mapping[str, Mapping[str, str]], ours: Mapping[str, Sequence[str]]
 ) -> None:
-    """State of an optimizer of another kind has no place in this one."""
-    foreign = [f"{key} of {name}" for key, names in saved.items() for name in names if name not in ours.get(key, ())]
+    """Raise ``UsageError`` for state of another kind of optimizer."""
+    foreign: list[str] = []
+    for key, names in saved.items():
+        foreign += [f"{key} of {name}" for name in names if name not in ours.get(key, ())]
     if foreign:
         raise UsageError(
             f"{checkpoint.path}: its optimizer state ({shortened(foreign, 1)}) has no place in this "
@@ -111,15 +132,18 @@ ORDER = (
     "loader.bucket_shapes",
     "distributed.bucket_cap_mb",
 )
-"""Options that may change between two starts and decide in which order numbers are summed."""
+"""Options that may change on resume, and affect the order of floating-point sums."""
 
 
 def _compare_layouts(checkpoint: Checkpoint, accelerator: Accelerator, experiment: Mapping[str, Any]) -> None:
-    """Say whether the continuation can be the same bit for bit, and if not, what differs."""
-    there: Mapping[str, Any] = checkpoint.manifest.get("experiment", {})
-    saved = dict(checkpoint.manifest.get("layout", {})) | {key: there.get(key) for key in ORDER}
-    now = layout_of(accelerator) | {key: experiment.get(key) for key in ORDER}
-    changed = [f"{key} {saved.get(key)} -> {now[key]}" for key in now if saved.get(key) != now[key]]
+    """Log whether the continuation can be bit-exact, and if not, the differences."""
+    saved_experiment: Mapping[str, Any] = checkpoint.manifest.get("experiment", {})
+    saved: dict[str, Any] = dict(checkpoint.manifest.get("layout", {}))
+    current = layout_of(accelerator)
+    for key in ORDER:
+        saved[key] = saved_experiment.get(key)
+        current[key] = experiment.get(key)
+    changed = [f"{key} {saved.get(key)} -> {value}" for key, value in current.items() if saved.get(key) != value]
     if changed:
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
     elif accelerator.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
@@ -134,16 +158,17 @@ def _weight_map(checkpoint: Checkpoint, stem: str, shards: Shards) -> Mapping[st
     return dict.fromkeys(shards.parameters, f"{stem}.safetensors")
 
 
-def _read(checkpoint: Checkpoint, weight_map: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a collection, one at a time, each file opened once."""
+def _read_tensors(checkpoint: Checkpoint, weight_map: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the tensors of a collection, and open each file once."""
     for file in dict.fromkeys(weight_map.values()):
-        with safe_open(_inside(checkpoint, file), framework="pt") as opened:
-            for name in (n for n, f in weight_map.items() if f == file):
-                yield name, opened.get_tensor(name)
+        with safe_open(_listed_file(checkpoint, file), framework="pt") as opened:
+            for name, where in weight_map.items():
+                if where == file:
+                    yield name, opened.get_tensor(name)
 
 
-def _inside(checkpoint: Checkpoint, file: str) -> Path:
-    """Only files that the manifest lists, and so has verified, are read."""
+def _listed_file(checkpoint: Checkpoint, file: str) -> Path:
+    """Return the path of a file. Only files listed in the manifest were verified, so no other is read."""
     if file not in checkpoint.manifest["files"]:
         raise RuntimeError(f"{checkpoint.path}: an index names {file!r}, which is not a file of this checkpoint")
     return checkpoint.file(file)
@@ -151,10 +176,14 @@ def _inside(checkpoint: Checkpoint, file: str) -> Path:
 
 def _restore_random_state(states: Sequence[Any], accelerator: Accelerator) -> None:
     if len(states) != accelerator.num_processes:
-        return  # another number of processes: there is no state to give back, and the loop draws from none
+        return  # another world size; training itself draws from none of these generators
     mine = states[accelerator.process_index]
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(mine["torch"]), dtype=torch.uint8))
+    torch.set_rng_state(_from_hex(mine["torch"]))
     version, internal, gauss = mine["python"]
     random.setstate((version, tuple(internal), gauss))
     if "cuda" in mine and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(mine["cuda"]), dtype=torch.uint8))
+        torch.cuda.set_rng_state(_from_hex(mine["cuda"]))
+
+
+def _from_hex(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -290,7 +290,7 @@ def _start(
 def _refuse_another_origin(resume: str, saved: Mapping[str, Any], directory: Path) -> None:
     """The same command again, after a crash, goes on; a used directory takes no other checkpoint."""
     newest = max(commit.committed(directory / "checkpoints"), default=(0, None))[1]
-    if resume == saved.get("origin") or (newest is not None and fetch.names(resume, newest)):
+    if resume == saved.get("origin") or (newest is not None and fetch.is_path_of(resume, newest)):
         return
     raise UsageError(
         f"resume: {resume}, but {directory} already holds a run whose newest checkpoint is "
@@ -311,7 +311,7 @@ def kept(config: Any) -> Mapping[str, Any]:
     if config.overwrite:
         return {}
     if not _is_used(directory):
-        return {} if config.resume in POLICIES else fetch.manifest_of(config.resume).get("resolved", {})
+        return {} if config.resume in POLICIES else fetch.read_manifest(config.resume).get("resolved", {})
     with suppress(UsageError):  # `open_run` says it
         saved, _ = recall(directory)
         return saved["resolved"] if saved is not None else {}

@@ -1,8 +1,7 @@
-"""Saving: what a checkpoint holds, the same under every strategy, and when it is written, kept and given up.
+"""Saving of checkpoints, the same under every strategy: plain names, fp32, safetensors and JSON.
 
-Plain names, fp32, safetensors and JSON. ``Saver.save`` returns after the snapshot; a writer process writes, hashes and
-flushes it behind the loop, and the ranks agree at a later step boundary that it is whole. Collectives stay on the
-main thread.
+``Saver.save`` returns after the snapshot. A writer process then writes, hashes and flushes it in the background. The
+ranks agree at a later step boundary that it is complete. Collectives stay on the main thread.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
-from accel_train import __version__
 from accel_train.checkpoints import contents, policy, snapshot
 from accel_train.checkpoints.background import Writer
 from accel_train.checkpoints.pending import REDUCTIONS, PendingSave, Phase
@@ -36,20 +34,27 @@ from accel_train.training.ema import Ema
 logger = logging.getLogger(__name__)
 
 
-class Saver:
-    """Saves one run. Built and called on every rank, at the same steps; a context manager that finishes what is begun.
+class _Buffers(NamedTuple):
+    """Plan and memory of the snapshots, reused while the optimizer has state under the same ``keys``."""
 
-    ``write_extras`` is called on the main process with the new directory and writes what sampling needs
-    (``config.json``, and files below ``assets/``, which it makes). ``on_commit`` is called on the main process with
-    every committed checkpoint, and the pusher takes it for the Hub. ``epoch`` gives the passes over the data after a
-    number of steps.
+    keys: dict[str, list[str]]
+    plan: snapshot.Plan
+    snapshot: snapshot.Snapshot
+
+
+class Saver:
+    """Saves the checkpoints of one run. A context manager, built and called on every rank at the same steps.
+
+    ``write_extras`` is called on the main process with the new directory. It writes the files needed for sampling:
+    ``config.json``, and a folder ``assets`` if there are more. ``on_commit`` is called on the main process with every
+    committed checkpoint. ``epoch`` converts a number of steps to epochs.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
         run: Run,
-        average: Ema,
+        ema: Ema,
         config: CheckpointConfig,
         hub_config: HubConfig,
         write_extras: Callable[[Path], None],
@@ -57,53 +62,61 @@ class Saver:
         epoch: Callable[[int], float],
         on_commit: Callable[[Checkpoint], None] = lambda _: None,
     ) -> None:
-        self._accelerator, self._run, self._config = accelerator, run, config
-        self._shards = average.view
+        self._accelerator = accelerator
+        self._run = run
+        self._config = config
+        self._shards = ema.view
         policy.refuse_uncovered(self._shards.uncovered())
-        self._average = average if average.config.decay > 0 else None
-        self._write_extras, self._epoch, self._on_commit = write_extras, epoch, on_commit
-        self._rank, self._main = accelerator.process_index, accelerator.is_main_process
+        self._ema = ema if ema.config.decay > 0 else None
+        self._write_extras = write_extras
+        self._epoch = epoch
+        self._on_commit = on_commit
+        self._rank = accelerator.process_index
+        self._main = accelerator.is_main_process
         self._agreement = Agreement(accelerator, REDUCTIONS, run.timeout_seconds)
-        best, mode = config.best_metric, config.best_mode
-        self._pusher = Pusher(run.directory, hub_config, is_main=self._main, best_metric=best, best_mode=mode)
+        self._pusher = Pusher(
+            run.directory, hub_config, is_main=self._main, best_metric=config.best_metric, best_mode=config.best_mode
+        )
         if run.checkpoint is not None:
-            self._pusher.offer(run.checkpoint)  # the process may have died between its commit and its offer
+            # The last process may have died after the commit and before it offered the checkpoint to the Hub.
+            self._pusher.offer(run.checkpoint)
         self._requests = StopRequests(run.directory, main=self._main, alone=accelerator.num_processes == 1)
         self._writer: Writer | None = None
-        self._snapshot: tuple[dict[str, list[str]], snapshot.Plan, snapshot.Snapshot] | None = None
+        self._snapshot: _Buffers | None = None
         self._pending: PendingSave | None = None
         self._number = 0
-        """Of the last save that was begun."""
+        """Number of the last save begun."""
         self._status = dict.fromkeys(REDUCTIONS, 0)
-        """What this rank tells the others."""
+        """Values of this rank for the next exchange."""
         self._saved_step = run.start_step if run.checkpoint is not None else -1
         self._save_by_clock = False
         self._stopping = False
-        self._lost: str | None = None
+        self._last_failure: str | None = None
         self._unoffered: Checkpoint | None = None
-        """Committed, and not yet offered to the Hub: the metrics of an evaluation may join it."""
+        """The last commit until it is offered to the Hub. The metrics of an evaluation may still join it."""
         self._last_save = time.monotonic()
         self._extents: list[Any] | None = None
         policy.warn_about_grace(run.checkpoint, config, self._main)
 
     # ------------------------------------------------------------------------------------------------ the loop's calls
     def begin(self) -> None:
-        """This start has done work that a stop must save. Cheap; ``boundary`` calls it too."""
+        """Mark that there is work to save at a stop. Cheap. ``boundary`` calls it too."""
         self._requests.begin()
 
     def boundary(self, step: int) -> bool:
-        """After every step, on every rank: whether to save and stop now. Never waits for the device.
+        """Return True to save and stop now. Call it after every step on every rank. Never waits for the device.
 
-        What the processes tell each other is read one step later: requests to stop, the clock, and how the write goes.
-        Commits a finished write; raises ``CheckpointWriteError`` on every rank for a failed one.
+        Requests to stop, the clock and the progress of the write are exchanged, and take effect one step later. Commits
+        a finished write, and raises ``CheckpointWriteError`` on every rank for a failed one.
         """
         self.begin()
         self._offer()
         self._take_answer(wait=False)
         if self._main:
             self._run.note_training()
-        if self._main and 0 < 60 * self._config.minutes <= time.monotonic() - self._last_save:
-            self._status["wanted"] = self._number + 1
+            interval = 60 * self._config.minutes
+            if 0 < interval <= time.monotonic() - self._last_save:
+                self._status["wanted"] = self._number + 1
         self._status["stop"] = int(self._requests.requested)
         agreed = self._agreement.exchange(self._status)
         if agreed is not None:
@@ -117,49 +130,52 @@ class Saver:
 
     @property
     def stopping(self) -> bool:
-        """Whether the run was asked to stop, as far as all processes know."""
+        """True once all processes know of a request to stop."""
         return self._stopping
 
     def due(self, step: int, max_steps: int) -> bool:
-        """Whether to save after ``step`` steps. The same on every rank; call it after ``boundary``."""
+        """Return True if a save is due after ``step`` steps. The same on every rank. Call it after ``boundary``."""
         return step == max_steps or self._save_by_clock or policy.due(self._config, step, self._epoch)
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
         """Take a snapshot of the state after ``step`` steps and hand it to the writer. All ranks, same step.
 
-        The save before is finished first. ``metrics`` go into the manifest, for ``keep_best``. Returns whether to stop
-        now, as ``boundary`` does: a request that came during a save that is waited for needs no second one. Raises
-        ``CheckpointWriteError`` on every rank if any rank could not begin, or if the save before failed.
+        Finishes the previous save first. ``metrics`` go into the manifest, for ``keep_best``. Returns True to stop now,
+        like ``boundary``: a request during a synchronous save needs no second save. Raises ``CheckpointWriteError`` on
+        every rank if any rank could not begin, or if the previous save failed.
         """
         self.finish()
         if step == self._saved_step:
             return self._stopping
-        began = self._last_save = time.monotonic()
+        began = time.monotonic()
+        self._last_save = began
         self._number += 1
         self._save_by_clock = False
         keys = self._shards.state_names() if step > 0 and self._config.save_state else {}
-        collections = contents.collections(self._shards, self._average, self._config, keys)
-        planned, taken = self._prepare(keys, collections)
-        temporary, extras = self._begin(step, sum(planned.sizes))
+        collections = contents.collections(self._shards, self._ema, self._config, keys)
+        buffers = self._prepare(keys, collections)
+        needed_bytes = sum(buffers.plan.sizes)
+        temporary, extras = self._make_directory(step, needed_bytes)
         if temporary is None:
             return self._stopping
-        taken.take()
+        buffers.snapshot.take()
         failpoints.hit("after_snapshot", self._rank)
-        texts = self._texts(step, planned)
-        needed_bytes = sum(planned.sizes)
+        texts = self._texts(step, buffers.plan)  # a collective
         job = {
             "do": "write",
             "rank": self._rank,
             "directory": str(temporary),
-            "files": planned.jobs(self._rank, collections, self._shards.shape),
+            "files": buffers.plan.jobs(self._rank, collections, self._shards.shape),
             "texts": texts if self._main else {},
             "extras": extras,
             "needed_bytes": needed_bytes,
             "hurry": self._stopping,
         }
-        manifest = self._manifest(step, metrics or {})
+        manifest = contents.manifest(
+            self._run, self._config, step, self._epoch(step), layout_of(self._accelerator), metrics or {}
+        )
         self._pending = PendingSave(self._number, step, temporary, manifest, began, needed_bytes, job)
-        self._take_answer(wait=False)  # submits the job, unless the snapshot is still on its way from the device
+        self._take_answer(wait=False)  # submits the job, unless the device is still copying
         self._saved_step = step
         if not self._config.asynchronous:
             self.finish()
@@ -168,14 +184,15 @@ class Saver:
         return self._stopping
 
     def asked_to_stop(self) -> bool:
-        """Whether any process has been asked to stop by now. All ranks, equally often; waits for all, on the host."""
+        """Return True if any process has a request to stop. A collective on the host: all ranks, equally often."""
         self._stopping = self._stopping or self._agreement.any(self._requests.requested)
         return self._stopping
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add an evaluation's metrics to the checkpoint of ``step``, for ``keep_best`` and ``hub.push: best``.
 
-        All ranks. Does nothing where that step was not saved. A disk that fails is a warning: the checkpoint stands.
+        All ranks. Does nothing if that step was not saved. A failing disk is a warning, because the checkpoint remains
+        valid without them.
         """
         self.finish()
         if step != self._saved_step or not self._main:
@@ -185,10 +202,10 @@ class Saver:
             commit.rewrite_manifest(path, {"metrics": contents.finite_metrics(metrics)})
             self._unoffered = commit.open_verified(path)
         except (OSError, ValueError) as error:
-            logger.warning("the metrics of step %d are not in its checkpoint: %s", step, error)
+            logger.warning("the metrics of step %d could not be added to its checkpoint: %s", step, error)
 
     def finish(self) -> None:
-        """Wait until the save that is under way is committed. All ranks. Raises as ``boundary`` does."""
+        """Wait until the current save is committed. All ranks. Raises like ``boundary``."""
         while self._pending is not None:
             self._take_answer(wait=True)
             self._advance()
@@ -197,74 +214,82 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Finish, unless an error leads out: then other ranks may be anywhere, and nothing collective is safe."""
+        """Finish the current save, unless an error ends the run: other ranks may then wait in another collective."""
         explain(error)
-        alone = self._accelerator.num_processes == 1
+        is_alone = self._accelerator.num_processes == 1
         try:
-            if kind is None or (alone and kind is not CheckpointWriteError):
+            if kind is None or (is_alone and kind is not CheckpointWriteError):
                 self.finish()
             if kind is None:
-                if self._lost is not None:  # the last save failed: the run has not done what it was to do
-                    raise CheckpointWriteError(self._lost)
-                self._agreement.close()
-                self._offer()
-                self._pusher.finish(preempted=self._stopping, asked_to_stop=lambda: self._requests.requested)
-                self._stopping = self._stopping or (self._main and self._pusher.broken_off)
+                self._end_run()
         finally:
-            if self._writer is not None and self._pending is None:
-                self._writer.settle(self._requests, hurry=kind is not None or self._stopping)
-            self._pusher.close()
-            self._requests.close()
-            if self._writer is not None:  # first: it may be about to give the directory its final name
-                self._writer.close(kill=self._pending is not None)
-            if self._pending is not None and self._main:
-                shutil.rmtree(self._pending.temporary, ignore_errors=True)
+            self._close(hurry=kind is not None or self._stopping)
+
+    def _end_run(self) -> None:
+        """Report a failed final save, and wait for the Hub."""
+        if self._last_failure is not None:
+            raise CheckpointWriteError(self._last_failure)
+        self._agreement.close()
+        self._offer()
+        self._pusher.finish(preempted=self._stopping, asked_to_stop=lambda: self._requests.requested)
+        if self._main and self._pusher.broken_off:
+            self._stopping = True
+
+    def _close(self, *, hurry: bool) -> None:
+        if self._writer is not None and self._pending is None:
+            self._writer.settle(self._requests, hurry=hurry)
+        self._pusher.close()
+        self._requests.close()
+        # The writer before the directory: it may be about to rename it.
+        if self._writer is not None:
+            self._writer.close(kill=self._pending is not None)
+        if self._pending is not None and self._main:
+            shutil.rmtree(self._pending.temporary, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------------------- beginning
-    def _prepare(
-        self, keys: dict[str, list[str]], collections: Sequence[snapshot.Collection]
-    ) -> tuple[snapshot.Plan, snapshot.Snapshot]:
-        """Plan and buffers, made at the first save and again when the optimizer's state has appeared."""
-        if self._snapshot is not None and self._snapshot[0] == keys and self._writer is not None:
-            return self._snapshot[1:]
+    def _prepare(self, keys: dict[str, list[str]], collections: Sequence[snapshot.Collection]) -> _Buffers:
+        """Return plan and buffers. They are built at the first save, and again once the optimizer has state."""
+        if self._writer is not None and self._snapshot is not None and self._snapshot.keys == keys:
+            return self._snapshot
         if self._extents is None and not self._shards.replicated:
             self._extents = self._agreement.gather({n: self._shards.extent(n) for n in self._shards.parameters})
         elements = {n: self._shards.shape(n).numel() for n in self._shards.parameters}
         planned = snapshot.plan(collections, elements, self._accelerator.num_processes)
-        if self._writer is not None:
-            self._writer.settle(self._requests, hurry=self._stopping)
-            self._writer.close()
+        self._release()
         self._writer = Writer(planned.sizes[self._rank])
         taken = snapshot.Snapshot(
             planned, collections, self._writer.buffer, self._extents, self._rank, self._agreement.group
         )
-        self._snapshot = (keys, planned, taken)
-        return planned, taken
+        self._snapshot = _Buffers(keys, planned, taken)
+        return self._snapshot
 
-    def _begin(self, step: int, needed_bytes: int) -> tuple[Path | None, list[str]]:
-        """Agree on the temporary directory, which the main process makes and gives its extra files; None: it failed."""
-        directory = self._run.checkpoints
-        begun: dict[str, Any] = {}
-        if self._main:
-            temporary = directory / commit.temporary_name(step, commit.new_nonce())
-            try:
-                self._run.restore_directory()
-                (temporary / "optimizer" if self._config.save_state else temporary).mkdir(parents=True)
-                failpoints.hit("after_mkdir")
-                self._write_extras(temporary)
-                extras = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
-                begun = {"temporary": temporary, "extras": extras}
-            except Exception as error:  # the recipe's own code: whatever it raises, the others must hear of it
-                shutil.rmtree(temporary, ignore_errors=True)
-                begun = {"error": commit.describe_write_error(error, directory, needed_bytes)}
+    def _make_directory(self, step: int, needed_bytes: int) -> tuple[Path | None, list[str]]:
+        """Agree on the temporary directory, made by the main process. Returns it and its extra files, or None."""
+        begun = self._begin(step, needed_bytes) if self._main else {}
         begun = next(b for b in self._agreement.gather(begun) if b)
         if "error" in begun:
-            self._lose(step, f"rank 0: {begun['error']}")
+            self._report_failure(step, f"rank 0: {begun['error']}")
             return None, []
         return begun["temporary"], begun["extras"] if self._main else []
 
+    def _begin(self, step: int, needed_bytes: int) -> dict[str, Any]:
+        """Make the temporary directory and its extra files. An error is returned, for all ranks to raise."""
+        directory = self._run.checkpoints
+        temporary = directory / commit.temporary_name(step, commit.new_nonce())
+        try:
+            self._run.restore_directory()
+            folder = temporary / "optimizer" if self._config.save_state else temporary
+            folder.mkdir(parents=True)
+            failpoints.hit("after_mkdir")
+            self._write_extras(temporary)
+            extras = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+        except Exception as error:  # code of the recipe may raise anything, and the other ranks must learn of it
+            shutil.rmtree(temporary, ignore_errors=True)
+            return {"error": commit.describe_write_error(error, directory, needed_bytes)}
+        return {"temporary": temporary, "extras": extras}
+
     def _texts(self, step: int, planned: snapshot.Plan) -> dict[str, str]:
-        """The small JSON files, as text."""
+        """Build the small JSON files. A collective."""
         random_states = self._agreement.gather(contents.random_state())
         texts = contents.indices(planned)
         if self._config.save_state:
@@ -272,31 +297,14 @@ class Saver:
             texts["trainer_state.json"] = {"step": step, "random_state": random_states}
         return {name: commit.to_json(value) for name, value in texts.items()}
 
-    def _manifest(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        experiment = dict(self._run.saved["experiment"])
-        return {
-            "accel_train": __version__,
-            "run_id": self._run.run_id,
-            "step": step,
-            "samples_seen": step * int(experiment.get("global_batch_size", 0)),
-            "epoch": self._epoch(step),
-            "state": self._config.save_state,
-            "world_size": self._accelerator.num_processes,
-            "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "layout": layout_of(self._accelerator),
-            "experiment": experiment,
-            "resolved": dict(self._run.saved.get("resolved", {})),
-            "metrics": contents.finite_metrics(metrics),
-        }
-
     # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:
-        """Give the writer its job, or take its answer, if there is one, and note it for the other ranks."""
+        """Submit the job once the snapshot is complete, or take the writer's answer and report it to the others."""
         pending = self._pending
         if pending is None or self._writer is None or self._snapshot is None:
             return
         if pending.phase is Phase.COPYING:
-            if not self._snapshot[2].ready(wait=wait):
+            if not self._snapshot.snapshot.ready(wait=wait):
                 return
             self._writer.submit(pending.job)
             pending.phase = Phase.WRITING
@@ -308,21 +316,24 @@ class Saver:
         self._status[pending.outcome()] = pending.number
 
     def _advance(self) -> None:
-        """Enter the next phase, once every rank's writer has answered. Every rank."""
+        """Enter the next phase after the answers of all writers. Every rank."""
         pending = self._pending
         assert pending is not None
         self._take_answer(wait=True)
         answers = self._agreement.gather(pending.answer)
         errors = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
         if errors:
-            self._give_up("; ".join(errors))
+            self._discard("; ".join(errors))
         elif pending.phase is Phase.COMMITTING:
             self._acknowledge()
         else:
-            self._commit(pending, {k: v for a in answers for k, v in a["files"].items()})
+            files: dict[str, Any] = {}
+            for answer in answers:
+                files |= answer["files"]
+            self._commit(pending, files)
 
     def _commit(self, pending: PendingSave, files: Mapping[str, Any]) -> None:
-        """Have the main process's writer commit and let old checkpoints go."""
+        """Make the main process's writer commit and delete old checkpoints."""
         pending.manifest["seconds"] = round(time.monotonic() - pending.began, 3)
         pending.manifest["files"] = dict(sorted(files.items()))
         pending.phase = Phase.COMMITTING
@@ -344,7 +355,8 @@ class Saver:
     def _acknowledge(self) -> None:
         pending = self._pending
         assert pending is not None
-        self._pending = self._lost = None
+        self._pending = None
+        self._last_failure = None
         if self._main:
             saved = Checkpoint(self._run.checkpoints / checkpoint_name(pending.step), pending.step, pending.manifest)
             logger.info("saved %s in %.1f s", saved.path, pending.manifest["seconds"])
@@ -352,20 +364,21 @@ class Saver:
             self._unoffered = saved
 
     def _offer(self) -> None:
-        """Offer the last commit to the Hub: a step later, when the metrics of its evaluation are in it."""
+        """Offer the last commit to the Hub, a step later: by then the metrics of its evaluation are in it."""
         if self._unoffered is not None:
             self._pusher.offer(self._unoffered)
             self._unoffered = None
 
     def _release(self) -> None:
-        """End the writer and give its memory back."""
+        """End the writer and free its memory."""
         if self._writer is not None:
             self._writer.settle(self._requests, hurry=self._stopping)
             self._writer.close(kill=self._writer.broken)
-        self._writer = self._snapshot = None
+        self._writer = None
+        self._snapshot = None
 
-    def _give_up(self, reason: str) -> None:
-        """A save has failed, on every rank: leave nothing of it."""
+    def _discard(self, reason: str) -> None:
+        """Discard a failed save. Every rank."""
         pending = self._pending
         assert pending is not None
         self._pending = None
@@ -373,13 +386,15 @@ class Saver:
             self._saved_step = -1
         if self._writer is not None and self._writer.broken:
             self._release()
-        if self._main and not (pending.answer or {}).get("complete"):
+        answer = pending.answer or {}
+        # A complete directory that could not be renamed is left for the user. The next start sweeps it.
+        if self._main and not answer.get("complete"):
             shutil.rmtree(pending.temporary, ignore_errors=True)
-        self._lose(pending.step, reason)
+        self._report_failure(pending.step, reason)
 
-    def _lose(self, step: int, reason: str) -> None:
-        """On every rank: stop, or warn and remember it, in case it was the last."""
+    def _report_failure(self, step: int, reason: str) -> None:
+        """Raise, or warn and remember the failure, in case this was the final save. Every rank."""
         if self._config.on_error == "stop":
             raise CheckpointWriteError(reason)
-        self._lost = reason
+        self._last_failure = reason
         logger.warning("checkpoint of step %d was not saved; training goes on: %s", step, reason)
