@@ -1,9 +1,8 @@
-"""One frozen, validated config from a preset or YAML file plus flags, and where each value came from.
+"""One frozen, validated config from a preset or YAML file plus flags, with the origin of each value.
 
-A recipe's config is a frozen standard dataclass whose groups are dataclasses that live beside the code that
-reads them. Four sources, later ones win: the dataclass defaults, the preset or YAML file named first on the
-command line, the flags. pydantic checks types and ranges, tyro reads the flags and writes ``--help`` from the
-attribute docstrings; both are imported here and nowhere else.
+A recipe's config is a frozen standard dataclass. Its groups are dataclasses beside the code that uses them. Later
+sources win: the dataclass defaults, the preset or YAML file named first on the command line, the flags. pydantic
+checks types and ranges, and tyro writes ``--help`` from the attribute docstrings. Both are imported in this file only.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from accel_train.wording import did_you_mean, nearest
 C = TypeVar("C")
 Tree = dict[str, Any]
 NOWHERE: Places = MappingProxyType({})
-"""Of values that come from no file."""
+"""Positions of values from no file."""
 
 
 class UsageError(ValueError):
-    """Something the person who started the run can put right: exit code 2, no traceback.
+    """Error that the user can correct: exit code 2, no traceback.
 
-    The text carries three things: the option and its value; what is required, with the numbers; what to do.
+    The text has the option and its value, the requirement with numbers, and the remedy.
     """
 
 
@@ -49,34 +48,38 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 """0 included, 1 excluded: betas, decays."""
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
-"""What numpy accepts as a seed as well."""
+"""The range of numpy's seeds."""
 
-OF_THE_INVOCATION = ("resume", "allow", "overwrite", "evaluate_only")
-"""Options of one call, not of the experiment: never written to config.yaml."""
+INVOCATION_OPTIONS = ("resume", "allow", "overwrite", "evaluate_only")
+"""Options of one start, not of the experiment. Never written to config.yaml."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded(Generic[C]):
-    """A config and, for each dotted option, where its value came from."""
+    """A config and the origin of each dotted option."""
 
     config: C
     origins: Mapping[str, str]
 
     def describe(self) -> str:
-        """Every option, its value and its origin, one a line."""
+        """List every option with its value and origin, one per line."""
         values = flatten(to_tree(self.config))
-        width = max(len(f"{key}: {value!r}") for key, value in values.items())
-        return "\n".join(f"{f'{k}: {v!r}':<{min(width, 60)}}  # {self.origins[k]}" for k, v in values.items())
+        shown = {key: f"{key}: {value!r}" for key, value in values.items()}
+        # Origins are aligned, except for very long values.
+        width = min(max(map(len, shown.values())), 60)
+        return "\n".join(f"{text:<{width}}  # {self.origins[key]}" for key, text in shown.items())
 
 
 def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_preset: str = "demo") -> Loaded[C]:
-    """Read ``[PRESET | FILE.yaml] [--flag value ...]``; every process reads the same and needs no other.
+    """Read ``[PRESET | FILE.yaml] [--flag value ...]``. Every process reads the same by itself.
 
-    Raises ``UsageError``; exits with code 0 after ``--help`` or ``--print_config``.
+    Raises ``UsageError``. Exits with code 0 after ``--help`` or ``--print_config``.
     """
     arguments = list(argv)
-    source = arguments.pop(0) if arguments and not arguments[0].startswith("-") else default_preset
-    show, helped = "--print_config" in arguments, not {"--help", "-h"}.isdisjoint(arguments)
+    source = default_preset
+    if arguments and not arguments[0].startswith("-"):
+        source = arguments.pop(0)
+    prints_config = "--print_config" in arguments
     arguments = [word for word in arguments if word != "--print_config"]
     names = preset_names(cls, presets)
     path = find_source(source, presets, names, option_names(cls), arguments)
@@ -84,22 +87,27 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     try:
         check_keys(cls, tree, str(path), places)
     except UsageError as error:
-        of_another = path.parent == presets and len(names) > 0
-        raise UsageError(f"{error}. Presets of this recipe are {', '.join(names)}" if of_another else error) from None
+        if path.parent == presets and names:
+            # A preset of another recipe.
+            raise UsageError(f"{error}. Presets of this recipe are {', '.join(names)}") from None
+        raise
     base = from_tree(cls, tree, str(path), places)
-    if helped:
+    if "--help" in arguments or "-h" in arguments:
         _print_help(cls, base, names)
     try:
         flags = read_flags(_leaves(cls), arguments, names)
     except FlagError as error:
         raise UsageError(str(error)) from None
 
+    # Set before the flags are validated: a refusal is logged below this directory.
     _state.output_dir = flags.get("output_dir", getattr(base, "output_dir", None))
-    config = from_tree(cls, _overlay(to_tree(base), flags), "command line") if flags else base
+    config = base
+    if flags:
+        config = from_tree(cls, _overlay(to_tree(base), flags), "command line")
     origins = _origins(tree, source, config, flags)
-    object.__setattr__(config, _ORIGINS, origins)
+    object.__setattr__(config, _ORIGINS, origins)  # the dataclass is frozen
     loaded = Loaded(config, origins)
-    if show:
+    if prints_config:
         print(loaded.describe())
         raise SystemExit(0)
     if _state.reading_only:
@@ -111,22 +119,26 @@ _ORIGINS = "_origins"
 
 
 class _State:
-    """Of this process: what the last config said, and whether its reader goes on to train."""
+    """State of this process across calls of ``load_config``."""
 
     output_dir: object = None
+    """Output directory of the last config."""
     reading_only = False
+    """Leave the recipe's ``main`` once it has read its config."""
 
 
 _state = _State()
 
 
 class _ConfigRead(BaseException):
+    """Leaves a recipe's ``main``. A ``BaseException``, so that no recipe catches it."""
+
     def __init__(self, loaded: Loaded[Any]) -> None:
         self.loaded = loaded
 
 
 def config_of(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> Loaded[Any] | None:
-    """The config that ``main(argv)`` would train with; it is left as soon as it has read it. None: it reads none."""
+    """Return the config that ``main(argv)`` would train with, without training. None if it reads no config."""
     _state.reading_only = True
     try:
         main(argv)
@@ -137,18 +149,21 @@ def config_of(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> L
     return None
 
 
-def asked_output_dir() -> Path | None:
-    """Of the config that was read last in this process, also where the rest of its command line was refused."""
-    return expand_path(_state.output_dir) if isinstance(_state.output_dir, str) else None
+def requested_output_dir() -> Path | None:
+    """Return the output directory of the config read last, even if the rest of its command line was refused."""
+    if isinstance(_state.output_dir, str):
+        return expand_path(_state.output_dir)
+    return None
 
 
 def origin_of(config: object, option: str) -> str:
-    """``default``, the preset or file, or ``command line``; ``default`` for every option of a config made in Python."""
-    return getattr(config, _ORIGINS, {}).get(option, "default")
+    """Return ``default``, the preset or file, or ``command line``. Always ``default`` for a config built in Python."""
+    origins: Mapping[str, str] = getattr(config, _ORIGINS, {})
+    return origins.get(option, "default")
 
 
 def preset_names(cls: type, presets: Path) -> list[str]:
-    """The presets of the recipe whose config is ``cls``: those with no option that it does not have."""
+    """Return the presets of the recipe with config ``cls``: those without unknown options."""
     names: list[str] = []
     for path in sorted(presets.glob("*.yaml")):
         try:
@@ -156,15 +171,19 @@ def preset_names(cls: type, presets: Path) -> list[str]:
         except UsageError:
             continue
         except YamlError:
-            pass  # its error is told when it is chosen
+            pass  # still offered: its error is reported when it is chosen
         names.append(path.stem)
     return names
 
 
 def find_source(
-    source: str, presets: Path, names: Sequence[str], options: Sequence[str] = (), after: Sequence[str] = ()
+    source: str,
+    presets: Path,
+    names: Sequence[str],
+    options: Sequence[str] = (),
+    after: Sequence[str] = (),
 ) -> Path:
-    """The YAML file that a preset name or a path means. ``names`` are the presets to offer instead."""
+    """Resolve a preset name or a path to a YAML file. Errors offer the presets in ``names``."""
     expanded = expand_path(source)
     if "=" in source or source.replace("-", "_") in options:
         raise UsageError(stray(source, after, options, names))
@@ -181,8 +200,12 @@ def find_source(
 
 
 def read_tree(path: Path) -> Tree:
-    """The strict reading of one YAML file."""
-    return _read_source(path, str(path))[0]
+    """Read one YAML file strictly."""
+    tree, _ = _read_source(path, str(path))
+    return tree
+
+
+_LAUNCH_FILE_KEYS = {"distributed_type", "compute_environment", "num_machines"}
 
 
 def _read_source(path: Path, source: str) -> tuple[Tree, Places]:
@@ -190,7 +213,8 @@ def _read_source(path: Path, source: str) -> tuple[Tree, Places]:
         document = read_document(path)
     except YamlError as error:
         raise UsageError(str(error)) from None
-    if found := sorted({"distributed_type", "compute_environment", "num_machines"} & document.values.keys()):
+    found = sorted(_LAUNCH_FILE_KEYS & document.values.keys())
+    if found:
         launch = shlex.join(["accelerate", "launch", "--config_file", source, sys.argv[0]])
         raise UsageError(
             f"{source} is a launch file of accelerate (it has {found[0]}): it describes the machine, not the "
@@ -231,7 +255,7 @@ def _misfits(cls: type, tree: Mapping[str, Any], above: tuple[str, ...]) -> Iter
 
 
 def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> C:
-    """Validate a nested mapping into ``cls``: types, ranges, and each group's own checks."""
+    """Validate a nested mapping into ``cls``: types, ranges, and the checks of each group."""
     from pydantic import TypeAdapter, ValidationError
 
     kinds = _leaves(cls)
@@ -241,12 +265,15 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
     try:
         return TypeAdapter(cls).validate_python(dict(tree))
     except ValidationError as error:
-        found = [e for e in error.errors() if e["type"] != "literal_error"]  # of a union: `refusal` knew the words
+        # For a union pydantic reports each member. `refusal` has checked its literals already.
+        found = [e for e in error.errors() if e["type"] != "literal_error"]
         raise UsageError("\n".join(_explain(cls, e, where, places) for e in found)) from None
 
 
 def _remedy(where: str, key: str) -> str:
-    return f"correct --{key}" if where == "command line" else f"change it in the file or with --{key}"
+    if where == "command line":
+        return f"correct --{key}"
+    return f"change it in the file or with --{key}"
 
 
 def _explain(cls: type, error: Any, where: str, places: Places) -> str:
@@ -254,17 +281,19 @@ def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     parts = [str(part) for part in error["loc"] if part in names or isinstance(part, int)]
     key, there = ".".join(parts), place_of(where, places, parts)
     message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "value_error":  # a group's own check: its text is complete
-        return f"{there}: {key + ': ' if key else ''}{message}"
+    if error["type"] == "value_error":
+        # From a group's own check, with a complete text.
+        return f"{there}: {key}: {message}" if key else f"{there}: {message}"
     value = error.get("input")
     if isinstance(value, float) and not math.isfinite(value):
         message = "Input should be a finite number"
-    flag = ".".join(part for part in parts if not part.isdigit())  # betas.1 is given with --betas
+    # An element such as betas.1 is set with --betas.
+    flag = ".".join(part for part in parts if not part.isdigit())
     return f"{there}: {key}: {value!r} is refused: {message}; {_remedy(where, flag)}"
 
 
 def _overlay(tree: Tree, flags: Mapping[str, Any]) -> Tree:
-    """``tree`` with the values of flags set, in place."""
+    """Set the values of flags in ``tree``, in place."""
     for key, value in flags.items():
         *groups, leaf = key.split(".")
         inner: Any = tree
@@ -277,10 +306,20 @@ def _overlay(tree: Tree, flags: Mapping[str, Any]) -> Tree:
 def _print_help(cls: type, base: object, names: Sequence[str]) -> NoReturn:
     import tyro
 
-    usage = "First argument: a preset ({}) or a YAML file. Flags go over it; --print_config shows the result."
-    about = f"{inspect.getdoc(cls) or ''}\n\n{usage.format(', '.join(names))}"
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    tyro.cli(cls, args=["--help"], default=base, description=about, use_underscores=True, console_outputs=first)
+    usage = (
+        f"First argument: a preset ({', '.join(names)}) or a YAML file. Flags override it. "
+        "--print_config shows the result."
+    )
+    description = f"{inspect.getdoc(cls) or ''}\n\n{usage}"
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    tyro.cli(
+        cls,
+        args=["--help"],
+        default=base,
+        description=description,
+        use_underscores=True,
+        console_outputs=is_first,
+    )
     raise SystemExit(0)
 
 
@@ -288,46 +327,55 @@ def _origins(tree: Tree, source: str, config: object, flags: Mapping[str, Any]) 
     in_file = flatten(tree)
     origins: dict[str, str] = {}
     for key in flatten(to_tree(config)):
-        from_file = any(key == k or key.startswith(k + ".") for k in in_file)
-        origins[key] = "command line" if key in flags else source if from_file else "default"
+        if key in flags:
+            origins[key] = "command line"
+        elif any(key == given or key.startswith(f"{given}.") for given in in_file):
+            origins[key] = source
+        else:
+            origins[key] = "default"
     return origins
 
 
 def to_tree(config: object) -> Tree:
-    """Nested dict of plain values (tuples become lists), as written to YAML."""
+    """Convert to nested dicts and lists of plain values, as written to YAML."""
     tree = dataclasses.asdict(cast(Any, config))
     return cast(Tree, _plain(tree))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
 
 
 def experiment_tree(config: object) -> Tree:
-    """``to_tree`` without the options of one invocation."""
-    return {k: v for k, v in to_tree(config).items() if k not in OF_THE_INVOCATION}
+    """Return ``to_tree`` without the options of one invocation."""
+    return {key: value for key, value in to_tree(config).items() if key not in INVOCATION_OPTIONS}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that does not begin with a letter: PyYAML leaves 1e3 bare, which is a number when read again."""
+    """Dumper that quotes text unless it begins with a letter. PyYAML leaves 1e3 bare, to be read back as a number."""
 
 
-_Dumper.add_representer(
-    str, lambda d, text: d.represent_scalar("tag:yaml.org,2002:str", text, style=None if text[:1].isalpha() else "'")
-)
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if text[:1].isalpha() else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def write_config(config: object, path: Path) -> None:
-    """Write the resolved config as YAML that ``load_config`` reads back. Main process only."""
+    """Write the resolved config as YAML for ``load_config``. Main process only."""
     text = "# Resolved config of this run; valid input for the same recipe.\n"
     body = yaml.dump(experiment_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     replace_file(path, (text + body).encode())
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; an empty mapping stays a value."""
+    """Flatten ``{"a": {"b": 1}}`` to ``{"a.b": 1}``. An empty mapping stays a value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -338,15 +386,18 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def option_names(cls: type) -> list[str]:
-    """Every dotted option of a config class, in order."""
+    """Return every dotted option of a config class, in order."""
     return list(_leaves(cls))
 
 
 def _leaves(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Dotted option -> its type."""
+    """Map each dotted option to its type."""
     leaves: dict[str, Any] = {}
     for name, kind in _fields(cls).items():
-        leaves |= _leaves(kind, f"{prefix}{name}.") if _is_group(kind) else {f"{prefix}{name}": kind}
+        if _is_group(kind):
+            leaves |= _leaves(kind, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = kind
     return leaves
 
 
@@ -356,9 +407,10 @@ def _is_group(kind: Any) -> TypeGuard[type]:
 
 def _fields(cls: type) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def expand_path(text: str | os.PathLike[str]) -> Path:
-    """``~`` and ``$VAR`` expanded, made absolute against the directory of the start."""
-    return Path(os.path.abspath(os.path.expandvars(os.path.expanduser(os.fspath(text)))))
+    """Expand ``~`` and ``$VAR``, and make the path absolute against the working directory."""
+    expanded = os.path.expandvars(os.path.expanduser(os.fspath(text)))
+    return Path(os.path.abspath(expanded))

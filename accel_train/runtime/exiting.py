@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from accel_train.config import UsageError, asked_output_dir
+from accel_train.config import UsageError, requested_output_dir
 
 SECONDS_TO_BE_HEARD = 5
 EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
@@ -130,7 +130,7 @@ def _log(text: str) -> None:
     files = [h for h in handlers if Path(h.baseFilename).name.startswith("rank_")]
     for handler in files:
         handler.handle(record)
-    directory = asked_output_dir()
+    directory = requested_output_dir()
     path = directory / "logs" / f"rank_{os.environ.get('RANK', '0')}.log" if directory else None
     if path and not files and path.is_file():
         when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())

@@ -117,7 +117,7 @@ def test_the_exit_code_leaves_the_process_and_reaches_the_launcher(
 def test_a_wrong_usage_is_in_the_log_of_the_run_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exiting, "asked_output_dir", lambda: tmp_path / "run")
+    monkeypatch.setattr(exiting, "requested_output_dir", lambda: tmp_path / "run")
     exiting._log("error (wrong usage, exit code 2): no directory is made for it")
     assert not (tmp_path / "run").exists()
     log = tmp_path / "run" / "logs" / "rank_0.log"
