@@ -16,18 +16,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Generic, NoReturn, TypeGuard, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
-import yaml
 from annotated_types import Ge, Gt, Interval
 
-from accel_train.atomic_files import replace_file
+from accel_train.config_tree import Tree, field_types, flatten, is_group, option_names, option_types, to_tree
 from accel_train.flags import NAMES_OF_OTHER_SCRIPTS, FlagError, nearest_option, read_flags, refusal, stray
 from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
 
 C = TypeVar("C")
-Tree = dict[str, Any]
 NOWHERE: Places = MappingProxyType({})
 """Positions of values from no file."""
 
@@ -49,9 +47,6 @@ FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 """0 included, 1 excluded: betas, decays."""
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 """The range of numpy's seeds."""
-
-INVOCATION_OPTIONS = ("resume", "allow", "overwrite", "evaluate_only")
-"""Options of one start, not of the experiment. Never written to config.yaml."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +90,7 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     if "--help" in arguments or "-h" in arguments:
         _print_help(cls, base, names)
     try:
-        flags = read_flags(_leaves(cls), arguments, names)
+        flags = read_flags(option_types(cls), arguments, names)
     except FlagError as error:
         raise UsageError(str(error)) from None
 
@@ -224,44 +219,70 @@ def _read_source(path: Path, source: str) -> tuple[Tree, Places]:
 
 
 def check_keys(cls: type, tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> None:
-    """Refuse keys that ``cls`` does not have, with their place in the file and the nearest dotted name."""
-    for path, value, kind in _misfits(cls, tree, ()):
-        key, there = ".".join(path), place_of(where, places, path)
-        if kind is not None:
-            raise UsageError(f"{there}: {key}: {value!r} must be a mapping of options, such as {key}: {{...}}")
-        known = option_names(cls)
-        other = NAMES_OF_OTHER_SCRIPTS.get(key.rsplit(".", 1)[-1])
-        remedy = "remove it or correct it" + did_you_mean(nearest_option(key, known))
-        if other:
-            remedy = f"use {other}"
-        if key in known:  # a key with a dot in it
-            group, _, leaf = key.rpartition(".")
-            remedy = f"in a file groups are mappings: {group}: {{{leaf}: ...}}"
-        raise UsageError(f"{there}: unknown option {key!r}: {value!r}; {remedy}")
+    """Refuse unknown keys, with their position in the file and the nearest option."""
+    for path, value, is_group_key in _invalid_keys(cls, tree, ()):
+        key = ".".join(path)
+        where_key = place_of(where, places, path)
+        if is_group_key:
+            raise UsageError(f"{where_key}: {key}: {value!r} must be a mapping of options, such as {key}: {{...}}")
+        raise UsageError(f"{where_key}: unknown option {key!r}: {value!r}; {_key_remedy(key, option_names(cls))}")
 
 
-def _misfits(cls: type, tree: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Path, value and type of what is no option (type None), or a group that is no mapping."""
-    kinds = _fields(cls)
+def _key_remedy(key: str, known: Sequence[str]) -> str:
+    if key in known:
+        # A single key with a dot in it.
+        group, _, leaf = key.rpartition(".")
+        return f"in a file groups are mappings: {group}: {{{leaf}: ...}}"
+    other = NAMES_OF_OTHER_SCRIPTS.get(key.rsplit(".", 1)[-1])
+    if other:
+        return f"use {other}"
+    return "remove it or correct it" + did_you_mean(nearest_option(key, known))
+
+
+class _InvalidKey(NamedTuple):
+    path: tuple[str, ...]
+    value: Any
+    is_group: bool
+    """The key names a group, but its value is no mapping."""
+
+
+def _invalid_keys(cls: type, tree: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[_InvalidKey]:
+    """Yield the unknown keys of a tree, and the groups without a mapping."""
+    kinds = field_types(cls)
     for key, value in tree.items():
-        kind, path = kinds.get(key), (*above, key)
-        if _is_group(kind) and isinstance(value, Mapping):
-            yield from _misfits(kind, cast(Mapping[str, Any], value), path)
-        elif _is_group(kind):
-            yield path, value, kind
-        elif kind is None or isinstance(value, Mapping):
-            deeper = next(iter(flatten({key: value}).items())) if isinstance(value, Mapping) else (key, value)
-            yield (*above, *deeper[0].split(".")) if deeper[0] != key else path, deeper[1], None
+        kind = kinds.get(key)
+        path = (*above, key)
+        if is_group(kind):
+            if isinstance(value, Mapping):
+                yield from _invalid_keys(kind, cast(Mapping[str, Any], value), path)
+            else:
+                yield _InvalidKey(path, value, is_group=True)
+        elif isinstance(value, Mapping):
+            yield _first_leaf(path, cast(Mapping[str, Any], value))
+        elif kind is None:
+            yield _InvalidKey(path, value, is_group=False)
+
+
+def _first_leaf(path: tuple[str, ...], value: Mapping[str, Any]) -> _InvalidKey:
+    """Return the first option inside an unknown mapping, which says more than the name of its group."""
+    if not value:
+        return _InvalidKey(path, value, is_group=False)
+    key, leaf = next(iter(flatten(value).items()))
+    return _InvalidKey((*path, *key.split(".")), leaf, is_group=False)
 
 
 def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> C:
     """Validate a nested mapping into ``cls``: types, ranges, and the checks of each group."""
     from pydantic import TypeAdapter, ValidationError
 
-    kinds = _leaves(cls)
+    kinds = option_types(cls)
     for key, value in flatten(tree).items():
-        if key in kinds and (reason := refusal(kinds[key], value)):
-            raise UsageError(f"{place_of(where, places, key.split('.'))}: {key}: {reason}; {_remedy(where, key)}")
+        if key not in kinds:
+            continue
+        reason = refusal(kinds[key], value)
+        if reason:
+            where_key = place_of(where, places, key.split("."))
+            raise UsageError(f"{where_key}: {key}: {reason}; {_remedy(where, key)}")
     try:
         return TypeAdapter(cls).validate_python(dict(tree))
     except ValidationError as error:
@@ -279,7 +300,8 @@ def _remedy(where: str, key: str) -> str:
 def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     names = {name for option in option_names(cls) for name in option.split(".")}
     parts = [str(part) for part in error["loc"] if part in names or isinstance(part, int)]
-    key, there = ".".join(parts), place_of(where, places, parts)
+    key = ".".join(parts)
+    there = place_of(where, places, parts)
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":
         # From a group's own check, with a complete text.
@@ -334,80 +356,6 @@ def _origins(tree: Tree, source: str, config: object, flags: Mapping[str, Any]) 
         else:
             origins[key] = "default"
     return origins
-
-
-def to_tree(config: object) -> Tree:
-    """Convert to nested dicts and lists of plain values, as written to YAML."""
-    tree = dataclasses.asdict(cast(Any, config))
-    return cast(Tree, _plain(tree))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
-def experiment_tree(config: object) -> Tree:
-    """Return ``to_tree`` without the options of one invocation."""
-    return {key: value for key, value in to_tree(config).items() if key not in INVOCATION_OPTIONS}
-
-
-class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes text unless it begins with a letter. PyYAML leaves 1e3 bare, to be read back as a number."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = None if text[:1].isalpha() else "'"
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-
-
-def write_config(config: object, path: Path) -> None:
-    """Write the resolved config as YAML for ``load_config``. Main process only."""
-    text = "# Resolved config of this run; valid input for the same recipe.\n"
-    body = yaml.dump(experiment_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    replace_file(path, (text + body).encode())
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten ``{"a": {"b": 1}}`` to ``{"a.b": 1}``. An empty mapping stays a value."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(cast(Mapping[str, Any], value), f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def option_names(cls: type) -> list[str]:
-    """Return every dotted option of a config class, in order."""
-    return list(_leaves(cls))
-
-
-def _leaves(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Map each dotted option to its type."""
-    leaves: dict[str, Any] = {}
-    for name, kind in _fields(cls).items():
-        if _is_group(kind):
-            leaves |= _leaves(kind, f"{prefix}{name}.")
-        else:
-            leaves[f"{prefix}{name}"] = kind
-    return leaves
-
-
-def _is_group(kind: Any) -> TypeGuard[type]:
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
-
-
-def _fields(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def expand_path(text: str | os.PathLike[str]) -> Path:

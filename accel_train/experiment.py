@@ -20,16 +20,8 @@ from accel_train.checkpoints import refused
 from accel_train.checkpoints.policy import CheckpointConfig, refuse_unknown_metric
 from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.checkpoints.run import Run, kept, open_run
-from accel_train.config import (
-    PositiveFloat,
-    PositiveInt,
-    Seed,
-    UsageError,
-    expand_path,
-    flatten,
-    origin_of,
-    to_tree,
-)
+from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
+from accel_train.config_tree import flatten, to_tree
 from accel_train.data import sampler
 from accel_train.data.loader import LoaderConfig, resolve_loader
 from accel_train.hub.options import HubConfig, refuse_without_metric

@@ -131,24 +131,24 @@ def _number(word: str) -> int | float | None:
         return None
 
 
-def parts_of(kind: Any) -> Iterator[Any]:
+def union_members(kind: Any) -> Iterator[Any]:
     """Yield the members of a union, or the type itself."""
     if get_origin(kind) is Union or type(kind).__name__ == "UnionType":
         for part in get_args(kind):
-            yield from parts_of(part)
+            yield from union_members(part)
     else:
         yield kind
 
 
 def is_list(kind: Any) -> bool:
     """Check if options of this type take a list."""
-    return any(get_origin(part) is tuple for part in parts_of(kind))
+    return any(get_origin(part) is tuple for part in union_members(kind))
 
 
 def scalar_types(kind: Any) -> set[type]:
     """Collect the Python types of the option's values in a file, or of their elements."""
     found: set[type] = set()
-    for part in parts_of(kind):
+    for part in union_members(kind):
         if get_origin(part) is Literal:
             found |= {type(value) for value in get_args(part)}
         elif get_origin(part) is tuple:
@@ -191,7 +191,7 @@ def _shown(value: Any) -> str:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    return any(_fits_part(part, value) for part in parts_of(kind))
+    return any(_fits_part(part, value) for part in union_members(kind))
 
 
 def _fits_part(part: Any, value: Any) -> bool:
@@ -211,7 +211,7 @@ _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 def _requirement(kind: Any) -> str:
     """Describe the values of a type, for an error."""
     names: list[str] = []
-    for part in parts_of(kind):
+    for part in union_members(kind):
         if get_origin(part) is Literal:
             names += [_shown(choice) for choice in get_args(part)]
         elif get_origin(part) is tuple:
@@ -223,7 +223,7 @@ def _requirement(kind: Any) -> str:
 
 
 def _hint(kind: Any, value: Any) -> str:
-    """Guess the intended value."""
+    """Guess the intended value, for the end of an error."""
     if isinstance(value, float) and value.is_integer() and _fits(kind, int(value)):
         return f" (write {int(value)})"
     if not isinstance(value, str):
@@ -233,20 +233,25 @@ def _hint(kind: Any, value: Any) -> str:
         return " (leave the quotes out)"
     if value.lower() in BOOLEAN_WORDS and _fits(kind, True):
         return " (write true or false, without quotes)"
-    choices = [c for part in parts_of(kind) if get_origin(part) is Literal for c in get_args(part)]
-    return did_you_mean(nearest(value, [c for c in choices if isinstance(c, str)]))
+    choices: list[str] = []
+    for part in union_members(kind):
+        if get_origin(part) is Literal:
+            choices += [choice for choice in get_args(part) if isinstance(choice, str)]
+    return did_you_mean(nearest(value, choices))
 
 
 def stray(word: str, after: Sequence[str], known: Sequence[str], presets: Sequence[str]) -> str:
-    """Why a word that belongs to no flag is refused, and what was probably meant."""
+    """Return the error for a word that belongs to no flag, with the probable meaning."""
     name, equals, value = word.partition("=")
     name = name.lstrip("-").replace("-", "_")
-    meant = name if name in known else nearest_option(name, known)
+    is_option = name in known
+    meant = name if is_option else nearest_option(name, known)
     looks_like_a_flag = name[:1].isalpha() and (equals or word.startswith("-"))
-    if name in known or (meant and looks_like_a_flag):
-        rest = value if equals else next((f"{w}" for w in after[:1] if not w.startswith("-")), "")
-        quoted = shlex.quote(rest) if rest else ""
-        return f"{word!r}: an option begins with two dashes; write --{meant} {quoted}".rstrip()
+    if is_option or (meant and looks_like_a_flag):
+        if not equals and after and not after[0].startswith("-"):
+            value = after[0]
+        flag = f"--{meant} {shlex.quote(value)}" if value else f"--{meant}"
+        return f"{word!r}: an option begins with two dashes; write {flag}"
     if word in presets or word.endswith((".yaml", ".yml")):
         first = shlex.quote(word)
         return f"{word!r}: the preset or file comes first, before every flag; write {first} --flag value ..."
@@ -254,20 +259,26 @@ def stray(word: str, after: Sequence[str], known: Sequence[str], presets: Sequen
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
+    """Return the error for an unknown option, to follow its flag."""
     other = NAMES_OF_OTHER_SCRIPTS.get(name.rsplit(".", 1)[-1])
     if other is not None:
         return f" is a name of other scripts; here use {other}"
-    if group := [key for key in known if key.startswith(f"{name}.")]:
-        return f" is a group of options and no option; write --{group[0]} VALUE"
-    if meant := nearest_option(name, known):
+    group = [key for key in known if key.startswith(f"{name}.")]
+    if group:
+        return f" is a group of options, not an option; write --{group[0]} VALUE"
+    meant = nearest_option(name, known)
+    if meant:
         return ": unknown option" + did_you_mean(f"--{meant}")
     return ": unknown option; --help lists all"
 
 
 def nearest_option(key: str, known: Sequence[str]) -> str | None:
-    """The option that was probably meant: nearly the same, or the right name in no group or a wrong one."""
-    if meant := nearest(key, known):
+    """Guess the intended option: a similar name, or the same leaf without its group or in another one."""
+    meant = nearest(key, known)
+    if meant:
         return meant
-    by_leaf = {k.rsplit(".", 1)[-1]: k for k in known}
+    by_leaf = {option.rsplit(".", 1)[-1]: option for option in known}
     leaf = nearest(key.rsplit(".", 1)[-1], by_leaf)
-    return by_leaf[leaf] if leaf else None
+    if leaf is None:
+        return None
+    return by_leaf[leaf]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.checkpoints.saver import Saver
-from accel_train.config import to_tree
+from accel_train.config_tree import to_tree
 from accel_train.data import sampler
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.reading import MapDataset

@@ -50,10 +50,12 @@ class Document:
 
 
 def place_of(file: str | Path, places: Places, path: Sequence[str]) -> str:
-    """`file:line:column` of a key, or of what holds it; the file alone where neither is known."""
+    """Return `file:line:column` of a key or its nearest known parent, by default the file alone."""
     for end in range(len(path), 0, -1):
-        if found := places.get(tuple(path[:end])):
-            return f"{file}:{found[0]}:{found[1]}"
+        place = places.get(tuple(path[:end]))
+        if place is not None:
+            line, column = place
+            return f"{file}:{line}:{column}"
     return str(file)
 
 

@@ -22,7 +22,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, rng
-from accel_train.config import PositiveInt, expand_path, load_config, to_tree
+from accel_train.config import PositiveInt, expand_path, load_config
+from accel_train.config_tree import to_tree
 from accel_train.data import task_sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.models import token_blocks

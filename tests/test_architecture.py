@@ -18,7 +18,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
 GROUND = {
-    *("config", "flags", "precision", "rng", "strict_json", "strict_yaml", "wording"),
+    *("config", "config_tree", "flags", "precision", "rng", "strict_json", "strict_yaml", "wording"),
     *("atomic_files", "parent_death"),  # on the operating system, without torch
 }
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
@@ -39,7 +39,8 @@ ROWS = (
 """Packages from the ground up. A package imports from rows below its own; along a row only as the next table says."""
 
 NEIGHBOURS_ALLOWED = {
-    ("config", "atomic_files"): "config.yaml is written whole, like every other small file",
+    ("config_tree", "atomic_files"): "config.yaml is written whole, like every other small file",
+    ("config", "config_tree"): "the config as nested dicts and dotted options, kept apart from its reading",
     ("config", "strict_yaml"): "the reading of a file, kept apart because launch files are read with it as well",
     ("config", "flags"): "the reading of the command line, kept apart because it is a topic of its own",
     ("config", "wording"): "parts of messages that every package writes",

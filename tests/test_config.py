@@ -19,12 +19,9 @@ from accel_train.config import (
     Seed,
     UsageError,
     expand_path,
-    flatten,
     load_config,
-    option_names,
-    to_tree,
-    write_config,
 )
+from accel_train.config_tree import flatten, option_names, to_tree, write_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -281,7 +278,7 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("demo --optimizer.lr inf", r"optimizer\.lr: 'inf' is refused: a number is required"),
         ("demo --optimzer.lr 1", r"--optimzer\.lr: unknown option: did you mean '--optimizer\.lr'\?"),
         ("demo --zzz 1", r"--zzz: unknown option; --help lists all"),
-        ("demo --optimizer 1", r"--optimizer is a group of options and no option; write --optimizer\.lr VALUE"),
+        ("demo --optimizer 1", r"--optimizer is a group of options, not an option; write --optimizer\.lr VALUE"),
         ("demo --seed fast", r"seed: 'fast' is refused: an integer is required; correct --seed$"),
         ("demo --seed", r"--seed has no value; write --seed VALUE"),
         ("demo --seed 007", r"seed: '007' is refused: an integer"),

@@ -9,7 +9,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from accel_train.config import load_config, option_names, read_tree, to_tree, write_config
+from accel_train.config import load_config, read_tree
+from accel_train.config_tree import option_names, to_tree, write_config
 from accel_train.experiment import ExperimentConfig
 from accel_train.launch_files.machine_config import read_machine_config
 from recipes import mmdit, pde

@@ -19,7 +19,8 @@ from accelerate.utils import gather_object
 
 from accel_train.checkpoints import fetch, loading
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
-from accel_train.config import UsageError, expand_path, experiment_tree, flatten
+from accel_train.config import UsageError, expand_path
+from accel_train.config_tree import experiment_tree, flatten
 from accel_train.hub import options
 from accel_train.hub.repository import RUN_FILES
 from accel_train.runtime.main_alone import on_main

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.commands.places import Place, disk_bytes, find_place, find_run, readable_size
-from accel_train.config import UsageError, from_tree, option_names, read_tree
+from accel_train.config import UsageError, from_tree, read_tree
+from accel_train.config_tree import option_names
 from accel_train.hub.queue import HubQueue
 from accel_train.store import commit, lock, retention
 from accel_train.store.manifest import NAME

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_train import strict_json
-from accel_train.config import UsageError, write_config
+from accel_train.config import UsageError
+from accel_train.config_tree import write_config
 from accel_train.store import commit
 from accel_train.store import manifest as manifests
 

@@ -28,7 +28,8 @@ from accel_train import cli, strict_json
 from accel_train.checkpoints import fetch, snapshot
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.commands import diff as compare
-from accel_train.config import UsageError, to_tree
+from accel_train.config import UsageError
+from accel_train.config_tree import to_tree
 from accel_train.domains.models.mmdit import MMDiTConfig, ModelConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.store import commit, weights

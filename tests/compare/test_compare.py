@@ -29,7 +29,8 @@ from accel_train.compare import figures
 from accel_train.compare import runs as compare_runs
 from accel_train.compare.comparison import single_options
 from accel_train.compare.runs import Run, read_config
-from accel_train.config import UsageError, flatten
+from accel_train.config import UsageError
+from accel_train.config_tree import flatten
 from accel_train.metrics.bootstrap import LEVEL, Estimate, coverage_of_range, estimate
 from accel_train.metrics.gates import COMPARED, SIGNS, decide, gate_values, read_gate
 from accel_train.metrics.throughput import Throughput

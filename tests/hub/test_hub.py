@@ -625,7 +625,7 @@ def test_what_is_there_is_kept_or_the_download_refused(server: HubServer, run: P
 def test_from_pretrained_loads_what_was_pushed(server: HubServer, run: Path) -> None:
     import torch
 
-    from accel_train.config import to_tree
+    from accel_train.config_tree import to_tree
     from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 
     torch.manual_seed(0)

@@ -1,0 +1,94 @@
+"""Config dataclasses as nested dicts, dotted options and YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard, cast, get_type_hints
+
+import yaml
+
+from accel_train.atomic_files import replace_file
+
+Tree = dict[str, Any]
+
+INVOCATION_OPTIONS = ("resume", "allow", "overwrite", "evaluate_only")
+"""Options of one start, not of the experiment. Never written to config.yaml."""
+
+
+def to_tree(config: object) -> Tree:
+    """Convert to nested dicts and lists of plain values, as written to YAML."""
+    tree = dataclasses.asdict(cast(Any, config))
+    return cast(Tree, _plain(tree))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def experiment_tree(config: object) -> Tree:
+    """Return ``to_tree`` without the options of one invocation."""
+    return {key: value for key, value in to_tree(config).items() if key not in INVOCATION_OPTIONS}
+
+
+# PyYAML would quote nothing but what its own rules (YAML 1.1) read as another type.
+class _Dumper(yaml.SafeDumper):
+    """Dumper that quotes text unless it begins with a letter. PyYAML leaves 1e3 bare, to be read back as a number."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if text[:1].isalpha() else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def write_config(config: object, path: Path) -> None:
+    """Write the resolved config as YAML for ``load_config``. Main process only."""
+    text = "# Resolved config of this run; valid input for the same recipe.\n"
+    body = yaml.dump(experiment_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    replace_file(path, (text + body).encode())
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten ``{"a": {"b": 1}}`` to ``{"a.b": 1}``. An empty mapping stays a value."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def option_names(cls: type) -> list[str]:
+    """Return every dotted option of a config class, in order."""
+    return list(option_types(cls))
+
+
+def option_types(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Map each dotted option to its type."""
+    leaves: dict[str, Any] = {}
+    for name, kind in field_types(cls).items():
+        if is_group(kind):
+            leaves |= option_types(kind, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = kind
+    return leaves
+
+
+def is_group(kind: Any) -> TypeGuard[type]:
+    """Check if a field's type is a group of options."""
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """Map each field of one dataclass to its type."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
