@@ -70,7 +70,7 @@ def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, e
     exact = state.pop("master", None)
     exact_ema = state.pop("master_ema", None)
     for name, whole in _read_tensors(checkpoint, exact or _weight_map(checkpoint, "model", shards)):
-        shards.master(name).copy_(shards.cut(name, whole))
+        shards.master(name).copy_(shards.shard_of(name, whole))
     if exact:
         # Before `prepare` the model got the rounded weights, and ZeRO's forward does not read its masters.
         shards.show({name: shards.master(name) for name in shards.parameters})
@@ -79,7 +79,7 @@ def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, e
         _refuse_foreign_state(checkpoint, state, shards.state_names())
         for key, weight_map in state.items():
             for name, whole in _read_tensors(checkpoint, weight_map):
-                shards.set_state(name, key, shards.cut(name, whole))
+                shards.set_state(name, key, shards.shard_of(name, whole))
         shards.set_step(int(index["step"]))
     if ema is not None and ema.shards:
         _restore_ema(checkpoint, shards, ema, exact=exact, exact_ema=exact_ema)
@@ -103,7 +103,7 @@ def _restore_ema(
     if not weight_map:
         weight_map = _weight_map(checkpoint, "ema" if has_ema else "model", shards)
     for name, whole in _read_tensors(checkpoint, weight_map):
-        ema.shards[name].copy_(shards.cut(name, whole))
+        ema.shards[name].copy_(shards.shard_of(name, whole))
 
 
 def _refuse_foreign_state(

@@ -1,6 +1,6 @@
-"""Optimizers with parameter groups by module type, and the two things that move during a run: the learning rate
-and which parts are frozen. Both are written into `param_groups`, which Accelerate's wrapper, FSDP2 and
-DeepSpeed all keep (DeepSpeed replaces the tensors of a group, never its other keys).
+"""Optimizers with parameter groups by module type, and the two settings that change during a run: the learning rate
+and the frozen parts. Both are written into `param_groups`. Accelerate's wrapper, FSDP2 and DeepSpeed all keep these
+(DeepSpeed replaces the tensors of a group, never its other keys).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,15 +23,15 @@ _FUSED_DEVICES = ("cuda", "xpu", "mps", "cpu")
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW, or Muon with AdamW. Weight decay acts on matrices and convolutions only, never on norms, biases and
-    embeddings. Options that the optimizer named does not read are refused."""
+    embeddings. Options of another optimizer are refused."""
 
     name: OptimizerName = "adamw"
-    """adamw; muon: Muon for the matrices inside the blocks (not modulation, embeddings, heads), AdamW for the rest,
-    not under ZeRO; adamw8bit: state in 8 bits (bitsandbytes, one process or DDP), 2 bytes a parameter instead of 8;
+    """adamw. muon: Muon for the matrices inside the blocks (not modulation, embeddings, heads), AdamW for the rest,
+    not under ZeRO. adamw8bit: state in 8 bits (bitsandbytes, one process or DDP), 2 bytes a parameter instead of 8.
     adamw_offload: state and update in host memory, one GPU."""
 
     lr: PositiveFloat = 1e-4
-    """Peak learning rate, per optimizer step; the schedule multiplies it by a factor from 0 to 1. Never
+    """Peak learning rate, per optimizer step. The schedule multiplies it by a factor from 0 to 1. Never
     scaled by the number of processes or the batch."""
 
     betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.95)
@@ -39,20 +39,20 @@ class OptimizerConfig:
     about 20 steps, 0.999 within 1000."""
 
     eps: PositiveFloat = 1e-8
-    """Added to the root of the running square; larger values damp the step where gradients are tiny."""
+    """Added to the root of the running square. Larger values damp the step where gradients are tiny."""
 
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled decay: a decayed weight loses lr * weight_decay of its value each step. 0 = off."""
 
     max_grad_norm: NonNegativeFloat = 1.0
-    """Upper limit of the L2 norm of the gradient over all parameters and processes; a larger gradient is
+    """Upper limit of the L2 norm of the gradient over all parameters and processes. A larger gradient is
     scaled down to it. 0 = no clipping."""
 
     fused: bool | Literal["auto"] = "auto"
-    """One kernel for the whole AdamW update instead of several per tensor; auto = where the device has it."""
+    """One kernel for the whole AdamW update instead of several per tensor. auto = where the device has it."""
 
     muon_lr: PositiveFloat | None = None
-    """muon: peak learning rate of the matrices. None = lr, which fits match_rms_adamw; with original about 0.02."""
+    """muon: peak learning rate of the matrices. None = lr, suitable for match_rms_adamw. With original about 0.02."""
 
     muon_weight_decay: NonNegativeFloat | None = None
     """muon: weight decay of the matrices. None = weight_decay."""
@@ -68,8 +68,8 @@ class OptimizerConfig:
     usual size of update) or by sqrt(max(1, m/n)) (original). None = match_rms_adamw."""
 
     muon_precision: MuonPrecision | None = None
-    """muon: of the Newton-Schulz steps. None = fp32. bf16 is faster on a GPU, and outside the promise that the cut of
-    the batch does not matter: after 40 steps losses differ by about 1e-3 instead of 1e-7."""
+    """muon: precision of the Newton-Schulz steps. None = fp32. bf16 is faster on a GPU, but the loss then depends on
+    the division of the batch: after 40 steps losses differ by about 1e-3 instead of 1e-7."""
 
     def __post_init__(self) -> None:
         given = {k: v for k, v in vars(self).items() if k.startswith("muon_") and v is not None}
@@ -99,12 +99,12 @@ def build_optimizer(
     strategy: str = "single",
     precision: str = "fp32",
 ) -> tuple[torch.optim.Optimizer, str]:
-    """The optimizer over the trainable parameters, in the order of `named_parameters()`, and a line for the log.
+    """Build the optimizer over the trainable parameters, in the order of `named_parameters()`, and a notice.
 
-    Call it before `prepare`, with the device that the parameters will be on when they are updated, and with
-    what runs (`strategy_of(accelerator)`): what does not go together is refused (`optimizer_choice.TABLE`).
-    `freezable` names parts of the model by module prefixes (`{"text": ["text_blocks", "text_head"]}`):
-    each gets groups of its own, which `set_frozen` can switch later without building anything again.
+    Call it before `prepare`. `device` holds the parameters when they are updated, and `strategy` is
+    `strategy_of(accelerator)`. Combinations outside `optimizer_choice.TABLE` are refused.
+    `freezable` names parts of the model by module prefixes (`{"text": ["text_blocks", "text_head"]}`).
+    Each part gets its own groups, so `set_frozen` can switch it later without rebuilding anything.
 
     Each group has `name` ("decay", "no_decay", "muon", "text/decay", ...), `part`, `base_lr` and
     `base_weight_decay`.
@@ -112,10 +112,11 @@ def build_optimizer(
     refuse_combination(config.name, strategy, precision, device)
     groups = _parameter_groups(model, config, freezable or {})
     optimizer, reason = _build(config, device, groups)
-    sizes = ", ".join(
-        f"{g['name']} {len(g['params'])} tensors ({sum(p.numel() for p in g['params']):,} values)" for g in groups
-    )
-    return optimizer, f"{reason}; {sizes}"
+    sizes: list[str] = []
+    for group in groups:
+        values = sum(parameter.numel() for parameter in group["params"])
+        sizes.append(f"{group['name']} {len(group['params'])} tensors ({values:,} values)")
+    return optimizer, f"{reason}; {', '.join(sizes)}"
 
 
 def _build(
@@ -137,17 +138,17 @@ def _build(
 
 
 def set_learning_rate(optimizer: HasParameterGroups, factor: float) -> None:
-    """Set lr = base_lr * factor in every group, 0 in those that are frozen. Does not wait for the device."""
+    """Set lr = base_lr * factor in every group, 0 in frozen ones. Does not wait for the device."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0 if group["frozen"] else group["base_lr"] * factor
 
 
 def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:
-    """Freeze exactly the parts named (of `freezable`), release all others; once per phase, on all processes.
+    """Freeze exactly these parts (names of `freezable`) and release all others. Once per phase, on all processes.
 
-    A frozen part has learning rate 0 and weight decay 0, so the optimizer leaves its values as they are, and a
-    `GradientWindow` gives it a gradient of zero, so that it counts neither in the gradient norm nor in the clip.
-    The running means see the zeros and fade; the step count goes on, common to all parameters. A released
+    A frozen part has learning rate 0 and weight decay 0, so the optimizer leaves its values as they are. A
+    `GradientWindow` sets its gradient to zero, so it counts neither in the gradient norm nor in the clipping.
+    Its running means see the zeros and fade. The step count is common to all parameters and goes on. A released
     group keeps lr 0 until the next `set_learning_rate`.
     """
     known = {group["part"] for group in optimizer.param_groups} - {""}
@@ -158,9 +159,10 @@ def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:
         )
     for group in optimizer.param_groups:
         group["frozen"] = group["part"] in parts
-        group["weight_decay"] = 0.0 if group["frozen"] else group["base_weight_decay"]
+        group["weight_decay"] = group["base_weight_decay"]
         if group["frozen"]:
             group["lr"] = 0.0
+            group["weight_decay"] = 0.0
 
 
 def _parameter_groups(
@@ -169,7 +171,7 @@ def _parameter_groups(
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise UsageError("model: has no trainable parameter, at least 1 is needed. Set requires_grad on what to train.")
-    part_of = _parts(trainable, freezable)
+    part_of = _part_of_each(trainable, freezable)
     kind_of = kinds(model, muon=config.name == "muon")
     groups: list[dict[str, Any]] = []
     order: tuple[Kind, ...] = ("decay", "no_decay", "muon")
@@ -192,25 +194,25 @@ def _parameter_groups(
 
 
 def _group(members: list[nn.Parameter], part: str, kind: Kind, config: OptimizerConfig) -> dict[str, Any]:
-    muon = kind == "muon"
-    lr, weight_decay = config.lr, config.weight_decay if kind == "decay" else 0.0
-    if muon:
-        lr = lr if config.muon_lr is None else config.muon_lr
-        weight_decay = config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay
+    lr = config.lr
+    weight_decay = 0.0 if kind == "no_decay" else config.weight_decay
+    if kind == "muon":
+        lr = _default(config.muon_lr, config.lr)
+        weight_decay = _default(config.muon_weight_decay, config.weight_decay)
     group: dict[str, Any] = {
         "params": members,
-        "name": (f"{part}/" if part else "") + kind,
+        "name": f"{part}/{kind}" if part else kind,
         "part": part,
         "frozen": False,
         "lr": lr,
         "base_lr": lr,
         "weight_decay": weight_decay,
         "base_weight_decay": weight_decay,
-        "muon": muon,
+        "muon": kind == "muon",
     }
-    if muon:
+    if kind == "muon":
         group |= {
-            "momentum": 0.95 if config.muon_momentum is None else config.muon_momentum,
+            "momentum": _default(config.muon_momentum, 0.95),
             "nesterov": config.muon_nesterov is not False,
             "adjust_lr_fn": config.muon_adjust_lr_fn or "match_rms_adamw",
             "precision": config.muon_precision or "fp32",
@@ -218,9 +220,13 @@ def _group(members: list[nn.Parameter], part: str, kind: Kind, config: Optimizer
     return group
 
 
-def _parts(names: Collection[str], freezable: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Parameter name -> part. Refuses prefixes that name nothing or overlap: a part frozen in error is
-    silent."""
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _part_of_each(names: Collection[str], freezable: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Parameter name -> part. Refuses prefixes without a parameter and prefixes that overlap, because a part frozen by
+    mistake would go unnoticed."""
     part_of: dict[str, str] = {}
     for part, prefixes in freezable.items():
         for prefix in prefixes:
@@ -239,8 +245,10 @@ def _resolve_fused(
     if fused is False:
         return False, "not fused (fused=False)"
     obstacle = _fused_obstacle(device, groups)
+    if obstacle is None and fused is True:
+        return True, "fused (asked for)"
     if obstacle is None:
-        return True, f"fused ({'asked for' if fused is True else f'auto: {device.type} has it'})"
+        return True, f"fused (auto: {device.type} has it)"
     if fused is True:
         raise UsageError(
             f"fused=True: {obstacle}, it needs real floating-point parameters on one of "
@@ -252,5 +260,8 @@ def _resolve_fused(
 def _fused_obstacle(device: torch.device, groups: list[dict[str, Any]]) -> str | None:
     if device.type not in _FUSED_DEVICES:
         return f"torch has no fused AdamW on {device.type}"
-    others = {str(p.dtype) for group in groups for p in group["params"] if not p.is_floating_point()}
-    return f"torch has no fused AdamW for {', '.join(sorted(others))}" if others else None
+    parameters = [p for group in groups for p in group["params"]]
+    unsupported = {str(p.dtype) for p in parameters if not p.is_floating_point()}
+    if unsupported:
+        return f"torch has no fused AdamW for {', '.join(sorted(unsupported))}"
+    return None

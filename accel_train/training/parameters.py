@@ -1,8 +1,8 @@
-"""Parameters by kind (hidden matrix, other decayed matrix, the rest), and parts of a model that are frozen.
+"""Parameters by kind (hidden matrix, other decayed matrix, the rest), and frozen parts of a model.
 
-A frozen part has no gradient: neither the norm that is clipped nor the optimizer's running means see one. Its
-parameters keep `requires_grad`: switched off after wrapping, DDP raises, FSDP2 leaves the gradient None and ZeRO fills
-zeros, three different trainings. Zeros are what all strategies can have.
+A frozen part has a gradient of zero, so neither clipping nor the optimizer's running means see it. Its parameters keep
+`requires_grad`. Switched off after wrapping, DDP raises, FSDP2 leaves the gradient None and ZeRO fills zeros: three
+different results. Only zeros work under every strategy.
 """
 
 from __future__ import annotations
@@ -27,26 +27,30 @@ _MATRICES = (
     nn.RNNCellBase,
 )
 _NOT_HIDDEN = re.compile(r"norm|embed|modulation|ada_?ln|head$", re.IGNORECASE)
-"""Attributes or classes inside a block that hold no hidden matrix; `MultiheadAttention` does."""
+"""Attributes or classes inside a block without hidden matrices. `MultiheadAttention` has them."""
 
 
 def kinds(model: nn.Module, *, muon: bool) -> dict[int, Kind]:
-    """Kind of every parameter by its id. One that several modules share has the most careful of its kinds.
+    """Kind of every parameter by its id. A parameter shared by several modules gets the most conservative kind.
 
     Weight decay acts on matrices and convolutions, never on norms, biases and embeddings. With ``muon``, 2-D
-    matrices inside the repeated blocks are "muon", but for norms, embeddings, modulation and heads. Blocks are the
-    classes in the model's ``_no_split_modules`` (what FSDP2 shards as one unit), else the elements of each
-    ``nn.ModuleList`` of two or more.
+    matrices inside the repeated blocks are "muon", except norms, embeddings, modulation and heads. Blocks are the
+    classes in the model's ``_no_split_modules`` (FSDP2's units), else the elements of each ``nn.ModuleList`` of two
+    or more.
     """
     blocks = _blocks(model) if muon else {}
-    careful: list[Kind] = ["no_decay", "decay", "muon"]
+    conservative_first: list[Kind] = ["no_decay", "decay", "muon"]
     found: dict[int, Kind] = {}
+    # A module shared by two paths counts under both: one may be inside a block and the other not.
     for path, owner in model.named_modules(remove_duplicate=False):
         for parameter in owner.parameters(recurse=False):
             kind: Kind = "no_decay"
             if _decays(owner, parameter):
-                kind = "muon" if parameter.ndim == 2 and _hidden(path, blocks) else "decay"
-            found[id(parameter)] = min(kind, found.get(id(parameter), kind), key=careful.index)
+                kind = "decay"
+                if parameter.ndim == 2 and _is_hidden(path, blocks):
+                    kind = "muon"
+            other = found.get(id(parameter), kind)
+            found[id(parameter)] = min(kind, other, key=conservative_first.index)
     return found
 
 
@@ -65,16 +69,18 @@ def _decays(owner: nn.Module, parameter: nn.Parameter) -> bool:
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     classes: set[str] = set(getattr(model, "_no_split_modules", None) or ())
     named = {path: module for path, module in model.named_modules() if type(module).__name__ in classes}
-    return named or {
-        f"{path}.{name}".lstrip("."): element
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 1
-        for name, element in module.named_children()
-    }
+    if named:
+        return named
+    blocks: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            for name, element in module.named_children():
+                blocks[f"{path}.{name}".lstrip(".")] = element
+    return blocks
 
 
-def _hidden(path: str, blocks: dict[str, nn.Module]) -> bool:
-    """Whether the module at ``path`` is in a block, and nothing from the block down to it says otherwise."""
+def _is_hidden(path: str, blocks: dict[str, nn.Module]) -> bool:
+    """Return True if ``path`` is inside a block and not below a norm, embedding, modulation or head in it."""
     for prefix, block in blocks.items():
         if path == prefix or path.startswith(f"{prefix}."):
             return not any(_NOT_HIDDEN.search(name) for name in _names_below(block, path[len(prefix) + 1 :]))
@@ -83,21 +89,23 @@ def _hidden(path: str, blocks: dict[str, nn.Module]) -> bool:
 
 def _names_below(block: nn.Module, path: str) -> Iterator[str]:
     """Attribute and class names of the modules on the way from ``block`` to ``path``."""
+    if not path:
+        return
     module = block
-    for name in path.split(".") if path else ():
+    for name in path.split("."):
         module = module.get_submodule(name)
         yield name
         yield type(module).__name__
 
 
 def mark_part(parameters: Iterable[nn.Parameter], part: str) -> None:
-    """Note the part on the parameters themselves: ZeRO puts flat tensors of its own into the optimizer's groups."""
+    """Mark the parameters themselves with their part: ZeRO puts its own flat tensors into the optimizer's groups."""
     for parameter in parameters:
         setattr(parameter, _PART, part)
 
 
 def clear_gradients(optimizers: Iterable[Any]) -> None:
-    """Set the gradients of frozen groups to zero, whole ones and shards. Not for ZeRO, which keeps them to itself."""
+    """Set the gradients of frozen groups to zero, whole ones and shards. Under ZeRO use ``without_gradients``."""
     for group in _frozen_groups(optimizers):
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -106,10 +114,14 @@ def clear_gradients(optimizers: Iterable[Any]) -> None:
 
 @contextmanager
 def without_gradients(model: nn.Module, optimizers: Iterable[Any]) -> Generator[None]:
-    """For ZeRO, whose engine reduces, measures and clips within the backward: a backward in the body gives the engine
-    zeros for frozen parts."""
+    """Give ZeRO's engine zeros for frozen parts in a backward of the body.
+
+    The engine reduces, measures and clips within the backward, so zeroing the gradients afterwards would be too late.
+    """
     frozen = {group["part"] for group in _frozen_groups(optimizers)}
-    parameters = [p for p in model.parameters() if getattr(p, _PART, None) in frozen] if frozen else []
+    parameters: list[nn.Parameter] = []
+    if frozen:  # walking a large model takes a millisecond
+        parameters = [p for p in model.parameters() if getattr(p, _PART, None) in frozen]
     handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
     try:
         yield

@@ -1,9 +1,9 @@
-"""Learning-rate factors: pure functions of the optimizer step, so that neither the number of processes nor a
-resume can move them (a prepared scheduler advances once per process, and its state has to be restored).
+"""Learning-rate factors: pure functions of the optimizer step, independent of the number of processes and of a
+resume (a prepared scheduler advances once per process, and its state has to be restored).
 
-Formulas and the step convention are those of transformers and diffusers, `lr = peak * factor(step)` for the
-update number `step` counted from 0: with a warm-up of W steps the factor is step/W, which is 0 at step 0 and
-exactly 1 at step W; at `decay_steps` it is exactly the floor and stays there.
+Formulas and the step convention follow transformers and diffusers: `lr = peak * factor(step)` for update number
+`step`, counted from 0. With a warm-up of W steps the factor is step/W: 0 at step 0 and exactly 1 at step W. At
+`decay_steps` it is exactly the floor and stays there.
 """
 
 import math
@@ -25,20 +25,20 @@ _OWN_KIND: dict[str, ScheduleKind] = {
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning rate over the run. Options that the kind does not read are refused."""
+    """Learning rate over the run. Options of another kind are refused."""
 
     kind: ScheduleKind = "cosine"
-    """Shape after the warm-up: constant; linear or cosine down to the floor; cosine_restarts (cosine cycles,
-    each from the peak); wsd (stay at the peak, then fall linearly); inverse_sqrt, sqrt(warmup_steps/step)."""
+    """Shape after the warm-up: constant, linear or cosine down to the floor, cosine_restarts (cosine cycles,
+    each from the peak), wsd (stay at the peak, then fall linearly), inverse_sqrt (sqrt(warmup_steps/step))."""
 
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly from 0. Never multiplied by the number of
     processes. The first step of a warm-up has learning rate 0."""
 
     decay_steps: PositiveInt | None = None
-    """Optimizer step, counted from the start of training and warm-up included, at which the floor is reached;
-    later steps stay there. None = max_steps of the first start: raising max_steps later does not stretch the
-    schedule. Not for constant and inverse_sqrt, which have no end."""
+    """Optimizer step of the floor, counted from the start of training, warm-up included. Later steps stay at the
+    floor. None = max_steps of the first start: raising max_steps later does not stretch the schedule. Not for
+    constant and inverse_sqrt, which have no end."""
 
     floor: Fraction = 0.0
     """Lowest learning rate after the warm-up, as a fraction of the peak. Not for constant."""
@@ -48,13 +48,13 @@ class ScheduleConfig:
     cycle_steps."""
 
     cycle_steps: PositiveInt | None = None
-    """cosine_restarts: optimizer steps of the first cycle; a cycle that decay_steps cuts is not finished."""
+    """cosine_restarts: optimizer steps of the first cycle. The last cycle ends early at decay_steps."""
 
     cycle_multiplier: PositiveInt | None = None
     """cosine_restarts: every cycle is this many times as long as the one before. None = 1, all equal."""
 
     wsd_decay_fraction: Fraction | None = None
-    """wsd: the last part of decay_steps in which the learning rate falls, in whole steps. None = 0.2."""
+    """wsd: share of decay_steps, at its end, over which the learning rate falls, in whole steps. None = 0.2."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= 1:
@@ -94,10 +94,10 @@ class ScheduleConfig:
 
 
 def resolve_decay_steps(config: ScheduleConfig, max_steps: int) -> int:
-    """The number to save with the experiment and to hand to `learning_rate_factor` from then on.
+    """Return the number to save with the experiment and to pass to `learning_rate_factor` from then on.
 
-    Call it once, at the first start, before any model is built: it refuses a warm-up, a first cycle or a wsd
-    decay that does not fit. For constant and inverse_sqrt the number is max_steps and nothing reads it later.
+    Call it once, at the first start, before any model is built. It refuses a warm-up, first cycle or wsd decay
+    longer than the run. For constant and inverse_sqrt the number is max_steps and has no effect.
     """
     if config.decay_steps is not None:
         return config.decay_steps
@@ -106,20 +106,24 @@ def resolve_decay_steps(config: ScheduleConfig, max_steps: int) -> int:
 
 
 def shortened_warmup(config: ScheduleConfig, decay_steps: int) -> ScheduleConfig:
-    """The same schedule with a warm-up of a tenth of the run, where the given one does not fit."""
+    """The same schedule, with the warm-up shortened to a tenth of the run where it does not fit."""
     try:
         _check_lengths(config, decay_steps, "max_steps")
     except UsageError:
-        least = 1 if config.kind == "inverse_sqrt" else 0
-        return replace(config, warmup_steps=min(config.warmup_steps, max(least, decay_steps // 10)))
+        shorter = decay_steps // 10
+        if config.kind == "inverse_sqrt":  # divides by the warm-up
+            shorter = max(1, shorter)
+        return replace(config, warmup_steps=min(config.warmup_steps, shorter))
     return config
 
 
 def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[str]:
-    """What a person should know where training goes on after the schedule has ended, as after a raised max_steps."""
+    """Notices for a run that goes on after the end of its schedule, such as after a raised max_steps."""
     if config.kind in _ENDLESS or max_steps <= decay_steps:
         return []
-    lr = "0, so nothing is learned there" if config.floor == 0 else f"{config.floor:g} of the peak"
+    lr = f"{config.floor:g} of the peak"
+    if config.floor == 0:
+        lr = "0, so nothing is learned there"
     return [
         f"the schedule of this run ends at step {decay_steps}: from there to step {max_steps} the learning rate is "
         f"{lr}; to stretch it, give --schedule.decay_steps {max_steps} --allow schedule.decay_steps"
@@ -129,7 +133,7 @@ def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[st
 def learning_rate_factor(config: ScheduleConfig, step: int, decay_steps: int) -> float:
     """Learning rate of update `step` (0 = the first) as a fraction of the peak, in [0, 1].
 
-    `decay_steps` is the resolved number of `resolve_decay_steps`, not max_steps of the present start.
+    `decay_steps` comes from `resolve_decay_steps`. It is not max_steps of the present start.
     """
     warmup = config.warmup_steps
     if step < warmup:
@@ -144,7 +148,7 @@ def learning_rate_factor(config: ScheduleConfig, step: int, decay_steps: int) ->
 
 
 def _shape(config: ScheduleConfig, done: int, span: int) -> float:
-    """From 1 at `done` = 0 towards 0 at `done` = `span`, both counted from the end of the warm-up."""
+    """Factor from 1 at `done` = 0 towards 0 at `done` = `span`, both counted from the end of the warm-up."""
     match config.kind:
         case "linear":
             return 1.0 - done / span
@@ -161,17 +165,20 @@ def _half_cosine(progress: float) -> float:
 
 
 def _cycle_progress(config: ScheduleConfig, done: int, span: int) -> float:
-    """Part of the running cycle that is over. In integers, so that a restart falls on its step exactly."""
+    """Completed fraction of the current cycle. In integers, so that a restart falls on its step exactly."""
     multiplier = config.cycle_multiplier or 1
     if config.cycle_steps is not None:
         length = config.cycle_steps
-    else:  # lengths span * multiplier**i / units: count in steps * units
+    else:
+        # Cycle i is span * multiplier**i / units steps long, so count in steps * units to stay in integers.
         units = sum(multiplier**i for i in range(config.cycles or 1))
-        done, length = done * units, span
+        done *= units
+        length = span
     if multiplier == 1:
         return (done % length) / length
     while done >= length:
-        done, length = done - length, length * multiplier
+        done -= length
+        length *= multiplier
     return done / length
 
 

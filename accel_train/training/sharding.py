@@ -1,6 +1,6 @@
-"""How each strategy shards parameters and optimizer state: one small class each, behind one protocol.
+"""Layout of parameters and optimizer state under each strategy: one small class each, behind one protocol.
 
-``Shards`` is the view that consumers use. Attributes of DeepSpeed and of DTensor are read here and nowhere else.
+Consumers use the view ``Shards``. Attributes of DeepSpeed and of DTensor are read here and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Sharding(Protocol):
-    """How a strategy shards the parameters and the optimizer state of a prepared model."""
+    """Layout of the parameters and the optimizer state of a prepared model under one strategy."""
 
     optimizer: torch.optim.Optimizer
-    """The innermost one, which steps on the tensors of ``groups``."""
+    """The innermost optimizer. It steps on the tensors of ``groups``."""
 
     def shape(self, parameter: Any) -> torch.Size:
         """Shape of the whole parameter."""
@@ -37,7 +37,7 @@ class Sharding(Protocol):
         ...
 
     def state(self, parameter: Any, key: str) -> Tensor:
-        """This rank's shard of an optimizer state tensor; 8-bit state comes as a copy in fp32."""
+        """This rank's shard of an optimizer state tensor. 8-bit state is a copy in fp32."""
         ...
 
     def set_state(self, parameter: Any, key: str, shard: Tensor) -> None:
@@ -45,36 +45,38 @@ class Sharding(Protocol):
         ...
 
     def state_keys(self, parameter: Any) -> list[str]:
-        """Keys of the optimizer state that has an element for each of the parameter's. Empty before the first step."""
+        """Keys of the per-element optimizer state. Empty before the first step."""
         ...
 
     def full(self, parameter: Any, shard: Tensor) -> Tensor:
-        """The whole tensor from the ranks' shards."""
+        """Gather the whole tensor from the ranks' shards."""
         ...
 
-    def cut(self, parameter: Any, whole: Tensor) -> Tensor:
+    def shard_of(self, parameter: Any, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor. No communication."""
         ...
 
     def show(self, shards: Iterable[tuple[Any, Tensor]]) -> None:
-        """Write fp32 shards into the weights that the forward reads."""
+        """Write fp32 shards into the weights of the forward."""
         ...
 
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups with every tensor that ``optimizer`` steps on."""
+        """Parameter groups with every tensor of ``optimizer``."""
         ...
 
 
 def sharding_of(model: Any, module: nn.Module, first: nn.Parameter, optimizer: Any) -> Sharding:
-    """The sharding of a prepared model, told by its first trainable parameter."""
+    """Detect the sharding of a prepared model from its engine and its first trainable parameter."""
     from torch.distributed.tensor import DTensor  # a second of CPU, which --help does not need
 
     if hasattr(first, "ds_id"):
         return ZeroStage3(model)
     if hasattr(model, "zero_optimization_stage"):
         return ZeroStage12(model)
-    innermost: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return DTensors(module, innermost) if isinstance(first, DTensor) else WholeTensors(innermost)
+    innermost: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's wrapper
+    if isinstance(first, DTensor):
+        return DTensors(module, innermost)
+    return WholeTensors(innermost)
 
 
 class WholeTensors:
@@ -104,7 +106,7 @@ class WholeTensors:
     def full(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         return shard
 
-    def cut(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def shard_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         return whole
 
     def show(self, shards: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
@@ -126,18 +128,20 @@ class DTensors:
         return parameter.shape
 
     def extent(self, parameter: DTensor) -> tuple[int, int]:
-        """FSDP2 cuts the first dimension as ``torch.chunk`` does; a mesh dimension that replicates cuts nothing."""
-        rows, start = parameter.shape[0] if parameter.ndim else 1, 0
+        """FSDP2 divides the first dimension as ``torch.chunk`` does. Replicating mesh dimensions divide nothing."""
+        start = 0
+        rows = parameter.shape[0] if parameter.ndim else 1
         mesh = parameter.device_mesh
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "this process is outside the mesh of its own parameter"
         for size, position, placement in zip(mesh.shape, coordinate, parameter.placements, strict=True):
             if placement.is_replicate():
                 continue
-            assert placement.is_shard(0), f"{placement} is not FSDP2's own way to cut"
-            chunk = -(-rows // size)
+            assert placement.is_shard(0), f"{placement} is not FSDP2's own sharding by rows"
+            chunk = -(-rows // size)  # rounded up
             offset = min(chunk * position, rows)
-            start, rows = start + offset, min(chunk, rows - offset)
+            start += offset
+            rows = min(chunk, rows - offset)
         stride = parameter.shape[1:].numel()
         return start * stride, rows * stride
 
@@ -167,15 +171,20 @@ class DTensors:
         )
         return whole.full_tensor()
 
-    def cut(self, parameter: DTensor, whole: Tensor) -> Tensor:
-        """Rows, as ``extent`` has them; every rank brings the whole."""
+    def shard_of(self, parameter: DTensor, whole: Tensor) -> Tensor:
+        """The rows of ``extent``. Every rank passes the whole tensor."""
         from torch.distributed.tensor import distribute_tensor
 
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None).to_local()
+        sharded = distribute_tensor(
+            whole.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None,  # each rank takes its rows from its own copy, without a broadcast
+        )
+        return sharded.to_local()
 
     def show(self, shards: Iterable[tuple[DTensor, Tensor]]) -> None:
-        """Write into the masters, which the forward gathers."""
+        """Write into the masters. The forward gathers from them."""
         from torch.distributed.fsdp import FSDPModule
 
         # After a forward without backward the root stays gathered, and the next forward would use that copy.
@@ -190,7 +199,7 @@ class DTensors:
 
 
 class ZeroStage12:
-    """ZeRO-1 and -2: whole weights in the compute dtype; fp32 masters and state in one flat shard of each group."""
+    """ZeRO-1 and -2: whole weights in the compute dtype, fp32 masters and state in one flat shard per group."""
 
     def __init__(self, engine: Any) -> None:
         self._zero = engine.optimizer
@@ -200,24 +209,29 @@ class ZeroStage12:
         return parameter.shape
 
     def extent(self, parameter: Any) -> tuple[int, int]:
-        """Elements of the parameter that lie in this rank's part of the group: often all or none."""
-        if (mapping := parameter._hp_mapping) is None:
+        """Elements of the parameter in this rank's part of the group: often all or none."""
+        mapping = parameter._hp_mapping
+        if mapping is None:
             return 0, 0
-        return mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+        address = mapping.lp_fragment_address
+        return address.start, address.numel
 
     def master(self, parameter: Any) -> Tensor:
         """A view of the group's flat fp32 shard, empty where none of the parameter is in it."""
-        if (mapping := parameter._hp_mapping) is None:
+        mapping = parameter._hp_mapping
+        if mapping is None:
             return self._zero.single_partition_of_fp32_groups[0].data.narrow(0, 0, 0)
         address = mapping.hp_fragment_address
         return self._flat(mapping).data.narrow(0, address.start, address.numel)
 
     def state(self, parameter: Any, key: str) -> Tensor:
         """A view of the state of the group's flat shard."""
-        if (mapping := parameter._hp_mapping) is None:
+        mapping = parameter._hp_mapping
+        if mapping is None:
             return self.master(parameter)
         address = mapping.hp_fragment_address
-        return self.optimizer.state[self._flat(mapping)][key].narrow(0, address.start, address.numel)
+        group_state: Tensor = self.optimizer.state[self._flat(mapping)][key]
+        return group_state.narrow(0, address.start, address.numel)
 
     def set_state(self, parameter: Any, key: str, shard: Tensor) -> None:
         self.state(parameter, key).copy_(shard)
@@ -226,14 +240,14 @@ class ZeroStage12:
         return _keys_of_first(self.optimizer)
 
     def full(self, parameter: Any, shard: Tensor) -> Tensor:
-        """An all-reduce of zeros but for this rank's elements."""
+        """An all-reduce of zeros except for this rank's elements."""
         buffer = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         start, length = self.extent(parameter)
         buffer.narrow(0, start, length).copy_(shard)
         dist.all_reduce(buffer)
         return buffer.view(parameter.shape)
 
-    def cut(self, parameter: Any, whole: Tensor) -> Tensor:
+    def shard_of(self, parameter: Any, whole: Tensor) -> Tensor:
         start, length = self.extent(parameter)
         return whole.flatten().narrow(0, start, length)
 
@@ -249,7 +263,7 @@ class ZeroStage12:
 
 
 class ZeroStage3:
-    """ZeRO-3: equal flat shards of weights, masters and state, the last ones padded."""
+    """ZeRO-3: equal flat shards of weights, masters and state. The last ones are padded."""
 
     def __init__(self, engine: Any) -> None:
         self._zero = engine.optimizer
@@ -259,7 +273,7 @@ class ZeroStage3:
         return torch.Size(parameter.ds_shape)
 
     def extent(self, parameter: Any) -> tuple[int, int]:
-        """Equal lengths, rank by rank; padding at the end is not counted."""
+        """Equal lengths, rank by rank. Padding at the end is not counted."""
         length = parameter.ds_tensor.numel()
         start = min(length * dist.get_rank(), parameter.ds_numel)
         return start, min(length, parameter.ds_numel - start)
@@ -285,15 +299,15 @@ class ZeroStage3:
         _all_gather(pieces, shard.to(parameter.device))
         return pieces.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
 
-    def cut(self, parameter: Any, whole: Tensor) -> Tensor:
-        """As long on every rank: zeros where the whole has ended."""
+    def shard_of(self, parameter: Any, whole: Tensor) -> Tensor:
+        """Equally long on every rank, padded with zeros after the end of the whole."""
         length = parameter.ds_tensor.numel()
         padded = whole.new_zeros(length * dist.get_world_size())
         padded[: whole.numel()] = whole.flatten()
         return padded.narrow(0, length * dist.get_rank(), length)
 
     def show(self, shards: Iterable[tuple[Any, Tensor]]) -> None:
-        """Rank 0's values reach the others when DeepSpeed shards the parameter again."""
+        """Write whole parameters. DeepSpeed broadcasts rank 0's values when it shards them again."""
         import deepspeed
 
         for parameter, shard in shards:
@@ -305,27 +319,36 @@ class ZeroStage3:
         return _one_group(self.optimizer, self._zero.fp32_partitioned_groups_flat)
 
     def _place(self, parameter: Any) -> tuple[Tensor, int, int]:
-        """The flat fp32 tensor that holds this rank's shard, where it starts, and its length."""
+        """The flat fp32 tensor with this rank's shard, the shard's start and its length."""
         group, start, length = self._zero.grad_position[self._zero.get_param_id(parameter)]
         return self._zero.fp32_partitioned_groups_flat[group], start, length
 
 
 def _element_keys(holder: Tensor, state: Mapping[str, Any]) -> list[str]:
-    """Keys of what an optimizer keeps for each element of ``holder``."""
+    """Keys of the state with one value per element of ``holder``."""
     if eight_bit.holds_moments(state):
         return list(eight_bit.MOMENTS)
-    return [k for k, v in state.items() if k != "step" and isinstance(v, Tensor) and v.shape == holder.shape]
+    keys: list[str] = []
+    for key, value in state.items():
+        # The step count of a parameter without dimensions has the parameter's shape as well.
+        if key != "step" and isinstance(value, Tensor) and value.shape == holder.shape:
+            keys.append(key)
+    return keys
 
 
 def _keys_of_first(optimizer: torch.optim.Optimizer) -> list[str]:
-    """One flat tensor stands for all parameters of a group, and has the keys of each."""
-    return next((_element_keys(flat, state) for flat, state in optimizer.state.items()), [])
+    """Keys of the first flat tensor. It stands for all parameters of a group and has the keys of each."""
+    flat = next(iter(optimizer.state), None)
+    if flat is None:
+        return []
+    return _element_keys(flat, optimizer.state[flat])
 
 
 def _read_state(state: Mapping[str, Any], key: str) -> Tensor:
     if eight_bit.holds_moments(state):
         return eight_bit.read_moment(state, key)
-    return state[key].to_local() if hasattr(state[key], "to_local") else state[key]
+    value = state[key]
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _write_state(state: Mapping[str, Any], key: str, shard: Tensor) -> None:
@@ -336,12 +359,12 @@ def _write_state(state: Mapping[str, Any], key: str, shard: Tensor) -> None:
 
 
 def _one_group(optimizer: torch.optim.Optimizer, flat: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """ZeRO's own groups hold the tensors of its next step only."""
+    """One group with all flat tensors: ZeRO's own groups hold only the tensors of its next step."""
     return [{**optimizer.param_groups[0], "params": list(flat)}]
 
 
 def _all_gather(output: Tensor, piece: Tensor) -> None:
-    """``all_gather_into_tensor`` under the name that this torch wants (renamed in 2.13, the old one warns)."""
-    names = ("all_gather_single", "all_gather_into_tensor")
-    gather: Any = next(getattr(dist, name) for name in names if hasattr(dist, name))
+    """``all_gather_into_tensor`` under its name in this torch (renamed in 2.13, where the old name warns)."""
+    new_name: Any = getattr(dist, "all_gather_single", None)
+    gather = dist.all_gather_into_tensor if new_name is None else new_name
     gather(output, piece.contiguous())

@@ -134,7 +134,7 @@ def trajectory(accelerator: Accelerator, sync: Any) -> dict[str, Any]:
         "ema": float(sum(shards.full(n, ema.shards[n]).double().square().sum() for n in names)),
         "averaged_output": averaged,
         "evaluation_left_no_trace": all(torch.equal(whole[n], after[n]) for n in names),
-        "inverse": all(torch.equal(shards.full(n, shards.cut(n, whole[n])), whole[n]) for n in names),
+        "inverse": all(torch.equal(shards.full(n, shards.shard_of(n, whole[n])), whole[n]) for n in names),
     }
 
 
