@@ -365,6 +365,7 @@ def _one_group(optimizer: torch.optim.Optimizer, flat: Iterable[Tensor]) -> list
 
 def _all_gather(output: Tensor, piece: Tensor) -> None:
     """``all_gather_into_tensor`` under its name in this torch (renamed in 2.13, where the old name warns)."""
-    new_name: Any = getattr(dist, "all_gather_single", None)
-    gather = dist.all_gather_into_tensor if new_name is None else new_name
+    gather: Any = getattr(dist, "all_gather_single", None)
+    if gather is None:
+        gather = getattr(dist, "all_gather_into_tensor")  # noqa: B009  pyright reports the old name as deprecated
     gather(output, piece.contiguous())

@@ -1,15 +1,16 @@
-"""A step that is not finite moves nothing, and nobody waits for the device to know it.
+"""Guard against non-finite steps, without a device wait in every step.
 
-torch's fused optimizers take two tensors that were made for loss scaling: ``found_inf``, at 1 of which they leave
-everything as it is, and ``grad_scale``, by which they divide the gradient. ``StepGuard`` owns both: the first is set on
-the device by a loss or a norm that is not finite, the second clips. The host reads them at log points and saves.
+torch's fused optimizers accept two tensors made for loss scaling: ``found_inf`` = 1 skips the update, and
+``grad_scale`` divides the gradient. ``StepGuard`` owns both. A non-finite loss or norm sets the first on the device,
+and clipping sets the second. The host reads them at log points and saves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,69 +19,82 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 KERNEL_DEVICES = ("cpu", "cuda", "xpu")
-"""Where torch has the kernel that looks for values which are not finite."""
+"""Devices with torch's kernel for the detection of non-finite values."""
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient of some rank is not finite. Raised on every rank; the optimizer has not moved since."""
+    """Non-finite loss or gradient on some rank. Raised on every rank, with the optimizer as it was before."""
 
 
 _ADVICE = {"bf16": "try --precision fp32", "fp16": "try --precision bf16, which overflows later, or fp32"}
-"""What may help beside; a run in fp32 has no finer precision to go to."""
+"""Further remedy by precision. A run in fp32 has no finer precision to go to."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What tells whether one step was finite, and where it was not: small tensors of the device."""
+    """Small device tensors of one step, enough to find and explain a non-finite value later."""
 
     step: int
     terms: tuple[str, ...]
     totals: Tensor
     """(K,) sums of the terms, the same on every rank."""
     norm: Tensor | None
-    """Of the global gradient; None before it is known."""
+    """Norm of the global gradient. None before it is known."""
     sums: Sequence[Sequence[Tensor]]
-    """Of each micro-batch of this rank, its K sums."""
+    """The K sums of each micro-batch of this rank."""
     samples: Sequence[Tensor | None]
-    """Samples of each micro-batch of this rank, where the batch names them."""
+    """Sample numbers of each micro-batch of this rank, None where the batch has none."""
     precision: str = "fp32"
-    """Of the computation."""
 
     def read(self) -> float:
-        """The norm (without one, the last total), on the host: waits for the device.
+        """Return the norm (without one, the last total) on the host. Waits for the device.
 
-        Raises ``NonFiniteError``, on every rank or on none, as all read the same reduced values.
+        Raises ``NonFiniteError`` on every rank or on none, because all ranks read the same reduced values.
         """
-        both = self.totals if self.norm is None else torch.cat([self.totals, self.norm.reshape(1).to(self.totals)])
-        values: list[float] = both.tolist()
+        reduced = self.totals
+        if self.norm is not None:
+            # One tensor, so that the host waits once.
+            reduced = torch.cat([self.totals, self.norm.reshape(1).to(self.totals)])
+        values: list[float] = reduced.tolist()
         if all(map(math.isfinite, values)):
             return values[-1]
-        if all(map(math.isfinite, values[: len(self.terms)])):
-            raise NonFiniteError(self._explain("gradient", f"norm {values[-1]}", range(len(self.samples))))
-        bad = [i for i, s in enumerate(self.sums) if not bool(torch.isfinite(torch.stack(list(s))).all())]
-        value = dict(zip(self.terms, values, strict=False))
-        raise NonFiniteError(self._explain("loss", value, bad))
+        losses = values[: len(self.terms)]
+        if all(map(math.isfinite, losses)):
+            everything = range(len(self.samples))
+            raise NonFiniteError(self._explain("gradient", f"norm {values[-1]}", everything))
+        non_finite: list[int] = []
+        for index, sums in enumerate(self.sums):
+            if not bool(torch.isfinite(torch.stack(list(sums))).all()):
+                non_finite.append(index)
+        by_term = dict(zip(self.terms, losses, strict=True))
+        raise NonFiniteError(self._explain("loss", by_term, non_finite))
 
-    def _explain(self, what: str, value: object, micro_batches: Sequence[int]) -> str:
-        local = sorted({s for i in micro_batches if (ids := self.samples[i]) is not None for s in ids.tolist()})
-        everywhere = [local]
+    def _explain(self, quantity: str, value: object, micro_batches: Sequence[int]) -> str:
+        suspects: set[int] = set()
+        for index in micro_batches:
+            samples = self.samples[index]
+            if samples is not None:
+                suspects.update(samples.tolist())
+        local = sorted(suspects)
+        by_rank = [local]
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            everywhere = [[] for _ in range(torch.distributed.get_world_size())]
-            torch.distributed.all_gather_object(everywhere, local)
-        found = "; ".join(f"rank {r}: {ids}" for r, ids in enumerate(everywhere) if ids)
+            # Every rank is here: all have read the same reduced values.
+            by_rank = [[] for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather_object(by_rank, local)
+        found = "; ".join(f"rank {rank}: {samples}" for rank, samples in enumerate(by_rank) if samples)
         return (
-            f"{what} of step {self.step} is not finite ({value}); the optimizer has not stepped and the last "
+            f"{quantity} of step {self.step} is not finite ({value}); the optimizer has not stepped and the last "
             f"checkpoint is untouched. Samples of the micro-batches concerned: {found or 'unknown'}. Look at those "
             f"samples, lower the learning rate, or {_ADVICE.get(self.precision, 'lengthen the warm-up')}"
         )
 
 
 class StepGuard:
-    """Stops the optimizer on the device at the first step that is not finite; ``check`` tells the host.
+    """Stop the optimizer on the device at the first non-finite step, and raise on the host in ``check``.
 
-    Build it on every rank with ``resolve_step_guard``, give it to each ``GradientWindow``, and call ``check`` before
-    anything is saved (``StepResult.fields`` calls it at a log point). From the step that was not finite to the next
-    check the run computes in vain; weights, optimizer state and step counts stay as that step found them.
+    Build it on every rank with ``resolve_step_guard``, pass it to each ``GradientWindow``, and call ``check`` before
+    anything is saved (``StepResult.fields`` calls it at a log point). Steps between a non-finite step and the next
+    check are wasted. Weights, optimizer state and step counts stay as they were before the non-finite step.
     """
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
@@ -89,13 +103,15 @@ class StepGuard:
         self._one = torch.ones((), device=device)
         self._unread: list[Evidence] = []
         self._error: NonFiniteError | None = None
-        optimizer.found_inf, optimizer.grad_scale = self.found, self.scale
+        # Attributes read by torch's fused optimizers, as set by ``GradScaler.step``.
+        optimizer.found_inf = self.found
+        optimizer.grad_scale = self.scale
 
     def watch(self, evidence: Evidence, norm: Tensor, max_grad_norm: float) -> None:
-        """Take one step's figures: no wait. The optimizer's next step divides the gradient so that its norm is at most
-        ``max_grad_norm`` (0: leaves it), or does nothing."""
-        look = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateUsage]
-        look([evidence.totals, norm], self.found, self._one)
+        """Check one step on the device, without a wait. The optimizer's next step clips the gradient to
+        ``max_grad_norm`` (0: no clipping), or does nothing after a non-finite step."""
+        check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateUsage]
+        check_and_unscale([evidence.totals, norm], self.found, self._one)  # a scale of 1 changes neither
         if max_grad_norm > 0:
             torch.clamp(norm / max_grad_norm, min=1.0, out=self.scale)
         else:
@@ -103,9 +119,13 @@ class StepGuard:
         self._unread.append(evidence)
 
     def check(self) -> None:
-        """Wait for the device once and raise ``NonFiniteError`` for the first step since the last check that was not
-        finite. All ranks, at the same step. Once raised it is raised again: the optimizer stands still for good."""
-        unread, self._unread = self._unread, []
+        """Wait for the device once and raise ``NonFiniteError`` for the first non-finite step since the last check.
+
+        All ranks call it at the same step. After an error, every later check raises it again, because the optimizer
+        stays stopped.
+        """
+        unread = self._unread
+        self._unread = []
         if self._error is None and unread and bool(self.found):
             try:
                 for evidence in unread:
@@ -116,18 +136,92 @@ class StepGuard:
             raise self._error
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """Losses and gradient norm of one optimizer step. Tensors stay on the device: reading them waits for it."""
+
+    coefficients: Mapping[str, float]
+    """``c_k``."""
+    sums: Tensor
+    """``S_k`` of the global batch, (K,)."""
+    weights: dict[str, Tensor]
+    """``W_k`` of the global batch."""
+    grad_norm: Tensor
+    """Norm of the global gradient before clipping."""
+    overflows: int = 0
+    """fp16: attempts at this step repeated with a lower loss scale."""
+    guard: StepGuard | None = None
+    all_overflows: int | None = None
+    """Sum of ``overflows`` over all steps of this process. None without a loss scale."""
+
+    @property
+    def loss(self) -> Tensor:
+        """Loss of the global batch, ``sum_k c_k * S_k / W_k``. Computed on access."""
+        factors = [term_factor(c, self.weights[k]) for k, c in self.coefficients.items()]
+        return torch.stack([total * factor for total, factor in zip(self.sums, factors, strict=True)]).sum()
+
+    @property
+    def terms(self) -> dict[str, Tensor]:
+        """``S_k / W_k`` of each term with a coefficient. Computed on access."""
+        terms: dict[str, Tensor] = {}
+        for total, (k, coefficient) in zip(self.sums, self.coefficients.items(), strict=True):
+            if coefficient != 0:
+                terms[k] = total / self.weights[k].clamp(min=1e-12).float()
+        return terms
+
+    def fields(self) -> dict[str, float]:
+        """``loss``, ``loss_TERM``, ``grad_norm`` and, with a loss scale, ``overflows`` so far, as numbers.
+
+        For log points: waits for the device. All ranks call it. Raises ``NonFiniteError`` where the guard has stopped
+        the optimizer.
+        """
+        self.check()
+        tensors = {"loss": self.loss} | {f"loss_{k}": v for k, v in self.terms.items()}
+        tensors["grad_norm"] = self.grad_norm
+        # One stacked tensor, so that the host waits once.
+        values: list[float] = torch.stack([v.float() for v in tensors.values()]).tolist()
+        numbers = dict(zip(tensors, values, strict=True))
+        if self.all_overflows is not None:
+            numbers["overflows"] = self.all_overflows
+        return numbers
+
+    def check(self) -> None:
+        """Make sure that every step so far was finite. Call it before a checkpoint, on all ranks.
+
+        Waits for the device with a guard. Raises ``NonFiniteError``.
+        """
+        if self.guard is not None:
+            self.guard.check()
+
+
+def term_factor(coefficient: float, weight: Tensor) -> Tensor:
+    """Quotient in fp32, 0 for a term without weight in this step."""
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    return (_constant(coefficient, weight.device, dtype) / weight).nan_to_num_(0.0, 0.0, 0.0).float()
+
+
+@lru_cache(maxsize=64)
+def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A number on the device, filled there because a copy from the host would wait."""
+    with torch.inference_mode(False):  # the first caller may be an evaluation
+        return torch.full((), value, device=device, dtype=dtype)
+
+
 def resolve_step_guard(
     accelerator: Accelerator, optimizer: Any, *, on_cpu: bool = False
 ) -> tuple[StepGuard | None, str]:
-    """The guard for what ``prepare`` returned, and the reason. None: ``GradientWindow`` looks at every step instead,
-    because the optimizer cannot be stopped on the device, or because looking costs nothing.
+    """Build the guard for a prepared optimizer, and return the reason of the decision.
 
-    ``on_cpu`` gives one on a CPU as well, where an error then comes at the next log point and not at once.
+    Without a guard ``GradientWindow`` checks every step on the host. That is the choice on a CPU, where the check
+    costs nothing, and for optimizers that cannot be stopped on the device. ``on_cpu`` builds a guard on a CPU as
+    well: an error is then raised at the next log point, not at once.
     """
     if accelerator.device.type == "cpu" and not on_cpu:
         return None, "every step is known to be finite before the next: on a CPU there is nothing to wait for"
-    inner, because = getattr(optimizer, "optimizer", optimizer), None
-    device = next((p.device for group in inner.param_groups for p in group["params"]), accelerator.device)
+    inner = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's wrapper
+    because = None
+    devices = [p.device for group in inner.param_groups for p in group["params"]]
+    device = devices[0] if devices else accelerator.device
     if accelerator.distributed_type == DistributedType.DEEPSPEED:  # ZeRO-3 keeps its parameters elsewhere
         because = "DeepSpeed's engine clips and steps by itself"
     elif accelerator.scaler is not None:

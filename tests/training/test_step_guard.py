@@ -160,5 +160,5 @@ def test_a_window_takes_a_prepared_module_and_weighs_every_term() -> None:
     parts = [({"x": torch.ones(1, 6)}, {"main": torch.tensor(1.0)})]
     with pytest.raises(TypeError, match=r"accelerator\.prepare"):
         GradientWindow(training.accelerator, nn.Linear(6, 2), parts, {"main": 1.0}, 0)
-    with pytest.raises(KeyError, match="aux"):
+    with pytest.raises(ValueError, match="aux"):
         GradientWindow(training.accelerator, training.model, parts, {"main": 1.0, "aux": 1.0}, 0)
