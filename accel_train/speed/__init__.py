@@ -1,1 +1,1 @@
-"""What makes a model faster or smaller: attention kernels, compilation, float8, activation checkpointing."""
+"""Attention kernels, compilation, float8 and activation checkpointing: options for speed and memory."""

@@ -1,4 +1,4 @@
-"""The options that make a model faster or smaller, applied in the one order that works."""
+"""Apply the options for speed and memory to a model, in the only order that works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accel_train.speed.float8 import Float8, apply_float8, refuse_float8
 
 @dataclass(frozen=True)
 class SpeedOptions:
-    """What a recipe's options of the same names say."""
+    """The recipe's options of the same names."""
 
     attention: str = "auto"
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
@@ -29,15 +29,14 @@ class SpeedOptions:
 
 @dataclass(frozen=True)
 class Applied:
-    """What `apply_speed_options` did to a model."""
+    """Result of `apply_speed_options`."""
 
     notices: tuple[str, ...]
-    """A line for the log for each option: what was decided and why."""
+    """A notice for each option, with the decision and its reason."""
     facts: dict[str, Any]
-    """For the record of the run: the kernel of attention by its name, and what really ran under it; `own` where the
-    model chooses it itself."""
+    """Run info: the attention kernel by name, and the device kernels behind it. `own` for a model's own attention."""
     compiled: CompiledBlocks
-    """Counts compilations while the run goes on."""
+    """Counts compilations during the run."""
 
 
 def apply_speed_options(
@@ -49,26 +48,27 @@ def apply_speed_options(
     accumulation_steps: int = 1,
     strategy: str = "single",
 ) -> Applied:
-    """Attention, float8, activation checkpointing, compilation: in place, before the optimizer and `prepare`.
+    """Apply attention, float8, activation checkpointing and compilation in place, before the optimizer and `prepare`.
 
-    Every process calls it, with the initial weights in the model. Proves the kernel of attention and runs it once,
-    which takes some milliseconds on a CPU and about a second on a GPU. `needs` None: a model without this package's
-    attention, for which the option must be auto. Raises `UsageError` for what cannot be done.
+    Every process calls it, with the initial weights in the model. Proves the attention kernel and runs it once:
+    some milliseconds on a CPU, about a second on a GPU. `needs` is None for a model without this package's
+    attention, and the option must then be auto. Raises `UsageError` for an option that cannot be obeyed.
     """
     refuse_float8(options.float8, device, precision, strategy)
     if needs is not None:
         needs = replace(needs, compiled=options.compile.mode != "off")
-    why, facts = _attention(model, needs, options.attention)
-    eight = apply_float8(model, options.float8)
-    kept = apply_activation_checkpointing(model, options.activation_checkpointing)
+    attention, facts = _attention(model, needs, options.attention)
+    # float8 replaces the linear layers, checkpointing wraps their forwards, and compilation traces the result.
+    float8 = apply_float8(model, options.float8)
+    checkpointing = apply_activation_checkpointing(model, options.activation_checkpointing)
     compiled = apply_compile(model, options.compile, device, accumulation_steps)
     if options.float8 != "none" and not compiled.blocks:
-        eight += "; uncompiled it is slower than bf16, for each rounding is a pass over memory: set compile.mode on"
-    return Applied((why, eight, kept, compiled.notice), facts, compiled)
+        float8 += "; uncompiled it is slower than bf16, for each rounding is a pass over memory: set compile.mode on"
+    return Applied((attention, float8, checkpointing, compiled.notice), facts, compiled)
 
 
 def _attention(model: nn.Module, needs: AttentionNeeds | None, name: str) -> tuple[str, dict[str, Any]]:
-    """What was chosen and why, and what is recorded of it."""
+    """The notice with the choice and its reason, and the run info."""
     if needs is None:
         if name != "auto":
             raise UsageError(

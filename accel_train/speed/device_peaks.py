@@ -6,9 +6,9 @@ import re
 
 import torch
 
-# Dense matrix throughput with fp32 accumulation in TFLOP/s (fp16, bf16, fp32 on TF32 units), of the makers'
-# data sheets; where a sheet gives the sparse figure only, half of it. None: no such units. Names are those of
-# torch.cuda.get_device_name; a slice of a device (MIG), a laptop or an export variant matches nothing.
+# Dense matrix throughput with fp32 accumulation in TFLOP/s (fp16, bf16, fp32 on TF32 units), from the vendors' data
+# sheets. Where a sheet has only the sparse value, half of it. None: no such units. Names are those of
+# torch.cuda.get_device_name. A slice of a device (MIG), a laptop or an export variant matches nothing.
 _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None]], ...] = (
     # NVIDIA V100, T4 data sheets: no bf16; fp32 on the ordinary units
     (r"Tesla V100-SXM\d-\d+GB", (125.0, None, 15.7)),
@@ -41,9 +41,9 @@ _COLUMNS = {"fp16": 0, "bf16": 1, "fp32": 2}
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of one device by its `torch.cuda.get_device_name`, or None where it is not known.
+    """Peak FLOP/s of one device by its `torch.cuda.get_device_name`, or None for an unknown one.
 
-    `precision` is fp32, bf16 or fp16. For fp32 it is the TF32 rate: what the device could do, allowed or not.
+    `precision` is fp32, bf16 or fp16. The peak of fp32 is the TF32 peak, even with TF32 switched off.
     """
     for pattern, peaks in _PEAKS:
         if re.fullmatch(pattern, device_name):
@@ -54,5 +54,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 def peak_of(device: torch.device, precision: str) -> float | None:
     """`peak_flops` of the device at hand, None for a CPU or an unknown one."""
-    known = device.type == "cuda" and torch.cuda.is_available()
-    return peak_flops(torch.cuda.get_device_name(device), precision) if known else None
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), precision)

@@ -1,4 +1,4 @@
-"""Whether a model's training state can fit at all, by arithmetic, before a byte of it is allocated."""
+"""Refuse a model whose training state cannot fit into memory, by arithmetic, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from accel_train.training.optimizer_choice import OptimizerName
 GIB = 1 << 30
 FP32_BYTES = 4
 OPTIMIZER_BYTES: dict[OptimizerName, int] = {"adamw": 8, "muon": 4, "adamw8bit": 2, "adamw_offload": 0}
-"""Of its state on the training device, per parameter: the least that it takes."""
+"""Bytes of optimizer state per parameter on the training device: a lower bound."""
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def parameters_of(build: Callable[[], nn.Module]) -> int:
-    """Parameters of the model that ``build`` makes, which is built without memory."""
+    """Count the parameters of the model of ``build``, on the meta device and so without memory."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build().parameters())
 
@@ -37,48 +37,66 @@ def refuse_what_cannot_fit(
     device: torch.device,
     given: Sequence[str] = (),
 ) -> None:
-    """Raise ``UsageError`` where weights, gradients, optimizer state and average exceed all the memory there is.
+    """Raise ``UsageError`` if weights, gradients, optimizer state and EMA exceed all available memory.
 
-    A lower bound: activations are not counted, and where a strategy shards, all of it counts as sharded, and host
-    memory as the device's, for it may be offloaded there. The fp32 weights are built whole on each process. ``given``
-    are the options that a person set, for the message.
+    A lower bound: activations are not counted. Under a sharding strategy everything counts as sharded, and host
+    memory as the device's, because of offloading. Each process builds the fp32 weights whole. ``given`` are the
+    options set by the user, for the message.
     """
-    each = FP32_BYTES
-    if has_average:
-        each += FP32_BYTES
-    if training:
-        each += FP32_BYTES + OPTIMIZER_BYTES[optimizer]  # a gradient, and the optimizer's state
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    host, on_host = host_bytes(), device.type == "cpu"
-    share = parameters * each / (world_size if sharded else 1)
-    device_memory = 0 if on_host else _device_bytes(device)
-    what = f"{', '.join(given) or 'the model'}: {parameters:,} parameters"
+    host = host_bytes()
+    model = f"{', '.join(given) or 'the model'}: {parameters:,} parameters"
     built = local * parameters * FP32_BYTES
     if built > host:
         raise UsageError(
-            f"{what} take {_gib(built)} as fp32 weights, which each of {local} process(es) on this host builds whole, "
+            f"{model} take {_gib(built)} as fp32 weights, which each of {local} process(es) on this host builds whole, "
             f"and it has {_gib(host)} of memory; make the model smaller, or start fewer processes on a host"
         )
-    held, there = (local * share, host) if on_host else (share, device_memory + (host / local if sharded else 0))
-    if held > there:
-        place = f"this host with {local} process(es)" if on_host else f"{device} and host memory" if sharded else device
+
+    bytes_each = FP32_BYTES
+    parts = "weights"
+    if has_average:
+        bytes_each += FP32_BYTES
+        parts += ", average"
+    if training:
+        bytes_each += FP32_BYTES + OPTIMIZER_BYTES[optimizer]
+        parts += f", gradient, state of {optimizer}"
+    required = parameters * bytes_each
+    if sharded:
+        required /= world_size
+        parts += f"; divided by {world_size} processes"
+    if device.type == "cpu":
+        required *= local
+        available = host
+        place = f"this host with {local} process(es)"
+    else:
+        available = _device_bytes(device)
+        place = str(device)
+        if sharded:  # may be offloaded to the host
+            available += host / local
+            place = f"{device} and host memory"
+    if required > available:
         raise UsageError(
-            f"{what} take {_gib(held)} ({each} bytes each: weights"
-            f"{', average' if has_average else ''}{f', gradient, state of {optimizer}' if training else ''}"
-            f"{f'; divided by {world_size} processes' if sharded else ''}), and "
-            f"{place} has {_gib(there)}; make the model smaller, or divide it over more devices with "
-            "accelerate_configs/fsdp2.yaml"
+            f"{model} take {_gib(required)} ({bytes_each} bytes each: {parts}), and {place} has {_gib(available)}; "
+            "make the model smaller, or divide it over more devices with accelerate_configs/fsdp2.yaml"
         )
 
 
 def host_bytes(limits: Sequence[str] = LIMITS) -> int:
-    """Memory of this host, or what the container's limit leaves of it."""
-    found = [Path(path).read_text().strip() for path in limits if Path(path).is_file()]
-    return min([psutil.virtual_memory().total, *(int(text) for text in found if text.isdigit())])
+    """Memory of this host, or the container's limit where it is lower."""
+    available = psutil.virtual_memory().total
+    for path in limits:
+        if Path(path).is_file():
+            limit = Path(path).read_text().strip()
+            if limit.isdigit():  # "max" without a limit
+                available = min(available, int(limit))
+    return available
 
 
 def _device_bytes(device: torch.device) -> float:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
+    if device.type != "cuda":
+        return float("inf")
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def _gib(count: float) -> str:

@@ -1,11 +1,11 @@
 """Matrix products in float8 for the large linear layers of the blocks, through torchao.
 
-Only the operands of the products are rounded, each with a scale that follows its values: weights, gradients, optimizer
-and checkpoints keep their types, so a checkpoint of a float8 run can be used without it, and the other way round.
+Only the operands of the products are rounded, each with a dynamic scale. Weights, gradients, optimizer and checkpoints
+keep their dtypes, so checkpoints of float8 runs and of other runs are interchangeable.
 
-The scales of tensorwise are those of a micro-batch: the same global batch cut otherwise has a gradient that differs by
-1e-3 of its norm (bf16 alone: 2e-3). Those of rowwise are powers of two, which change no digit of what they scale, so
-the cut adds nothing there.
+The scales of tensorwise are computed per micro-batch, so another division of the global batch changes the gradient by
+1e-3 of its norm (bf16 alone: 2e-3). The scales of rowwise are powers of two, exact in floating point, and add no such
+difference.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from accel_train.config import UsageError
 from accel_train.speed.activation_checkpointing import blocks_of
 
 Float8 = Literal["none", "tensorwise", "rowwise"]
-"""torchao's names of its recipes, and none."""
+"""torchao's names of its recipes, or none."""
 
 CAPABILITY: dict[str, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (9, 0)}
-"""Compute capability that each needs: float8 matrix units came with Ada, products with a scale for each row with
-Hopper."""
+"""Lowest compute capability: float8 matrix units came with Ada, products with a scale per row with Hopper."""
 
 STRATEGIES = ("single", "ddp", "fsdp2")
-"""Run by the tests on CPU processes, with emulated products."""
+"""Strategies run by the tests, on CPU processes with emulated products."""
 
 TORCHAO = Version("0.14")
-"""First version that is tested here."""
+"""First tested version."""
 
 MULTIPLE = 16
-"""Sides of a float8 product are multiples of it."""
+"""Sides of a float8 product are multiples of this."""
 
 
 def refuse_float8(recipe: Float8, device: torch.device, precision: str, strategy: str) -> None:
-    """Raise `UsageError` where this machine, strategy or precision cannot obey the option. Imports nothing."""
+    """Raise `UsageError` for a machine, strategy or precision without float8. Imports nothing."""
     if recipe == "none":
         return
     _refuse_device(recipe, device)
@@ -60,12 +59,12 @@ def refuse_float8(recipe: Float8, device: torch.device, precision: str, strategy
 
 
 def apply_float8(model: nn.Module, recipe: Float8, *, emulate: bool = False) -> str:
-    """Let the layers that `large_linears` names compute in float8, in place, and a line for the log.
+    """Convert the layers of `large_linears` to float8, in place, and return a notice.
 
     Parameters stay the same objects under the same names. Call it on every process after the initial weights are in
     the model, and before `apply_activation_checkpointing`, `apply_compile`, the optimizer and `prepare`.
-    `emulate` does the same roundings by fp32 products, on any device: for tests. For rowwise it sets an option of
-    torch's compiler for the process, which rounds as eager code does. Raises `UsageError` where no layer fits.
+    `emulate` does the same rounding with fp32 products on any device, for tests. rowwise sets an option of torch's
+    compiler for the whole process (`_convert`). Raises `UsageError` where no layer fits.
     """
     if recipe == "none":
         return "float8: none"
@@ -78,29 +77,26 @@ def apply_float8(model: nn.Module, recipe: Float8, *, emulate: bool = False) -> 
             "--float8 none, or widen the model."
         )
     _convert(model, set(chosen.values()), recipe, emulate)
-    share = sum(m.weight.numel() for m in chosen.values()) / sum(m.weight.numel() for m in linears)
+    converted = sum(layer.weight.numel() for layer in chosen.values())
+    share = converted / sum(layer.weight.numel() for layer in linears)
     return f"float8: {recipe} in {len(chosen)} of {len(linears)} linear layers of the blocks, {share:.0%} of weights"
 
 
 def large_linears(model: nn.Module, recipe: Float8) -> dict[str, nn.Linear]:
-    """The layers that gain from float8, by name: in `blocks_of(model)`, once per token, with sides that are multiples
-    of 16 and not small.
+    """The layers faster in float8, by name: large, inside `blocks_of(model)`, run once per token.
 
-    Norms, embeddings, heads, modules that say `once_per_sample` and classes derived from `nn.Linear`, such as
-    `Float32Linear`, are left out.
+    Norms, embeddings, heads, modules with `once_per_sample` and subclasses of `nn.Linear` such as `Float32Linear`
+    are left out.
     """
     inside = set(_linears(model))
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module in inside and gains(recipe, *module.weight.shape)
-    }
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside}
+    return {name: layer for name, layer in layers.items() if gains(recipe, *layer.weight.shape)}
 
 
 def gains(recipe: Float8, outputs: int, inputs: int) -> bool:
-    """Whether a layer of these sides is faster in float8, by torchao's measurements on an H100.
+    """Return True if a layer of these sides is faster in float8, by torchao's measurements on an H100.
 
-    The rules of `_auto_filter_for_recipe`, which torchao may change.
+    The rules follow `_auto_filter_for_recipe`, private and subject to change.
     """
     if outputs % MULTIPLE or inputs % MULTIPLE:
         return False
@@ -110,7 +106,7 @@ def gains(recipe: Float8, outputs: int, inputs: int) -> bool:
 
 
 def _needed(recipe: Float8) -> str:
-    """The same in words."""
+    """The rule of `gains` in words."""
     sides = f"needed are inputs and outputs in multiples of {MULTIPLE}, "
     if recipe == "tensorwise":
         return sides + "with more than 1024 outputs or more than 4096 inputs"
@@ -125,7 +121,7 @@ def _largest(linears: list[nn.Linear]) -> str:
 
 
 def _linears(model: nn.Module) -> Iterator[nn.Linear]:
-    """Of the blocks, those that compute once per token."""
+    """Yield the linear layers of the blocks, except those run once per sample."""
     for block in blocks_of(model):
         once = {part for m in block.modules() if getattr(m, "once_per_sample", False) for part in m.modules()}
         yield from (m for m in block.modules() if type(m) is nn.Linear and m not in once)
@@ -153,14 +149,18 @@ def _convert(model: nn.Module, chosen: set[nn.Linear], recipe: str, emulate: boo
 
 def _refuse_device(recipe: str, device: torch.device) -> None:
     if device.type != "cuda" or torch.version.hip is not None:
-        kind = "an AMD GPU, on which it was never run" if device.type == "cuda" else device.type
+        kind = device.type
+        if kind == "cuda":  # ROCm calls its devices cuda too
+            kind = "an AMD GPU, on which it was never run"
         raise UsageError(
             f"float8: {recipe} needs an NVIDIA GPU of compute capability {_dotted(CAPABILITY[recipe])}, the device is "
             f"{kind}; use --float8 none"
         )
     found = torch.cuda.get_device_capability(device)
     if found < CAPABILITY[recipe]:
-        other = ", --float8 tensorwise" if found >= CAPABILITY["tensorwise"] else ""
+        other = ""
+        if found >= CAPABILITY["tensorwise"]:
+            other = ", --float8 tensorwise"
         raise UsageError(
             f"float8: {recipe} needs compute capability {_dotted(CAPABILITY[recipe])}, "
             f"{torch.cuda.get_device_name(device)} has {_dotted(found)}; use --float8 none{other}"
