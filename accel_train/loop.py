@@ -30,7 +30,7 @@ from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.store.commit import checkpoint_name
-from accel_train.training.accumulation import StepResult
+from accel_train.training.step_guard import StepResult
 
 logger = logging.getLogger(__name__)
 CALLS = ("report", "save_if_due")

@@ -39,10 +39,10 @@ from accel_train.metrics.throughput import LocalCounts, Throughput
 from accel_train.runtime import step_overhead
 from accel_train.runtime.step_overhead import remember_lookups
 from accel_train.store import commit
-from accel_train.training.accumulation import GradientWindow, StepResult
+from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards
-from accel_train.training.step_guard import resolve_step_guard
+from accel_train.training.step_guard import StepResult, resolve_step_guard
 from benchmarks.method import Row, in_turns, parser_of, row, write_results
 from benchmarks.reads import HostReads
 

@@ -1,4 +1,4 @@
-"""Attention: one call for every model, the kernel behind it chosen once, proven, and named with the reason."""
+"""Attention: one call for every model, with one kernel, chosen once, proven, and logged with the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_train.speed.attention_table import NAMES, AttentionNeeds, able, machi
 from accel_train.wording import did_you_mean, nearest, shortened
 
 TORCH_CHOICE = Attention("sdpa", sdpa, broadcast_mask)
-"""What a model has before `apply_attention`: torch's choice."""
+"""Attention of a model before `apply_attention`: torch's choice."""
 REPLACED = {
     "xformers": "sdpa_efficient, which is the same kernel inside torch",
     "flash_attention_2": "flash",
@@ -26,54 +26,58 @@ REPLACED = {
 """Names of other projects, refused with the name used here."""
 _CANNOT_RUN = (RuntimeError, ImportError, NotImplementedError)
 _WRONG_FUNCTION = (TypeError, ValueError)
-"""What a function of somebody's own raises where it takes other arguments or shapes; a `UsageError` is one of these."""
+"""Errors of a user's function with other arguments or shapes. `UsageError` is one of them."""
 T = TypeVar("T")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
     """torch's choice, in one call: tensors (B, H, N, D), `key_mask` (B, N) True where a key may be attended.
 
-    None says that no key is masked in any row. A model asks `Attention.mask` once per forward instead, and hands
-    what it gives to every block. What is said of masked rows and queries in `Attention` holds.
+    None means that no key is masked in any row. Models call `Attention.mask` once per forward instead and pass the
+    result to every block. See `Attention` for masked rows and queries.
     """
     return TORCH_CHOICE(q, k, v, key_mask)
 
 
 def resolve_attention(name: str, needs: AttentionNeeds) -> tuple[Attention, str]:
-    """The kernel for these needs, proven on this device, and a line that says what and why.
+    """Choose the kernel for these needs, prove it on this device, and return it with a notice.
 
-    `name`: auto (by the table), tune (the fastest of all that can run, measured on these shapes; some seconds), a
-    kernel of the table, or a function of your own as module:function. A named kernel that cannot run or that the
-    proof refutes is a `UsageError` with the reason and what can run instead. Every process calls it. Where
-    torch.distributed is initialised, auto and tune are collective: all processes take the same kernel, one that every
-    one of them can run and has proven, whatever is installed on their hosts.
+    `name`: auto (by the table), tune (the fastest kernel on these shapes, measured in some seconds), a kernel of the
+    table, or your own function as module:function. A named kernel that cannot run or fails its proof is a
+    `UsageError` with the reason and the alternatives. Every process calls it. With torch.distributed, auto and tune
+    are collective: all processes take the same kernel, proven on each of them, whatever is installed on their hosts.
     """
     machine = machine_of(needs.device)
     if name == "auto":
         names, lacking = _common(name, preferred(needs, machine), needs)
-        return _chosen(names, needs, "auto: first of the table for", lacking)
+        return _first_proven(names, needs, "auto: first of the table for", lacking)
     if name == "tune":
         names, lacking = _common(name, able(needs, machine), needs)
         names, times, failed = _by_time(names, needs)
-        return _chosen(names, needs, times, lacking + failed)
+        return _first_proven(names, needs, times, lacking + failed)
     check_name(name)
-    own = ":" in name
-    reason = None if own else why_not(name, needs, machine)
+    is_user_function = ":" in name
+    reason = None
+    if not is_user_function:
+        reason = why_not(name, needs, machine)
     if reason is None:
         try:
             return _proven(name, needs, "as asked, for")
-        except (*_CANNOT_RUN, *_WRONG_FUNCTION) as error:
-            if isinstance(error, _WRONG_FUNCTION) and not isinstance(error, UsageError) and not own:
+        except (*_CANNOT_RUN, UsageError) as error:
+            reason = _one_line(error, 500)
+        except _WRONG_FUNCTION as error:
+            if not is_user_function:  # a kernel of the table: a bug here, not wrong usage
                 raise
-            reason = " ".join(str(error).split())[:500]
+            reason = _one_line(error, 500)
+    alternatives = [other for other in able(needs, machine) if other != name]
     raise UsageError(
         f"attention {name}: cannot be used: {reason}. Needed: {needs}. "
-        f"Use auto, or one that can: {', '.join(n for n in able(needs, machine) if n != name)}."
+        f"Use auto, or one that can: {', '.join(alternatives)}."
     )
 
 
 def apply_attention(model: nn.Module, attention: Attention) -> None:
-    """Make every part of the model that attends use this kernel, in place: modules with an attribute `attend`."""
+    """Set this kernel in every module with an attribute `attend`, in place."""
     parts = [module for module in model.modules() if isinstance(getattr(module, "attend", None), Attention)]
     if not parts:
         raise UsageError(
@@ -85,7 +89,7 @@ def apply_attention(model: nn.Module, attention: Attention) -> None:
 
 
 def check_name(name: str) -> None:
-    """Refuse what can be no kernel's name, before anything is built. Whether it can run is asked of the device later.
+    """Refuse an unknown kernel name before anything is built. The device is checked later.
 
     Raises `UsageError` with the nearest name.
     """
@@ -101,39 +105,44 @@ def check_name(name: str) -> None:
 
 def _proven(name: str, needs: AttentionNeeds, why: str) -> tuple[Attention, str]:
     built = build_attention(name)
-    return built, _sentence(built, prove_attention(built, needs), needs, why)
+    proof = prove_attention(built, needs)
+    return built, _notice(built, proof, needs, why)
 
 
-def _sentence(built: Attention, proof: Proof, needs: AttentionNeeds, why: str) -> str:
+def _notice(built: Attention, proof: Proof, needs: AttentionNeeds, why: str) -> str:
     return (
         f"attention {built.name} ({why} {needs}); against fp64: forward {proof.forward_error:.1e}, "
         f"backward {proof.backward_error:.1e}, allowed {proof.tolerance:.0e}"
     )
 
 
-def _chosen(names: tuple[str, ...], needs: AttentionNeeds, why: str, failed: list[str]) -> tuple[Attention, str]:
-    """The first that builds and is right on every process; the sentence names those that were not, and where."""
+def _first_proven(names: tuple[str, ...], needs: AttentionNeeds, why: str, failed: list[str]) -> tuple[Attention, str]:
+    """The first kernel proven on every process. The notice names the failed ones, and where they failed."""
+    failed = list(failed)
     for name in names:
-        found, problem = None, ""
+        found = None
+        problem = ""
         try:
             found = _proven(name, needs, why)
         except (*_CANNOT_RUN, UsageError) as error:
-            problem = f"{name} failed{_place()}: {' '.join(str(error).split())[:300]}"
-        problems = [words for words in _of_every_process(problem) if words]
+            problem = _failure(name, error)
+        problems = [words for words in _gather(problem) if words]
         if found is not None and not problems:
-            return found[0], "; ".join((found[1], *failed))
-        failed = [*failed, shortened(problems, 1)]
+            attention, notice = found
+            return attention, "; ".join((notice, *failed))
+        failed.append(shortened(problems, 1))
     raise UsageError(f"attention: nothing can run for {needs}: {'; '.join(failed)}")
 
 
 def _common(option: str, names: tuple[str, ...], needs: AttentionNeeds) -> tuple[tuple[str, ...], list[str]]:
-    """Those that every process has, in the order of the first one, and of the others who lacks them.
+    """Kernels of every process, in the order of rank 0, and notices about the others.
 
-    Hosts may differ in packages and devices, and a step is one function of all ranks: two kernels in one run would
-    differ in what they round, and lists of two lengths cannot be reduced.
+    Hosts may differ in packages and devices, but a step is one function of all ranks: two kernels in one run would
+    round differently, and `tune` cannot reduce timings of different lengths.
     """
-    everyone = _of_every_process((_place(), names))
-    lacking = {name: [place for place, theirs in everyone if name not in theirs] for name in everyone[0][1]}
+    everyone = _gather((_place(), names))
+    _, names_of_first = everyone[0]
+    lacking = {name: [place for place, theirs in everyone if name not in theirs] for name in names_of_first}
     common = tuple(name for name, places in lacking.items() if not places)
     if not common:
         found = "; ".join(f"{', '.join(theirs) or 'none'}{place}" for place, theirs in everyone)
@@ -145,34 +154,46 @@ def _common(option: str, names: tuple[str, ...], needs: AttentionNeeds) -> tuple
 
 
 def _by_time(names: tuple[str, ...], needs: AttentionNeeds) -> tuple[tuple[str, ...], str, list[str]]:
-    """Kernels by their time here, fastest first, the times in words, and what failed. The same on every process."""
-    timed = [_seconds_or_never(name, needs) for name in names]
-    together = _slowest_of_all_processes([seconds for seconds, _ in timed], needs.device)
-    everyone = zip(*_of_every_process([problem for _, problem in timed]), strict=True)
-    failed = [next(filter(None, problems)) for problems in everyone if any(problems)]
-    times = {n: s for n, s in sorted(zip(names, together, strict=True), key=lambda x: x[1]) if s != float("inf")}
-    shown = ", ".join(f"{name} {1000 * s:.3g} ms" for name, s in times.items())
-    return tuple(times), f"tune: {shown}, for", failed
+    """Kernels by measured time, fastest first, the times as text, and the failures. The same on every process."""
+    timed = [_time_or_inf(name, needs) for name in names]
+    slowest = _slowest_of_all_processes([seconds for seconds, _ in timed], needs.device)
+    problems_by_rank = _gather([problem for _, problem in timed])
+    failed: list[str] = []
+    for problems in zip(*problems_by_rank, strict=True):
+        failed.extend([problem for problem in problems if problem][:1])
+    # An infinite time on any process removes the kernel on all of them.
+    finite = {name: seconds for name, seconds in zip(names, slowest, strict=True) if seconds != float("inf")}
+    fastest_first = sorted(finite, key=lambda name: finite[name])
+    times = ", ".join(f"{name} {1000 * finite[name]:.3g} ms" for name in fastest_first)
+    return tuple(fastest_first), f"tune: {times}, for", failed
 
 
-def _seconds_or_never(name: str, needs: AttentionNeeds) -> tuple[float, str]:
+def _time_or_inf(name: str, needs: AttentionNeeds) -> tuple[float, str]:
     try:
         return time_attention(build_attention(name), needs), ""
     except (*_CANNOT_RUN, UsageError) as error:
-        return float("inf"), f"{name} failed{_place()}: {' '.join(str(error).split())[:300]}"
+        return float("inf"), _failure(name, error)
+
+
+def _failure(name: str, error: Exception) -> str:
+    return f"{name} failed{_place()}: {_one_line(error, 300)}"
+
+
+def _one_line(error: Exception, length: int) -> str:
+    return " ".join(str(error).split())[:length]
 
 
 def _slowest_of_all_processes(seconds: list[float], device: torch.device) -> list[float]:
-    if not _several():
+    if not _is_distributed():
         return seconds
     times = torch.tensor(seconds, device=device, dtype=torch.float32)
     torch.distributed.all_reduce(times, torch.distributed.ReduceOp.MAX)
     return times.tolist()
 
 
-def _of_every_process(value: T) -> list[T]:
-    """What each process gives, by rank. A collective where there are several."""
-    if not _several():
+def _gather(value: T) -> list[T]:
+    """The value of each process, by rank. A collective where there are several."""
+    if not _is_distributed():
         return [value]
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, value)
@@ -180,9 +201,11 @@ def _of_every_process(value: T) -> list[T]:
 
 
 def _place() -> str:
-    """Where this is, for a message: nothing where there is one process."""
-    return f" on process {torch.distributed.get_rank()} ({socket.gethostname()})" if _several() else ""
+    """This process and its host, for a message. Empty where there is one process."""
+    if not _is_distributed():
+        return ""
+    return f" on process {torch.distributed.get_rank()} ({socket.gethostname()})"
 
 
-def _several() -> bool:
+def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()

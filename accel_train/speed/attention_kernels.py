@@ -1,7 +1,7 @@
-"""The kernels behind one call: layouts adapted, padding masks put into the form that each kernel wants.
+"""The kernels behind one call: adapters for the layout and the mask format of each kernel.
 
-Everything outside these functions speaks one language: queries, keys and values (B, H, N, D), and a mask made by
-`Attention.mask` from `key_mask` (B, N), True where a key may be attended.
+All callers use one format: queries, keys and values (B, H, N, D), and a mask from `Attention.mask` of `key_mask`
+(B, N), True where a key may be attended.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Prepare = Callable[[Tensor], Any]
 class Attention:
     """Bidirectional attention by one kernel. `build_attention` makes one, `resolve_attention` chooses and proves it.
 
-    A query whose own position is masked gets a finite result that means nothing and differs between kernels: nothing
-    may read it. A row in which every key is masked attends to all of them, in every kernel: some return NaN for it.
+    The result of a query at a masked position is finite but meaningless, and differs between kernels: do not read it.
+    A row with every key masked attends to all of them, in every kernel, because some would return NaN for it.
     """
 
     name: str
@@ -36,33 +36,33 @@ class Attention:
     prepare: Prepare
 
     def mask(self, key_mask: Tensor | None) -> Any:
-        """(B, N) bool -> what the kernel reads; once per forward, not per block. Never waits for the device.
+        """(B, N) bool -> the kernel's own format. Once per forward, not per block. Never waits for the device.
 
-        None means that no key is masked in any row, which leaves the fastest kernels: say so where it is known.
+        None means that no key is masked in any row. Pass it where that is known, because it permits faster kernels.
         """
         if key_mask is None:
             return None
-        nothing = ~key_mask.any(dim=-1, keepdim=True)  # (B, 1)
-        return self.prepare(torch.logical_or(key_mask, nothing))
+        all_masked = ~key_mask.any(dim=-1, keepdim=True)  # (B, 1)
+        return self.prepare(torch.logical_or(key_mask, all_masked))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
-        """(B, H, N, D) three times and a mask of `self.mask` -> (B, H, N, D). Takes a `key_mask` as well, at the price
-        of preparing it each time."""
+        """(B, H, N, D) three times and a mask of `self.mask` -> (B, H, N, D). Also takes a `key_mask`, at the cost of
+        preparing it in each call."""
         if isinstance(mask, Tensor) and mask.dim() == 2:
             mask = self.mask(mask)
         return self.kernel(q, k, v, mask)
 
 
 def build_attention(name: str) -> Attention:
-    """The named kernel with its imports done; whether it can run here is for `attention_table.why_not`.
+    """Build the named kernel with its imports. Check first with `attention_table.why_not` that it can run here.
 
-    flash3 and flash4 replace torch's own flash kernel in the whole process, as torch has it; building any other
-    kernel puts torch's own back.
+    In torch's design, flash3 and flash4 replace its own flash kernel in the whole process. Building any other kernel
+    restores torch's own.
     """
     if name not in _ACTIVATED:
         _restore_flash_of_torch()
     if ":" in name:
-        return Attention(name, _user_kernel(name), _as_it_is)
+        return Attention(name, _user_kernel(name), _unchanged)
     if name == "sdpa":
         return Attention(name, sdpa, broadcast_mask)
     if name == "sdpa_flash" and torch.cuda.is_available():
@@ -87,9 +87,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def restricted_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """One kernel of torch's, or its error: without this torch falls back to another without a word.
+    """One kernel of torch, or its error, where torch alone would silently fall back to another.
 
-    By name, because a model holds this function and torch's own constants cannot be copied or pickled.
+    By name, because models hold this function and torch's own constants cannot be copied or pickled.
     """
     with sdpa_kernel(_RESTRICTED[name]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -100,26 +100,26 @@ def broadcast_mask(key_mask: Tensor) -> Tensor:
     return key_mask[:, None, None, :]
 
 
-def _as_it_is(key_mask: Tensor) -> Tensor:
+def _unchanged(key_mask: Tensor) -> Tensor:
     return key_mask
 
 
 # ------------------------------------------------------------------------------- sequences of different lengths
 class Packing(NamedTuple):
-    """A padding mask as sequences of different lengths: 2 B of them, of each row its keys and then its padding.
+    """A padding mask as 2 B sequences of different lengths: the keys of each row and then its padding.
 
-    The padding is a sequence of its own because all sizes then follow from the shape: the number of valid tokens
-    is never fetched from the device, shapes stay static, and no element of the result is left unwritten. It costs
-    the attention of padding to padding. A row without padding has an empty second sequence.
+    The padding is a separate sequence so that all sizes follow from the shape. The number of valid tokens is never
+    fetched from the device, shapes stay static, and every element of the result is written. The cost is the attention
+    of padding to padding. A row without padding has an empty second sequence.
     """
 
-    order: Tensor  # (B * N,) int64: where the token of each packed place comes from
-    inverse: Tensor  # (B * N,) int64: where each token went
+    order: Tensor  # (B * N,) int64: source token of each packed place
+    inverse: Tensor  # (B * N,) int64: packed place of each token
     boundaries: Tensor  # (2 B + 1,) int32: first packed place of each sequence, and the end
 
 
 def pack_mask(key_mask: Tensor) -> Packing:
-    """(B, N) bool -> Packing; the keys of a row keep their order."""
+    """(B, N) bool -> Packing. The keys of a row keep their order."""
     rows, length = key_mask.shape
     first = torch.arange(0, rows * length, length, device=key_mask.device)[:, None]  # (B, 1)
     order = key_mask.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)  # (B, N)
@@ -141,10 +141,10 @@ def unpack(x: Tensor, packing: Packing, rows: int) -> Tensor:
 
 
 def packed_kernel(dense: Kernel, variable: Callable[..., Tensor]) -> Kernel:
-    """`dense` where no key is masked, `variable` of the packed tokens where some are.
+    """Call `dense` without a mask, and `variable` on packed tokens with one.
 
     `variable` is called as (q, k, v, boundaries, boundaries, longest, longest) with q, k, v (B * N, H, D), the
-    positional order that flash-attn and torch.nn.attention.varlen share. The longest is N: a bound, not a count.
+    common positional order of flash-attn and torch.nn.attention.varlen. The longest is N: a bound, not a count.
     """
     return partial(_packed, dense, variable)
 
@@ -154,7 +154,9 @@ def _packed(
 ) -> Tensor:
     if mask is None:
         return dense(q, k, v, None)
-    rows, longest, ends = q.shape[0], q.shape[2], mask.boundaries
+    rows = q.shape[0]
+    longest = q.shape[2]
+    ends = mask.boundaries
     attended = variable(pack(q, mask), pack(k, mask), pack(v, mask), ends, ends, longest, longest)
     return unpack(attended, mask, rows)
 
@@ -179,7 +181,7 @@ def _build_flash(name: str) -> Attention:
 
 
 def _flash_of_torch(name: str) -> Attention:
-    """torch's flash kernel takes no mask on CUDA: a masked batch goes to its form for sequences of many lengths."""
+    """torch's flash kernel. It takes no mask on CUDA, so masked batches use its variable-length form."""
     dense = partial(restricted_sdpa, "sdpa_flash")
     return Attention(name, packed_kernel(dense, _varlen_function()), pack_mask)
 
@@ -210,10 +212,12 @@ def _build_varlen(name: str) -> Attention:
 
 
 def _rows_as_sequences(variable: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, _mask: None) -> Tensor:
-    rows, lengths = q.shape[0], (q.shape[2], k.shape[2])
+    rows = q.shape[0]
+    lengths = (q.shape[2], k.shape[2])  # differ in cross-attention
     ends = [torch.arange(0, (rows + 1) * n, n, dtype=torch.int32, device=q.device) for n in lengths]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    return variable(q, k, v, *ends, *lengths).unflatten(0, (rows, -1)).transpose(1, 2)
+    attended = variable(q, k, v, *ends, *lengths)
+    return attended.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
 def _build_flex(name: str) -> Attention:
@@ -228,7 +232,7 @@ def _flex(function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask
 
 
 def flex_mask(key_mask: Tensor) -> Any:
-    """(B, N) -> BlockMask: blocks of 128 keys that are all padding are skipped."""
+    """(B, N) -> BlockMask. Blocks of 128 padding keys are skipped."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     rows, length = key_mask.shape

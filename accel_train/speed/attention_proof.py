@@ -1,4 +1,4 @@
-"""Is a kernel right, how fast is it, and which one really ran: small experiments on the device at hand."""
+"""Correctness, time and actual device kernels of attention: small experiments on the actual device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from accel_train.speed.attention_kernels import Attention, build_attention
 from accel_train.speed.attention_table import NAMES, AttentionNeeds, Machine, machine_of, why_not
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Largest relative L2 error against fp64 of the same inputs, result and each gradient. About 4 times what torch's
-own kernels show; a wrong scale, layout or mask is above 0.1."""
+"""Largest relative L2 error against fp64 with the same inputs, for the result and each gradient. About 4 times the
+error of torch's own kernels. A wrong scale, layout or mask is above 0.1."""
 TOLERANCE_OF_TF32 = 2e-3
 SAMPLE_LENGTH = 64
 MORE_KEYS = 24
@@ -27,7 +27,7 @@ MORE_KEYS = 24
 
 @dataclass(frozen=True)
 class Proof:
-    """Relative L2 errors against fp64, the worst of every case tried, and what the proof took."""
+    """Relative L2 errors against fp64, the worst of all cases, and the duration of the proof."""
 
     forward_error: float
     backward_error: float
@@ -37,7 +37,7 @@ class Proof:
 
 def reference(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
     """Attention by its definition, in fp64. A row without keys attends to all."""
-    q, k, v = q.double(), k.double(), v.double()
+    q, k, v = (x.double() for x in (q, k, v))
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     if key_mask is not None:
         allowed = key_mask | ~key_mask.any(-1, keepdim=True)
@@ -46,29 +46,33 @@ def reference(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tenso
 
 
 def prove_attention(attention: Attention, needs: AttentionNeeds) -> Proof:
-    """Forward and backward against fp64 on small tensors of the needed dtype, head size and device.
+    """Compare forward and backward with fp64 on small tensors of the needed dtype, head size and device.
 
-    Without a mask; where one is needed with three rows: whole, padded in the middle, nothing but padding; and where
-    there is cross-attention with more keys than queries (with fewer, a wrong kernel might read past them). Takes
-    some milliseconds on a CPU, a second where a kernel is built for its shapes. Draws from a generator of its own.
-    Raises `UsageError` with the numbers where a value is not finite or an error is above the tolerance.
+    Cases: without a mask; with one, if needed, on three rows (whole, padded in the middle, only padding); and for
+    cross-attention more keys than queries (with fewer, a wrong kernel might read past them). Takes some milliseconds
+    on a CPU, or a second where a kernel is compiled for its shapes. Draws from its own generator. Raises `UsageError`
+    with the numbers for a non-finite value or an error above the tolerance.
     """
     started = time.perf_counter()
     tolerance = _tolerance(needs)
-    worst = [0.0, 0.0]
     cases = [("without a mask", False, 0)]
-    cases += [("with a mask", True, 0)] if needs.mask else []
-    cases += [("with other keys than queries", False, MORE_KEYS)] if needs.cross else []
-    for words, masked, more in cases:
-        forward, backward = _errors(attention, needs, masked, more)
-        worst = [max(worst[0], forward), max(worst[1], backward)]
+    if needs.mask:
+        cases.append(("with a mask", True, 0))
+    if needs.cross:
+        cases.append(("with other keys than queries", False, MORE_KEYS))
+    worst_forward = 0.0
+    worst_backward = 0.0
+    for case, masked, more_keys in cases:
+        forward, backward = _errors(attention, needs, masked, more_keys)
+        worst_forward = max(worst_forward, forward)
+        worst_backward = max(worst_backward, backward)
         if not (forward <= tolerance and backward <= tolerance):  # NaN fails as well
             raise UsageError(
-                f"attention {attention.name}: differs from the fp64 reference {words} "
+                f"attention {attention.name}: differs from the fp64 reference {case} "
                 f"by {forward:.2g} forward and {backward:.2g} backward (relative, L2), allowed is {tolerance:.2g}; "
                 f"needed: {needs}. Choose another kernel, such as sdpa."
             )
-    return Proof(worst[0], worst[1], tolerance, time.perf_counter() - started)
+    return Proof(worst_forward, worst_backward, tolerance, time.perf_counter() - started)
 
 
 def _tolerance(needs: AttentionNeeds) -> float:
@@ -79,31 +83,41 @@ def _tolerance(needs: AttentionNeeds) -> float:
 
 
 def _sample_length(length: int) -> int:
-    """Short, but with the remainder that alignment depends on; of one key alone gradients are zero."""
-    return max(length, 16) if length <= 2 * SAMPLE_LENGTH else SAMPLE_LENGTH + length % SAMPLE_LENGTH
+    """A short length with the same remainder, because kernels depend on alignment."""
+    if length > 2 * SAMPLE_LENGTH:
+        return SAMPLE_LENGTH + length % SAMPLE_LENGTH
+    return max(length, 16)  # with a single key the gradients of q and k are zero
 
 
 def _errors(attention: Attention, needs: AttentionNeeds, masked: bool, more_keys: int) -> tuple[float, float]:
     length = _sample_length(needs.length)
-    q, k, v, weights = _sample(replace(needs, batch=3, heads=min(needs.heads, 2), length=length), more_keys)
-    key_mask = _rows(length).to(needs.device) if masked else None
-    read = (torch.ones(3, length, dtype=torch.bool) if key_mask is None else _meaningful(key_mask)).to(needs.device)
-    weights = weights * read[:, None, :, None]
+    small = replace(needs, batch=3, heads=min(needs.heads, 2), length=length)
+    q, k, v, weights = _sample(small, more_keys)
+    key_mask: Tensor | None = None
+    valid = torch.ones(3, length, dtype=torch.bool, device=needs.device)
+    if masked:
+        key_mask = _rows(length).to(needs.device)
+        valid = _meaningful(key_mask)
+    valid = valid[:, None, :, None]  # (B, 1, N, 1)
+    weights = weights * valid
     expected = reference(q, k, v, key_mask)
     with torch.set_grad_enabled(needs.backward):
         result = attention(q, k, v, attention.mask(key_mask))
     if result.shape != expected.shape or result.dtype != needs.dtype or not bool(result.isfinite().all()):
         return float("nan"), float("nan")
-    forward = _relative(((result.double() - expected) * read[:, None, :, None]).detach(), expected.detach())
+    difference = (result.double() - expected) * valid
+    forward = _relative(difference.detach(), expected.detach())
     if not needs.backward:
         return forward, 0.0
-    found = torch.autograd.grad(result, (q, k, v), weights.to(needs.dtype))
-    exact = torch.autograd.grad(expected, (q, k, v), weights.to(needs.dtype).double())
-    return forward, max(_relative(f.double() - e, e) for f, e in zip(found, exact, strict=True))
+    weights = weights.to(needs.dtype)  # the same rounded weights for both
+    found = torch.autograd.grad(result, (q, k, v), weights)
+    exact = torch.autograd.grad(expected, (q, k, v), weights.double())
+    errors = [_relative(f.double() - e, e) for f, e in zip(found, exact, strict=True)]
+    return forward, max(errors)
 
 
 def _sample(needs: AttentionNeeds, more_keys: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v as a model gives them, (B, H, N, D) views of (B, N, H, D), and weights of the result."""
+    """q, k, v in a model's layout, (B, H, N, D) views of (B, N, H, D), and weights of the result."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(more: int) -> Tensor:
@@ -117,11 +131,12 @@ def _sample(needs: AttentionNeeds, more_keys: int = 0) -> tuple[Tensor, Tensor, 
 def _rows(length: int) -> Tensor:
     """Three rows of keys: all, padding in the middle as behind a first stream, none."""
     place = torch.arange(length)
-    return torch.stack((place >= 0, (place < length // 3) | (place >= 2 * length // 3), place < 0))
+    padded_in_the_middle = (place < length // 3) | (place >= 2 * length // 3)
+    return torch.stack((place >= 0, padded_in_the_middle, place < 0))
 
 
 def _meaningful(key_mask: Tensor) -> Tensor:
-    """Queries whose result means something: those that are keys, and all of a row without keys."""
+    """Queries with a meaningful result: unmasked positions, and all of a row without keys."""
     return key_mask | ~key_mask.any(-1, keepdim=True)
 
 
@@ -131,25 +146,30 @@ def _relative(difference: Tensor, expected: Tensor) -> float:
 
 # ------------------------------------------------------------------------------------------------ time and events
 def _step(attention: Attention, needs: AttentionNeeds) -> Callable[[], object]:
-    """One forward, and backward where needed, on tensors of the needed shapes; about a quarter of the keys padded."""
+    """One forward, and backward where needed, on tensors of the needed shapes with about a quarter of padding."""
     q, k, v, weights = _sample(needs)
-    fraction = torch.linspace(0.5, 1, needs.batch)[:, None]
-    key_mask = (torch.arange(needs.length) < fraction * needs.length).to(needs.device) if needs.mask else None
+    key_mask: Tensor | None = None
+    if needs.mask:
+        fraction = torch.linspace(0.5, 1, needs.batch)[:, None]
+        key_mask = (torch.arange(needs.length) < fraction * needs.length).to(needs.device)
 
     def step() -> object:
         with torch.set_grad_enabled(needs.backward):
             result = attention(q, k, v, attention.mask(key_mask))
-        return torch.autograd.grad(result, (q, k, v), weights) if needs.backward else result
+        if not needs.backward:
+            return result
+        return torch.autograd.grad(result, (q, k, v), weights)
 
     return step
 
 
 def time_attention(attention: Attention, needs: AttentionNeeds, seconds: float = 0.5) -> float:
-    """Median seconds of one forward and backward on the needed shapes, measured for about `seconds`, twice at least.
+    """Median seconds of one forward and backward on the needed shapes. Measures for about `seconds`, at least twice.
 
     Waits for the device.
     """
-    step, times = _step(attention, needs), list[float]()
+    step = _step(attention, needs)
+    times: list[float] = []
     step()  # builds plans, fills caches
     until = time.perf_counter() + seconds
     while len(times) < 2 or time.perf_counter() < until:
@@ -167,8 +187,9 @@ def _wait(device: torch.device) -> None:
 
 
 def kernels_that_ran(attention: Attention, needs: AttentionNeeds) -> tuple[str, ...]:
-    """What really runs for one forward and backward: names of the device's kernels by torch's profiler on CUDA,
-    elsewhere of torch's own operators with "attention" in their name. For the record of a run; about a second.
+    """Names of the kernels of one forward and backward, for the run info. Takes about a second.
+
+    On CUDA the device kernels in torch's profiler, elsewhere torch's operators with "attention" in their name.
     """
     step = _step(attention, needs)
     step()  # so that compilation and autotuning are not recorded
@@ -202,7 +223,7 @@ def _recorded_operators() -> Generator[list[str]]:
 # ---------------------------------------------------------------------------------------------------------- table
 @dataclass(frozen=True)
 class AttentionRow:
-    """One kernel here: why it cannot run, or its errors, its time and what ran."""
+    """One kernel on this device: the reason why it cannot run, or its errors, time and device kernels."""
 
     name: str
     why_not: str | None
@@ -214,12 +235,15 @@ class AttentionRow:
         if self.proof is None or self.seconds is None:
             return f"{self.name:<15} no: {self.why_not}"
         errors = f"error {self.proof.forward_error:.1e} forward, {self.proof.backward_error:.1e} backward"
-        return f"{self.name:<15} {1000 * self.seconds:9.3f} ms  {errors}  {', '.join(self.kernels)[:120]}".rstrip()
+        milliseconds = 1000 * self.seconds
+        kernels = ", ".join(self.kernels)[:120]
+        return f"{self.name:<15} {milliseconds:9.3f} ms  {errors}  {kernels}".rstrip()
 
 
 def attention_rows(needs: AttentionNeeds, machine: Machine | None = None, seconds: float = 0.5) -> list[AttentionRow]:
-    """Every kernel of the table tried on this device: time, error and the kernel that ran, or the reason against it."""
-    return [_row(name, needs, machine or machine_of(needs.device), seconds) for name in NAMES]
+    """Try every kernel of the table on this device: time, errors and device kernels, or the reason against it."""
+    machine = machine or machine_of(needs.device)
+    return [_row(name, needs, machine, seconds) for name in NAMES]
 
 
 def _row(name: str, needs: AttentionNeeds, machine: Machine, seconds: float) -> AttentionRow:
@@ -229,8 +253,7 @@ def _row(name: str, needs: AttentionNeeds, machine: Machine, seconds: float) -> 
     try:
         attention = build_attention(name)
         proof = prove_attention(attention, needs)
-        return AttentionRow(
-            name, None, proof, time_attention(attention, needs, seconds), kernels_that_ran(attention, needs)
-        )
+        measured = time_attention(attention, needs, seconds)
+        return AttentionRow(name, None, proof, measured, kernels_that_ran(attention, needs))
     except (RuntimeError, ImportError, NotImplementedError, UsageError) as error:
         return AttentionRow(name, " ".join(str(error).split())[:300])

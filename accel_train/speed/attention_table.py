@@ -1,7 +1,7 @@
-"""What each attention kernel can do, as data, and why one cannot run here.
+"""Table of the capabilities of each attention kernel, and the reasons why a kernel cannot run here.
 
-The rows say what torch 2.13 and the makers' documentation state. Rows for CUDA are not measured on every device of
-their range: `resolve_attention` proves the chosen kernel on the device at hand before it is used.
+The rows follow torch 2.13 and the vendors' documentation. Rows for CUDA are not measured on every device of their
+range: `resolve_attention` proves the chosen kernel on the actual device before its first use.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """One model's attention on one device: what a kernel must be able to do, and the shapes that it will meet."""
+    """Requirements of one model's attention on one device: features, dtype and shapes."""
 
     device: torch.device
     dtype: torch.dtype
-    """Of queries, keys and values in the computation: bf16 under autocast, whatever the weights are."""
+    """Dtype of queries, keys and values in the computation: bf16 under autocast, whatever the weights are."""
     head_size: int
     heads: int = 4
     length: int = 128
-    """Tokens of a row over all streams, padding included: N."""
+    """Tokens of a row over all streams, padding included (N)."""
     batch: int = 4
     """Samples per process per forward."""
     mask: bool = True
-    """Rows are padded: a mask of keys is given."""
+    """Rows are padded, with a mask of keys."""
     backward: bool = True
     deterministic: bool = False
     """Two backward passes must agree bit for bit (`torch.use_deterministic_algorithms`)."""
     compiled: bool = False
     """The blocks are compiled with fullgraph=True."""
     cross: bool = False
-    """Some layers have another number of keys than of queries; they are without a mask."""
+    """Some layers have different numbers of keys and queries, without a mask."""
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -51,27 +51,27 @@ class Backend:
 
     name: str
     device: str
-    """Device type; "any" for what every device has."""
+    """Device type, or "any"."""
     dtypes: tuple[str, ...]
     mask: Literal["native", "packed"]
-    """native: reads a mask of keys; packed: rows become sequences of different lengths."""
+    """native: reads a mask of keys. packed: rows become sequences of different lengths."""
     largest_head: int | None = None
     head_multiple: int = 1
     capability: tuple[int, int] | None = None
     """Lowest compute capability."""
     majors: tuple[int, ...] = ()
-    """The only major compute capabilities; empty: all from `capability` up."""
+    """The only major compute capabilities. Empty: all from `capability` up."""
     dropout: bool = True
     """Dropout of the weights inside the kernel. No model here uses it."""
     backward: bool = True
     deterministic: bool = True
     """The backward can be made deterministic."""
     compiles: bool = True
-    """Inside a compiled block without a graph break."""
+    """Runs inside a compiled block without a graph break."""
     requires: tuple[str, ...] = ()
     """Modules that must be importable."""
     install: str = ""
-    """What gives them."""
+    """Package that provides them."""
 
 
 _ALL = ("float64", "float32", "bfloat16", "float16")
@@ -176,7 +176,7 @@ PREFERENCE: tuple[tuple[str, bool | None, tuple[str, ...]], ...] = (
     ("cuda", None, ("sdpa_flash", "sdpa_efficient", "sdpa")),
     ("any", None, ("sdpa",)),
 )
-"""What `auto` tries in order: of the first line that fits the device (major capability, type) and the mask."""
+"""Kernels of `auto`, in order. The first line with the device (major capability or type) and the mask applies."""
 
 
 def _importable(module: str) -> bool:
@@ -188,7 +188,7 @@ def _importable(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the table is compared with; built by hand in a test of another machine."""
+    """The device and packages to compare with the table. Tests build other machines by hand."""
 
     device: str
     capability: tuple[int, int] | None = None
@@ -196,13 +196,14 @@ class Machine:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """The device at hand. Asks its capability; does not wait for it."""
-    on_gpu = device.type == "cuda" and torch.cuda.is_available()
-    return Machine(device.type, torch.cuda.get_device_capability(device) if on_gpu else None)
+    """Describe the actual device. Does not wait for it."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return Machine(device.type, torch.cuda.get_device_capability(device))
+    return Machine(device.type)
 
 
 def why_not(name: str, needs: AttentionNeeds, machine: Machine) -> str | None:
-    """Why the named kernel cannot do what is needed here, in words; None where it can. Imports nothing."""
+    """Return the reason why the named kernel cannot run here, or None where it can. Imports nothing."""
     rows = [row for row in BACKENDS if row.name == name]
     row = next((row for row in rows if row.device in (machine.device, "any")), None)
     if row is None:
@@ -217,25 +218,31 @@ def able(needs: AttentionNeeds, machine: Machine) -> tuple[str, ...]:
 
 
 def preferred(needs: AttentionNeeds, machine: Machine) -> tuple[str, ...]:
-    """What `auto` tries, best first: `able` in the order of `PREFERENCE`. Never empty: sdpa runs everywhere."""
-    kinds = {machine.device, "any", *([str(machine.capability[0])] if machine.capability else [])}
+    """Candidates of `auto`, best first, in the order of `PREFERENCE`. Never empty: sdpa runs everywhere."""
+    kinds = {machine.device, "any"}
+    if machine.capability:
+        kinds.add(str(machine.capability[0]))
     order = next(o for kind, mask, o in PREFERENCE if kind in kinds and mask in (needs.mask, None))
     return tuple(name for name in order if why_not(name, needs, machine) is None)
 
 
 def _why_not_device(row: Backend, machine: Machine) -> str | None:
-    lowest, found = row.capability, machine.capability
+    lowest = row.capability
+    found = machine.capability
     if lowest and (found is None or found < lowest or (row.majors and found[0] not in row.majors)):
         wanted = " or ".join(f"{major}.x" for major in row.majors) or f"{lowest[0]}.{lowest[1]} or higher"
         return f"it needs compute capability {wanted}, this device has {found and '.'.join(map(str, found))}"
     missing = [module for module in row.requires if not machine.importable(module)]
+    if missing and row.install:
+        return f"{missing[0]} cannot be imported: install {row.install}"
     if missing:
-        return f"{missing[0]} cannot be imported" + (f": install {row.install}" if row.install else "")
+        return f"{missing[0]} cannot be imported"
     return None
 
 
 def _why_not_numbers(row: Backend, needs: AttentionNeeds) -> str | None:
-    dtype, head = str(needs.dtype).removeprefix("torch."), needs.head_size
+    dtype = str(needs.dtype).removeprefix("torch.")
+    head = needs.head_size
     if dtype not in row.dtypes:
         return f"it computes in {' or '.join(row.dtypes)}, not {dtype}"
     if row.largest_head and head > row.largest_head:
@@ -243,9 +250,8 @@ def _why_not_numbers(row: Backend, needs: AttentionNeeds) -> str | None:
     if head % row.head_multiple:
         return f"channels per head must be a multiple of {row.head_multiple}, here {head}"
     if row.name == "sdpa_cudnn" and needs.mask and needs.length % 128 == 64:
-        return f"with a mask and length {needs.length} (64 more than a multiple of 128) its gradients can be NaN " + (
-            "(pytorch#196678)"
-        )
+        excess = f"length {needs.length} (64 more than a multiple of 128)"
+        return f"with a mask and {excess} its gradients can be NaN (pytorch#196678)"
     return None
 
 

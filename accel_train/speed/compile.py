@@ -1,8 +1,8 @@
-"""torch.compile, block by block and in place: names stay, the second block reuses the code of the first.
+"""torch.compile, block by block and in place: parameter names stay, and all blocks share the code of the first.
 
 Order: `apply_attention`, `apply_activation_checkpointing`, `apply_compile`, then the optimizer and `prepare`.
-Compiled code is kept on disk between runs in TORCHINDUCTOR_CACHE_DIR (by default below /tmp): on a cluster set it to
-a directory that outlives the job, and a restart compiles in seconds.
+Compiled code is cached between runs in TORCHINDUCTOR_CACHE_DIR (by default below /tmp). On a cluster set it to a
+directory that outlives the job, and a restart compiles in seconds.
 """
 
 from __future__ import annotations
@@ -30,47 +30,52 @@ class CompileConfig:
     """Compilation of the model's blocks by torch.compile, each in place and with fullgraph=True."""
 
     mode: Literal["off", "auto", "on"] = "off"
-    """on: compile, or stop with the cause. auto: compile where that works, else run uncompiled and say so. It pays
-    where a step is bound by launches and elementwise work (small models on a GPU; not yet measured), little where
-    matrix products dominate; measure with `accel-train compare`. Evaluation and sampling run uncompiled."""
+    """on: compile, or stop with the cause. auto: compile where that works, else run uncompiled with a warning. Most
+    useful where launches and elementwise work dominate a step (small models on a GPU, not yet measured), least where
+    matrix products do. Measure with `accel-train compare`. Evaluation and sampling run uncompiled."""
     optimize: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead"] = "default"
-    """torch's mode. max-autotune-no-cudagraphs tries kernels and compiles longer where there are several, on a GPU.
+    """torch's mode. max-autotune-no-cudagraphs tries several kernels on a GPU and compiles longer.
     reduce-overhead replays CUDA graphs: it needs a GPU and one micro-batch per step."""
     dynamic: bool = False
-    """False: one compilation per shape. True: where a second shape comes, one compilation for all further ones:
-    for batches whose lengths vary, at some speed."""
+    """False: one compilation per shape. True: one more compilation, at the second shape, for all further shapes. For
+    batches of varying lengths, at some loss of speed."""
     recompile_budget: PositiveInt = 8
-    """Compilations of a code that was compiled before; above it a warning names the guard that failed."""
+    """Recompilations before a warning. The warning names the failed guard."""
 
 
 class CompiledBlocks:
-    """What `apply_compile` did, and what compilation has cost since. One per process."""
+    """Result of `apply_compile`, with the cost of compilation since. One per process."""
 
     def __init__(self, config: CompileConfig, blocks: int, notice: str) -> None:
         self.config = config
         self.blocks = blocks
-        """How many blocks are compiled: 0 where it is off."""
+        """Number of compiled blocks, 0 where compilation is off."""
         self.notice = notice
-        """A line for the log: what was decided and why."""
+        """Log line with the decision and its reason."""
         self.failure: str | None = None
-        """Why the blocks run uncompiled though they were to be compiled."""
+        """Cause of a failed compilation. The blocks then run uncompiled."""
         self.seconds = 0.0
-        """Spent in calls that compiled, their first run included."""
+        """Time of the calls with a compilation, including their first run."""
         self.graphs = 0
         self.recompilations = 0
         self.guards: list[str] = []
-        """Of each recompilation, the guard that failed."""
+        """The failed guard of each recompilation."""
 
     def fields(self) -> dict[str, Any]:
-        """For metrics.jsonl, at log points: costs nothing, waits for nothing. Empty where compile is off."""
+        """Fields for metrics.jsonl at log points, without cost or wait. Empty where compilation is off."""
         if not self.blocks:
             return {}
-        counts = {"compile_graphs": self.graphs, "compile_recompilations": self.recompilations}
-        failed = {"compile_failure": self.failure} if self.failure else {}
-        return {"compile_seconds": round(self.seconds, 3), **counts, **failed}
+        fields: dict[str, Any] = {
+            "compile_seconds": round(self.seconds, 3),
+            "compile_graphs": self.graphs,
+            "compile_recompilations": self.recompilations,
+        }
+        if self.failure:
+            fields["compile_failure"] = self.failure
+        return fields
 
     def record(self, seconds: float, reasons: list[str | None]) -> None:
-        """Count graphs compiled in one call, each with the guard behind it, None for a first compilation."""
+        """Count the graphs compiled in one call, each with its failed guard, None for a first compilation."""
         if not self.graphs:
             logger.info(f"compile: one graph for {self.blocks} blocks, compiled in {seconds:.1f} s")
         self.seconds += seconds
@@ -79,7 +84,7 @@ class CompiledBlocks:
         before = self.recompilations
         self.recompilations += len(again)
         self.guards.extend(again)
-        if before <= self.config.recompile_budget < self.recompilations:
+        if before <= self.config.recompile_budget < self.recompilations:  # warn once
             logger.warning(
                 f"compile: {self.recompilations} recompilations, the budget compile.recompile_budget is "
                 f"{self.config.recompile_budget}. The last guard that failed: {self.guards[-1]}. Each costs seconds: "
@@ -87,11 +92,12 @@ class CompiledBlocks:
             )
 
     def fail(self, error: BaseException) -> None:
-        """A block did not compile: stop with mode on, go on uncompiled with auto."""
+        """Handle a failed compilation: stop with mode on, go on uncompiled with auto."""
         cause = _cause(error)
         if "deepspeed" in cause.lower() and not compiler_error(str(_innermost(error))):
             cause = f"ZeRO-3 fetches weights in hooks inside the block, which cannot be compiled as one graph ({cause})"
-        if torn := _torn_library(error):
+        torn = _torn_library(error)
+        if torn:
             cause = f"a process was killed while it compiled and left half a library: delete {torn} ({cause})"
         if self.config.mode == "on":
             raise UsageError(
@@ -109,19 +115,20 @@ def apply_compile(
     accumulation_steps: int = 1,
     backend: str = "inductor",
 ) -> CompiledBlocks:
-    """Compile every block of `blocks_of(model)` in place; compilation itself happens in the first training step.
+    """Set up every block of `blocks_of(model)` for compilation, in place. It compiles in the first training step.
 
-    Call it on every process, after activation checkpointing and before the optimizer and `prepare`. Sets two
-    options of torch for the process: backwards are compiled with their forward, so that a failure shows where it can
-    be handled, and the limit of recompilations is lifted above `recompile_budget`. Raises `UsageError` for what
-    cannot work: with mode on a missing compiler, and in any mode reduce-overhead without a GPU or with accumulation.
+    Call it on every process, after activation checkpointing and before the optimizer and `prepare`. Sets two options
+    of torch for the process: backwards are compiled with their forward, so that a failure can be handled there, and
+    the recompilation limit is raised above `recompile_budget`. Raises `UsageError` for a missing compiler with mode
+    on, and in any mode for reduce-overhead without a GPU or with accumulation.
     """
     _refuse(config, device, accumulation_steps)
     if config.mode == "off":
         return CompiledBlocks(config, 0, "compile: off")
-    if reason := _why_not(device, backend):
-        if config.mode == "on":
-            raise UsageError(f"compile.mode on: cannot compile: {reason}. Or set compile.mode to auto or off.")
+    reason = _why_not(device, backend)
+    if reason and config.mode == "on":
+        raise UsageError(f"compile.mode on: cannot compile: {reason}. Or set compile.mode to auto or off.")
+    if reason:
         return CompiledBlocks(config, 0, f"compile: off (auto: {reason})")
     blocks = blocks_of(model)
     names = f"{len(blocks)} blocks ({type(blocks[0]).__name__})"
@@ -139,8 +146,11 @@ def apply_compile(
 
 
 class _Watched:
-    """The compiled call of one block. Counts what it compiles; runs the plain one without gradients, so that
-    evaluation with its own shapes compiles nothing, and after a failure."""
+    """The compiled call of one block, with a count of its compilations.
+
+    Without gradients the plain call runs, so that evaluation with its own shapes compiles nothing. The same holds
+    after a failure.
+    """
 
     def __init__(self, block: nn.Module, watch: CompiledBlocks) -> None:
         compiled = block._compiled_call_impl  # pyright: ignore[reportPrivateUsage]
@@ -152,14 +162,16 @@ class _Watched:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self.watch.failure is not None or not torch.is_grad_enabled():
             return self.plain(*arguments, **named)
-        before, started = _graphs(), time.perf_counter()
+        before = _graphs()
+        started = time.perf_counter()
         try:
             result = self.compiled(*arguments, **named)
         except _compile_errors() as error:
             self.watch.fail(error)
             return self.plain(*arguments, **named)
-        if made := _graphs() - before:
-            self.watch.record(time.perf_counter() - started, _reasons(made))
+        compiled = _graphs() - before
+        if compiled:
+            self.watch.record(time.perf_counter() - started, _reasons(compiled))
         return result
 
 
@@ -178,7 +190,7 @@ def _refuse(config: CompileConfig, device: torch.device, accumulation_steps: int
 
 
 def _why_not(device: torch.device, backend: str) -> str | None:
-    """What is missing for torch.compile here, in words and with the remedy; nothing is compiled for it."""
+    """Return the obstacle to torch.compile here, with the remedy, or None. Compiles nothing."""
     from torch._dynamo import config as dynamo
 
     if dynamo.disable:
@@ -187,9 +199,11 @@ def _why_not(device: torch.device, backend: str) -> str | None:
         return "failures would be silent (unset TORCHDYNAMO_SUPPRESS_ERRORS)"
     if backend != "inductor":
         return None
-    if device.type == "cuda":
-        return None if find_spec("triton") else "triton cannot be imported (pip install triton)"
-    return _why_no_compiler()
+    if device.type != "cuda":
+        return _why_no_compiler()
+    if find_spec("triton") is None:
+        return "triton cannot be imported (pip install triton)"
+    return None
 
 
 def _why_no_compiler() -> str | None:
@@ -207,7 +221,7 @@ def _set_torch(config: CompileConfig) -> None:
     import torch._functorch.config as functorch
 
     functorch.force_non_lazy_backward_lowering = True
-    # Above torch's limit of 8 fullgraph=True stops the run, in the middle of it.
+    # With fullgraph=True, torch stops the run at its limit of 8 recompilations.
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64, 4 * config.recompile_budget)
 
 
@@ -224,17 +238,18 @@ def _graphs() -> int:
 
 
 def _reasons(count: int) -> list[str | None]:
-    """Of the last `count` graphs: the first line of the guard that failed, None for code never compiled before."""
+    """The failed guard of each of the last `count` graphs, its first line, or None for code never compiled before."""
     from torch._dynamo.utils import get_compilation_metrics
 
     frames = [entry for entry in get_compilation_metrics() if entry.is_forward]
-    found = [entry.recompile_reason for entry in frames[-count:]]
-    return [reason.splitlines()[0] if reason else None for reason in found]
+    reasons = [entry.recompile_reason for entry in frames[-count:]]
+    return [reason.splitlines()[0] if reason else None for reason in reasons]
 
 
 def _torn_library(error: BaseException) -> str | None:
-    """The file in torch's cache that the loader of libraries cannot read. torch links it in place."""
-    torn = re.search(r"(/.+?\.so): (file too short|invalid ELF header|cannot read file data)", str(_innermost(error)))
+    """The unreadable library in torch's cache, if any. torch links it in place, so a kill can leave half of it."""
+    message = str(_innermost(error))
+    torn = re.search(r"(/.+?\.so): (file too short|invalid ELF header|cannot read file data)", message)
     return torn[1] if torn else None
 
 
@@ -245,8 +260,10 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost cause, on one line: the compiler's own where there is one, with the path at which it broke."""
+    """The innermost cause, on one line: the C++ compiler's own error, where there is one, with a suspicious path."""
     error = _innermost(error)
-    said = compiler_error(str(error))
-    words = [said or " ".join(str(error).split())[:400], *(paths_with_a_space() if said else ())]
-    return f"{type(error).__name__}: {'; '.join(words)}".rstrip(". ")
+    message = compiler_error(str(error))
+    causes = [" ".join(str(error).split())[:400]]
+    if message:
+        causes = [message, *paths_with_a_space()]
+    return f"{type(error).__name__}: {'; '.join(causes)}".rstrip(". ")

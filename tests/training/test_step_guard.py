@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from accel_train.training.accumulation import GradientWindow, StepResult
-from accel_train.training.step_guard import NonFiniteError, StepGuard, resolve_step_guard
+from accel_train.training.accumulation import GradientWindow
+from accel_train.training.step_guard import NonFiniteError, StepGuard, StepResult, resolve_step_guard
 from benchmarks.reads import HostReads
 
 pytestmark = pytest.mark.usefixtures("fresh")
