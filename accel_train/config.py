@@ -37,6 +37,7 @@ class UsageError(ValueError):
     """
 
 
+# Infinite upper bounds are exclusive, so .inf is refused.
 PositiveInt = Annotated[int, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Interval(gt=0, lt=float("inf"))]
@@ -86,6 +87,7 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
             # A preset of another recipe.
             raise UsageError(f"{error}. Presets of this recipe are {', '.join(names)}") from None
         raise
+    # The file is validated before the flags, so that its errors name a position.
     base = from_tree(cls, tree, str(path), places)
     if "--help" in arguments or "-h" in arguments:
         _print_help(cls, base, names)
@@ -306,6 +308,7 @@ def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     if error["type"] == "value_error":
         # From a group's own check, with a complete text.
         return f"{there}: {key}: {message}" if key else f"{there}: {message}"
+    # pydantic names the bound of the range, which is infinite for a positive number.
     value = error.get("input")
     if isinstance(value, float) and not math.isfinite(value):
         message = "Input should be a finite number"
@@ -333,6 +336,7 @@ def _print_help(cls: type, base: object, names: Sequence[str]) -> NoReturn:
         "--print_config shows the result."
     )
     description = f"{inspect.getdoc(cls) or ''}\n\n{usage}"
+    # One process of several prints.
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     tyro.cli(
         cls,
@@ -345,7 +349,12 @@ def _print_help(cls: type, base: object, names: Sequence[str]) -> NoReturn:
     raise SystemExit(0)
 
 
-def _origins(tree: Tree, source: str, config: object, flags: Mapping[str, Any]) -> dict[str, str]:
+def _origins(
+    tree: Tree,
+    source: str,
+    config: object,
+    flags: Mapping[str, Any],
+) -> dict[str, str]:
     in_file = flatten(tree)
     origins: dict[str, str] = {}
     for key in flatten(to_tree(config)):

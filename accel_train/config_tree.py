@@ -36,12 +36,12 @@ def experiment_tree(config: object) -> Tree:
     return {key: value for key, value in to_tree(config).items() if key not in INVOCATION_OPTIONS}
 
 
-# PyYAML would quote nothing but what its own rules (YAML 1.1) read as another type.
 class _Dumper(yaml.SafeDumper):
     """Dumper that quotes text unless it begins with a letter. PyYAML leaves 1e3 bare, to be read back as a number."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # None lets PyYAML quote by its own rules, which cover words such as null and yes.
     style = None if text[:1].isalpha() else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 

@@ -63,6 +63,7 @@ def read_flags(kinds: Mapping[str, Any], arguments: Sequence[str], presets: Sequ
         flag, equals, attached = word.partition("=")
         name = flag[2:].replace("-", "_")
         negated = _negated_option(name, kinds)
+        # --no_flag takes no value.
         if negated is not None and not equals:
             values[negated] = False
             continue
@@ -102,7 +103,9 @@ def _value(flag: str, kind: Any, words: Sequence[str]) -> Any:
         is_none = len(words) == 1 and words[0].lower() in ("none", "null")
         if is_none and type(None) in scalars:
             return None
+        # An element is never null.
         return [_scalar(word, scalars - {type(None)}) for word in words]
+    # --flag alone switches a boolean option on.
     if kind is bool and not words:
         return True
     if not words:
@@ -155,6 +158,7 @@ def scalar_types(kind: Any) -> set[type]:
             for element in _element_types(part):
                 found |= scalar_types(element)
         elif part is float:
+            # A whole number is a valid float.
             found |= {int, float}
         else:
             found.add(part)
@@ -240,7 +244,12 @@ def _hint(kind: Any, value: Any) -> str:
     return did_you_mean(nearest(value, choices))
 
 
-def stray(word: str, after: Sequence[str], known: Sequence[str], presets: Sequence[str]) -> str:
+def stray(
+    word: str,
+    after: Sequence[str],
+    known: Sequence[str],
+    presets: Sequence[str],
+) -> str:
     """Return the error for a word that belongs to no flag, with the probable meaning."""
     name, equals, value = word.partition("=")
     name = name.lstrip("-").replace("-", "_")
@@ -277,6 +286,7 @@ def nearest_option(key: str, known: Sequence[str]) -> str | None:
     meant = nearest(key, known)
     if meant:
         return meant
+    # The last of several options with the same leaf wins.
     by_leaf = {option.rsplit(".", 1)[-1]: option for option in known}
     leaf = nearest(key.rsplit(".", 1)[-1], by_leaf)
     if leaf is None:

@@ -77,6 +77,7 @@ def read_document(path: Path) -> Document:
 def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
+            # Never more, whatever the size of the file.
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -87,6 +88,7 @@ def _read_text(path: Path) -> str:
             "give the settings file, not a data file"
         )
     try:
+        # Editors on Windows begin a file with a byte order mark.
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = data[: error.start]
@@ -155,6 +157,7 @@ def _syntax(path: Path, error: yaml.MarkedYAMLError) -> str:
     if mark:
         where = f"{path}:{mark.line + 1}:{mark.column + 1}"
     problem = error.problem or error.context or "not YAML"
+    # PyYAML's own texts are recognised by fragments. Without a match the text below still has its words.
     if "\\t" in problem:
         return f"{where}: a tab, which YAML does not allow here; indent with spaces"
     if problem.startswith("but found another document"):
@@ -213,6 +216,7 @@ def _scalar(node: yaml.Node) -> object:
     kind = node.tag.removeprefix(_TAG)
     if not node.tag.startswith(_TAG) or kind not in _SCALARS:
         raise _refuse_tag(node)
+    # PyYAML decodes a lone surrogate escape to text that cannot be written.
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise _refuse(node, "half of a character (a lone surrogate escape); write the character itself")
     if kind == "int" and _LEADING_ZERO.fullmatch(text):
