@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -14,6 +16,32 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one test on each core (-n auto): more
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "of the tests that -m selects, those of part DAY of PARTS; with -m slow, a part each day"
+    parser.addoption("--part", metavar="DAY/PARTS", type=part, help=text)
+
+
+def part(words: str) -> tuple[int, int]:
+    """'20780/14' -> (4, 14). The day may be counted from anywhere."""
+    day, parts = map(int, words.split("/"))
+    return day % parts, parts
+
+
+@pytest.hookimpl(trylast=True)  # after -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.part is None:
+        return
+    today, parts = config.option.part
+    places: Counter[str] = Counter()
+    due: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:  # those of a file, which take about as long, go to different days
+        file = item.nodeid.partition("::")[0]
+        due[(zlib.crc32(file.encode()) + places[file]) % parts == today].append(item)
+        places[file] += 1
+    config.hook.pytest_deselected(items=due[False])
+    items[:] = due[True]
 
 
 def forget() -> None:

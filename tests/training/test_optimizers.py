@@ -282,10 +282,10 @@ def test_the_table_of_the_page_is_the_one_that_runs_are_checked_against():
     assert text == optimizer_table.page(text), "run: python -m tests.optimizer_table"
 
 
-def test_the_dev_extra_brings_what_the_table_says_was_run():
+def test_the_extra_for_all_tests_brings_what_the_table_says_was_run():
     extras = tomllib.loads((optimizer_table.PAGE.parents[1] / "pyproject.toml").read_text())["project"]
     extras = extras["optional-dependencies"]
-    assert set(extras["bitsandbytes"]) <= set(extras["dev"])
+    assert set(extras["bitsandbytes"]) <= set(extras["test-all"])
 
 
 @pytest.mark.parametrize(("name", "strategy", "precision", "allowed", "remark"), list(optimizer_table.rows()))
