@@ -6,7 +6,9 @@ import itertools
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +44,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         places[file] += 1
     config.hook.pytest_deselected(items=due[False])
     items[:] = due[True]
+
+
+EXTRAS = ("bitsandbytes", "deepspeed", "diffusers", "tensorboard", "torchao")
+"""Packages of the extra ``test-all``: where one is missing, the tests that need it skip and name it."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> object:
+    return (yield from skip_without_extra())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> object:
+    return (yield from skip_without_extra())
+
+
+def skip_without_extra() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except (ModuleNotFoundError, PackageNotFoundError) as error:
+        package = (error.name or "").partition(".")[0]
+        if package in EXTRAS and find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install -e '.[test-all]'")
+        raise
 
 
 def forget() -> None:

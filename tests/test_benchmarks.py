@@ -26,6 +26,7 @@ from benchmarks.method import RESULTS, ROOT, Row, in_turns, line, row, write_res
 from benchmarks.reads import HostReads
 from benchmarks.sd3 import SD3, Shape, batch_of, copy_model, diffusers_model, loss_sum, theirs_call
 from benchmarks.suite import SCRIPTS
+from tests import compiling
 from tests.distributed.launching import environment
 
 IN_PROCESS = {
@@ -258,8 +259,13 @@ def test_every_script_of_the_suite_is_tested() -> None:
     assert set(SCRIPTS) == set(IN_PROCESS) | set(LONG)
 
 
+COMPARED_WITH = {"optimizer": "bitsandbytes", "mmdit_block": "diffusers"}
+
+
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_a_script_runs_at_a_tiny_size(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in COMPARED_WITH:
+        compiling.skip_without(COMPARED_WITH[name])
     threads = torch.get_num_threads()
     monkeypatch.setattr(sys, "argv", [name, "--tiny", "--output", str(tmp_path / "result.json")])
     try:

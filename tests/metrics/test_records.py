@@ -33,6 +33,7 @@ from accel_train.metrics import environment, progress, recorder, records, tracke
 from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.records import LineWriter, encode, read_metrics, repair_metrics, write_json
 from accel_train.metrics.throughput import Throughput
+from tests import compiling
 from tests.waiting import PATIENCE_SECONDS, free_port
 
 FIELDS: dict[str, object] = {
@@ -389,6 +390,7 @@ def broken_tracker() -> Iterator[type[GeneralTracker]]:
 
 
 def run_with_broken(accelerator: Accelerator, folder: Path, steps: range) -> list[int]:
+    compiling.skip_without("tensorboard")
     options = LogConfig(log_every=1, trackers=("broken", "tensorboard"), progress_bar="off")
     with Recorder(accelerator, folder, options, max_steps=100) as recorder:
         for step in steps:
@@ -424,6 +426,7 @@ def test_a_tracker_that_recovers_is_kept(
 def test_a_tracker_that_cannot_start_stops_the_run(
     accelerator: Accelerator, tmp_path: Path, broken_tracker: type[GeneralTracker]
 ) -> None:
+    compiling.skip_without("tensorboard")
     broken_tracker.bad_start = True  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"broken.*could not start.*no route"):
         run_with_broken(accelerator, tmp_path, range(1, 2))
@@ -522,6 +525,7 @@ with setup_logging(folder, accelerator.process_index, accelerator.num_processes)
 
 @pytest.mark.distributed
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    compiling.skip_without("tensorboard")
     processes, port = [], free_port()
     for rank in range(2):
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}

@@ -20,7 +20,7 @@ from accel_train.training.optimizers import (
     set_learning_rate,
 )
 from accel_train.training.shards import Shards
-from tests import optimizer_table
+from tests import compiling, optimizer_table
 
 CPU = torch.device("cpu")
 
@@ -379,6 +379,7 @@ def train_large(model, optimizer, steps):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_eight_bit_adamw_follows_adamw_and_its_state_survives():
+    compiling.skip_without("bitsandbytes")
     config = {"lr": 1e-2, "weight_decay": 0.1}
     torch.manual_seed(0)
     model, plain = Large(), Large()
