@@ -21,7 +21,9 @@ from accel_train.hub.queue import HubQueue
 from accel_train.store import commit, lock, retention
 from accel_train.store.manifest import NAME
 
+AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 STATE_CELLS = {None: "-", True: "yes", False: "no"}
+# Capitals, because a damaged checkpoint should stand out in a long table.
 VERIFIED_CELLS = {None: "sizes only", True: "yes", False: "NO"}
 
 
@@ -91,14 +93,17 @@ def _row(path: Path, pushed: str | None, quick: bool) -> Row:
 
 
 def _step_in_name(path: Path) -> int | None:
-    match = NAME.fullmatch(path.name)
-    return int(match[1]) if match else None
+    if match := NAME.fullmatch(path.name):
+        return int(match[1])
+    return None
 
 
 def _verified(reason: str | None, quick: bool) -> bool | None:
     if reason:
         return False
-    return None if quick else True
+    if quick:  # right sizes prove nothing about the contents
+        return None
+    return True
 
 
 def _read(path: Path, quick: bool) -> tuple[Mapping[str, Any], str | None]:
@@ -152,11 +157,13 @@ def _push_states(found: Place) -> dict[str, str]:
 
 def _shown_metric(found: Place, rows: Sequence[Row]) -> str | None:
     """Return ``checkpoints.best_metric`` of the run, or else the first metric of the newest checkpoint with any."""
-    names = [name for row in reversed(rows) for name in row.metrics]
     best = _best_metric(found.run)
-    if best in names:
+    if any(best in row.metrics for row in rows):
         return best
-    return names[0] if names else None
+    for row in reversed(rows):  # newest first
+        for name in row.metrics:
+            return name
+    return None
 
 
 def _best_metric(run: Path | None) -> str | None:
@@ -174,27 +181,36 @@ def _options(run: Path, group: str) -> dict[str, Any]:
     if not path.is_file():
         return {}
     options = read_tree(path).get(group)
-    return options if isinstance(options, dict) else {}
+    if not isinstance(options, dict):  # edited by hand
+        return {}
+    return options
 
 
 def _cells(row: Row, metric: str | None) -> tuple[str, ...]:
-    value = row.metrics.get(metric) if metric else None
     return (
         row.name,
         "-" if row.step is None else str(row.step),
-        "-" if row.age_seconds is None else _readable_age(row.age_seconds),
+        _readable_age(row.age_seconds),
         readable_size(row.size_bytes),
-        f"{value:.5g}" if isinstance(value, (int, float)) else "-",
+        _readable_metric(row.metrics.get(metric or "")),
         STATE_CELLS[row.state],
         VERIFIED_CELLS[row.verified],
         row.pushed or "-",
     )
 
 
-def _readable_age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
+def _readable_metric(value: object) -> str:
+    if isinstance(value, (int, float)):
+        return f"{value:.5g}"
+    return "-"
+
+
+def _readable_age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, unit_seconds in AGE_UNITS:
+        if seconds >= unit_seconds:
+            return f"{seconds / unit_seconds:.1f} {unit}"
     return f"{seconds:.0f} s"
 
 
@@ -238,6 +254,7 @@ def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = 
     place, directory = find_run(run)
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     keep = _keep_options(place, directory, given)
+    # A dry run deletes nothing, so it may also look at a run in training.
     with _lock_held(directory, needed=not dry_run):
         verified, damaged = retention.survey(directory / "checkpoints", {})
         if not verified:
@@ -246,7 +263,8 @@ def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = 
         newest = verified[-1].step
         later = [path for path in damaged if retention.step_of(path) > newest]
         old = [path for path in damaged if path not in later]
-        plan = retention.plan(verified, old, keep, newest=newest, busy=HubQueue(directory).names())
+        queued = HubQueue(directory).names()
+        plan = retention.plan(verified, old, keep, newest=newest, busy=queued)
         freed = {path: disk_bytes(path) for path in plan.remove}
         freed |= {path: _state_bytes(path) for path in plan.strip}
         done = plan if dry_run else retention.apply(plan)
@@ -343,12 +361,16 @@ def push(place: str, flags: Mapping[str, Any]) -> int:
     from accel_train.hub.pusher import push_now
 
     found = find_place(place)
-    options = _known_options(found.run, "hub", HubConfig) if found.run is not None else {}
+    source = found.path
+    options: dict[str, Any] = {}
+    if found.run is not None:
+        options = _known_options(found.run, "hub", HubConfig)
+        if not found.single:  # RUN/checkpoints stands for the run
+            source = found.run
     for name in option_names(HubConfig):
         if flags.get(name) is not None:
             options[name] = flags[name]
     config = from_tree(HubConfig, options, f"hub options of {found.path}")
-    source = found.path if found.single or found.run is None else found.run
     try:
         urls = push_now(source, config)
     except HubError as error:

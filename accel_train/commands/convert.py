@@ -21,8 +21,9 @@ from accel_train.store import commit, weights
 from accel_train.store.manifest import checkpoint_name
 from accel_train.store.weights import TensorInfo
 
+# Accelerate's model and model_1, transformers' model, diffusers' diffusion_pytorch_model, variants such as .fp16.
 MODEL_STEM = re.compile(r"(?:diffusion_pytorch_)?model(?:_\d+)?(?:\..+)?")
-"""Accelerate's model and model_1, transformers' model, diffusers' diffusion_pytorch_model, variants such as .fp16."""
+# Keys of config.json that are not copied, with the reason.
 DROPPED_KEYS = {
     "auto_map": "it names code for other tools to run",
     "custom_pipelines": "it names code for other tools to run",
@@ -31,7 +32,6 @@ DROPPED_KEYS = {
     "_attn_implementation": "depends on the machine, not on the weights",
     "_attn_implementation_internal": "depends on the machine, not on the weights",
 }
-"""Keys of config.json that are not copied, with the reason."""
 
 
 def convert(source: str, destination: str, *, stem: str | None = None) -> int:

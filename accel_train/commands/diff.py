@@ -21,8 +21,8 @@ from accel_train.wording import shortened
 CHUNK = 1 << 20  # elements compared at a time, in fp64: three temporaries of 8 MiB
 SHARD = re.compile(r"(?P<stem>.+?)(?:-\d{5}-of-\d{5})?\.safetensors")
 INDEX = re.compile(r"(?P<stem>.*?)\.safetensors\.index(?P<variant>.*)\.json")
+# File names of model weights in different tools. Both are the collection model.
 WEIGHTS = ("model", "diffusion_pytorch_model")
-"""File names of model weights in different tools. Both are the collection ``model``."""
 
 Collections = dict[str, dict[str, TensorInfo]]
 

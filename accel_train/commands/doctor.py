@@ -25,8 +25,8 @@ PACKAGES = (
     "deepspeed",
     "flash-attn",
 )
+# Lowest version without known security problems, and the reason.
 ADVISED = {"torch": ("2.10", "CVE-2026-24747"), "transformers": ("5.3", "several CVEs")}
-"""Lowest version without known security problems, and the reason."""
 
 
 def report() -> str:

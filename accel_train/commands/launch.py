@@ -36,13 +36,13 @@ from accel_train.launch_files.requested import (
 from accel_train.parent_death import end_with_parent
 from accel_train.runtime.exiting import EXIT_CODE_VARIABLE, EXIT_PREEMPTED, reported_exit_code
 
+# Received signal -> forwarded signal. SIGUSR1 would end torchrun and leave its workers running.
 FORWARDED: dict[signal.Signals, signal.Signals] = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGTERM,
 }
-"""Received signal -> forwarded signal. SIGUSR1 would end torchrun and leave its workers running."""
 STOPPED_EARLY = "asked to stop before training began; start again to go on (exit code 75)"
 
 

@@ -35,11 +35,11 @@ from accel_train.metrics.gates import Decision, Gate, decide, gate_values, read_
 from accel_train.metrics.progress import format_seconds
 from accel_train.wording import did_you_mean
 
+# Options that must be the same in every variant, except for the varied one.
 EQUAL = ("seed", "global_batch_size", "max_steps", "max_epochs")
-"""Options that must be the same in every variant, except for the varied one."""
+# Exclusive options: a recipe takes one and requires None for the other.
 EXCLUSIVE = ("max_steps", "max_epochs")
-"""Exclusive options: a recipe takes one and requires None for the other."""
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # also the limit on variants
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def _compare(request: Request, gates: Sequence[Gate]) -> int:
     output = _open_output(request)
     plan = report.Plan(request.recipe, variants, key, request.rounds, request.tolerance)
     print("\n".join(report.header(plan, output)), flush=True)
-    result = _result(plan, gates, _Runner(request, recipe, output).run_rounds(variants, key, gates))
+    rounds = _Runner(request, recipe, output).run_rounds(variants, key, gates)
+    result = _result(plan, gates, rounds)
     print("\n".join(report.text(result)), flush=True)
     for path in report.write(result, output):
         print(f"written: {path}", flush=True)
@@ -161,12 +162,16 @@ def read_variants(request: Request, recipe: Path) -> tuple[str | None, list[Vari
 
     Runs the recipe with ``--print_config`` up to twice per variant, which takes a few seconds each.
     """
+    # Both sources may be the same, which measures the noise of the machine.
     bases = {source: read_config(recipe, [source]) for source in dict.fromkeys(request.sources)}
     first = request.sources[0]
     key = None
     if request.vary is not None:
         key, values = _read_vary(request.vary, bases[first])
-        sides = [_Side(f"{key}={value}", first, (f"--{key}", *shlex.split(value))) for value in values]
+        sides: list[_Side] = []
+        for value in values:
+            words = shlex.split(value)  # an option of several values takes several words
+            sides.append(_Side(f"{key}={value}", first, (f"--{key}", *words)))
     else:
         sides = [_Side(source, source) for source in request.sources]
     if request.ablate:
@@ -179,7 +184,9 @@ def read_variants(request: Request, recipe: Path) -> tuple[str | None, list[Vari
     for letter, side in zip(LETTERS, sides, strict=False):
         base = bases[side.source]
         flags = (*_common_flags(request, base, side.source, key), *side.flags)
-        config = read_config(recipe, [side.source, *flags]) if flags else base
+        config = base
+        if flags:
+            config = read_config(recipe, [side.source, *flags])
         variants.append(Variant(letter, side.name, side.source, flags, config))
     if key is not None:
         _refuse_equal_values(key, variants)
@@ -192,8 +199,10 @@ def single_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str
     Skips ``output_dir``, the options in ``EQUAL`` and those of the Hub, since a comparison pushes nothing. Raises
     ``UsageError`` if no option is left or one exists on one side only.
     """
-    differing = [name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
-    names = [n for n in differing if n not in ("output_dir", *EQUAL) and not n.startswith("hub.")]
+    names_in_order = dict.fromkeys((*a, *b))
+    differing = [name for name in names_in_order if a.get(name) != b.get(name)]
+    skipped = ("output_dir", *EQUAL)
+    names = [name for name in differing if name not in skipped and not name.startswith("hub.")]
     # Options in EQUAL have an error of their own, once the variants are read.
     if not names and not set(EQUAL).intersection(differing):
         raise UsageError("--ablate: the two configs have the same options; there is nothing to take apart")
@@ -269,7 +278,9 @@ def refuse_unequal_configs(variants: Sequence[Variant], key: str | None) -> None
             a = first.config.get(name)
             b = other.config.get(name)
             if a != b:
-                remedy = "make it the same in both" if name == "global_batch_size" else f"give --{name} for both"
+                remedy = f"give --{name} for both"
+                if name == "global_batch_size":  # no flag of `compare`
+                    remedy = "make it the same in both"
                 raise UsageError(
                     f"{name}: {a!r} in {first.name}, {b!r} in {other.name}: a fair comparison needs the same; "
                     f"{remedy}, or compare it on purpose with --vary {name}=..."
@@ -294,7 +305,10 @@ class _Runner:
         rounds: list[list[Run]] = []
         for number in range(1, self.request.rounds + 1):
             by_letter: dict[str, Run] = {}
-            for variant in variants if number % 2 else reversed(variants):
+            order = list(variants)
+            if number % 2 == 0:
+                order.reverse()
+            for variant in order:
                 run = self._run(variant, number)
                 by_letter[variant.letter] = run
                 done.append(run)
@@ -324,6 +338,7 @@ class _Runner:
             raise
         run = read_run(variant.letter, number, directory, seconds, cpu_seconds)
         if not self.request.keep_checkpoints:
+            # Deleted at once: the checkpoints of all runs together may not fit on the disk.
             shutil.rmtree(directory / "checkpoints", ignore_errors=True)
         return run
 

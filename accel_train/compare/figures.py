@@ -21,10 +21,10 @@ TAIL_SHARE = 0.1
 # At equal time the runs are at different steps, and losses of single steps differ by chance. The mean of fewer lines
 # is mostly noise.
 LINES_AT_EQUAL_TIME = 5
+# Endings of metrics that are compared as B / A, because 0 means none. All others are compared as B - A.
 RATIOS = ("_seconds", "_per_second", "_gib", "mfu")
-"""Endings of metrics that are compared as B / A, because 0 means none. All others are compared as B - A."""
+# Metrics with one value per log interval.
 WITHIN_A_RUN = ("step_seconds", "samples_per_second")
-"""Metrics with one value per log interval."""
 
 Observations = Mapping[str, Sequence[float]]
 """Metric -> one value per round, in order. A single round has one value per log interval if there are enough."""

@@ -112,8 +112,9 @@ def text(result: Result) -> list[str]:
 
 def _pair_table(result: Result) -> list[str]:
     (found,) = result.effects
-    few = 1 < result.plan.rounds < ROUNDS_FOR_LEVEL
-    interval = "[range]" if few else f"[{LEVEL:.0%} interval]"
+    interval = f"[{LEVEL:.0%} interval]"
+    if 1 < result.plan.rounds < ROUNDS_FOR_LEVEL:
+        interval = "[range]"  # of so few values, the bootstrap interval is the range
     rows = [["metric", "A", "B", "B against A", interval, "reading"]]
     for effect in found:
         sides = [_short(effect.a), _short(effect.b)]
@@ -133,9 +134,10 @@ def _ablation_table(result: Result) -> list[str]:
     rows = [[f"against {first.name}", "step time", "with saves and logs", "processor time", "memory", "loss"]]
     for variant, found in zip(others, result.effects, strict=True):
         effect_of = {effect.metric: effect for effect in found}
-        memory = "memory_peak_gib" if "memory_peak_gib" in effect_of else "process_rss_gib"
-        metrics = ("step_seconds", "loop_step_seconds", "loop_step_cpu_seconds", memory)
-        cells = [_ratio_cell(effect_of.get(name)) for name in metrics]
+        # The first exists on CUDA only, the second on CPU only.
+        memory = effect_of.get("memory_peak_gib") or effect_of.get("process_rss_gib")
+        times = [effect_of.get(name) for name in ("step_seconds", "loop_step_seconds", "loop_step_cpu_seconds")]
+        cells = [_ratio_cell(effect) for effect in (*times, memory)]
         rows.append([variant.name, *cells, _loss_cell(effect_of.get("loss"))])
     return _aligned(rows)
 
@@ -247,10 +249,12 @@ def _gate_lines(result: Result) -> list[str]:
     several = result.plan.key is not None or result.plan.is_ablation
     lines: list[str] = []
     for variant, decisions in zip(result.plan.variants[1:], result.decisions, strict=True):
-        name = f"{variant.name}: " if several else ""
-        for d in decisions:
-            shown = f"{_short(d.value.median)} {_brackets(d.value)}".rstrip()
-            lines.append(f"gate {name}{d.gate.text}: {shown} {d.verdict}: {d.reason}")
+        for decision in decisions:
+            gate = decision.gate.text
+            if several:
+                gate = f"{variant.name}: {gate}"
+            value = f"{_short(decision.value.median)} {_brackets(decision.value)}".rstrip()
+            lines.append(f"gate {gate}: {value} {decision.verdict}: {decision.reason}")
     return lines
 
 
@@ -284,10 +288,15 @@ def write(result: Result, output: Path) -> list[Path]:
 def as_json(result: Result) -> dict[str, Any]:
     """Return the whole result and its environment. Values are per round, or per log interval of a single round."""
     plan = result.plan
-    letters = [v.letter for v in plan.variants[1:]]
-    effects = dict(zip(letters, result.effects, strict=True))
-    decisions = dict(zip(letters, result.decisions, strict=True))
     first = result.rounds[0][0]
+    variants: list[dict[str, Any]] = []
+    for variant, values in zip(plan.variants, result.values, strict=True):
+        variants.append(asdict(variant) | {"values": dict(values)})
+    effects: dict[str, Any] = {}
+    gates: dict[str, Any] = {}
+    for variant, found, decisions in zip(plan.variants[1:], result.effects, result.decisions, strict=True):
+        effects[variant.letter] = {effect.metric: _effect_json(effect) for effect in found}
+        gates[variant.letter] = [asdict(decision) for decision in decisions]
     return {
         "schema": 1,
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -301,11 +310,11 @@ def as_json(result: Result) -> dict[str, Any]:
         "tolerance": plan.tolerance,
         "data_fingerprint": first.fingerprint,
         "window": asdict(result.window),
-        "variants": [asdict(v) | {"values": dict(o)} for v, o in zip(plan.variants, result.values, strict=True)],
+        "variants": variants,
         "differences": plan.differences(),
-        "effects": {letter: {e.metric: _effect_json(e) for e in found} for letter, found in effects.items()},
+        "effects": effects,
         "best": best_lines(result) if plan.key else None,
-        "gates": {letter: [asdict(d) for d in found] for letter, found in decisions.items()},
+        "gates": gates,
         "runs": [_run_json(run) for run in chain.from_iterable(result.rounds)],
     }
 
@@ -339,8 +348,9 @@ def draw(result: Result, path: Path) -> None:
         axis.grid(True, alpha=0.25)
     for index, variant in enumerate(result.plan.variants):
         for number, runs in enumerate(result.rounds):
-            label = f"{variant.letter}  {variant.name}" if number == 0 else None
-            style = {"color": f"C{index % 10}", "alpha": 0.6, "linewidth": 1.0, "label": label}
+            style: dict[str, Any] = {"color": f"C{index % 10}", "alpha": 0.6, "linewidth": 1.0}
+            if number == 0:  # one legend entry per variant
+                style["label"] = f"{variant.letter}  {variant.name}"
             _draw_run(panels, runs[index], style)
     panels[0].axvline(result.window.first, color="0.55", linestyle=":", label="warm-up ends")
     panels[0].set_ylim(bottom=0, top=_step_time_limit(result))
@@ -379,4 +389,4 @@ def _step_time_limit(result: Result) -> float:
     for run in chain.from_iterable(result.rounds):
         seconds += interval_seconds(run, window)
     percentile_90 = sorted(seconds)[ceil(0.9 * len(seconds)) - 1]
-    return max(1.6e3 * percentile_90, 1e-3)
+    return max(1.6e3 * percentile_90, 1e-3)  # in ms, with headroom; matplotlib warns of a limit of 0

@@ -27,16 +27,16 @@ from accel_train.metrics.records import NON_FINITE, read_metrics
 Line = Mapping[str, Any]
 """One line of ``metrics.jsonl``."""
 
+# Output lines shown of a failed run.
 LINES_SHOWN = 20
-"""Output lines shown of a failed run."""
+# Time between SIGTERM and SIGKILL for the processes of an interrupted run.
 GRACE_SECONDS = 10.0
-"""Time between SIGTERM and SIGKILL for the processes of an interrupted run."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A line of --print_config: name, Python literal, origin.
 OPTION = re.compile(r"(?P<name>[A-Za-z_][\w.]*): (?P<value>.*\S) *  # .*")
-"""A line of ``--print_config``: name, Python literal, origin."""
 USAGE_ERROR = re.compile(r".*error \(wrong usage, exit code 2\): ", re.DOTALL)
+# Fields of an environment line that differ from run to run.
 NOT_HARDWARE = ("event", "time", "elapsed_seconds", "processor_seconds", "command")
-"""Fields of an environment line that differ from run to run."""
 # If this process is killed, it cannot end its run, so the kernel has to. A program that execs the command, not a
 # preexec_fn: that is unsafe in a process with threads, and numpy starts some.
 END_WITH_PARENT = """

@@ -18,12 +18,12 @@ from accel_train.metrics.records import read_metrics
 Records = Sequence[Mapping[str, Any]]
 
 HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
+# Last word of evaluation values that say how an evaluation was done, not what came out.
 NOT_DRAWN = ("seconds", "samples", "steps", "tokens", "count")
-"""Last word of evaluation values that say how an evaluation was done, not what came out."""
 
 EVALUATION_UNITS = {"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"}
+# Points from which a noisy curve gets a smoothed one over it.
 SMOOTH_FROM = 40
-"""Points from which a noisy curve gets a smoothed one over it."""
 
 
 @dataclass

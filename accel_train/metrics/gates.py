@@ -25,6 +25,7 @@ FORMS = (
     "speedup (step_seconds of A / step_seconds of B), NAME (the value of B), NAME_delta (B - A; with a percent sign, "
     "relative to A) and NAME_ratio (B / A)"
 )
+# Metrics of every recipe's runs, absent where the machine cannot measure them. Loss terms are loss_TERM.
 COMPARED = (
     "step_seconds",
     "samples_per_second",
@@ -40,9 +41,8 @@ COMPARED = (
     "loss_last_tenth",
     "loss_equal_time",
 )
-"""Metrics of every recipe's runs, absent where the machine cannot measure them. Loss terms are ``loss_TERM``."""
+# Environment variable with the gates of a comparison, one per line. A run checks them against its own metrics.
 GATES_VARIABLE = "ACCEL_TRAIN_GATES"
-"""Environment variable with the gates of a comparison, one per line. A run checks them against its own metrics."""
 Verdict = Literal["passed", "not decided", "FAILED"]
 
 

@@ -20,8 +20,8 @@ from accel_train.metrics.progress import FILE_ONLY
 
 logger = logging.getLogger(__name__)
 
+# Loggers shown on the console from INFO. All others are shown from WARNING.
 OWN = ("accel_train", "recipes", "__main__")
-"""Loggers shown on the console from INFO. All others are shown from WARNING."""
 
 LINE = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"
 

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Attribute of a log record for the log file only, not for the console.
 FILE_ONLY = "file_only"
-"""Attribute of a log record for the log file only, not for the console."""
 
+# Fields of a training line with the kind of its loss, in a run with several. Losses of two kinds are incomparable.
 LOSS_OF = ("mode", "task")
-"""Fields of a training line with the kind of its loss, in a run with several. Losses of two kinds are incomparable."""
 
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 

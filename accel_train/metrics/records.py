@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 EVENTS = ("environment", "config", "resume", "train", "evaluation", "checkpoint", "warning", "end")
 
+# Required fields of a training line, beside event, step and time.
 TRAIN_FIELDS = (
     "loss",
     "epoch",
@@ -31,13 +32,12 @@ TRAIN_FIELDS = (
     "step_seconds",
     "data_wait_fraction",
 )
-"""Required fields of a training line, beside ``event``, ``step`` and ``time``."""
 
+# Events written again by a run resumed at an earlier step.
 REPEATED = ("train", "evaluation")
-"""Events written again by a run resumed at an earlier step."""
 
+# Numbers missing from JSON. They are written as these strings, and float() reads them back.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Numbers missing from JSON. They are written as these strings, and ``float()`` reads them back."""
 
 
 def plain(value: object) -> Any:

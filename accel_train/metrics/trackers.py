@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Argument of pip install for each tracker of Accelerate.
 INSTALL = {
     "tensorboard": '"accel-train[tensorboard]"',
     "trackio": '"accel-train[trackio]"',
@@ -30,10 +31,9 @@ INSTALL = {
     "comet_ml": "comet_ml",
     "dvclive": "dvclive",
 }
-"""Argument of ``pip install`` for each tracker of Accelerate."""
 
+# Consecutive failures before a tracker is switched off.
 MAX_FAILURES = 3
-"""Consecutive failures before a tracker is switched off."""
 
 Scalar = bool | int | float | str
 
