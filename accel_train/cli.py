@@ -124,7 +124,11 @@ def _add_launch(command: argparse.ArgumentParser, *, file_required: bool) -> Non
     command.add_argument("--main_process_ip", help="address of machine 0")
     command.add_argument("--main_process_port", type=int, help="port of machine 0")
     command.add_argument("recipe", help="path of the recipe")
-    command.add_argument("arguments", nargs=argparse.REMAINDER, help="preset or YAML file, and flags of the recipe")
+    command.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,  # also takes --flags, which the recipe parses
+        help="preset or YAML file, and flags of the recipe",
+    )
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
@@ -136,14 +140,31 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("--max_steps", type=int, help="optimizer steps of every run; default: from the configs")
     compare.add_argument("--max_epochs", type=float, help="passes over the data, instead of --max_steps")
     compare.add_argument("--seed", type=int, help="seed of every run; default: from the configs")
-    text = "runs of each side; with fewer than the default of 5, intervals are too narrow"
-    compare.add_argument("--rounds", type=int, default=5, help=text)
-    text = "'speedup>=3' 'loss_delta<=0.03' 'memory_peak_gib<=50': exit code 1 if an interval excludes a target"
-    compare.add_argument("--gate", dest="gates", nargs="+", action="extend", default=[], metavar="EXPR", help=text)
-    text = "directory for runs, compare.json and compare.png; default: runs/compare-TIME"
-    compare.add_argument("--output", help=text)
-    text = "losses this close, relative to A, are equal"
-    compare.add_argument("--tolerance", type=float, default=1e-5, help=text)
+    compare.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="runs of each side; with fewer than the default of 5, intervals are too narrow",
+    )
+    compare.add_argument(
+        "--gate",
+        dest="gates",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="EXPR",
+        help="'speedup>=3' 'loss_delta<=0.03' 'memory_peak_gib<=50': exit code 1 if an interval excludes a target",
+    )
+    compare.add_argument(
+        "--output",
+        help="directory for runs, compare.json and compare.png; default: runs/compare-TIME",
+    )
+    compare.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-5,
+        help="losses this close, relative to A, are equal",
+    )
     compare.add_argument("--keep_checkpoints", action="store_true", help="keep the checkpoints of the runs")
 
 
@@ -168,20 +189,45 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     text = "write weights, config.json, assets and options for from_pretrained and other tools"
     export = add("export", "RUN_OR_CHECKPOINT", text)
     export.add_argument("destination", metavar="DESTINATION", help="directory that does not exist or is empty")
-    export.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the weights")
-    export.add_argument("--weights", choices=("model", "ema"), default="model", help="trained weights or their EMA")
+    export.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="dtype of the weights",
+    )
+    export.add_argument(
+        "--weights",
+        choices=("model", "ema"),
+        default="model",
+        help="trained weights or their EMA",
+    )
     push = add("push", "RUN_OR_CHECKPOINT", "push a checkpoint, or all waiting ones of a run, to the Hub, and wait")
     push.add_argument("--repo_id", help="ORGANISATION/NAME; default: hub.repo_id of the run")
-    push.add_argument("--include_state", action="store_true", default=None, help="push the optimizer state as well")
+    # The default None stands for "not given", which leaves the option of the run.
+    push.add_argument(
+        "--include_state",
+        action="store_true",
+        default=None,
+        help="push the optimizer state as well",
+    )
     push.add_argument("--revisions", choices=("branch", "tag"), help="name the step by a branch or a tag")
-    text = "create the repository as a public one"
-    push.add_argument("--public", dest="private", action="store_false", default=None, help=text)
+    push.add_argument(
+        "--public",
+        dest="private",
+        action="store_false",
+        default=None,
+        help="create the repository as a public one",
+    )
     push.add_argument("--finish_minutes", type=float, help="time limit for retries after network errors")
 
 
 def _add_prune(prune: argparse.ArgumentParser) -> None:
-    text = "list deletions, and the reasons for the rest to stay, without deleting"
-    prune.add_argument("--dry-run", "--dry_run", action="store_true", help=text)
+    prune.add_argument(
+        "--dry-run",
+        "--dry_run",  # options of recipes are written with underscores
+        action="store_true",
+        help="list deletions, and the reasons for the rest to stay, without deleting",
+    )
     for name in ("keep_last", "keep_best", "keep_every", "keep_window_steps", "keep_state_last"):
         prune.add_argument(f"--{name}", type=int, help=f"see checkpoints.{name}")
     prune.add_argument("--keep_window_epochs", type=float, help="see checkpoints.keep_window_epochs")

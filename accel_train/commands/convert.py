@@ -46,6 +46,7 @@ def convert(source: str, destination: str, *, stem: str | None = None) -> int:
     chosen = _choose(path, stem)
     tensors = weights.find_tensors(path, chosen)
     config, notes = _clean_config(path / "config.json")
+    # The name of an unfinished save, so that every reader of checkpoints ignores it.
     temporary = target.parent / commit.temporary_name(0, commit.new_nonce())
     with temporary_directory(temporary):
         write_collection(temporary, "model", tensors, "fp32")
@@ -96,6 +97,7 @@ def _choose(path: Path, stem: str | None) -> str:
             raise UsageError(f"--stem {stem}: {path} has no such weights; it has {', '.join(stems) or 'none'}")
         return stem
     models = [name for name in stems if MODEL_STEM.fullmatch(name)]
+    # A plain name wins over variants such as .fp16, and those over nothing.
     plain = [name for name in models if name in diff.WEIGHTS]
     for candidates in (plain, models):
         if len(candidates) == 1:

@@ -96,14 +96,17 @@ def diff(a: str, b: str) -> int:
             compared = compare(left[name], right[name])
             same = same and compared.equal
             print("\n  ".join([f"{name}: {_summary(compared)}", *_details(compared)]))
-    print("equal" if same else "different")
-    return 0 if same else 1
+    if same:
+        print("equal")
+        return 0
+    print("different")
+    return 1
 
 
 def _open_side(label: str, text: str) -> Collections:
     path = _resolve(text)
     collections = collections_of(path)
-    print(f"{label}: {path}{_step_of(path)}")
+    print(f"{label}: {path}{_step_of(path)}")  # after reading, so that a wrong path prints its error alone
     return collections
 
 
@@ -145,6 +148,7 @@ def collections_of(path: Path) -> Collections:
     stems = stems_in(path)
     model_stems = [stem for stem in WEIGHTS if stem in stems]
     for stem in stems:
+        # With both names in one directory, they are different weights and keep their names.
         name = "model" if model_stems == [stem] else stem
         found[name] = weights.find_tensors(path, stem)
     if (path / "optimizer" / "index.json").is_file():
@@ -253,8 +257,9 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 def _widened(x: Tensor) -> Tensor:
     """Convert to fp64 or complex fp64. Types that torch can only store become the numbers of their bytes."""
     try:
-        return x.to(torch.complex128 if x.is_complex() else torch.float64)
-    except (RuntimeError, TypeError):
+        wide = torch.complex128 if x.is_complex() else torch.float64
+        return x.to(wide)
+    except (RuntimeError, TypeError):  # torch can store the type, but not convert it
         return x.contiguous().view(torch.uint8).double()
 
 

@@ -92,6 +92,7 @@ def _kernels(index: int) -> list[str]:
     """Return the kernels of scaled_dot_product_attention for a small bf16 problem on this device."""
     from torch.backends import cuda
 
+    # torch asks for tensors, not for shapes; a head size of 64 suits every kernel.
     query = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{index}")
     parameters = cuda.SDPAParams(query, query, query, None, 0.0, False, False)
     able = {
@@ -105,9 +106,13 @@ def _kernels(index: int) -> list[str]:
 
 def _strategies() -> list[str]:
     gpus = torch.cuda.device_count()
-    sharded = f"on {gpus} GPU(s)" if gpus else "in rehearsal only (no GPU here): accel-train rehearse"
+    if gpus:
+        sharded = f"on {gpus} GPU(s)"
+        ddp_devices = sharded
+    else:
+        sharded = "in rehearsal only (no GPU here): accel-train rehearse"
+        ddp_devices = "gloo on CPU"
     ddp = "yes" if torch.distributed.is_available() else "no"
-    ddp_devices = sharded if gpus else "gloo on CPU"
     return [
         "one process: yes",
         f"ddp: {ddp} ({ddp_devices})",

@@ -41,6 +41,7 @@ def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", 
     found, skipped = places.newest_at(checkpoint)
     target = _unused(destination)
     tensors = _best_copy(found, source)
+    # Beside the target, because a rename must not cross file systems.
     temporary = target.with_name(f".tmp-export-{target.name}-{os.getpid()}")
     with temporary_directory(temporary):
         write_collection(temporary, "model", tensors, precision)

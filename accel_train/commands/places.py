@@ -30,12 +30,14 @@ class Place:
 def find_place(text: str | os.PathLike[str]) -> Place:
     """Find the checkpoints at a path. For any other path, raise ``UsageError`` with its contents."""
     path = expand_path(text)
+    # An unmounted disk is the likely cause of a dangling link, and a better message than "does not exist".
     if lost := commit.describe_broken_link(path) or commit.describe_broken_link(path / "checkpoints"):
         raise UsageError(f"{lost}; mount it, or correct the link")
     if not path.is_dir():
         raise UsageError(f"{path}: {_describe_wrong_path(path)}; give the directory of a run or of a checkpoint")
     if commit.TEMPORARY.fullmatch(path.name):
         raise UsageError(f"{path}: an unfinished or half-deleted checkpoint; name a checkpoint_ directory beside it")
+    # A checkpoint may have been renamed or copied, so its manifest counts as well as its name.
     if NAME.fullmatch(path.name) or (path / "manifest.json").is_file():
         run = path.parent.parent if path.parent.name == "checkpoints" else None
         return Place(path, (path,), run, single=True)
@@ -70,6 +72,7 @@ def newest_at(text: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
     Hashes every file it considers. Raises ``UsageError`` if nothing verifies.
     """
     place = find_place(text)
+    # A damaged checkpoint does not stop the search: the run itself would resume from the one before it.
     reasons: list[str] = []
     for path in reversed(place.checkpoints):
         try:

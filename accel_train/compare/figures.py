@@ -75,7 +75,7 @@ def window_of(runs: Sequence[Run]) -> Window:
     warmup = math.ceil(WARMUP_SHARE * last)
     earlier = [p for p in common if p < last] or [0]
     first = next((p for p in earlier if p >= warmup), earlier[-1])
-    if first == 0:
+    if first == 0:  # no common line before the last: the whole run is measured
         return Window(0, last, (0, *common[-1:]))
     return Window(first, last, tuple(p for p in common if p >= first))
 

@@ -80,6 +80,7 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
     _draw_marks(with_curves, _marks(records))
     for axis in with_curves:
         axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        # The same range in every panel, so that events line up.
         axis.set_xlim(0, 1.02 * max(_last_step(records), 1))
         _add_legend(axis)
     for axis in axes[len(panels) :]:

@@ -41,7 +41,7 @@ class EarlyStopping:
         """True if the run should end now."""
         if self.patience is None or not self._values:
             return False
-        best = self._values.index(min(self._values))
+        best = self._values.index(min(self._values))  # the first of equal values, so a tie is no improvement
         return len(self._values) - 1 - best >= self.patience
 
     def ended(self, step: int, metrics: Mapping[str, float]) -> bool:

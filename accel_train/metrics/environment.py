@@ -18,7 +18,9 @@ from accel_train import __version__
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+# Matched against the last part of an option name, such as hub.token.
 SECRET = re.compile(r"token|secret|password|passwd|credential|api[-_]?key", re.IGNORECASE)
+# Packages that affect the numbers of a run.
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "numpy", "deepspeed")
 
 
@@ -57,7 +59,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
 
 def cpu_name() -> str:
     """Return the model of the processor, or its architecture if the system does not tell."""
-    with suppress(OSError):
+    with suppress(OSError):  # only Linux has the file
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
@@ -84,9 +86,9 @@ def command_line(arguments: Sequence[str]) -> str:
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         is_secret = name.startswith("-") and SECRET.search(name.rsplit(".", 1)[-1]) is not None
-        if hide_next and not argument.startswith("-"):
+        if hide_next and not argument.startswith("-"):  # --token VALUE
             shown.append("***")
-        elif is_secret and equals:
+        elif is_secret and equals:  # --token=VALUE
             shown.append(f"{name}=***")
         else:
             shown.append(argument)
@@ -96,6 +98,7 @@ def command_line(arguments: Sequence[str]) -> str:
 
 def git_commit(directory: Path) -> str | None:
     """Return the commit of the repository around ``directory``, or None. ``-dirty`` means changed tracked files."""
+    # --exclude=* ignores all tags, so that the output is always a hash.
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -75,12 +75,11 @@ class Decision:
 def read_gate(text: str) -> Gate:
     """Parse ``NAME SIGN NUMBER`` or raise ``UsageError``. ``gate_values`` checks the name."""
     match = PATTERN.fullmatch(text)
-    target = _number(match["target"]) if match else None
-    if match is None or target is None:
-        raise UsageError(
-            f"--gate {text!r} is not NAME SIGN NUMBER with a sign of {' '.join(SIGNS)} and a finite number; write it "
-            "as in --gate 'speedup>=3' 'loss_delta<=0.03' 'step_seconds_ratio<0.9' 'loss_delta<=1%'"
-        )
+    if match is None:
+        raise _malformed(text)
+    target = _number(match["target"])
+    if target is None:
+        raise _malformed(text)
     percent = bool(match["percent"])
     if percent and not match["name"].endswith("_delta"):
         raise UsageError(f"--gate {text!r}: percent is relative to A, so it needs NAME_delta; remove the percent sign")
@@ -89,14 +88,24 @@ def read_gate(text: str) -> Gate:
     return Gate(text.strip(), match["name"], match["sign"], target, percent)
 
 
+def _malformed(text: str) -> UsageError:
+    return UsageError(
+        f"--gate {text!r} is not NAME SIGN NUMBER with a sign of {' '.join(SIGNS)} and a finite number; write it "
+        "as in --gate 'speedup>=3' 'loss_delta<=0.03' 'step_seconds_ratio<0.9' 'loss_delta<=1%'"
+    )
+
+
 def _number(text: str) -> float | None:
-    if "_" in text:  # Python accepts 1_0
+    """Parse a finite number, or return None."""
+    if "_" in text:  # float() takes 1_0 for 10
         return None
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if isfinite(number) else None
+    if not isfinite(number):
+        return None
+    return number
 
 
 def gate_values(gate: Gate, a: Mapping[str, Sequence[float]], b: Mapping[str, Sequence[float]]) -> list[float]:
@@ -149,7 +158,9 @@ def ratio(numerator: float, denominator: float, *, zero_over_zero: float = 1.0) 
     """Divide. ``x / 0`` is infinite, and ``0 / 0`` is ``zero_over_zero``."""
     if denominator:
         return numerator / denominator
-    return copysign(inf, numerator) if numerator else zero_over_zero
+    if numerator:
+        return copysign(inf, numerator)
+    return zero_over_zero
 
 
 def decide(gate: Gate, values: Sequence[float]) -> Decision:
@@ -162,9 +173,10 @@ def decide(gate: Gate, values: Sequence[float]) -> Decision:
     if any(map(isnan, values)):
         return Decision(gate, value, "FAILED", "a value is not a number")
     if value.low is None or value.high is None:
-        verdict = "passed" if gate.holds(value.median) else "FAILED"
-        reason = "one value, so no interval: it decides" if len(values) == 1 else "a value is infinite"
-        return Decision(gate, value, verdict, reason)
+        reason = "a value is infinite"
+        if len(values) == 1:
+            reason = "one value, so no interval: it decides"
+        return Decision(gate, value, "passed" if gate.holds(value.median) else "FAILED", reason)
     ends = [gate.holds(value.low), gate.holds(value.high)]
     if all(ends):
         return Decision(gate, value, "passed", "the whole interval meets the target")

@@ -82,7 +82,7 @@ def setup_logging(output_dir: Path, rank: int, world_size: int) -> Logs:
     ``SystemExit`` not at all.
     """
     global _active
-    if _active is not None:
+    if _active is not None:  # a notebook or test that starts a second run
         _active.close()
     path = output_dir / "logs" / f"rank_{rank}.log"
     try:

@@ -45,7 +45,7 @@ def resolve_trackers(names: Sequence[str]) -> tuple[str, ...]:
     registered by ``accelerate.tracking.register_tracker_class`` are accepted. No collective: processes with equal
     installations get the same result.
     """
-    if not names:
+    if not names:  # the import takes a second
         return ()
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
@@ -133,7 +133,7 @@ class Trackers:
             try:
                 tracker.log(numbers, step=step)
                 self._failures[tracker.name] = 0
-            except Exception as error:
+            except Exception as error:  # each tracker has exceptions of its own
                 self._count_failure(tracker, error)
 
     def _count_failure(self, tracker: Any, error: Exception) -> None:
