@@ -187,7 +187,12 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("destination", metavar="DESTINATION", help="directory for checkpoint_00000000")
     convert.add_argument("--stem", help="one of several sets of weights: model_1, model.fp16")
     text = "write weights, config.json, assets and options for from_pretrained and other tools"
-    export = add("export", "RUN_OR_CHECKPOINT", text)
+    _add_export(add("export", "RUN_OR_CHECKPOINT", text))
+    text = "push a checkpoint, or all waiting ones of a run, to the Hub, and wait"
+    _add_push(add("push", "RUN_OR_CHECKPOINT", text))
+
+
+def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("destination", metavar="DESTINATION", help="directory that does not exist or is empty")
     export.add_argument(
         "--precision",
@@ -201,7 +206,9 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
         default="model",
         help="trained weights or their EMA",
     )
-    push = add("push", "RUN_OR_CHECKPOINT", "push a checkpoint, or all waiting ones of a run, to the Hub, and wait")
+
+
+def _add_push(push: argparse.ArgumentParser) -> None:
     push.add_argument("--repo_id", help="ORGANISATION/NAME; default: hub.repo_id of the run")
     # The default None stands for "not given", which leaves the option of the run.
     push.add_argument(

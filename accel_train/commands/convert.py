@@ -97,7 +97,7 @@ def _choose(path: Path, stem: str | None) -> str:
             raise UsageError(f"--stem {stem}: {path} has no such weights; it has {', '.join(stems) or 'none'}")
         return stem
     models = [name for name in stems if MODEL_STEM.fullmatch(name)]
-    # A plain name wins over variants such as .fp16, and those over nothing.
+    # A plain name wins over variants such as .fp16.
     plain = [name for name in models if name in diff.WEIGHTS]
     for candidates in (plain, models):
         if len(candidates) == 1:

@@ -231,10 +231,7 @@ def _compare_pair(name: str, a: Tensor, b: Tensor, totals: Comparison) -> Differ
         same_bits = same_bits and _same_bits(x, y)
         wide_x = _widened(x)
         wide_y = _widened(y)
-        difference = (wide_x - wide_y).abs()
-        # Equal infinities and two NaN subtract to NaN.
-        difference[(wide_x == wide_y) | (wide_x.isnan() & wide_y.isnan())] = 0.0
-        difference.nan_to_num_(nan=math.inf, posinf=math.inf)
+        difference = _distance(wide_x, wide_y)
         totals.squared_difference += float(difference.square().sum())
         totals.squared_norm += float(wide_x.abs().square().sum())
         if float(difference.max()) > largest:
@@ -245,6 +242,14 @@ def _compare_pair(name: str, a: Tensor, b: Tensor, totals: Comparison) -> Differ
     if same_bits and largest == 0:
         return None
     return Difference(name, largest, _unravel(largest_at, tuple(a.shape)), values)
+
+
+def _distance(x: Tensor, y: Tensor) -> Tensor:
+    """Return |x - y|, with 0 between two NaN and infinity between NaN and a number."""
+    distance = (x - y).abs()
+    # Equal infinities and two NaN subtract to NaN.
+    distance[(x == y) | (x.isnan() & y.isnan())] = 0.0
+    return distance.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:

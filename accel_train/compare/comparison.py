@@ -21,6 +21,7 @@ from accel_train.compare import report
 from accel_train.compare.figures import Observations, effects, observations, window_of
 from accel_train.compare.runs import (
     InterruptedRunError,
+    Options,
     Run,
     RunFailedError,
     Variant,
@@ -164,22 +165,7 @@ def read_variants(request: Request, recipe: Path) -> tuple[str | None, list[Vari
     """
     # Both sources may be the same, which measures the noise of the machine.
     bases = {source: read_config(recipe, [source]) for source in dict.fromkeys(request.sources)}
-    first = request.sources[0]
-    key = None
-    if request.vary is not None:
-        key, values = _read_vary(request.vary, bases[first])
-        sides: list[_Side] = []
-        for value in values:
-            words = shlex.split(value)  # an option of several values takes several words
-            sides.append(_Side(f"{key}={value}", first, (f"--{key}", *words)))
-    else:
-        sides = [_Side(source, source) for source in request.sources]
-    if request.ablate:
-        a, b = (bases[source] for source in request.sources)
-        singles = [_Side(name, first, flags) for name, flags in single_options(a, b)]
-        if len(singles) + 2 > len(LETTERS):
-            raise UsageError(f"--ablate: {len(singles)} options differ, at most {len(LETTERS) - 2} can be tried")
-        sides[1:1] = singles
+    key, sides = _sides(request, bases)
     variants: list[Variant] = []
     for letter, side in zip(LETTERS, sides, strict=False):
         base = bases[side.source]
@@ -193,7 +179,27 @@ def read_variants(request: Request, recipe: Path) -> tuple[str | None, list[Vari
     return key, variants
 
 
-def single_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+def _sides(request: Request, bases: Mapping[str, Options]) -> tuple[str | None, list[_Side]]:
+    """Return the varied option, if any, and the variants in the order of the table."""
+    first = request.sources[0]
+    if request.vary is not None:
+        key, values = _read_vary(request.vary, bases[first])
+        varied: list[_Side] = []
+        for value in values:
+            words = shlex.split(value)  # an option of several values takes several words
+            varied.append(_Side(f"{key}={value}", first, (f"--{key}", *words)))
+        return key, varied
+    sides = [_Side(source, source) for source in request.sources]
+    if request.ablate:
+        last = request.sources[-1]
+        singles = [_Side(name, first, flags) for name, flags in single_options(bases[first], bases[last])]
+        if len(singles) + 2 > len(LETTERS):
+            raise UsageError(f"--ablate: {len(singles)} options differ, at most {len(LETTERS) - 2} can be tried")
+        sides[1:1] = singles
+    return None, sides
+
+
+def single_options(a: Options, b: Options) -> list[tuple[str, tuple[str, ...]]]:
     """Return each option of B that differs from A: its name in the table and its flag.
 
     Skips ``output_dir``, the options in ``EQUAL`` and those of the Hub, since a comparison pushes nothing. Raises
@@ -220,7 +226,7 @@ def _words(value: Any) -> list[str]:
     return [str(value)]
 
 
-def _read_vary(text: str, config: Mapping[str, Any]) -> tuple[str, list[str]]:
+def _read_vary(text: str, config: Options) -> tuple[str, list[str]]:
     name, equals, rest = text.partition("=")
     key = name.strip().removeprefix("--")
     values = [value.strip() for value in rest.split(",")]
@@ -237,7 +243,7 @@ def _read_vary(text: str, config: Mapping[str, Any]) -> tuple[str, list[str]]:
     return key, values
 
 
-def _common_flags(request: Request, config: Mapping[str, Any], source: str, key: str | None) -> list[str]:
+def _common_flags(request: Request, config: Options, source: str, key: str | None) -> list[str]:
     """Return the flags set for every variant, as the recipe spells them."""
     if "output_dir" not in config:
         raise UsageError(f"{source}: the recipe has no option output_dir, so its runs cannot be kept apart; add it")

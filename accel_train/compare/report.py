@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from math import ceil, isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from accel_train.compare import picture
 from accel_train.compare.figures import (
     LINES_AT_EQUAL_TIME,
     WITHIN_A_RUN,
     Effect,
     Observations,
     Window,
-    interval_seconds,
-    window_of,
 )
-from accel_train.compare.runs import Line, Run, Variant
+from accel_train.compare.runs import Run, Variant
 from accel_train.config import expand_path
 from accel_train.metrics.bootstrap import LEVEL, ROUNDS_FOR_LEVEL, Estimate, coverage_of_range, estimate
-from accel_train.metrics.curves import SMOOTH_FROM, smoothed
 from accel_train.metrics.environment import command_line, git_commit, package_versions
 from accel_train.metrics.gates import Decision, ratio
 from accel_train.metrics.records import write_json
@@ -281,7 +278,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def write(result: Result, output: Path) -> list[Path]:
     """Write ``compare.json`` and ``compare.png`` into ``output``."""
     write_json(output / "compare.json", as_json(result))
-    draw(result, output / "compare.png")
+    picture.draw(result.plan.variants, result.rounds, result.window, output / "compare.png")
     return [output / "compare.json", output / "compare.png"]
 
 
@@ -289,14 +286,6 @@ def as_json(result: Result) -> dict[str, Any]:
     """Return the whole result and its environment. Values are per round, or per log interval of a single round."""
     plan = result.plan
     first = result.rounds[0][0]
-    variants: list[dict[str, Any]] = []
-    for variant, values in zip(plan.variants, result.values, strict=True):
-        variants.append(asdict(variant) | {"values": dict(values)})
-    effects: dict[str, Any] = {}
-    gates: dict[str, Any] = {}
-    for variant, found, decisions in zip(plan.variants[1:], result.effects, result.decisions, strict=True):
-        effects[variant.letter] = {effect.metric: _effect_json(effect) for effect in found}
-        gates[variant.letter] = [asdict(decision) for decision in decisions]
     return {
         "schema": 1,
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -310,17 +299,36 @@ def as_json(result: Result) -> dict[str, Any]:
         "tolerance": plan.tolerance,
         "data_fingerprint": first.fingerprint,
         "window": asdict(result.window),
-        "variants": variants,
+        "variants": _variants_json(result),
         "differences": plan.differences(),
-        "effects": effects,
+        "effects": _effects_json(result),
         "best": best_lines(result) if plan.key else None,
-        "gates": gates,
+        "gates": _gates_json(result),
         "runs": [_run_json(run) for run in chain.from_iterable(result.rounds)],
     }
 
 
-def _effect_json(effect: Effect) -> dict[str, Any]:
-    return asdict(effect) | {"interval_level": LEVEL}
+def _variants_json(result: Result) -> list[dict[str, Any]]:
+    variants: list[dict[str, Any]] = []
+    for variant, values in zip(result.plan.variants, result.values, strict=True):
+        variants.append(asdict(variant) | {"values": dict(values)})
+    return variants
+
+
+def _effects_json(result: Result) -> dict[str, Any]:
+    """Map letter -> metric -> effect."""
+    by_letter: dict[str, Any] = {}
+    for variant, effects in zip(result.plan.variants[1:], result.effects, strict=True):
+        by_letter[variant.letter] = {e.metric: asdict(e) | {"interval_level": LEVEL} for e in effects}
+    return by_letter
+
+
+def _gates_json(result: Result) -> dict[str, Any]:
+    """Map letter -> decisions."""
+    by_letter: dict[str, Any] = {}
+    for variant, decisions in zip(result.plan.variants[1:], result.decisions, strict=True):
+        by_letter[variant.letter] = [asdict(decision) for decision in decisions]
+    return by_letter
 
 
 def _run_json(run: Run) -> dict[str, Any]:
@@ -331,62 +339,3 @@ def _run_json(run: Run) -> dict[str, Any]:
         "seconds": run.seconds,
         "cpu_seconds": run.cpu_seconds,
     }
-
-
-def draw(result: Result, path: Path) -> None:
-    """Draw step time by step, loss by step and loss by wall time, with a thin line for each round."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 4.3), dpi=110, layout="constrained")
-    panels: Any = figure.subplots(1, 3)
-    titles = (("Step time", "step", "ms per step"), ("Loss", "step", "loss"), ("Loss by clock", "seconds", "loss"))
-    for axis, (title, x_label, y_label) in zip(panels, titles, strict=True):
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel(x_label, fontsize=8)
-        axis.set_ylabel(y_label, fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.grid(True, alpha=0.25)
-    for index, variant in enumerate(result.plan.variants):
-        for number, runs in enumerate(result.rounds):
-            style: dict[str, Any] = {"color": f"C{index % 10}", "alpha": 0.6, "linewidth": 1.0}
-            if number == 0:  # one legend entry per variant
-                style["label"] = f"{variant.letter}  {variant.name}"
-            _draw_run(panels, runs[index], style)
-    panels[0].axvline(result.window.first, color="0.55", linestyle=":", label="warm-up ends")
-    panels[0].set_ylim(bottom=0, top=_step_time_limit(result))
-    for axis in panels:
-        # loc is also the default, but the default warns if the search for a place is slow.
-        axis.legend(fontsize=7.5, loc="best", framealpha=0.85)
-    figure.savefig(path, format="png")
-
-
-def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:
-    # The run's own window has all its log lines, not only those common to all runs.
-    last = window_of([run]).last
-    points = [0, *(int(line["step"]) for line in run.lines)]
-    times = [1000 * s for s in interval_seconds(run, Window(0, last, tuple(points)))]
-    panels[0].step(points, [times[0], *times], where="pre", **style)
-    lines: list[Line] = []
-    for line in run.lines:
-        loss = line.get("loss")
-        if isinstance(loss, (int, float)) and isfinite(loss):
-            lines.append(line)
-    losses = [float(line["loss"]) for line in lines]
-    for axis, x_field in zip(panels[1:], ("step", "elapsed_seconds"), strict=True):
-        x = [line.get(x_field, 0.0) for line in lines]
-        if len(losses) < SMOOTH_FROM:
-            axis.plot(x, losses, marker="o", markersize=4, **style)
-            continue
-        axis.plot(x, smoothed(losses), **style)
-        if run.round == 1:
-            axis.plot(x, losses, color=style["color"], linewidth=0.7, alpha=0.25)
-
-
-def _step_time_limit(result: Result) -> float:
-    """Return the upper limit of the first panel in ms. The first step may take a minute and is cut off."""
-    window = result.window
-    seconds: list[float] = []
-    for run in chain.from_iterable(result.rounds):
-        seconds += interval_seconds(run, window)
-    percentile_90 = sorted(seconds)[ceil(0.9 * len(seconds)) - 1]
-    return max(1.6e3 * percentile_90, 1e-3)  # in ms, with headroom; matplotlib warns of a limit of 0

@@ -26,6 +26,8 @@ from accel_train.metrics.records import NON_FINITE, read_metrics
 
 Line = Mapping[str, Any]
 """One line of ``metrics.jsonl``."""
+Options = Mapping[str, Any]
+"""Dotted option -> its value."""
 
 # Output lines shown of a failed run.
 LINES_SHOWN = 20
@@ -64,7 +66,7 @@ class Variant:
     """Preset, file, or ``key=value``."""
     source: str
     flags: tuple[str, ...]
-    config: Mapping[str, Any]
+    config: Options
     """Every dotted option, as resolved by the recipe."""
 
 

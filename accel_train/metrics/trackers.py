@@ -45,7 +45,7 @@ def resolve_trackers(names: Sequence[str]) -> tuple[str, ...]:
     registered by ``accelerate.tracking.register_tracker_class`` are accepted. No collective: processes with equal
     installations get the same result.
     """
-    if not names:  # the import takes a second
+    if not names:  # saves the import of accelerate
         return ()
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 

@@ -1,0 +1,71 @@
+"""``compare.png``: step times and losses of all runs of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from math import ceil, isfinite
+from pathlib import Path
+from typing import Any
+
+from accel_train.compare.figures import Window, interval_seconds, window_of
+from accel_train.compare.runs import Line, Run, Variant
+from accel_train.metrics.curves import SMOOTH_FROM, smoothed
+
+
+def draw(variants: Sequence[Variant], rounds: Sequence[Sequence[Run]], window: Window, path: Path) -> None:
+    """Draw step time by step, loss by step and loss by wall time, with a thin line for each round."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 4.3), dpi=110, layout="constrained")
+    panels: Any = figure.subplots(1, 3)
+    titles = (("Step time", "step", "ms per step"), ("Loss", "step", "loss"), ("Loss by clock", "seconds", "loss"))
+    for axis, (title, x_label, y_label) in zip(panels, titles, strict=True):
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(x_label, fontsize=8)
+        axis.set_ylabel(y_label, fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(True, alpha=0.25)
+    for index, variant in enumerate(variants):
+        for number, runs in enumerate(rounds):
+            style: dict[str, Any] = {"color": f"C{index % 10}", "alpha": 0.6, "linewidth": 1.0}
+            if number == 0:  # one legend entry per variant
+                style["label"] = f"{variant.letter}  {variant.name}"
+            _draw_run(panels, runs[index], style)
+    panels[0].axvline(window.first, color="0.55", linestyle=":", label="warm-up ends")
+    panels[0].set_ylim(bottom=0, top=_step_time_limit(rounds, window))
+    for axis in panels:
+        # loc is also the default, but the default warns if the search for a place is slow.
+        axis.legend(fontsize=7.5, loc="best", framealpha=0.85)
+    figure.savefig(path, format="png")
+
+
+def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:
+    # The run's own window has all its log lines, not only those common to all runs.
+    last = window_of([run]).last
+    points = [0, *(int(line["step"]) for line in run.lines)]
+    times = [1000 * s for s in interval_seconds(run, Window(0, last, tuple(points)))]
+    panels[0].step(points, [times[0], *times], where="pre", **style)
+    lines: list[Line] = []
+    for line in run.lines:
+        loss = line.get("loss")
+        if isinstance(loss, (int, float)) and isfinite(loss):
+            lines.append(line)
+    losses = [float(line["loss"]) for line in lines]
+    for axis, x_field in zip(panels[1:], ("step", "elapsed_seconds"), strict=True):
+        x = [line.get(x_field, 0.0) for line in lines]
+        if len(losses) < SMOOTH_FROM:
+            axis.plot(x, losses, marker="o", markersize=4, **style)
+            continue
+        axis.plot(x, smoothed(losses), **style)
+        if run.round == 1:
+            axis.plot(x, losses, color=style["color"], linewidth=0.7, alpha=0.25)
+
+
+def _step_time_limit(rounds: Sequence[Sequence[Run]], window: Window) -> float:
+    """Return the upper limit of the first panel in ms. The first step may take a minute and is cut off."""
+    seconds: list[float] = []
+    for run in chain.from_iterable(rounds):
+        seconds += interval_seconds(run, window)
+    percentile_90 = sorted(seconds)[ceil(0.9 * len(seconds)) - 1]
+    return max(1.6e3 * percentile_90, 1e-3)  # in ms, with headroom; matplotlib warns of a limit of 0
