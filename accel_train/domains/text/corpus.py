@@ -1,10 +1,11 @@
-"""Texts from the bundled demo, JSONL and text files, saved datasets and the hub; their held-out split.
+"""Texts from the bundled demo, JSONL and text files, saved datasets and the Hub, with their held-out split.
 
-Every refusal names the place: file:line, or the sample's index in a dataset.
+Every error names its place: file:line, or the sample's index in a dataset.
 """
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -25,27 +26,35 @@ CODES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip-compre
 
 @dataclass(frozen=True)
 class Corpus:
+    """Texts with the places of their ready-made latents."""
+
     texts: list[str]
     references: list[tuple[str | int, int]] = field(default_factory=list)
-    """(shard, idx) of each text's ready-made latent; empty where latents are computed."""
+    """(shard, idx) of each text's ready-made latent. Empty if latents are computed."""
     skipped: int = 0
-    """Bad rows left out."""
+    """Number of bad rows left out."""
 
     def select(self, keep: Sequence[int]) -> "Corpus":
-        references = [self.references[i] for i in keep] if self.references else []
-        return Corpus([self.texts[i] for i in keep], references, self.skipped)
+        texts = [self.texts[index] for index in keep]
+        references: list[tuple[str | int, int]] = []
+        if self.references:
+            references = [self.references[index] for index in keep]
+        return Corpus(texts, references, self.skipped)
 
 
 class BadRows:
-    """Counts the rows that cannot be used; the first one beyond the limit is the error."""
+    """Counter of unusable rows. The first row beyond the limit raises."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.count = limit, 0
+        self.limit = limit
+        self.count = 0
 
     def add(self, place: str, reason: str) -> None:
         self.count += 1
         if self.count > self.limit:
-            before = f" ({self.limit} bad rows before it were left out)" if self.limit else ""
+            before = ""
+            if self.limit:
+                before = f" ({self.limit} bad rows before it were left out)"
             raise UsageError(
                 f"--data.path: {place}: {reason}{before}. Correct the row, or raise --data.max_bad_rows "
                 f"(now {self.limit}) to leave bad rows out."
@@ -53,7 +62,7 @@ class BadRows:
 
 
 def resolve_path(option: str, value: str) -> Path:
-    """An absolute path of a file or folder that exists; `~` and `$VAR` are expanded."""
+    """Return the absolute path of an existing file or folder. `~` and `$VAR` are expanded."""
     path = expand_path(value)
     try:
         path.stat()
@@ -65,16 +74,18 @@ def resolve_path(option: str, value: str) -> Path:
 
 
 def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, with_references: bool = False) -> Corpus:
-    """All usable texts of `path`, stripped, in order; `split` names the part of a `datasets` source.
+    """Read all usable texts of `path` into memory, stripped and in order. `split` is a split of a `datasets` source.
 
-    `with_references` asks each JSONL row for `shard` and `idx` too. The whole text is held in memory.
+    `with_references` requires `shard` and `idx` in each JSONL row.
     """
     bad = BadRows(max_bad_rows)
     rows = _rows(path, split, text_column, bad, with_references)
     texts: list[str] = []
     references: list[tuple[str | int, int]] = []
     for place, row in rows:
-        reason = _text_fault(row, text_column) or (_reference_fault(row) if with_references else None)
+        reason = _text_fault(row, text_column)
+        if reason is None and with_references:
+            reason = _reference_fault(row)
         if reason:
             bad.add(place, reason)
             continue
@@ -92,9 +103,9 @@ def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, w
 def _rows(
     path: str, split: str, text_column: str, bad: BadRows, with_references: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of any source; a text file's line is the row {text_column: line}."""
+    """Yield (place, row) of any source. A line of a text file is the row {text_column: line}."""
     if with_references:
-        return (row for file in _jsonl_files(path, text_column) for row in _json_rows(file, bad))
+        return itertools.chain.from_iterable(_json_rows(file, bad) for file in _jsonl_files(path, text_column))
     if path == "demo":
         return _text_rows(DEMO_FILE, text_column, bad)
     if _is_hub_id(path):
@@ -104,18 +115,20 @@ def _rows(
         return dataset_rows(_saved_dataset(source, split), path, text_column)
     if source.suffix in TABLE_FILES:
         return dataset_rows(_table(source), path, text_column)
-    return (row for file in _line_files(source) for row in _file_rows(file, text_column, bad))
+    return itertools.chain.from_iterable(_file_rows(file, text_column, bad) for file in _line_files(source))
 
 
 def check_options_have_effect(path: str, split: str, text_column: str) -> None:
-    """Refuse a split of what has no splits, and a column of what has no columns."""
+    """Refuse a split for a source without splits, and a column for a source without columns."""
     plain = path == "demo" or path.endswith(".txt")
     if text_column != "text" and plain:
         raise UsageError(
             f"--data.text_column {text_column!r} has no effect with --data.path {path!r}, whose lines are the texts. "
             "Leave it out, or give JSONL, a table or a dataset."
         )
-    if split != "train" and (plain or not (_is_hub_id(path) or _is_saved_dataset(resolve_path("--data.path", path)))):
+    if split == "train":
+        return
+    if plain or not (_is_hub_id(path) or _is_saved_dataset(resolve_path("--data.path", path))):
         raise UsageError(
             f"--data.split {split!r} has no effect with --data.path {path!r}: files have no splits. Leave it out, or "
             "give the file of that split."
@@ -123,8 +136,10 @@ def check_options_have_effect(path: str, split: str, text_column: str) -> None:
 
 
 def _jsonl_files(path: str, text_column: str) -> list[Path]:
-    """Files whose rows can say where their ready-made latents are."""
-    files = [] if path == "demo" else _line_files(resolve_path("--data.path", path))
+    """List the JSONL files of `path`. Their rows name the places of ready-made latents."""
+    files: list[Path] = []
+    if path != "demo":
+        files = _line_files(resolve_path("--data.path", path))
     if not files or any(file.suffix == ".txt" for file in files):
         raise UsageError(
             f"--data.latents needs --data.path to be JSONL with the fields {text_column!r}, 'shard' and 'idx'; it "
@@ -134,7 +149,7 @@ def _jsonl_files(path: str, text_column: str) -> list[Path]:
 
 
 def _is_hub_id(path: str) -> bool:
-    """Nothing here has that name, and it looks like an id rather than a file."""
+    """Return True if no local file has this name and it looks like an id rather than a file."""
     known = (*LINE_FILES, *TABLE_FILES, ".json", ".py")
     return not os.path.lexists(expand_path(path)) and bool(HUB_ID.match(path)) and not path.endswith(known)
 
@@ -162,11 +177,13 @@ def _line_files(source: Path) -> list[Path]:
 
 
 def _file_rows(file: Path, text_column: str, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
-    return _text_rows(file, text_column, bad) if file.suffix == ".txt" else _json_rows(file, bad)
+    if file.suffix == ".txt":
+        return _text_rows(file, text_column, bad)
+    return _json_rows(file, bad)
 
 
 def _lines(file: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
-    """(file:line, text) of the lines with content; a UTF-8 byte-order mark and CRLF are taken off."""
+    """Yield (file:line, text) of all non-empty lines, without a UTF-8 byte-order mark and without CRLF."""
     try:
         stream = file.open("rb")
     except OSError as error:
@@ -231,13 +248,13 @@ def _reference_fault(row: dict[str, Any]) -> str | None:
 
 
 def _hub_dataset(path: str, split: str) -> Any:
-    """A dataset of the hub, `owner/name` or `owner/name:configuration`, from its data files only."""
+    """Load a dataset of the Hub, `owner/name` or `owner/name:configuration`, from its data files only."""
     import datasets
 
     name, _, configuration = path.partition(":")
     try:
         return datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:  # name, network, rights, split, script: all for the user
+    except Exception as error:  # name, network, permission, split or script: all are the user's to fix
         raise UsageError(
             f"--data.path {path!r}, --data.split {split!r}: no such file or folder, and the hub answered "
             f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give a file, or a hub id "
@@ -264,12 +281,13 @@ def _saved_dataset(folder: Path, split: str) -> Any:
 
 
 def _table(file: Path) -> Any:
-    """Read whole, past the cache of `datasets`, which knows a file by its path and time, not by its content."""
+    """Read a whole table, bypassing the cache of `datasets`: its keys are path and time, not the content."""
     import datasets
     from pyarrow import csv, parquet
 
     try:
-        table: Any = csv.read_csv(file) if file.suffix == ".csv" else parquet.read_table(file)
+        read = csv.read_csv if file.suffix == ".csv" else parquet.read_table
+        table: Any = read(file)
         return datasets.Dataset(table)
     except Exception as error:
         raise UsageError(
@@ -279,7 +297,7 @@ def _table(file: Path) -> Any:
 
 
 def dataset_rows(dataset: Any, name: str, text_column: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(sample index, row) of a `datasets.Dataset`; one without length or random access is refused."""
+    """Yield (sample index, row) of a `datasets.Dataset`. Refuse one without length or random access."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
             f"--data.path {name!r} is a stream ({type(dataset).__name__}): a dataset with a length and "
@@ -304,7 +322,7 @@ def _dataset_texts(dataset: Any, name: str, text_column: str) -> Iterator[tuple[
 
 
 def texts_hash(texts: Iterable[str]) -> str:
-    """sha256 of all texts in order."""
+    """Hash all texts in order with sha256."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(hashlib.sha256(text.encode()).digest())
@@ -312,35 +330,37 @@ def texts_hash(texts: Iterable[str]) -> str:
 
 
 def content_key(text: str) -> bytes:
-    """A hash of the words alone: texts that differ in case, space or punctuation are the same text."""
+    """Hash the words alone. Texts that differ in case, space or punctuation have the same key."""
     words = " ".join(re.findall(r"\w+", text.casefold())) or text
     return hashlib.sha256(words.encode()).digest()
 
 
 def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]]:
-    """Indices of (training, held-out) texts: held out where the content's hash falls below `fraction`.
+    """Return the indices of (training, held-out) texts. A text is held out if its content hash is below `fraction`.
 
-    A text's side depends on its words alone, so it stays where it is when the corpus grows, and equal texts
-    never stand on both sides. Of equal texts the first is kept (all of them where latents are ready-made).
-    Held-out texts are in the order of their hash: the first n of them are a fair sample, not the first chapters.
+    The split of a text depends on its words alone. It does not change when the corpus grows, and equal texts are
+    always in the same split. Of equal texts the first is kept, or all of them with ready-made latents. Held-out texts
+    are sorted by hash, so the first n are a fair sample and not the first chapters.
     """
     train: list[int] = []
     heldout: list[tuple[bytes, int]] = []
     seen: set[bytes] = set()
     for index, text in enumerate(corpus.texts):
         key = content_key(text)
-        if key not in seen or corpus.references:
-            seen.add(key)
-            below = int.from_bytes(key[:8], "big") < fraction * 2**64
-            if below:
-                heldout.append((key, index))
-            else:
-                train.append(index)
+        if key in seen and not corpus.references:
+            continue
+        seen.add(key)
+        if int.from_bytes(key[:8], "big") < fraction * 2**64:
+            heldout.append((key, index))
+        else:
+            train.append(index)
     return train, [index for _, index in sorted(heldout)]
 
 
 def remove_heldout(train: Corpus, heldout: Corpus) -> tuple[list[int], list[int]]:
-    """As `split_heldout`, for a held-out corpus of its own: training texts found in it are left out."""
-    kept = split_heldout(heldout, 1.0)[1]
-    apart = {content_key(text) for text in heldout.texts}
-    return [i for i in split_heldout(train, 0.0)[0] if content_key(train.texts[i]) not in apart], kept
+    """Return the indices of (training, held-out) texts of two corpora, without training texts that are held out."""
+    _, heldout_rows = split_heldout(heldout, 1.0)
+    candidates, _ = split_heldout(train, 0.0)
+    heldout_keys = {content_key(text) for text in heldout.texts}
+    train_rows = [index for index in candidates if content_key(train.texts[index]) not in heldout_keys]
+    return train_rows, heldout_rows

@@ -1,6 +1,7 @@
-"""Latents of any transformers encoder: a hub id or a local directory with safetensors weights."""
+"""Latents of a transformers encoder, given by Hub id or by a local directory with safetensors weights."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class LatentEncoder(Protocol):
-    """Text to latents. `identity` names the function: equal identities give equal latents."""
+    """Text to latents. Encoders with equal `identity` give equal latents."""
 
     @property
     def identity(self) -> str: ...
@@ -39,19 +40,19 @@ class LatentEncoder(Protocol):
 
 @dataclass(frozen=True)
 class TransformerEncoder:
-    """Computes in float32. The model is loaded by the first `encode`: with a full cache it never is."""
+    """A transformers encoder in float32. The first `encode` loads the model, so a full cache never loads it."""
 
     name: str
     pooling: Pooling = "mean"
     normalise: bool = True
     max_length: int | None = None
-    """Tokens read of each text; None: what the model can read, at most MAX_LENGTH."""
+    """Tokens read of each text. None: the model's maximum, but at most MAX_LENGTH."""
     latent_dim: int | None = None
-    """Keep the first dimensions only (Matryoshka models), before normalising."""
+    """Number of leading dimensions to keep before normalisation (Matryoshka models). None: all."""
     batch_size: int = 64
     device: str = "cpu"
     weights_hash: str | None = None
-    """Refuse a model whose files have another hash (set when read from a checkpoint's assets)."""
+    """Required hash of the model's files, set by a checkpoint's assets. Other files are refused."""
 
     @cached_property
     def folder(self) -> Path:
@@ -84,10 +85,12 @@ class TransformerEncoder:
 
     @cached_property
     def _length(self) -> int:
+        tokenizer: dict[str, Any] = {}
         settings = self.folder / "tokenizer_config.json"
-        own: dict[str, Any] = json.loads(settings.read_text("utf-8")) if settings.exists() else {}
+        if settings.exists():
+            tokenizer = json.loads(settings.read_text("utf-8"))
         positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
-        limits = [int(limit) for limit in (own.get("model_max_length"), positions) if limit]
+        limits = [int(limit) for limit in (tokenizer.get("model_max_length"), positions) if limit]
         if self.max_length and self.max_length > min(limits, default=self.max_length):
             raise UsageError(
                 f"--data.encoder_max_length {self.max_length}: {self.name!r} reads at most {min(limits)} tokens. "
@@ -112,30 +115,37 @@ class TransformerEncoder:
         return model.to(self.device), load_tokenizer(self.name, self.folder)
 
     def release(self) -> None:
-        """Give its memory on the device back; `encode` loads it again."""
+        """Free the model's memory on the device. `encode` loads it again."""
         self.__dict__.pop("_loaded", None)
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """(n, Dz) float32 of one batch; texts are cut to `max_length` tokens."""
+        """Encode one batch to (n, Dz) float32. Texts are cut to `max_length` tokens."""
         model, tokenizer = self._loaded
-        inputs = tokenizer(list(texts), max_length=self._length, truncation=True, padding=True, return_tensors="pt").to(
-            self.device
-        )
-        attended = inputs["attention_mask"].bool()
-        hidden: Tensor = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])[0]
-        latents = pool(hidden.float(), attended, self.pooling)[:, : self.dim]
+        inputs = tokenizer(
+            list(texts),
+            max_length=self._length,
+            truncation=True,
+            padding=True,
+            return_tensors="pt",
+        ).to(self.device)
+        mask = inputs["attention_mask"]
+        hidden: Tensor = model(input_ids=inputs["input_ids"], attention_mask=mask)[0]
+        latents = pool(hidden.float(), mask.bool(), self.pooling)[:, : self.dim]
         if self.normalise:
             latents = torch.nn.functional.normalize(latents, dim=-1)
         return latents.cpu().numpy()
 
     def save(self, directory: Path) -> None:
-        """encoder.json: the id, the hash of its files, the options. The weights stay where they are."""
+        """Write encoder.json: the id, the hash of the files and the options. The weights are not copied."""
+        name = self.name
+        if local_folder(name):
+            name = str(self.folder)
         facts = {
             "kind": VERSION,
-            "name": str(self.folder) if local_folder(self.name) else self.name,
+            "name": name,
             "weights_hash": self.files_hash,
             "pooling": self.pooling,
             "normalise": self.normalise,
@@ -146,23 +156,26 @@ class TransformerEncoder:
 
 
 def pool(hidden: Tensor, attended: Tensor, pooling: Pooling) -> Tensor:
-    """(B, S, H), (B, S) bool -> (B, H): over attended positions, whichever side the padding is on."""
+    """Pool hidden states (B, S, H) over attended positions (B, S) to (B, H). Padding may be on either side."""
     positions = torch.arange(hidden.shape[1], device=hidden.device)
     if pooling == "mean":
         weights = attended.to(hidden.dtype).unsqueeze(-1)
         return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
+    # The maximum is at the first attended position for cls, and at the last one for last.
     order = attended.int() if pooling == "cls" else torch.where(attended, positions, -1)
-    chosen = order.argmax(1)  # the first, or the last, attended position
+    chosen = order.argmax(1)
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
 
 
 def local_folder(name: str) -> Path | None:
     folder = expand_path(name)
-    return folder if folder.is_dir() else None
+    if folder.is_dir():
+        return folder
+    return None
 
 
 def model_folder(name: str) -> Path:
-    """The local directory of a model: itself, or the hub's snapshot (downloaded once)."""
+    """Return the local directory of a model: itself, or the Hub's snapshot, downloaded once."""
     if folder := local_folder(name):
         return folder
     from huggingface_hub import snapshot_download
@@ -178,12 +191,17 @@ def model_folder(name: str) -> Path:
 
 
 def hash_files(folder: Path) -> str:
-    """sha256 over configuration, tokenizer and weights. A file of the hub's cache is a link to a blob named by
-    its content, and is not read again; others are read once at each start (about a second per GB)."""
-    files = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern)})
+    """Hash configuration, tokenizer and weights with sha256.
+
+    Files of the Hub's cache are links to blobs named by their content and are not read. Others are read once per
+    start, in about a second per GB.
+    """
+    files = sorted(set(itertools.chain.from_iterable(folder.glob(pattern) for pattern in MODEL_FILES)))
     if not any(file.suffix == ".safetensors" for file in files):
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
-        found = f"only {', '.join(pickled)} (pickles can run code, and are never opened)" if pickled else "none"
+        found = "none"
+        if pickled:
+            found = f"only {', '.join(pickled)} (pickles can run code, and are never opened)"
         raise UsageError(
             f"--data.encoder: safetensors weights are required, {folder} holds {found}. Load the model in a "
             "program of your own and model.save_pretrained(DIR) it, or name another model."
@@ -209,13 +227,17 @@ def unreadable(name: str, error: Exception) -> UsageError:
 
 
 def load_model(name: str, folder: Path, config: Any) -> Any:
-    """The text encoder in float32, evaluation mode; of an encoder-decoder the encoder. Weights that would be
-    random because the checkpoint lacks them are refused (but for the pooler and a decoder, which are not used)."""
+    """Load the text encoder in float32 and evaluation mode, without the decoder of an encoder-decoder.
+
+    Weights missing from the checkpoint would be random, so they are refused. The unused pooler and decoder may lack
+    theirs.
+    """
     from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoModel, AutoModelForTextEncoding
 
     encoder_only = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
+    loader = AutoModelForTextEncoding if encoder_only else AutoModel
     try:
-        model, report = (AutoModelForTextEncoding if encoder_only else AutoModel).from_pretrained(
+        model, report = loader.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -225,19 +247,23 @@ def load_model(name: str, folder: Path, config: Any) -> Any:
         )
     except Exception as error:
         raise unreadable(name, error) from None
-    unused = ("pooler.", "decoder.") if config.is_encoder_decoder else ("pooler.",)
+    unused: tuple[str, ...] = ("pooler.",)
+    if config.is_encoder_decoder:
+        unused = ("pooler.", "decoder.")
     missing = sorted(key for key in _keys(report["missing_keys"]) if not key.startswith(unused))
     if missing:
         raise UsageError(
             f"--data.encoder {name!r}: {len(missing)} weights are not in its files ({', '.join(missing[:3])}, "
             "...) and would be random. Give a complete checkpoint of this architecture."
         )
-    encoder = model.get_encoder() if config.is_encoder_decoder and not encoder_only else model
-    return encoder.eval().requires_grad_(False)
+    if config.is_encoder_decoder and not encoder_only:
+        model = model.get_encoder()
+    return model.eval().requires_grad_(False)
 
 
 def _keys(report: Iterable[Any]) -> Iterable[str]:
-    return (entry if isinstance(entry, str) else entry[0] for entry in report)
+    for entry in report:
+        yield entry if isinstance(entry, str) else entry[0]
 
 
 def load_tokenizer(name: str, folder: Path) -> Any:
@@ -247,14 +273,16 @@ def load_tokenizer(name: str, folder: Path) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise unreadable(name, error) from None
-    if tokenizer.pad_token is None:  # padding is not attended: any token will do
+    # Padding is not attended, so any token serves.
+    if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    tokenizer.padding_side = "right"  # exact for absolute positions too; pooling looks for the last real token
+    # Right padding is exact for absolute positions too. Pooling finds the last real token.
+    tokenizer.padding_side = "right"
     return tokenizer
 
 
 def load_encoder(directory: Path, device: str = "cpu") -> LatentEncoder:
-    """The encoder that `save` left in a directory."""
+    """Load the encoder saved in a directory by `save`."""
     facts: dict[str, Any] = json.loads((directory / "encoder.json").read_text("utf-8"))
     kind = facts.pop("kind")
     if kind == TFIDF_VERSION:

@@ -1,4 +1,4 @@
-"""From the options of the `data` group to training and held-out datasets: `prepare_data`."""
+"""Options of the `data` group, and their training and held-out datasets (`prepare_data`)."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -42,53 +42,51 @@ SPLIT = "split="
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where text and latents come from."""
+    """Source of texts and latents."""
 
     path: str = "demo"
     """'demo' (bundled Shakespeare), a .jsonl, .txt, .parquet or .csv file, a folder of .jsonl and .txt files, a
-    folder made by dataset.save_to_disk, or a hub id (owner/name or owner/name:configuration)."""
+    folder written by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration)."""
     split: str = "train"
-    """Split of a saved or hub dataset to read; files have none."""
+    """Split of a saved or Hub dataset. Files have none."""
     text_column: str = "text"
-    """Field or column that holds the text."""
+    """Field or column of the text."""
     heldout_path: str | None = None
-    """Held-out texts: any source that `path` can be, or split=NAME, another split of `path`. Training texts found
-    in it are left out. null: a part of `path`, heldout_fraction of it."""
+    """Held-out texts: any source accepted by `path`, or split=NAME, another split of `path`. Training texts found in
+    it are left out. null: heldout_fraction of `path`."""
     heldout_fraction: FractionBelowOne = 0.04
-    """Share of texts held out for evaluation, chosen by a hash of their words. Not with heldout_path."""
+    """Share of texts held out for evaluation, by a hash of their words. Not with heldout_path."""
     min_words: NonNegativeInt = 1
-    """Texts of fewer words are left out."""
+    """Fewest words of a text. Shorter ones are left out."""
     max_bad_rows: NonNegativeInt = 0
-    """Rows that may be unusable (bad JSON, no text, not UTF-8) and are left out; one more is an error that names
-    it."""
+    """Unusable rows (bad JSON, no text, not UTF-8) to leave out. The next one is an error with its place."""
     tokenizer: str = TRAINED
-    """'trained': a byte-level BPE of vocab_size pieces trained on the training split; or the tokenizer of a
-    transformers model, by hub id or local directory."""
+    """'trained': a byte-level BPE of vocab_size pieces, trained on the training split. Otherwise the tokenizer of a
+    transformers model, by Hub id or local directory."""
     vocab_size: PositiveInt = 2048
     """Pieces of the trained tokenizer, 300 or more."""
     max_length: PositiveInt = 32
     """Tokens per text: longer ones are cut, shorter ones padded. Compute grows with it. At least 1 more than the
-    special tokens that the tokenizer puts around a text ('trained': none); 1 learns the first token alone."""
+    tokenizer's special tokens around a text ('trained': none). With 1, only the first token is learned."""
     encoder: str = TFIDF_SVD
-    """What makes the latents: 'tfidf-svd' (fitted on the training split, no network), or a transformers encoder
-    by hub id or local directory with safetensors weights."""
+    """Encoder of the latents: 'tfidf-svd' (fitted on the training split, needs no network), or a transformers encoder
+    by Hub id or local directory with safetensors weights."""
     latent_dim: PositiveInt | None = None
-    """Latent dimensions: the size of tfidf-svd (null: 64), or how many of a transformers encoder's first
-    dimensions are kept (null: all)."""
+    """Latent dimensions: the size of tfidf-svd (null: 64), or the leading dimensions kept of a transformers encoder
+    (null: all)."""
     pooling: Pooling = "mean"
-    """How a transformers encoder's token states become one latent: their mean, the first, or the last."""
+    """Pooling of a transformers encoder's token states to one latent: their mean, the first or the last."""
     normalise: bool = True
     """Scale each latent to length 1, after latent_dim."""
     encoder_max_length: PositiveInt | None = None
-    """Tokens that a transformers encoder reads of each text; null: as many as it can, at most 512."""
+    """Tokens read of each text by a transformers encoder. null: its maximum, but at most 512."""
     encoder_batch_size: PositiveInt = 64
-    """Texts per forward of a transformers encoder; changes speed and memory only."""
+    """Texts per forward of a transformers encoder. Affects speed and memory only."""
     latents: str | None = None
-    """Folder of ready-made latent shards (.npy or safetensors), used instead of an encoder; the rows of `path`
-    are then JSONL objects with the fields shard and idx besides the text."""
+    """Folder of ready-made latent shards (.npy or safetensors), instead of an encoder. The rows of `path` are then
+    JSONL objects with the fields shard and idx in addition to the text."""
     cache_dir: str | None = None
-    """Where tokenizers, encoders and latents are kept between runs; null: $ACCEL_TRAIN_CACHE, else
-    ~/.cache/accel_train."""
+    """Cache of tokenizers, encoders and latents between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
 
     def __post_init__(self) -> None:
         if self.heldout_path is None and self.heldout_fraction == 0:
@@ -107,7 +105,7 @@ class DataConfig:
             self._refuse(("vocab_size",), f"tokenizer {self.tokenizer!r}")
 
     def _refuse(self, names: Sequence[str], because: str) -> None:
-        """An option that another one makes meaningless must be left at its default."""
+        """Refuse options that another one makes meaningless, unless they have their default value."""
         defaults = {field.name: field.default for field in fields(self)}
         for name in names:
             if getattr(self, name) != defaults[name]:
@@ -119,18 +117,20 @@ class DataConfig:
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
+    """Datasets of a run with their assets."""
+
     train: TextLatentDataset
     heldout: TextLatentDataset
     assets: DataAssets
-    """Tokenizer, latent encoder, mean and std: what a checkpoint stores (`assets.save(directory)`)."""
+    """Tokenizer, latent encoder, mean and std, as stored in a checkpoint (`assets.save(directory)`)."""
     fingerprint: str
     """sha256 of both splits' contents and of all preprocessing."""
     notices: tuple[str, ...]
-    """What a person should know: sizes, texts cut or left out. For the main process to print."""
+    """Lines for the main process to log: sizes, texts cut or left out."""
 
     @property
     def tokenizer(self) -> TextTokenizer:
-        """vocab_size, pad_id, mask_id, special_ids, decode(ids) -> str."""
+        """The tokenizer of both splits."""
         return self.assets.tokenizer
 
     @property
@@ -147,16 +147,20 @@ class PreparedData:
         return self.assets.latent_shape
 
     def nearest_texts(self, latents: Tensor) -> list[tuple[str, float]]:
-        """(B, L, Dz) normalised latents -> for each the training text of the highest cosine in the centred space,
-        and that cosine. Reads every training latent once."""
+        """Find the training text with the highest cosine to each normalised latent (B, L, Dz), and that cosine.
+
+        Reads every training latent once.
+        """
         queries = F.normalize(latents.detach().float().cpu().flatten(1), dim=1)
-        best, place = torch.full((len(queries),), -2.0), torch.zeros(len(queries), dtype=torch.int64)
+        best = torch.full((len(queries),), -2.0)  # below any cosine
+        nearest = torch.zeros(len(queries), dtype=torch.int64)
         for start, block in self.train.table.blocks():
             keys = F.normalize(self.assets.normalise(block).flatten(1), dim=1)
             cosine, index = (queries @ keys.T).max(1)
-            place = torch.where(cosine > best, index + start, place)
+            nearest = torch.where(cosine > best, index + start, nearest)
             best = torch.maximum(best, cosine)
-        return [(self.train.texts[i], float(c)) for i, c in zip(place.tolist(), best.tolist(), strict=True)]
+        texts = [self.train.texts[index] for index in nearest.tolist()]
+        return list(zip(texts, best.tolist(), strict=True))
 
     def save_assets(self, directory: Path) -> None:
         self.assets.save(directory)
@@ -164,7 +168,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class _Processes:
-    """Who builds together."""
+    """The processes that prepare data together."""
 
     rank: int
     world_size: int
@@ -183,34 +187,34 @@ def prepare_data(
     device: str = "cpu",
     assets: Path | None = None,
 ) -> PreparedData:
-    """Datasets of a run; every rank calls it with the same configuration (it meets at `barrier` several times).
+    """Prepare the datasets of a run. Every rank calls it with the same configuration (several barriers).
 
-    Reads the corpus, trains the tokenizer and fits or loads the encoder (training split only), and computes the
-    latents that the cache lacks, on `device` where the encoder is a neural network. With `assets`, the folder of a
-    checkpoint, tokenizer, encoder, mean and std come from there. Texts and ids are held in memory by each process,
-    latents are memory-mapped. Refuses with `UsageError`.
+    Reads the corpus, trains the tokenizer, fits or loads the encoder (on the training split only) and computes the
+    latents missing from the cache, on `device` for a neural encoder. With `assets`, the folder of a checkpoint,
+    tokenizer, encoder, mean and std are read from there. Each process holds texts and ids in memory. Latents are
+    memory-mapped. Raises `UsageError`.
     """
     processes = _Processes(rank, world_size, barrier or (lambda: None), progress, device)
     cache = open_cache(config.cache_dir, rank, world_size)
     train, heldout, notices = _read_splits(config)
-    given = load_assets(assets, device) if assets else None
-    tokenizer = given.tokenizer if given else _tokenizer(config, train.texts, cache, processes)
-    train, train_tokens = _tokenised(train, tokenizer, config)
-    heldout, heldout_tokens = _tokenised(heldout, tokenizer, config)
-    encoder = given.encoder if given else _encoder(config, train.texts, cache, processes)
+    saved = load_assets(assets, device) if assets else None
+    tokenizer = saved.tokenizer if saved else _build_tokenizer(config, train.texts, cache, processes)
+    train, train_tokens = _tokenise(train, tokenizer, config)
+    heldout, heldout_tokens = _tokenise(heldout, tokenizer, config)
+    encoder = saved.encoder if saved else _build_encoder(config, train.texts, cache, processes)
     table = _latents(config, train, encoder, cache, processes)
-    mean, std = (given.latent_mean, given.latent_std) if given else statistics(table)
-    made = DataAssets(tokenizer, encoder, config.max_length, mean, std, table.shape[0])
+    mean, std = (saved.latent_mean, saved.latent_std) if saved else statistics(table)
+    own = DataAssets(tokenizer, encoder, config.max_length, mean, std, table.shape[0])
     heldout_table = _latents(config, heldout, encoder, cache, processes)
     if isinstance(encoder, TransformerEncoder):
-        encoder.release()  # training never asks it
-    parts = [
-        _dataset(train.texts, train_tokens, table, made),
-        _dataset(heldout.texts, heldout_tokens, heldout_table, made),
-    ]
-    notices += _length_notice(train_tokens, config.max_length)
-    fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()
-    return PreparedData(parts[0], parts[1], made, fingerprint, tuple(notices))
+        encoder.release()  # training does not encode
+    train_data = _dataset(train.texts, train_tokens, table, own)
+    heldout_data = _dataset(heldout.texts, heldout_tokens, heldout_table, own)
+    if train_tokens.truncated:
+        share = train_tokens.truncated / len(train.texts)
+        notices.append(f"{share:.1%} of training texts are cut to {config.max_length} tokens")
+    fingerprint = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
+    return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices))
 
 
 def _dataset(texts: Sequence[str], tokens: Tokens, table: LatentTable, assets: DataAssets) -> TextLatentDataset:
@@ -226,15 +230,18 @@ def _read_splits(config: DataConfig) -> tuple[Corpus, Corpus, list[str]]:
     check_options_have_effect(config.path, config.split, config.text_column)
     corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:
+        heldout_corpus = corpus
+        total = len(corpus.texts)
         train_rows, heldout_rows = split_heldout(corpus, config.heldout_fraction)
-        train, heldout, total = corpus.select(train_rows), corpus.select(heldout_rows), len(corpus.texts)
     else:
-        split = config.heldout_path.removeprefix(SPLIT)
-        own = split == config.heldout_path
-        apart, _ = _read(config, config.heldout_path if own else config.path, config.split if own else split)
-        train_rows, heldout_rows = remove_heldout(corpus, apart)
-        train, heldout = corpus.select(train_rows), apart.select(heldout_rows)
-        total = len(corpus.texts) + len(apart.texts)
+        if config.heldout_path.startswith(SPLIT):
+            heldout_corpus, _ = _read(config, config.path, config.heldout_path.removeprefix(SPLIT))
+        else:
+            heldout_corpus, _ = _read(config, config.heldout_path, config.split)
+        total = len(corpus.texts) + len(heldout_corpus.texts)
+        train_rows, heldout_rows = remove_heldout(corpus, heldout_corpus)
+    train = corpus.select(train_rows)
+    heldout = heldout_corpus.select(heldout_rows)
     if not train.texts or len(heldout.texts) < 2:
         raise UsageError(
             f"--data.path {config.path!r}, --data.heldout_fraction {config.heldout_fraction:g}: "
@@ -256,11 +263,11 @@ def _read(config: DataConfig, path: str, split: str) -> tuple[Corpus, int]:
         max_bad_rows=config.max_bad_rows,
         with_references=config.latents is not None,
     )
-    long = [i for i, text in enumerate(corpus.texts) if len(text.split()) >= config.min_words]
+    long = [index for index, text in enumerate(corpus.texts) if len(text.split()) >= config.min_words]
     return corpus.select(long), len(corpus.texts) - len(long)
 
 
-def _tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, processes: _Processes) -> TextTokenizer:
+def _build_tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, processes: _Processes) -> TextTokenizer:
     if config.tokenizer != TRAINED:
         return transformers_tokenizer(config.tokenizer)
     key = hashlib.sha256(f"bpe-1 {config.vocab_size} {texts_hash(texts)}".encode()).hexdigest()
@@ -274,11 +281,12 @@ def _tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, processes:
     return TextTokenizer.from_json(saved, pad_id=0, mask_id=1, special_ids=())
 
 
-def _tokenised(corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig) -> tuple[Corpus, Tokens]:
-    """Token ids, less the texts without a single real token (control characters only): these are bad rows too."""
+def _tokenise(corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig) -> tuple[Corpus, Tokens]:
+    """Tokenise the texts. Those without a real token (control characters only) are bad rows and left out."""
     tokens = tokenizer.tokenise(corpus.texts, config.max_length)
-    real = tokenizer.maskable()[tokens.ids].long().cumsum(0)
-    counts = torch.cat([torch.zeros(1, dtype=torch.int64), real])[tokens.offsets].diff()
+    real_tokens = tokenizer.maskable()[tokens.ids].long().cumsum(0)
+    running = torch.cat([torch.zeros(1, dtype=torch.int64), real_tokens])
+    counts = running[tokens.offsets].diff()
     empty = (counts == 0).nonzero().flatten().tolist()
     if not empty:
         return corpus, tokens
@@ -292,7 +300,9 @@ def _tokenised(corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig) -> 
     return corpus, tokenizer.tokenise(corpus.texts, config.max_length)
 
 
-def _encoder(config: DataConfig, texts: Sequence[str], cache: Path, processes: _Processes) -> LatentEncoder | None:
+def _build_encoder(
+    config: DataConfig, texts: Sequence[str], cache: Path, processes: _Processes
+) -> LatentEncoder | None:
     if config.latents is not None:
         return None
     if config.encoder != TFIDF_SVD:
@@ -332,8 +342,3 @@ def _latents(
         barrier=processes.barrier,
         progress=processes.progress,
     )
-
-
-def _length_notice(tokens: Tokens, max_length: int) -> list[str]:
-    share = tokens.truncated / max(1, len(tokens.offsets) - 1)
-    return [f"{share:.1%} of training texts are cut to {max_length} tokens"] if tokens.truncated else []

@@ -1,4 +1,4 @@
-"""Samples that a person can read, as Markdown."""
+"""Report of samples in Markdown."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ logger = logging.getLogger(__name__)
 def write_samples(
     directory: Path, originals: Sequence[str], sampled: Sequence[str], nearest: Sequence[tuple[str, float]]
 ) -> None:
-    """Write ``samples.md``: for each held-out text the text sampled from its latent, and the training text nearest
-    to the latent sampled from it, with their cosine. Main process; where it cannot be written, a warning."""
+    """Write ``samples.md`` on the main process.
+
+    For each held-out text it shows the text sampled from its latent, and the training text nearest to the latent
+    sampled from it, with their cosine. A write error is logged as a warning.
+    """
     lines = ["# Samples on held-out text", ""]
     for number, (text, tokens, (neighbour, cosine)) in enumerate(zip(originals, sampled, nearest, strict=False), 1):
         lines += [
@@ -34,4 +37,5 @@ def write_samples(
 
 
 def _quoted(text: str) -> str:
-    return "> " + " ".join(text.split()) if text.strip() else "> (empty)"
+    words = " ".join(text.split())
+    return f"> {words or '(empty)'}"
