@@ -1,22 +1,25 @@
-"""Fields on grids in HDF5 files: written in blocks, read sample by sample.
+"""Fields on grids in HDF5 files, written in blocks and read sample by sample.
 
 A file of our schema holds
 
-    fields       (N, T, C, H, W) float32, contiguous; 1-D fields have H = 1
-    parameters   (N, P) float32, what a model is told beside the fields
-    attributes   schema, and those of `FieldHeader`; grid (H, W)
+    fields       (N, T, C, H, W) float32, contiguous, with H = 1 for 1-D fields
+    parameters   (N, P) float32, further inputs of a model
+    attributes   schema, grid (H, W) and those of `FieldHeader`
 
-A contiguous dataset is memory-mapped: any size, shared by all processes of a host, opened by each process and worker
-for itself. A chunked or compressed one is read into the memory of each process when it is first asked for.
+A contiguous dataset is memory-mapped: it may have any size and is shared by all processes of a host. Each process and
+worker opens it. A chunked or compressed dataset is read into the memory of each process on first use.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
+import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
+from accel_train.data.artifacts import cached_folder
 
 SCHEMA = "accel_train/fields-1"
+FACTS_FORMAT = 1
 VALUES_PER_BLOCK = 2**24
 Array = NDArray[np.float32]
 
 
 def hdf5() -> Any:
-    """The package h5py, or what to install."""
+    """Import h5py, or name the extra to install."""
     try:
         import h5py
     except ImportError:
@@ -44,55 +49,63 @@ def hdf5() -> Any:
 
 @dataclass(frozen=True)
 class FieldHeader:
-    """What the samples of a file have in common."""
+    """Properties shared by all samples of a file."""
 
     task: str
     parameters: tuple[str, ...]
     """Names of the P parameters."""
     input_channels: int
-    """The first channels are given and, without time, the others sought."""
+    """Leading channels of the input. Without time, the others are the target."""
     dt: float
-    """Time from one snapshot to the next, in which all channels advance; 0: no time, and T = 1."""
+    """Time from one snapshot to the next. All channels advance. 0: no time, and T = 1."""
     boundary: str
-    """periodic: points at j / W. Anything else: at the centres (j + 1/2) / W of cells."""
+    """periodic: points at j / W. Anything else: at the cell centres (j + 1/2) / W."""
     conserved: bool
-    """Whether the integral of every channel stays what it is."""
+    """True: the integral of every channel is constant."""
 
 
 class FieldPart(NamedTuple):
-    """Samples first to first + samples - 1 of one file. Channels are those of `datasets`, one after another."""
+    """Samples first to first + samples - 1 of one file. The channels of `datasets` are concatenated."""
 
     file: Path
     datasets: tuple[str, ...]
     space: int
-    """Axes of space of datasets (N, X[, Y]) or (N, T, X[, Y][, C]): 1 or 2. 0: they are (N, T, C, H, W) already."""
+    """Spatial axes of datasets (N, X[, Y]) or (N, T, X[, Y][, C]): 1 or 2. 0: the shape is (N, T, C, H, W)."""
     first: int
     samples: int
     stride: int = 1
-    """Every how many-th point is kept along each axis of more than one."""
+    """Distance of the points kept along each axis."""
 
     def views(self) -> list[NDArray[Any]]:
-        """Each dataset as (samples, T, C, H, W); nothing is read of what is memory-mapped."""
-        arrays = [_view(_open_array(self.file, name), self.space) for name in self.datasets]
-        return [a[self.first : self.first + self.samples, ..., :: self.stride, :: self.stride] for a in arrays]
+        """View each dataset as (samples, T, C, H, W). Memory-mapped data are not read."""
+        samples = slice(self.first, self.first + self.samples)
+        views: list[NDArray[Any]] = []
+        for name in self.datasets:
+            array = _view(_open_array(self.file, name), self.space)
+            views.append(array[samples, ..., :: self.stride, :: self.stride])
+        return views
 
 
 class StoredFields(NamedTuple):
-    """All of one file."""
+    """All samples of one file."""
 
     header: FieldHeader
     part: FieldPart
     parameters: Array  # (N, P)
 
     def select(self, split: str, free: tuple[int, int], count: int, resolution: dict[int, int | None]) -> StoredFields:
-        """The first `count` of the samples `free`, at the points asked for in 1 and 2 dimensions (None: all)."""
-        if not 0 < count <= free[1] - free[0]:
+        """Select the first `count` samples of the range `free`.
+
+        `resolution` has the points of an axis in 1 and 2 dimensions (None: all).
+        """
+        first, end = free
+        if not 0 < count <= end - first:
             raise UsageError(
-                f"--data.{split}_samples: {count} of {self.part.file} are needed for {split}, which has "
-                f"{max(0, free[1] - free[0])} of its {len(self.parameters)} left for that, and 1 at least. Ask for "
-                "another number, or bring more."
+                f"--data.{split}_samples: {count} of {self.part.file} are needed for {split}, but "
+                f"{max(0, end - first)} of its {len(self.parameters)} samples are left for that split. At least 1 and "
+                "no more than that are required: lower the number, or bring more data."
             )
-        height, width = Fields((self.part,)).shape[2:]
+        _, _, height, width = Fields((self.part,)).shape
         space = 1 if height == 1 else 2
         points = resolution[space] or width
         stride = max(1, width // points)
@@ -101,8 +114,8 @@ class StoredFields(NamedTuple):
                 f"--data.resolution_{space}d {points}: {self.part.file} has {height} x {width} points, of which every "
                 f"n-th can be taken. Choose a number that divides {width}."
             )
-        part = self.part._replace(first=free[0], samples=count, stride=stride)
-        return self._replace(part=part, parameters=self.parameters[free[0] : free[0] + count])
+        part = self.part._replace(first=first, samples=count, stride=stride)
+        return self._replace(part=part, parameters=self.parameters[first : first + count])
 
 
 def write_fields(
@@ -112,9 +125,9 @@ def write_fields(
     blocks: Iterable[tuple[NDArray[Any], NDArray[Any]]],
     written: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """The first `samples` of `blocks` of fields (n, T, C, H, W) and parameters (n, P), one block in memory at a time.
+    """Write the first `samples` of `blocks` of fields (n, T, C, H, W) and parameters (n, P).
 
-    `written` is told how many more there are.
+    One block is in memory at a time. `written` receives the number of samples after each block.
     """
     done = 0
     with hdf5().File(file, "w") as content:
@@ -135,14 +148,16 @@ def _attributes(header: FieldHeader) -> dict[str, Any]:
 
 
 def read_stored(file: Path, content: Any) -> StoredFields:
-    """What an open file of our schema says of itself; the fields stay on disk."""
+    """Read header and parameters of an open file of our schema. The fields stay on disk."""
     require(file, content, ("fields", "parameters"))
     attributes: dict[str, Any] = dict(content.attrs)
     names = ("schema", *FieldHeader.__dataclass_fields__)
-    if (missing := [name for name in names if name not in attributes]) or attributes["schema"] != SCHEMA:
+    missing = [name for name in names if name not in attributes]
+    if missing or attributes["schema"] != SCHEMA:
         problem = f"no attribute {missing[0]!r}" if missing else f"schema {attributes['schema']!r}"
         raise UsageError(f"--data.path: {file} has {problem}; {SCHEMA!r} with {', '.join(names)} is required.")
-    shape, parameters = content["fields"].shape, content["parameters"][...]
+    shape = content["fields"].shape
+    parameters = content["parameters"][...]
     header = FieldHeader(
         str(attributes["task"]),
         tuple(str(name) for name in attributes["parameters"]),
@@ -160,21 +175,21 @@ def read_stored(file: Path, content: Any) -> StoredFields:
 
 
 def require(file: Path, content: Any, names: Sequence[str]) -> None:
-    """Refuse an open file without one of these datasets, naming it and those that are there."""
+    """Refuse an open file without one of these datasets. The error also lists the existing ones."""
     if missing := [name for name in names if name not in content]:
-        there = ", ".join(f"{name} {getattr(item, 'shape', '(a group)')}" for name, item in content.items())
+        existing = ", ".join(f"{name} {getattr(item, 'shape', '(a group)')}" for name, item in content.items())
         raise UsageError(
-            f"--data.path: {file} has no dataset {missing[0]!r}; it holds {there or 'nothing'}. "
+            f"--data.path: {file} has no dataset {missing[0]!r}; it holds {existing or 'nothing'}. "
             f"{' and '.join(names)} are required: check what the file is."
         )
 
 
 def _open_array(file: Path, dataset: str) -> NDArray[Any]:
-    """Memory-mapped where it lies in one piece, else read as a whole."""
+    """Memory-map a contiguous dataset, or read any other one as a whole."""
     with hdf5().File(file, "r") as content:
         stored = content[dataset]
         offset = stored.id.get_offset()
-        if offset is None:
+        if offset is None:  # chunked or compressed
             return stored[...]
         return np.asarray(np.memmap(file, stored.dtype, "r", offset, stored.shape))
 
@@ -187,12 +202,14 @@ def _view(array: NDArray[Any], space: int) -> NDArray[Any]:
     if array.ndim == 2 + space:  # no channels
         array = array[..., None]
     array = np.moveaxis(array, -1, 2)
-    return array if space == 2 else array[:, :, :, None]
+    if space == 1:
+        array = array[:, :, :, None]
+    return array
 
 
 @dataclass(frozen=True)
 class Fields:
-    """N samples of shape (T, C, H, W) in physical units, read when asked for."""
+    """N samples of shape (T, C, H, W) in physical units, read on demand."""
 
     parts: tuple[FieldPart, ...]
     _open: dict[int, list[NDArray[Any]]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -215,14 +232,15 @@ class Fields:
         return times, channels + sum(view.shape[2] for view in more), height, width
 
     def snapshots(self, sample: int, times: slice) -> Array:
-        """(times, C, H, W), a copy."""
+        """Copy the snapshots (times, C, H, W) of a sample."""
         number = bisect_right(self._ends, sample)
-        row = sample - self._ends[number] + self.parts[number].samples
+        first = self._ends[number] - self.parts[number].samples
+        row = sample - first
         views = [view[row, times] for view in self._views(number)]
         return np.concatenate(views, axis=1, dtype=np.float32, casting="same_kind")
 
     def blocks(self) -> Iterator[tuple[FieldPart, int, Array]]:
-        """(part, first row in it, (n, T, C, H, W)) of all samples in order, some 64 MiB at a time."""
+        """Yield (part, first row in it, fields (n, T, C, H, W)) of all samples in order, about 64 MiB at a time."""
         size = max(1, VALUES_PER_BLOCK // int(np.prod(self.shape)))
         for number, part in enumerate(self.parts):
             for start in range(0, part.samples, size):
@@ -236,7 +254,7 @@ class Fields:
 
 
 class FieldFacts(NamedTuple):
-    """What one pass over all samples tells: mean and standard deviation of each channel, hash of the contents."""
+    """Result of one pass over all samples: mean and standard deviation of each channel, and a hash of the contents."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -244,12 +262,17 @@ class FieldFacts(NamedTuple):
 
 
 def field_facts(data: Fields) -> FieldFacts:
-    """Reads everything once; sums in float64. Refuses NaN and infinity with the sample's place."""
+    """Read all samples once, with sums in float64. Refuses NaN and infinity, naming the sample."""
     digest = hashlib.sha256(f"{len(data)} {data.shape}".encode())
-    total, squares, count = np.zeros(data.shape[1]), np.zeros(data.shape[1]), 0
+    channels = data.shape[1]
+    total = np.zeros(channels)
+    squares = np.zeros(channels)
+    count = 0
     for part, start, block in data.blocks():
-        if not np.isfinite(block).all():
-            wrong = part.first + start + int((~np.isfinite(block)).any(axis=(1, 2, 3, 4)).argmax())
+        finite = np.isfinite(block)
+        if not finite.all():
+            row = int((~finite).any(axis=(1, 2, 3, 4)).argmax())
+            wrong = part.first + start + row
             raise UsageError(
                 f"--data.path: sample {wrong} of {part.file} holds NaN or infinity in {' or '.join(part.datasets)}. "
                 "Finite fields are required: write the file again, or leave the sample out."
@@ -258,15 +281,16 @@ def field_facts(data: Fields) -> FieldFacts:
         values = block.astype(np.float64)
         total += values.sum((0, 1, 3, 4))
         squares += (values**2).sum((0, 1, 3, 4))
-        count += block.size // data.shape[1]
+        count += block.size // channels
     mean = total / count
     std = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
     return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest())
 
 
 def join_files(task: str, files: Sequence[StoredFields], time_stride: int) -> Fields:
-    """The samples of several files, which must be of one kind."""
-    fields, header = Fields(tuple(stored.part for stored in files)), files[0].header
+    """Concatenate the samples of several files with the same header and shape."""
+    fields = Fields(tuple(stored.part for stored in files))
+    header = files[0].header
     for stored in files:
         shape = Fields((stored.part,)).shape
         if (stored.header, shape) != (header, fields.shape):
@@ -283,12 +307,45 @@ def join_files(task: str, files: Sequence[StoredFields], time_stride: int) -> Fi
 
 
 def file_sizes(fields: Fields, channels: int) -> dict[Path, float]:
-    """Root mean square of the last `channels` channels of each file: of the first snapshots of its first 4 samples."""
-    found: dict[Path, float] = {}
+    """Compute the root mean square of the last `channels` channels of each file.
+
+    It is taken over the first snapshots of the first 4 samples.
+    """
+    sizes: dict[Path, float] = {}
     start = 0
     for part in fields.parts:
         samples = range(start, start + min(4, part.samples))
-        read = [fields.snapshots(sample, slice(0, 1))[:, -channels:] for sample in samples]
-        found[part.file] = float(np.sqrt(np.mean(np.square(read, dtype=np.float64))))
+        snapshots = [fields.snapshots(sample, slice(0, 1))[:, -channels:] for sample in samples]
+        mean_square = np.mean(np.square(snapshots, dtype=np.float64))
+        sizes[part.file] = float(np.sqrt(mean_square))
         start += part.samples
-    return found
+    return sizes
+
+
+def cached_facts(
+    both: Mapping[str, Fields], cache: Path, rank: int, barrier: Callable[[], None]
+) -> dict[str, FieldFacts]:
+    """Read the facts of both splits from the cache. Rank 0 computes missing ones."""
+    write = partial(_write_facts, both)
+    folder = cached_folder(cache / f"facts-{_identity(both)}", write, rank=rank, barrier=barrier)
+    saved: dict[str, list[Any]] = json.loads((folder / "facts.json").read_text("utf-8"))
+    facts: dict[str, FieldFacts] = {}
+    for split, (mean, std, sha256) in saved.items():
+        facts[split] = FieldFacts(tuple(mean), tuple(std), sha256)
+    return facts
+
+
+def _identity(both: Mapping[str, Fields]) -> str:
+    """Hash the selected samples with the size and date of their files."""
+    files: dict[Path, os.stat_result] = {}
+    for fields in both.values():
+        for part in fields.parts:
+            files[part.file] = part.file.stat()
+    dates = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in files.items()]
+    parts = [[split, *map(str, fields.parts)] for split, fields in both.items()]
+    return hashlib.sha256(json.dumps([FACTS_FORMAT, dates, parts]).encode()).hexdigest()
+
+
+def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:
+    facts = {split: field_facts(fields) for split, fields in both.items()}
+    (directory / "facts.json").write_text(json.dumps(facts), "utf-8")

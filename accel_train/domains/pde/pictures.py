@@ -1,4 +1,4 @@
-"""Pictures of fields: what was given, what is true, what was predicted, where they differ, and how errors grow."""
+"""Pictures of fields: input, truth, prediction and error, and the growth of errors in time."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ logger = logging.getLogger(__name__)
 
 
 class Panel(NamedTuple):
-    """One field of a row of panels."""
+    """One field in a row of panels."""
 
     title: str
     values: Tensor
-    """(H, W): rows downwards, as an image."""
+    """Field (H, W) with rows downwards, like an image."""
     group: str
-    """Panels of a row with the same group share one colour scale, so that truth and prediction can be compared."""
+    """Panels of a row with the same group share one colour scale, to compare truth and prediction."""
     down: str = "y (points)"
-    """What the rows of ``values`` are."""
+    """Label of the vertical axis, the rows of ``values``."""
     signed: bool = False
-    """An error, whose sign matters: colours that diverge from 0, which is white."""
+    """True for errors: the colours diverge from white at 0."""
 
 
 class Lines(NamedTuple):
-    """Numbers that belong together, drawn over one axis."""
+    """Curves over one axis."""
 
     title: str
     horizontal: str
     vertical: str
     at: Sequence[float]
     lines: Mapping[str, Sequence[float]]
-    """Name -> as many numbers as ``at`` has."""
+    """Name -> values at the positions ``at``."""
 
 
 def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]) -> None:
-    """One row of panels for each (label, panels), fields with a colour bar, as a PNG; the numbers of ``Lines`` go to a
-    JSON file of the same name beside it. Main process.
+    """Draw one row of panels per (label, panels) to a PNG, and write the values of ``Lines`` to a JSON file beside it.
 
-    A directory that cannot be written is a warning: training goes on.
+    Call it on the main process. A write error is logged as a warning, and training continues.
     """
     import matplotlib
 
@@ -57,21 +56,17 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]
         len(rows), columns, figsize=(3.2 * columns, 2.9 * len(rows)), squeeze=False, layout="constrained"
     )
     for (label, panels), axes in zip(rows, grid, strict=True):
-        fields = [p for p in panels if isinstance(p, Panel)]
-        scales = {p.group: limits([q for q in fields if q.group == p.group]) for p in fields}
+        groups: dict[str, list[Panel]] = {}
+        for panel in panels:
+            if isinstance(panel, Panel):
+                groups.setdefault(panel.group, []).append(panel)
+        scales = {group: limits(members) for group, members in groups.items()}
         for axis, panel in zip(axes, panels, strict=False):
             if isinstance(panel, Lines):
                 _draw_lines(axis, panel)
-                continue
-            low, high = scales[panel.group]
-            colours = {"vmin": low, "vmax": high, "cmap": "RdBu_r" if panel.signed else "viridis"}
-            image = axis.imshow(panel.values.numpy(), aspect="auto", interpolation="nearest", **colours)
-            axis.set_title(panel.title, fontsize=9)
-            axis.set_xlabel("x (points)", fontsize=8)
-            axis.set_ylabel(panel.down, fontsize=8)
-            axis.locator_params(integer=True)
-            axis.tick_params(labelsize=7)
-            figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
+            else:
+                image = _draw_field(axis, panel, scales[panel.group])
+                figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
         for axis in axes[len(panels) :]:
             axis.set_axis_off()
         axes[0].annotate(
@@ -81,12 +76,34 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=100)
         replace_file(path, picture.getvalue())
-        numbers = {label: {p.title: p._asdict() for p in panels if isinstance(p, Lines)} for label, panels in rows}
-        write_json(path.with_suffix(".json"), {label: found for label, found in numbers.items() if found})
+        values: dict[str, Any] = {}
+        for label, panels in rows:
+            lines = {panel.title: panel._asdict() for panel in panels if isinstance(panel, Lines)}
+            if lines:
+                values[label] = lines
+        write_json(path.with_suffix(".json"), values)
     except OSError as error:
         logger.warning("%s could not be written (%s); training is not affected", path, error)
     finally:
         plt.close(figure)
+
+
+def _draw_field(axis: Any, panel: Panel, scale: tuple[float, float]) -> Any:
+    low, high = scale
+    image = axis.imshow(
+        panel.values.numpy(),
+        aspect="auto",
+        interpolation="nearest",
+        vmin=low,
+        vmax=high,
+        cmap="RdBu_r" if panel.signed else "viridis",
+    )
+    axis.set_title(panel.title, fontsize=9)
+    axis.set_xlabel("x (points)", fontsize=8)
+    axis.set_ylabel(panel.down, fontsize=8)
+    axis.locator_params(integer=True)
+    axis.tick_params(labelsize=7)
+    return image
 
 
 def _draw_lines(axis: Any, panel: Lines) -> None:
@@ -98,13 +115,15 @@ def _draw_lines(axis: Any, panel: Lines) -> None:
     axis.set_ylim(bottom=0)
     axis.tick_params(labelsize=7)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, loc="best")  # the default warns where the machine is busy
+    # An explicit location: the default warns that it is slow on a busy machine.
+    axis.legend(fontsize=7, loc="best")
 
 
 def limits(panels: Sequence[Panel]) -> tuple[float, float]:
-    """Ends of the colour scale that these panels share; of signed ones 0 is in the middle."""
-    low, high = min(float(p.values.min()) for p in panels), max(float(p.values.max()) for p in panels)
-    if any(p.signed for p in panels):
+    """Return the ends of the colour scale shared by these panels. Signed panels have 0 in the middle."""
+    low = min(float(panel.values.min()) for panel in panels)
+    high = max(float(panel.values.max()) for panel in panels)
+    if any(panel.signed for panel in panels):
         high = max(abs(low), abs(high)) or 1.0
         low = -high
     return low, high

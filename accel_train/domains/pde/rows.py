@@ -1,4 +1,4 @@
-"""From stored fields to normalised rows of input and target, and the constants that normalised them."""
+"""Normalised rows of input and target from stored fields, with the constants of the normalisation."""
 
 from __future__ import annotations
 
@@ -8,56 +8,59 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.data.artifacts import cached_folder
-from accel_train.domains.pde.files import FieldFacts, Fields, StoredFields, field_facts, file_sizes, join_files
+from accel_train.domains.pde.files import FieldFacts, Fields, StoredFields, cached_facts, file_sizes, join_files
 
 ASSETS_FORMAT = 1
 WIDE = 20.0
-"""Numbers of one kind that differ by more than this factor are called wide apart."""
+"""Ratio of the largest to the smallest value above which one linear scale fits badly."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Mean and standard deviation of each channel, in the training split."""
+    """Mean and standard deviation of each channel over the training split."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def normalise(self, values: Tensor, trailing: int = 2) -> Tensor:
-        """(..., C, H, W), or with another number of axes after C, in physical units -> mean 0, deviation 1."""
+        """Scale physical values (..., C, H, W) to mean 0 and deviation 1. `trailing` is the number of axes after C."""
         mean, std = self._shaped(values, trailing)
         return (values - mean) / std
 
     def denormalise(self, values: Tensor, trailing: int = 2) -> Tensor:
-        """The reverse."""
+        """Undo `normalise`."""
         mean, std = self._shaped(values, trailing)
         return values * std + mean
 
     def _shaped(self, values: Tensor, trailing: int) -> tuple[Tensor, Tensor]:
-        shape, place = (-1, *[1] * trailing), (values.device, values.dtype)
-        return _constant(self.mean, *place).view(shape), _constant(self.std, *place).view(shape)
+        shape = (-1, *[1] * trailing)
+        mean = _constant(self.mean, values.device, values.dtype)
+        std = _constant(self.std, values.device, values.dtype)
+        return mean.view(shape), std.view(shape)
 
 
 @lru_cache(maxsize=256)
 def _constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Numbers on the device, without the wait of copying them there in every step."""
-    with torch.inference_mode(False):  # whoever asks first
+    """Cache constants on the device: a copy in every step would wait for it."""
+    # The first call may come from evaluation, and training cannot use inference tensors.
+    with torch.inference_mode(False):
         return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class FieldTask:
-    """One mapping between fields that a model learns."""
+    """One mapping between fields for a model to learn."""
 
     name: str
     input_channels: int
@@ -65,40 +68,40 @@ class FieldTask:
     grid: tuple[int, int]
     """(H, W); 1-D fields have H = 1."""
     parameters: tuple[str, ...]
-    """Names of its own parameters, the first columns of a row's."""
+    """Names of the task's own parameters, the first columns of a row's parameters."""
     boundary: str
-    """periodic: points at j / W. dirichlet: 0 on the boundary, points at the centres (j + 1/2) / W of cells."""
+    """periodic: points at j / W. dirichlet: 0 on the boundary, points at the cell centres (j + 1/2) / W."""
     conserved: bool
-    """Whether the integral of each channel is the same in input and target."""
+    """True: each channel has the same integral in input and target."""
     has_time: bool
-    """Whether the target is the input's own channels later on, so that the output can be the next input."""
+    """True: the target has the input's channels at a later time, so the output can be the next input."""
     dt: float
-    """Time from input to target; 0 without time."""
+    """Time from input to target, 0 without time."""
     input: Scale
     target: Scale
-    """The same as `input` in a task with time."""
+    """Equal to `input` in a task with time."""
     parameter: Scale
-    """Of the parameters, or of the logarithms of those of `logarithmic`."""
+    """Scale of the parameters, or of their logarithms where `logarithmic`."""
     logarithmic: tuple[bool, ...] = ()
-    """Of each parameter, whether it is read by its logarithm: positive ones that range over more than `WIDE`."""
+    """True for each parameter read by its logarithm: positive values with a range above `WIDE`."""
 
 
 @dataclass(frozen=True)
 class FieldAssets:
-    """All that is needed to feed a model and to read its output in another process."""
+    """Tasks with their normalisation: enough to run a model in another process."""
 
     tasks: tuple[FieldTask, ...]
 
     @property
     def parameter_count(self) -> int:
-        """P: the most that any task has, at least 1."""
+        """P, the largest number of parameters of a task, at least 1."""
         return max(1, *(len(task.parameters) for task in self.tasks))
 
     def task(self, name: str) -> FieldTask:
         return next(task for task in self.tasks if task.name == name)
 
     def normalise_input(self, task: str, values: Tensor) -> Tensor:
-        """(..., C, H, W) in physical units."""
+        """Normalise fields (..., C, H, W) in physical units."""
         return self.task(task).input.normalise(values)
 
     def denormalise_input(self, task: str, values: Tensor) -> Tensor:
@@ -108,33 +111,34 @@ class FieldAssets:
         return self.task(task).target.normalise(values)
 
     def denormalise_target(self, task: str, values: Tensor) -> Tensor:
-        """(..., C, H, W) normalised -> physical units."""
+        """Map normalised fields (..., C, H, W) to physical units."""
         return self.task(task).target.denormalise(values)
 
     def normalise_parameters(self, task: str, values: Tensor) -> Tensor:
-        """(..., its own parameters) -> (..., P), filled with 0."""
+        """Normalise the task's own parameters and pad them with 0 to (..., P)."""
         own = self.task(task)
         if any(own.logarithmic):
-            chosen = torch.tensor(own.logarithmic, device=values.device)
-            if (values[..., chosen] <= 0).any():
+            logarithmic = torch.tensor(own.logarithmic, device=values.device)
+            positive = values[..., logarithmic]
+            if (positive <= 0).any():
+                names = ", ".join(compress(own.parameters, own.logarithmic))
                 raise UsageError(
-                    f"task {task}: parameters {', '.join(compress(own.parameters, own.logarithmic))} are read by their "
-                    f"logarithm and go down to {float(values[..., chosen].min()):g}; above 0 is required, as in the "
-                    "training split"
+                    f"task {task}: parameters {names} are read by their logarithm and go down to "
+                    f"{float(positive.min()):g}; above 0 is required, as in the training split"
                 )
-            values = torch.where(chosen, values.log(), values)
+            values = torch.where(logarithmic, values.log(), values)
         scaled = own.parameter.normalise(values, trailing=0)
         return torch.nn.functional.pad(scaled, (0, self.parameter_count - values.shape[-1]))
 
     def save(self, directory: Path) -> None:
-        """fields.json, into a folder that is made."""
+        """Write fields.json into a new folder."""
         directory.mkdir(parents=True, exist_ok=True)
         facts = {"format": ASSETS_FORMAT, **asdict(self)}
         (directory / "fields.json").write_text(json.dumps(facts, indent=1), "utf-8")
 
 
 def load_field_assets(directory: Path) -> FieldAssets:
-    """What `FieldAssets.save` wrote."""
+    """Read the file of `FieldAssets.save`."""
     try:
         facts: dict[str, Any] = json.loads((directory / "fields.json").read_text("utf-8"))
         if facts["format"] != ASSETS_FORMAT:
@@ -155,7 +159,7 @@ def _task(facts: dict[str, Any]) -> FieldTask:
 
 
 class Trajectory(NamedTuple):
-    """One sample through time, normalised."""
+    """One normalised sample over all times."""
 
     fields: Tensor  # (T, C, H, W)
     parameters: Tensor  # (P,)
@@ -163,9 +167,9 @@ class Trajectory(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FieldRows:
-    """Map-style. With time: all pairs of snapshots `time_stride` apart; without: one row for each sample.
+    """Map-style dataset: all pairs of snapshots `time_stride` apart, or one row per sample without time.
 
-    The first N rows come from all N samples and from all times, so that a part of a held-out set is fair.
+    The first N rows cover all N samples and all times, so a part of a held-out set is a fair sample.
     """
 
     task: FieldTask
@@ -178,7 +182,7 @@ class FieldRows:
 
     @property
     def samples(self) -> int:
-        """N: trajectories, or problems without time."""
+        """Number N of trajectories, or of problems without time."""
         return len(self.data)
 
     @property
@@ -187,34 +191,40 @@ class FieldRows:
         return self.data.shape[0] - self.time_stride if self.task.has_time else 1
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """input (C, H, W), target (C', H, W), parameters (P,), all float32 and normalised, and dt ()."""
+        """Return input (C, H, W), target (C', H, W) and parameters (P,), float32 and normalised, and dt ()."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return {name: values[0] for name, values in self.batch([index]).items()}
 
     def batch(self, indices: list[int]) -> dict[str, Tensor]:
-        """These rows, each field with leading dimension B."""
-        samples = [index % len(self.data) for index in indices]
-        rows = zip(indices, samples, strict=True)
-        read = [self.data.snapshots(sample, self._times(index // len(self.data) + sample)) for index, sample in rows]
-        values = torch.from_numpy(np.stack(read))  # (B, T, C, H, W)
+        """Stack rows, with leading dimension B."""
+        samples: list[int] = []
+        snapshots: list[NDArray[np.float32]] = []
+        for index in indices:
+            # Row i is of sample i % N. Neighbouring rows have different times.
+            number, sample = divmod(index, len(self.data))
+            samples.append(sample)
+            snapshots.append(self.data.snapshots(sample, self._times(number + sample)))
+        values = torch.from_numpy(np.stack(snapshots))  # (B, T, C, H, W)
         if self.task.has_time:
-            given, sought = values.unbind(1)
+            input, target = values.unbind(1)
         else:
-            given, sought = values[:, 0].split([self.task.input_channels, self.task.target_channels], dim=1)
+            input, target = values[:, 0].split([self.task.input_channels, self.task.target_channels], dim=1)
         return {
-            "input": self.task.input.normalise(given),
-            "target": self.task.target.normalise(sought),
+            "input": self.task.input.normalise(input),
+            "target": self.task.target.normalise(target),
             "parameters": self.parameters[samples],
             "dt": torch.full((len(indices),), self.task.dt, dtype=torch.float32),
         }
 
     def _times(self, number: int) -> slice:
+        if not self.task.has_time:
+            return slice(0, 1)
         start = number % self.pairs
-        return slice(start, start + self.time_stride + 1, self.time_stride) if self.task.has_time else slice(0, 1)
+        return slice(start, start + self.time_stride + 1, self.time_stride)
 
     def trajectory(self, sample: int) -> Trajectory:
-        """Every `time_stride`-th snapshot of a sample with time, from its first: what a rollout is compared with."""
+        """Return every `time_stride`-th snapshot of a sample with time, the reference of a rollout."""
         if not self.task.has_time:
             raise ValueError(f"task {self.task.name} has no time, so there is no trajectory")
         values = self.data.snapshots(sample, slice(None, None, self.time_stride))
@@ -223,7 +233,7 @@ class FieldRows:
 
 @dataclass(frozen=True, eq=False)
 class JoinedRows:
-    """Map-style: the rows of all tasks, one task after another."""
+    """Map-style dataset of the rows of all tasks, one task after another."""
 
     parts: tuple[FieldRows, ...]
 
@@ -240,7 +250,7 @@ class JoinedRows:
         return self.parts[part][row]
 
     def batch(self, indices: list[int]) -> dict[str, Tensor]:
-        """Rows of one task: those of several have shapes of their own."""
+        """Stack rows of one task. Rows of different tasks have different shapes and are refused."""
         parts, rows = zip(*map(self._place, indices), strict=True)
         if len(set(parts)) > 1:
             raise ValueError(f"rows {indices[:8]} are of several tasks, which no batch can hold: use TaskSampler")
@@ -256,19 +266,19 @@ class JoinedRows:
 
 @dataclass(frozen=True, eq=False)
 class FieldData:
-    """What a run trains on and is measured by."""
+    """Training and held-out rows of a run."""
 
     train: JoinedRows
-    """Of all tasks, in the order of `tasks`."""
+    """Training rows of all tasks, in the order of `tasks`."""
     training: dict[str, FieldRows]
-    """The same by task."""
+    """The same rows by task."""
     heldout: dict[str, FieldRows]
     assets: FieldAssets
-    """Normalisation: what a checkpoint stores (`assets.save(directory)`)."""
+    """Normalisation, as stored in a checkpoint (`assets.save(directory)`)."""
     fingerprint: str
     """sha256 of both splits' contents and of all preprocessing."""
     notices: tuple[str, ...]
-    """What a person should know. For the main process to print."""
+    """Lines for the main process to log."""
 
     @property
     def tasks(self) -> tuple[FieldTask, ...]:
@@ -282,28 +292,23 @@ Splits = Mapping[str, Sequence[StoredFields]]
 def build_field_data(
     stored: Mapping[str, Splits], time_stride: int, cache: Path, *, rank: int, barrier: Callable[[], None]
 ) -> FieldData:
-    """Rows of every task in `stored`. Every rank calls it (two barriers a task).
+    """Build the rows of every task in `stored`. Every rank calls it (two barriers per task).
 
-    Rank 0 finds mean, deviation and hash of all contents in one pass; they are kept in `cache` for as long as the
-    files keep their size and date.
+    Rank 0 computes mean, deviation and hash of all contents in one pass. They are cached in `cache` until a file
+    changes its size or date.
     """
-    data = {
-        name: {split: join_files(name, files, time_stride) for split, files in s.items()} for name, s in stored.items()
-    }
-    facts: dict[str, dict[str, FieldFacts]] = {}
-    for name, both in data.items():
-        folder = cached_folder(
-            cache / f"facts-{_identity(both)}", partial(_write_facts, both), rank=rank, barrier=barrier
-        )
-        read: dict[str, list[Any]] = json.loads((folder / "facts.json").read_text("utf-8"))
-        facts[name] = {split: FieldFacts(tuple(v[0]), tuple(v[1]), v[2]) for split, v in read.items()}
-    assets = FieldAssets(
-        tuple(_describe(s, data[name]["train"], facts[name]["train"], time_stride) for name, s in stored.items())
-    )
+    # Mismatched files of any task are refused before the first pass over the contents.
+    data: dict[str, dict[str, Fields]] = {}
+    for name, splits in stored.items():
+        data[name] = {split: join_files(name, files, time_stride) for split, files in splits.items()}
+    facts = {name: cached_facts(both, cache, rank, barrier) for name, both in data.items()}
+    tasks = [_describe(stored[name], data[name]["train"], facts[name]["train"], time_stride) for name in stored]
+    assets = FieldAssets(tuple(tasks))
     described = asdict(assets)
     for task in described["tasks"]:
+        # Data without logarithmic parameters keep the fingerprint from before the field existed.
         if not task["logarithmic"]:
-            del task["logarithmic"]  # it came later: what has none is the same data as before
+            del task["logarithmic"]
     digest = hashlib.sha256(json.dumps([facts, described, time_stride]).encode())
     rows: dict[str, dict[str, FieldRows]] = {"train": {}, "heldout": {}}
     for task in assets.tasks:
@@ -312,25 +317,28 @@ def build_field_data(
             digest.update(values.tobytes())
             parameters = assets.normalise_parameters(task.name, torch.from_numpy(values))
             rows[split][task.name] = FieldRows(task, fields, parameters, time_stride)
-    train, heldout = rows["train"], rows["heldout"]
-    notices = [_sizes(train[name], heldout[name]) for name in stored]
-    notices += [words for name in stored for words in _uneven(data[name]["train"], assets.task(name))]
+    train = rows["train"]
+    heldout = rows["heldout"]
+    notices = [_describe_sizes(train[name], heldout[name]) for name in stored]
+    for name in stored:
+        notices += _scale_notices(data[name]["train"], assets.task(name))
     return FieldData(JoinedRows(tuple(train.values())), train, heldout, assets, digest.hexdigest(), tuple(notices))
 
 
-def _sizes(train: FieldRows, heldout: FieldRows) -> str:
-    """A line on both splits of a task."""
+def _describe_sizes(train: FieldRows, heldout: FieldRows) -> str:
+    """Describe the sizes of both splits of a task in a line."""
     times = f" of {train.data.shape[0]} snapshots, {len(train):,} pairs" if train.task.has_time else ""
     return f"{train.task.name}: {train.samples:,} training samples{times}; {heldout.samples:,} held out"
 
 
-def _uneven(fields: Fields, task: FieldTask) -> Iterator[str]:
-    """What the files of one task say by their sizes: all share one scale, and the loss is of normalised fields."""
+def _scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
+    """Yield notices about wide ranges. All files of a task share one scale, and the loss is of normalised fields."""
     if any(task.logarithmic):
         names = ", ".join(compress(task.parameters, task.logarithmic))
         yield f"{task.name}: {names} differ by more than {WIDE:g} times: read by their logarithms"
     sizes = file_sizes(fields, task.target_channels)
-    small, large = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    small = min(sizes, key=sizes.__getitem__)
+    large = max(sizes, key=sizes.__getitem__)
     if sizes[large] > WIDE * sizes[small]:
         yield (
             f"{task.name}: fields of {large} are {sizes[large] / max(sizes[small], 1e-30):.3g} times as large as those "
@@ -339,25 +347,15 @@ def _uneven(fields: Fields, task: FieldTask) -> Iterator[str]:
         )
 
 
-def _identity(both: Mapping[str, Fields]) -> str:
-    files = {part.file: part.file.stat() for fields in both.values() for part in fields.parts}
-    dates = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in files.items()]
-    parts = [[split, *map(str, fields.parts)] for split, fields in both.items()]
-    return hashlib.sha256(json.dumps([ASSETS_FORMAT, dates, parts]).encode()).hexdigest()
-
-
-def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:
-    facts = {split: field_facts(fields) for split, fields in both.items()}
-    (directory / "facts.json").write_text(json.dumps(facts), "utf-8")
-
-
 def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int) -> FieldTask:
-    stored, (_, channels, height, width) = splits["train"][0], train.shape
+    _, channels, height, width = train.shape
+    stored = splits["train"][0]
     header = stored.header
     other = splits["heldout"][0]
-    if (other.header, Fields((other.part,)).shape[1:]) != (header, train.shape[1:]):
+    other_shape = Fields((other.part,)).shape
+    if (other.header, other_shape[1:]) != (header, train.shape[1:]):
         raise UsageError(
-            f"--data.path: {other.part.file} holds {Fields((other.part,)).shape} of {other.header}, but "
+            f"--data.path: {other.part.file} holds {other_shape} of {other.header}, but "
             f"{stored.part.file} {train.shape} of {header}. Both splits must be of one kind: correct the folder."
         )
     if 0.0 in facts.std:
@@ -365,23 +363,38 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
             f"--data.path: channel {facts.std.index(0.0)} of {stored.part.file} is the same number everywhere, so "
             "there is nothing to learn from it. Leave the channel out."
         )
-    given, timed = header.input_channels, header.dt > 0
-    values = np.concatenate([files.parameters for files in splits["train"]]).astype(np.float64)
-    wide = (values.min(0) > 0) & (values.max(0) > WIDE * values.min(0))
-    values = np.where(wide, np.log(np.where(wide, values, 1.0)), values)
-    deviation = values.std(0)
+    has_time = header.dt > 0
+    input_channels = target_channels = channels
+    input = target = Scale(facts.mean, facts.std)
+    if not has_time:
+        input_channels = header.input_channels
+        target_channels = channels - input_channels
+        input = Scale(facts.mean[:input_channels], facts.std[:input_channels])
+        target = Scale(facts.mean[input_channels:], facts.std[input_channels:])
+    parameter, logarithmic = _parameter_scale(splits["train"])
     return FieldTask(
         name=header.task,
-        input_channels=channels if timed else given,
-        target_channels=channels if timed else channels - given,
+        input_channels=input_channels,
+        target_channels=target_channels,
         grid=(height, width),
         parameters=header.parameters,
         boundary=header.boundary,
         conserved=header.conserved,
-        has_time=timed,
+        has_time=has_time,
         dt=header.dt * time_stride,
-        input=Scale(facts.mean, facts.std) if timed else Scale(facts.mean[:given], facts.std[:given]),
-        target=Scale(facts.mean, facts.std) if timed else Scale(facts.mean[given:], facts.std[given:]),
-        parameter=Scale(tuple(values.mean(0).tolist()), tuple(np.where(deviation > 0, deviation, 1.0).tolist())),
-        logarithmic=tuple(wide.tolist()) if wide.any() else (),
+        input=input,
+        target=target,
+        parameter=parameter,
+        logarithmic=logarithmic,
     )
+
+
+def _parameter_scale(train: Sequence[StoredFields]) -> tuple[Scale, tuple[bool, ...]]:
+    """Compute the scale of the parameters, and a flag for each logarithmic one (none: empty)."""
+    values = np.concatenate([files.parameters for files in train]).astype(np.float64)
+    wide = (values.min(0) > 0) & (values.max(0) > WIDE * values.min(0))
+    values = np.where(wide, np.log(np.where(wide, values, 1.0)), values)
+    deviation = values.std(0)
+    deviation = np.where(deviation > 0, deviation, 1.0)  # a constant parameter
+    logarithmic = tuple(wide.tolist()) if wide.any() else ()
+    return Scale(tuple(values.mean(0).tolist()), tuple(deviation.tolist())), logarithmic

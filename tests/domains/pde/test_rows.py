@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
-from accel_train.domains.pde import rows
+from accel_train.domains.pde import files as files_module
 from accel_train.domains.pde.files import FieldHeader, StoredFields, read_stored, write_fields
 from accel_train.domains.pde.rows import FieldData, build_field_data, load_field_assets
 
@@ -133,8 +133,8 @@ def test_the_fingerprint_is_of_contents_and_preprocessing(tmp_path: Path) -> Non
 
 def test_contents_are_read_once_for_as_long_as_they_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    real = rows.field_facts
-    monkeypatch.setattr(rows, "field_facts", lambda fields: reads.append(len(fields)) or real(fields))
+    real = files_module.field_facts
+    monkeypatch.setattr(files_module, "field_facts", lambda fields: reads.append(len(fields)) or real(fields))
     files = two_tasks(tmp_path)
     first = build(files, tmp_path)
     assert build(files, tmp_path).fingerprint == first.fingerprint
