@@ -1,7 +1,7 @@
-"""A neural PDE operator: fields to latent tokens, a transformer that advances the tokens, fields at any points.
+"""A neural PDE operator: an encoder to latent tokens, a transformer on the tokens, a decoder at any points.
 
-One model holds several tasks (equations on grids of their own) and a batch holds one. Encoders, embeddings of
-parameters, places and query points, and heads belong to a task; the blocks of operator and decoder are shared.
+One model holds several tasks, equations on their own grids. A batch holds one task. Encoders, heads and the embeddings
+of parameters, positions and query points belong to a task. The blocks of operator and decoder are shared.
 """
 
 import math
@@ -34,13 +34,13 @@ from accel_train.speed.attention_table import AttentionNeeds
 
 PARAMETER_OCTAVES = 4
 PARAMETER_RANGE = 4.0
-"""Length of the longest half wave over a parameter: normalised ones lie within -4 and 4."""
+"""Length of the longest half wave over a parameter. Normalised parameters lie between -4 and 4."""
 
 
 # ---------------------------------------------------------------------------------------------------------- options
 @dataclass(frozen=True)
 class TaskShape:
-    """What a model must know of one equation and its fields."""
+    """Shape of one task: an equation and its fields."""
 
     name: str
     input_channels: int
@@ -48,10 +48,10 @@ class TaskShape:
     grid: tuple[int, int]
     """(H, W); 1-D fields have H = 1."""
     parameters: int = 0
-    """Numbers of the equation that come with each sample, of order one: speed, viscosity."""
+    """Number of equation parameters per sample, such as speed or viscosity, of order one."""
     periodic: bool = False
     same_fields: bool = True
-    """The target is the input's fields later on: one encoder and one set of heads serve both."""
+    """True: the target has the input's fields at a later time. One encoder and one set of heads serve both."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", tuple(self.grid))  # a list in config.json
@@ -63,16 +63,16 @@ class TaskShape:
 
     @property
     def heads(self) -> int:
-        """Fields that are decoded: the target's, then the input's where those are others."""
+        """Number of decoded fields: the target's, then the input's if they differ."""
         return self.target_channels + (0 if self.same_fields else self.input_channels)
 
 
 @dataclass(frozen=True)
 class PdeModelConfig:
-    """The shape of the operator, of what encodes for it and of what decodes."""
+    """Sizes of operator, encoder and decoder."""
 
     operator: Literal["pdet_stack", "pdet_unet"] = "pdet_stack"
-    """pdet_stack: `depth` blocks on all tokens. pdet_unet: `depths`, with fewer tokens in the middle."""
+    """pdet_stack: `depth` blocks on all tokens. pdet_unet: `depths` blocks, with fewer tokens in the middle."""
     width: PositiveInt = 128
     """Channels per token inside the operator, a multiple of 2 * heads."""
     latent_width: PositiveInt | None = None
@@ -82,33 +82,33 @@ class PdeModelConfig:
     depths: tuple[PositiveInt, ...] = (2, 2, 2)
     """Blocks of each stage of pdet_unet, an odd number of stages: tokens halve up to the middle one, then double."""
     heads: PositiveInt = 4
-    """Attention heads of the operator. Their size, width / heads, is that of the decoder's heads as well."""
+    """Attention heads of the operator. The decoder's heads have the same size, width / heads."""
     attention: Literal["standard", "channel_separated"] = "standard"
-    """channel_separated: groups of channels attend apart, with the same weights; only feed-forward layers mix them."""
+    """channel_separated: groups of channels attend apart with shared weights. Only feed-forward layers mix them."""
     group_width: PositiveInt = 32
-    """Channels of a group of channel_separated: a multiple of the head size, and a divisor of the width."""
+    """channel_separated: channels per group, a multiple of the head size and a divisor of the width."""
     ffn_ratio: PositiveInt = 4
     """Hidden channels of the operator's feed-forward layers, as a multiple of the width."""
     qk_norm: bool = True
     """RMSNorm on queries and keys of each of the operator's heads."""
     patch_1d: PositiveInt = 4
-    """Points of a patch of a 1-D field. A patch is a token."""
+    """Points per patch of a 1-D field. A patch is a token."""
     patch_2d: PositiveInt = 4
-    """Points of a patch of a 2-D field along each side."""
+    """Points per patch of a 2-D field along each side."""
     max_tokens: PositiveInt = 1024
-    """Neighbouring tokens are averaged until there are no more than this."""
+    """Largest number of tokens. Neighbouring tokens are averaged until there are no more."""
     stem_width: PositiveInt = 8
-    """Hidden channels for each field in the convolutions before the patches."""
+    """Hidden channels per field in the convolutions before the patches."""
     octaves: PositiveInt = 6
     """Frequencies of coordinates: 1, 2, 4, ... waves over the domain."""
     decoder_width: PositiveInt = 64
-    """Channels per query point, a multiple of the head size. There are more points than tokens, so this is what
-    decoding costs."""
+    """Channels per query point, a multiple of the head size. There are more points than tokens, so this width
+    dominates the cost of decoding."""
     decoder_layers: NonNegativeInt = 1
     """Cross-attentions from query points to tokens. 0: a point sees its own token only."""
     residual_depth: NonNegativeInt = 0
-    """Blocks of the network that refines a prediction on its grid, of the operator's width and heads. 0: none. It
-    learns from `objective.residual_from` on."""
+    """Blocks of the residual network, with the operator's width and heads. It refines a prediction on its grid and is
+    trained from `objective.residual_from` on. 0: none."""
 
     def __post_init__(self) -> None:
         head, group = max(1, self.head_width), self.group
@@ -139,25 +139,23 @@ class PdeModelConfig:
                 raise UsageError(message)
 
     def refuse_unread(self) -> None:
-        """Raise ``UsageError`` for options that this operator or attention does not read.
-
-        Of a run, not of a checkpoint, which was saved with whatever it had.
-        """
-        stack, plain = self.operator == "pdet_stack", self.attention == "standard"
-        faults = (
+        """Refuse options without effect in a run. A checkpoint may have any values."""
+        stack = self.operator == "pdet_stack"
+        options = (
             (stack, "depths", (2, 2, 2), "operator pdet_stack, which has depth", "pdet_unet"),
             (not stack, "depth", 4, "operator pdet_unet, which has depths", "pdet_stack"),
-            (plain, "group_width", 32, "attention standard", "channel_separated"),
+            (self.attention == "standard", "group_width", 32, "attention standard", "channel_separated"),
         )
-        for unread, name, default, where, other in faults:
-            if unread and (value := getattr(self, name)) != default:
+        for unread, name, default, where, other in options:
+            value = getattr(self, name)
+            if unread and value != default:
                 raise UsageError(
                     f"model.{name} {value}: has no effect on {where}. Leave it at {default}, or choose {other}."
                 )
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Blocks of each stage of the operator; a stack has one."""
+        """Blocks of each stage of the operator. A stack has one stage."""
         return (self.depth,) if self.operator == "pdet_stack" else self.depths
 
     @property
@@ -166,7 +164,7 @@ class PdeModelConfig:
 
     @property
     def group(self) -> int:
-        """Channels that attend together."""
+        """Channels per attention group."""
         return self.width if self.attention == "standard" else self.group_width
 
     def block(self) -> BlockShape:
@@ -182,91 +180,94 @@ class PdeModelConfig:
 
 @dataclass(frozen=True)
 class PdeTransformerConfig:
-    """Everything needed to build a `PdeTransformer`; saved as config.json."""
+    """Configuration of a `PdeTransformer`, saved as config.json."""
 
     tasks: tuple[TaskShape, ...]
     model: PdeModelConfig = field(default_factory=PdeModelConfig)
 
     def __post_init__(self) -> None:
-        given: Any = (self.tasks, self.model)
-        tasks = tuple(TaskShape(**task) if isinstance(task, dict) else task for task in given[0])  # of config.json
+        tasks: Any = self.tasks  # config.json gives plain dicts and lists
+        model: Any = self.model
+        tasks = tuple(TaskShape(**task) if isinstance(task, dict) else task for task in tasks)
         object.__setattr__(self, "tasks", tasks)
-        if isinstance(given[1], dict):
-            object.__setattr__(self, "model", PdeModelConfig(**given[1] | {"depths": tuple(given[1]["depths"])}))
+        if isinstance(model, dict):
+            values: dict[str, Any] = {**model, "depths": tuple(model["depths"])}
+            object.__setattr__(self, "model", PdeModelConfig(**values))
         for task in tasks:
-            self.grid(task)
+            self.grid(task)  # refuses a grid without a division into tokens
 
     def grid(self, task: TaskShape) -> FieldGrid:
-        """How the task's fields are cut into tokens, no more than `max_tokens`."""
-        side = self.model.patch_1d if task.grid[0] == 1 else self.model.patch_2d
-        option, patch = (f"patch_{1 if task.grid[0] == 1 else 2}d", (1 if task.grid[0] == 1 else side, side))
-        cells, merged = [n // p for n, p in zip(task.grid, patch, strict=True)], [1, 1]
-        if any(n % p for n, p in zip(task.grid, patch, strict=True)):
+        """Divide the task's fields into at most `max_tokens` tokens."""
+        option, side = ("patch_1d", self.model.patch_1d) if task.grid[0] == 1 else ("patch_2d", self.model.patch_2d)
+        patch = (1 if task.grid[0] == 1 else side, side)
+        cells = [task.grid[0] // patch[0], task.grid[1] // patch[1]]
+        merged = [1, 1]
+        if task.grid[0] % patch[0] or task.grid[1] % patch[1]:
             raise UsageError(
                 f"{option} {side}: the {task.grid[0]} x {task.grid[1]} points of task {task.name} must be a whole "
                 f"number of patches. Set {option} to a divisor of the sides."
             )
         while math.prod(cells) > self.model.max_tokens:
-            axis = int(cells[1] >= cells[0])
+            axis = 1 if cells[1] >= cells[0] else 0  # the longer one
             if cells[axis] % 2:
                 raise UsageError(
                     f"max_tokens {self.model.max_tokens}: the {cells[0]} x {cells[1]} tokens of task {task.name} are "
                     f"more and cannot be halved. Raise max_tokens or {option}."
                 )
-            cells[axis], merged[axis] = cells[axis] // 2, merged[axis] * 2
+            cells[axis] //= 2
+            merged[axis] *= 2
         return FieldGrid(task.grid, patch, (merged[0], merged[1]), task.periodic)
 
     def attention_needs(self, device: torch.device, precision: Precision, batch: int) -> AttentionNeeds:
-        """What a kernel must do in the operator, by the largest task; `precision` is fp32, bf16 or fp16."""
-        deterministic, model = torch.are_deterministic_algorithms_enabled(), self.model
+        """Describe the operator's attention for the largest task, to choose a kernel."""
+        model = self.model
         tokens = max(math.prod(self.grid(task).cells) for task in self.tasks)
-        heads, rows = model.group // model.head_width, batch * (model.width // model.group)
         return AttentionNeeds(
             device,
             dtype_of(precision),
             model.head_width,
-            heads,
+            model.group // model.head_width,
             tokens,
-            rows,
+            batch * (model.width // model.group),
             False,
-            deterministic=deterministic,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             cross=True,
         )
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a forward computes: the same on every process. What is left out has gradients of zero."""
+    """Parts of a forward, the same on every process. Parts left out have gradients of zero."""
 
     reconstruction: bool = True
     """Decode the encoded input and target."""
     reencoding: bool = True
-    """Decode the encoded target on its whole grid and encode that again."""
+    """Decode the encoded target on its whole grid and encode the result again."""
     operator: bool = True
     """Advance the tokens."""
     prediction: bool = True
-    """Decode the advanced tokens; runs the operator."""
+    """Advance the tokens and decode them."""
     train_encoder: bool = True
-    """False: the operator reads the latents behind a stop-gradient, and its losses train nothing before it."""
+    """False: the operator's input is behind a stop-gradient, so its losses do not train the encoder."""
 
 
 ALL_PARTS = Parts()
 PREDICTION = Parts(reconstruction=False, reencoding=False)
-"""What evaluation needs."""
+"""Parts for evaluation."""
 
 
 class PdeOutput(NamedTuple):
-    """Latents and fields at the query points. None where `Parts` leaves it out, or where no target was given."""
+    """Latents and fields at the query points. None for parts left out, and for all of the target without a target."""
 
     latent: Tensor | None  # (B, N, D), of the input
     target_latent: Tensor | None  # (B, N, D)
     input_reconstruction: Tensor | None  # (B, C, Q)
     target_reconstruction: Tensor | None  # (B, C', Q)
-    reencoded: Tensor | None  # (B, N, D); the encoding that it should equal is behind a stop-gradient
+    reencoded: Tensor | None  # (B, N, D), to equal the target latent, which is behind a stop-gradient
     predicted_latent: Tensor | None  # (B, N, D)
     prediction: Tensor | None  # (B, C', Q)
-    residual: Tensor | None = None  # (B, C', H, W), what a `ResidualGuess` lacks; then all there is but the size
-    residual_size: Tensor | None = None  # (C',): logarithm of the size of what the prediction misses
+    residual: Tensor | None = None  # (B, C', H, W), correction of a `ResidualGuess`, alone with the size
+    residual_size: Tensor | None = None  # (C',), logarithm of the residual's size
 
 
 NOTHING = PdeOutput(*[None] * 7)
@@ -274,7 +275,7 @@ NOTHING = PdeOutput(*[None] * 7)
 
 # --------------------------------------------------------------------------------------------------------- operator
 class Conditioning(nn.Module):
-    """Time step (B,) and the equation's parameters (B, P) -> one vector (B, width), in fp32."""
+    """Embedding of time step (B,) and equation parameters (B, P) to one vector (B, width), in fp32."""
 
     def __init__(self, config: PdeTransformerConfig) -> None:
         super().__init__()
@@ -285,10 +286,11 @@ class Conditioning(nn.Module):
         self.project = Float32Linear(width, width)
 
     def forward(self, dt: Tensor, parameters: Tensor, task: int) -> Tensor:
-        """Columns of `parameters` beyond the task's own are not read."""
+        """Embed a batch. Columns of `parameters` beyond the task's own are not read."""
         own = parameters[:, : self.counts[task]].float() / PARAMETER_RANGE
-        # The constant is for tasks without parameters; its weights also tell the tasks apart.
-        features = torch.cat((torch.ones_like(dt)[:, None], waves(own, PARAMETER_OCTAVES, periodic=False)), dim=-1)
+        # The constant serves tasks without parameters. Its weights also distinguish the tasks.
+        constant = torch.ones_like(dt)[:, None]
+        features = torch.cat((constant, waves(own, PARAMETER_OCTAVES, periodic=False)), dim=-1)
         return self.project(F.silu(self.time(dt) + self.parameters_of[task](features)))
 
 
@@ -297,16 +299,17 @@ def parameter_features(count: int) -> int:
 
 
 class LatentOperator(nn.Module):
-    """Latent tokens (B, N, D) -> what is added to them: one step in time, or the way to the solution. Starts at zero.
+    """Operator on latent tokens (B, N, D): returns their change in one time step, or to the solution.
 
-    Tokens are told their places again: latents that were trained to be decoded need not keep them, for the decoder
-    knows where each token lies, and attention would have to learn from tokens without order.
+    Starts at zero. Token positions are embedded again, because latents trained for the decoder need not contain them:
+    the decoder knows the place of each token.
     """
 
     def __init__(self, config: PdeTransformerConfig) -> None:
         super().__init__()
         model = config.model
-        self.stages, self.octaves = model.stages, model.octaves
+        self.stages = model.stages
+        self.octaves = model.octaves
         self.grids = [config.grid(task) for task in config.tasks]
         self.enter = nn.Identity() if model.latent == model.width else nn.Linear(model.latent, model.width)
         self.places = nn.ModuleList(nn.Linear(g.wave_features(model.octaves), model.width) for g in self.grids)
@@ -315,41 +318,44 @@ class LatentOperator(nn.Module):
         self.leave = nn.Linear(model.width, model.latent)
 
     def forward(self, z: Tensor, conditioning: Tensor, task: int, keep: Tensor | None) -> Tensor:
-        """conditioning (B, width) before SiLU; keep (B, blocks) of `drop_path`, or None."""
+        """Advance tokens. conditioning (B, width) is before SiLU, keep (B, blocks) is of `drop_path` or None."""
         x = self.enter(z)
         x = x + self.place(task).to(x.dtype)[: x.shape[1]]
         conditioning = F.silu(conditioning).to(x.dtype)
         skips: list[Tensor] = []
-        blocks, middle = enumerate(self.blocks), len(self.stages) // 2
+        middle = len(self.stages) // 2
+        first = 0
         for stage, depth in enumerate(self.stages):
             if stage > middle:
                 skip = skips.pop()
                 x = double(x, skip.shape[1]) + self.skips[stage - middle - 1](skip)
-            for _, (number, block) in zip(range(depth), blocks):  # noqa: B905  the range ends it
-                x = block(x, conditioning, None if keep is None else keep[:, number])
+            for number in range(first, first + depth):
+                x = self.blocks[number](x, conditioning, None if keep is None else keep[:, number])
+            first += depth
             if stage < middle:
                 skips.append(x)
                 x = halve(x)
         return self.leave(F.layer_norm(x, x.shape[-1:], eps=NORM_EPS))
 
     def place(self, task: int) -> Tensor:
-        """Embedding (N, width) of where each of the task's tokens lies."""
-        grid, layer = self.grids[task], cast(nn.Linear, self.places[task])
+        """Embed the positions of the task's tokens: (N, width)."""
+        grid = self.grids[task]
+        layer = cast(nn.Linear, self.places[task])
         points = grid.coordinates(layer.weight.device, of_tokens=True)
         return layer(waves(points, self.octaves, grid.periodic).to(layer.weight.dtype))
 
 
 # ------------------------------------------------------------------------------------------------------------ model
 class PdeTransformer(nn.Module, PyTorchModelHubMixin):
-    """Encode, advance, decode.
+    """Neural operator: encode, advance, decode.
 
-    Every parameter takes part in every backward, whatever the task and the parts: DDP and ZeRO wait for the gradient
-    of each, FSDP2 would leave none where they fill zeros, and an optimizer treats the two differently. What a forward
-    does not use runs on a few zeros, and that times zero is added to the outputs. The sum over a parameter
-    would not do: where weights are sharded they exist inside the forward of their own module only.
+    Every parameter takes part in every backward, whatever the task and the parts. DDP and ZeRO wait for each gradient.
+    FSDP2 would leave no gradient where they fill in zeros, and an optimizer treats the two differently. Modules unused
+    by a forward run on a few zeros, and zero times their outputs is added to the outputs. A sum over the parameters
+    would not do: sharded weights exist only inside the forward of their own module.
     """
 
-    _no_split_modules: ClassVar[list[str]] = ["ModulatedBlock", "DecoderLayer"]  # what FSDP2 shards as one unit
+    _no_split_modules: ClassVar[list[str]] = ["ModulatedBlock", "DecoderLayer"]  # sharded as one unit by FSDP2
 
     def __init__(self, config: PdeTransformerConfig) -> None:
         super().__init__()
@@ -370,13 +376,17 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         self.decoder = AnyPointDecoder(self.grids, [task.heads for task in config.tasks], model.decoder())
         self.apply(initialise)
         nn.init.zeros_(self.operator.leave.weight)
-        self.residual = self._build_residual() if model.residual_depth else None  # last: the rest starts as without it
+        # Built last, so the other weights start with the same values with and without it.
+        self.residual = self._build_residual() if model.residual_depth else None
 
     def _build_residual(self) -> FieldResidual:
-        tasks, model = self.config.tasks, self.config.model
-        counts = [task.input_channels for task in tasks], [task.target_channels for task in tasks]
-        shape = model.block(), model.residual_depth, model.stem_width, model.octaves
-        residual = FieldResidual(self.grids, *counts, *shape).apply(initialise)
+        model = self.config.model
+        inputs = [task.input_channels for task in self.config.tasks]
+        targets = [task.target_channels for task in self.config.tasks]
+        residual = FieldResidual(
+            self.grids, inputs, targets, model.block(), model.residual_depth, model.stem_width, model.octaves
+        )
+        residual.apply(initialise)
         residual.start_at_zero()
         return residual
 
@@ -391,12 +401,12 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         parts: Parts = ALL_PARTS,
         keep: Tensor | None = None,
     ) -> PdeOutput:
-        """input (B, C, H, W), target (B, C', H, W) or None, parameters (B, P), dt (B,), all of one task, by its number.
+        """Run the model on input (B, C, H, W), target (B, C', H, W) or None, parameters (B, P) and dt (B,) of one task.
 
-        queries (B, Q, d) from 0 to 1 as in `FieldGrid.coordinates`, None for every point of the grid; keep (B, blocks)
-        of `drop_path`. A `ResidualGuess` in place of the input is corrected, and nothing else is done; the conditioning
-        is then behind a stop-gradient. All that is trained goes through here: what wraps a model for several processes
-        sees nothing but its forward. Outputs have the dtype of the computation.
+        queries (B, Q, d) are from 0 to 1 as in `FieldGrid.coordinates`, None for every point of the grid. keep
+        (B, blocks) is of `drop_path`. A `ResidualGuess` as input is corrected, with the conditioning behind a
+        stop-gradient, and nothing else is computed. All training goes through this function: a wrapper for several
+        processes sees only the forward. Outputs have the compute dtype.
         """
         if isinstance(input, ResidualGuess):
             output = self._correct(input, self.conditioning(dt, parameters, task).detach(), task)
@@ -418,9 +428,9 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         return self._with_all(output, task) if torch.is_grad_enabled() else output
 
     def _with_all(self, output: PdeOutput, task: int) -> PdeOutput:
-        """The same numbers; the gradient reaches every parameter by whichever output a loss is made of."""
-        every = (*self._unused(task, output), *(x for x in output if x is not None))
-        zero = torch.stack([x.float().sum() for x in every]).sum() * 0
+        """Connect every output to every parameter, without changing a value."""
+        tensors = [*self._unused(task, output), *(x for x in output if x is not None)]
+        zero = torch.stack([x.float().sum() for x in tensors]).sum() * 0
         return PdeOutput._make(None if x is None else x + zero.to(x.dtype) for x in output)
 
     def _correct(self, fields: ResidualGuess, conditioning: Tensor, task: int) -> PdeOutput:
@@ -433,33 +443,36 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         )
 
     def _target_encoder(self, task: int) -> nn.Module:
-        return (self.encoders if self.config.tasks[task].same_fields else self.target_encoders)[task]
+        encoders = self.encoders if self.config.tasks[task].same_fields else self.target_encoders
+        return encoders[task]
 
     def _decode(self, latents: Sequence[Tensor | None], points: Tensor, task: int) -> list[Tensor | None]:
-        """Fields of the latents of input, target and prediction, by one run of the decoder."""
-        shape, given = self.config.tasks[task], [z for z in latents if z is not None]
-        if not given:
+        """Decode the latents of input, target and prediction in one run of the decoder."""
+        shape = self.config.tasks[task]
+        present = [z for z in latents if z is not None]
+        if not present:
             return [None, None, None]
-        decoded = iter(self.decoder(torch.cat(given), points, task).chunk(len(given)))
+        decoded = iter(self.decoder(torch.cat(present), points, task).chunk(len(present)))
         of_target = slice(0, shape.target_channels)
         of_input = of_target if shape.same_fields else slice(shape.target_channels, None)
-        parts = zip(latents, (of_input, of_target, of_target), strict=True)
-        return [None if z is None else next(decoded)[:, own] for z, own in parts]
+        channels = (of_input, of_target, of_target)
+        return [None if z is None else next(decoded)[:, own] for z, own in zip(latents, channels, strict=True)]
 
     def _reencode(self, target_latent: Tensor, task: int) -> Tensor:
-        shape, grid = self.config.tasks[task], self.grids[task]
+        shape = self.config.tasks[task]
+        grid = self.grids[task]
         points = grid.coordinates(target_latent.device)[None]
         fields = self.decoder(target_latent.detach(), points, task)[:, : shape.target_channels]
         return self._target_encoder(task)(fields.unflatten(-1, shape.grid))
 
     def _unused(self, task: int, output: PdeOutput) -> Iterator[Tensor]:
-        """What every module makes of zeros that has made nothing of this output."""
+        """Run the modules unused by this output on zeros and yield their outputs."""
         like = next(x for x in output if x is not None)
         tokens = min(IDLE_TOKENS << len(self.config.model.stages) // 2, math.prod(self.grids[task].cells))
         token = like.new_zeros(1, tokens, self.config.model.latent)
         for other, (shape, grid) in enumerate(zip(self.config.tasks, self.grids, strict=True)):
             point = torch.zeros(1, 1, grid.dimensions, device=like.device)
-            sides = [p * m for p, m in zip(grid.patch, grid.merged, strict=True)]
+            sides = (grid.patch[0] * grid.merged[0], grid.patch[1] * grid.merged[1])
             numbers = torch.zeros(1, 1 + shape.parameters, device=like.device)
             if other != task or output.latent is None:
                 yield self.encoders[other](torch.zeros(1, shape.input_channels, *sides, device=like.device))
@@ -481,7 +494,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
     def _from_pretrained(
         cls, *, model_id: str, map_location: str = "cpu", strict: bool = True, **options: Any
     ) -> "PdeTransformer":
-        of_the_hub = {name: options.pop(name) for name in DOWNLOAD_OPTIONS if name in options}
+        download_options = {name: options.pop(name) for name in DOWNLOAD_OPTIONS if name in options}
         model = cls(**options)
-        load_pretrained(model, model_id, map_location, strict, **of_the_hub)
+        load_pretrained(model, model_id, map_location, strict, **download_options)
         return model.eval()

@@ -35,6 +35,7 @@ class Corpus:
     """Number of bad rows left out."""
 
     def select(self, keep: Sequence[int]) -> "Corpus":
+        """Return a corpus of the texts with these indices."""
         texts = [self.texts[index] for index in keep]
         references: list[tuple[str | int, int]] = []
         if self.references:

@@ -168,6 +168,7 @@ def pool(hidden: Tensor, attended: Tensor, pooling: Pooling) -> Tensor:
 
 
 def local_folder(name: str) -> Path | None:
+    """Return the directory of this name, None if there is none."""
     folder = expand_path(name)
     if folder.is_dir():
         return folder

@@ -411,9 +411,9 @@ def test_sizes_of_pdebench_splits(tmp_path: Path) -> None:
     advection_files(tmp_path)
     data = files(tmp_path, "advection", train_samples=7, heldout_samples=6)
     assert (data.training["advection"].samples, data.heldout["advection"].samples) == (7, 6)
-    with pytest.raises(UsageError, match=r"--data.train_samples: 18 of .*beta0.4.*which has 17 of its 20 left"):
+    with pytest.raises(UsageError, match=r"--data.train_samples: 18 of .*beta0.4.*but 17 of its 20 samples are left"):
         files(tmp_path, "advection", train_samples=36, heldout_samples=6)
-    with pytest.raises(UsageError, match=r"--data.heldout_samples: 21 of .*which has 20 of its 20"):
+    with pytest.raises(UsageError, match=r"--data.heldout_samples: 21 of .*but 20 of its 20 samples are left"):
         files(tmp_path, "advection", heldout_samples=42)
 
 
