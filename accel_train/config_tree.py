@@ -49,11 +49,15 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def write_config(config: object, path: Path) -> None:
-    """Write the resolved config as YAML for ``load_config``. Main process only."""
+def config_text(config: object) -> str:
+    """Return the resolved config as YAML for ``load_config``."""
     text = "# Resolved config of this run; valid input for the same recipe.\n"
-    body = yaml.dump(experiment_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    replace_file(path, (text + body).encode())
+    return text + yaml.dump(experiment_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def write_config(text: str, path: Path) -> None:
+    """Write what ``config_text`` returned. Main process only."""
+    replace_file(path, text.encode())
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

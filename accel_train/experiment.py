@@ -6,7 +6,7 @@ import logging
 import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,35 +17,35 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from accel_train.checkpoints import refused
-from accel_train.checkpoints.policy import CheckpointConfig, refuse_unknown_metric
+from accel_train.checkpoints.policy import refuse_unknown_metric
 from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.checkpoints.run import Run, kept, open_run
-from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
+from accel_train.config import UsageError, expand_path, origin_of
 from accel_train.config_tree import flatten, to_tree
 from accel_train.data import sampler
-from accel_train.data.loader import LoaderConfig, resolve_loader
-from accel_train.hub.options import HubConfig, refuse_without_metric
+from accel_train.data.loader import resolve_loader
+from accel_train.experiment_options import ExperimentConfig as ExperimentConfig
+from accel_train.experiment_options import Recipe as Recipe
 from accel_train.hub.pusher import push_the_rest
 from accel_train.metrics import gates
 from accel_train.metrics.logs import info, setup_logging
-from accel_train.metrics.recorder import LogConfig, RunInfo
+from accel_train.metrics.recorder import RunInfo
 from accel_train.metrics.trackers import resolve_trackers
 from accel_train.runtime import early_stop, step_overhead, threads
-from accel_train.runtime.accelerator import Precision, build_accelerator, log_notices, strategy_of, verify_prepared
-from accel_train.runtime.distributed_options import DistributedConfig, apply_fsdp2_prefetch
+from accel_train.runtime.accelerator import build_accelerator, log_notices, strategy_of, verify_prepared
+from accel_train.runtime.distributed_options import apply_fsdp2_prefetch
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import failing_together, on_main
 from accel_train.speed import fitting
-from accel_train.speed.activation_checkpointing import ActivationCheckpointingConfig
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
 from accel_train.speed.attention import check_name
 from accel_train.speed.attention_table import AttentionNeeds
-from accel_train.speed.compile import CompileConfig
-from accel_train.speed.float8 import Float8, refuse_float8
+from accel_train.speed.float8 import refuse_float8
+from accel_train.store.run_file import EVALUATION_FILE
 from accel_train.training import schedules
 from accel_train.training.accumulation import Batch, GradientWindow, SyncPolicy, resolve_sync
-from accel_train.training.ema import Ema, EmaConfig
-from accel_train.training.optimizers import OptimizerConfig, build_optimizer
+from accel_train.training.ema import Ema
+from accel_train.training.optimizers import build_optimizer
 from accel_train.training.schedules import ScheduleConfig
 from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import StepGuard, resolve_step_guard
@@ -56,71 +56,6 @@ P = ParamSpec("P")
 WARMUP_KEPT = "schedule.warmup"
 """In ``resolved`` of a run whose warm-up was shortened: the number asked for, and the one it trains with."""
 NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class ExperimentConfig:
-    """What a run is, where it is kept and how it is computed. A recipe's config adds its model, data and objective.
-
-    The one place where a class is extended rather than composed: flags and YAML keep the short names (``--seed``,
-    not ``--run.seed``), and two recipes cannot drift apart in what they mean.
-    """
-
-    output_dir: str = "runs/experiment"
-    """Directory of the run: checkpoints, metrics, pictures. Shared by all hosts."""
-    seed: Seed = 0
-    """Everything random is a function of it: weights, order, noise."""
-    global_batch_size: PositiveInt = 64
-    """Samples per optimizer step over all processes: part of the experiment."""
-    micro_batch_size: PositiveInt = 64
-    """Samples per process per forward: part of the machine. Accumulation is derived from the two."""
-    max_steps: PositiveInt | None = None
-    """Optimizer steps in all. Give this or max_epochs."""
-    max_epochs: PositiveFloat | None = None
-    """Passes over the training split, instead of max_steps."""
-    precision: Precision = "fp32"
-    """Of the computation; weights, optimizer and average stay fp32."""
-    attention: str = "auto"
-    """Kernel of attention. auto: by a table of what each can do. tune: the fastest on these shapes, measured at the
-    start. Else a name that `accel-train doctor --attention` lists, or module:function of your own. Each is proven
-    against fp64 at the start; one that cannot run or is wrong is refused."""
-    float8: Float8 = "none"
-    """Matrix products of the blocks' large linear layers in float8, by torchao, and the rest in bf16; weights,
-    optimizer and checkpoints stay fp32. tensorwise: one scale for a tensor, the fastest, from compute capability 8.9.
-    rowwise: one for each row, from 9.0: a large value coarsens its own row only. Set compile.mode on with it."""
-    sync: SyncPolicy = "auto"
-    """When gradients are reduced: on the last micro-batch, on every one, or as the strategy does best."""
-    resume: str = "auto"
-    """auto resumes what is in output_dir, else starts; must requires it; never refuses a used directory; the path of
-    a checkpoint or hub:org/name@step starts a new directory from there."""
-    allow: tuple[str, ...] = ()
-    """Options that may differ from the saved experiment when resuming, on purpose."""
-    overwrite: bool = False
-    """Delete checkpoints, records and pictures of output_dir and start anew; logs and trackers stay."""
-    init_from: str | None = None
-    """Run, checkpoint, or any directory with model.safetensors to take the weights from, and nothing else."""
-    evaluate_only: bool = False
-    """Evaluate and sample from the newest checkpoint in output_dir; train nothing."""
-    collective_timeout_seconds: PositiveInt = 1800
-    """How long a process waits for the others before the run stops with an error."""
-    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
-    compile: CompileConfig = field(default_factory=CompileConfig)
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
-    loader: LoaderConfig = field(default_factory=LoaderConfig)
-    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
-    hub: HubConfig = field(default_factory=HubConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-
-    def __post_init__(self) -> None:
-        if (self.max_steps is None) == (self.max_epochs is None):
-            raise UsageError(
-                f"max_steps: {self.max_steps}, max_epochs: {self.max_epochs}: exactly one of the two is required; "
-                "set the other to None"
-            )
-        refuse_without_metric(self.hub, self.checkpoints.best_metric)
 
 
 @dataclass(frozen=True)
@@ -194,7 +129,7 @@ def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:
 def lengths(config: ExperimentConfig, accelerator: Accelerator, dataset_size: int) -> tuple[int, int]:
     """Optimizer steps in all, and those of the schedule: of the first start that trained. Collective. Raises
     ``UsageError``."""
-    return _lengths(config, on_main(accelerator, lambda: kept(config)), dataset_size)
+    return _lengths(config, on_main(accelerator, lambda: kept(config.run_options())), dataset_size)
 
 
 def _lengths(config: ExperimentConfig, resolved: Mapping[str, Any], dataset_size: int) -> tuple[int, int]:
@@ -247,7 +182,7 @@ def open_experiment(
         refuse_unknown_metric(config.checkpoints.best_metric, metrics)
         gates.refuse_unknown_gates(metrics)
     batch, world_size = config.global_batch_size, accelerator.num_processes
-    earlier = on_main(accelerator, lambda: kept(config))
+    earlier = on_main(accelerator, lambda: kept(config.run_options()))
     max_steps, decay_steps = _lengths(config, earlier, dataset_size)
     schedule = _schedule_of(config, earlier, decay_steps)
     resolved: dict[str, Any] = {"schedule.decay_steps": decay_steps}
@@ -260,7 +195,7 @@ def open_experiment(
             f"shortened to {used}; to choose the number yourself, give --schedule.warmup_steps",
         ]
         config = replace(config, schedule=schedule)  # what is saved with the run is what it trains with
-    run = open_run(config, accelerator, fingerprint, resolved)
+    run = open_run(config.run_options(), accelerator, fingerprint, resolved)
     current_run.callback(run.close)
     decay_steps = run.resolved("schedule.decay_steps")
     uneven = sampler.notices(batch, world_size, config.micro_batch_size)
@@ -270,8 +205,8 @@ def open_experiment(
     finished = run.start_step >= max_steps and not config.evaluate_only
     if finished:
         info(logger, f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on")
-        if not (run.directory / "evaluation.json").exists():
-            info(logger, f"{run.directory} has no evaluation.json: --evaluate_only writes it")
+        if not (config.report_directory / EVALUATION_FILE).exists():
+            info(logger, f"{config.report_directory} has no {EVALUATION_FILE}: --evaluate_only writes it")
     pieces = sampler.accumulation_steps(batch, world_size, config.micro_batch_size)
     return Opened(given, accelerator, run, config.schedule, max_steps, decay_steps, pieces, finished)
 

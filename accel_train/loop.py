@@ -21,7 +21,6 @@ from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.reading import MapDataset
 from accel_train.data.sampler import Sampler
 from accel_train.experiment import Opened, Prepared
-from accel_train.hub.repository import RUN_FILES
 from accel_train.metrics import evaluation
 from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
@@ -30,6 +29,7 @@ from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.store.commit import checkpoint_name
+from accel_train.store.run_file import REPORT
 from accel_train.training.step_guard import StepResult
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ def training(
         start_step=opened.start_step,
         config=to_tree(config),
         facts=prepared.run_info.facts,
+        labels=config.recipe.labels,
     )
     saver = Saver(
         accelerator,
@@ -243,7 +244,10 @@ def finish(training: Training) -> int:
     if training.stopped:
         info(logger, f"stopped at step {step} of {opened.max_steps} and saved; start again to go on (exit code 75)")
         return EXIT_PREEMPTED
-    place = opened.run.directory
-    there = [f"checkpoints/{checkpoint_name(step)}", *(name for name in RUN_FILES if (place / name).exists())]
+    place, report = opened.run.directory, opened.config.report_directory
+    there = [
+        f"checkpoints/{checkpoint_name(step)}",
+        *(f"{REPORT}/{file.name}" for file in sorted(report.glob("[!.]*"))),
+    ]
     info(logger, f"finished: {place} holds {', '.join(there)}")
     return 0

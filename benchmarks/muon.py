@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if code:
                     print(names[name].with_suffix(".log").read_text(), file=sys.stderr)
                     return 1
-                evaluation = json.loads((names[name] / "evaluation.json").read_text())
+                evaluation = json.loads((names[name] / "report" / "evaluation.json").read_text())
                 points = curve(names[name])
                 runs.append({"optimizer": name, "lr": lr, "points": points, "mean_nrmse": evaluation["mean_nrmse"]})
                 print(

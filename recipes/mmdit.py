@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, rng
-from accel_train.config import expand_path, load_config
+from accel_train.config import load_config
 from accel_train.config_tree import to_tree
 from accel_train.data import sampler
 from accel_train.data.loader import StepBatches
@@ -28,6 +29,7 @@ from accel_train.domains.diffusion import latents, masked_text, timesteps
 from accel_train.domains.models import flops, mmdit
 from accel_train.domains.text import baseline_scores, both_ways, modes, prepare, samples
 from accel_train.metrics import evaluation, logs, records
+from accel_train.metrics.progress import Labels
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training import accumulation, optimizers
 
@@ -38,6 +40,16 @@ logger = logging.getLogger("recipes.mmdit")
 @dataclass(frozen=True)
 class Config(experiment.ExperimentConfig):
     """Multimodal diffusion transformer: text and latents, learned in both directions."""
+
+    recipe: ClassVar = experiment.Recipe(
+        free_to_change=("evaluation", "data.cache_dir", "data.encoder_batch_size", "data.workers"),
+        labels=Labels(
+            loss_of="mode",
+            units={"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"},
+            titles={"nll": "NLL"},
+        ),
+        loads_with=mmdit.MultimodalMMDiT,
+    )
 
     output_dir: str = "runs/mmdit-demo"
     model: mmdit.ModelConfig = field(default_factory=mmdit.ModelConfig)
@@ -119,7 +131,7 @@ def evaluate(
         tokens, sampled = both.sample_text(shown), both.sample_latents(shown)
     if accelerator.is_main_process:
         texts = [data.tokenizer.decode(row) for row in tokens.cpu()]
-        samples.write_samples(expand_path(config.output_dir), data.heldout.texts, texts, data.nearest_texts(sampled))
+        samples.write_samples(config.report_directory, data.heldout.texts, texts, data.nearest_texts(sampled))
     figures = both_ways.metrics_from_sums({k: float(v) for k, v in sums.items()}, options.timesteps)
     if accelerator.is_main_process:
         figures |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)

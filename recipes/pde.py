@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, rng
-from accel_train.config import PositiveInt, expand_path, load_config
+from accel_train.config import PositiveInt, load_config
 from accel_train.config_tree import to_tree
 from accel_train.data import task_sampler
 from accel_train.data.loader import StepBatches
@@ -42,6 +42,7 @@ from accel_train.domains.pde import (
 )
 from accel_train.domains.pde.operator_learning import StepObjective
 from accel_train.metrics import evaluation, logs, records
+from accel_train.metrics.progress import Labels
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training import accumulation, optimizers
 
@@ -53,6 +54,12 @@ DEFAULT_PRESET = "pde_demo"
 @dataclass(frozen=True)
 class Config(experiment.ExperimentConfig):
     """Neural PDE operator on latent tokens: several equations, one transformer."""
+
+    recipe: ClassVar = experiment.Recipe(
+        free_to_change=("evaluation", "data.cache_dir", "data.workers"),
+        labels=Labels(loss_of="task"),
+        loads_with=transformer.PdeTransformer,
+    )
 
     output_dir: str = "runs/pde-demo"
     model: transformer.PdeModelConfig = field(default_factory=transformer.PdeModelConfig)
@@ -152,7 +159,7 @@ def evaluate(
     figures[scores.MEAN] = scores.mean_nrmse(data, figures)
     if accelerator.is_main_process:
         figures |= scores.baseline_metrics(data, options.samples)
-        pictures.write_fields(expand_path(config.output_dir) / "fields.png", pictured)
+        pictures.write_fields(config.report_directory / "fields.png", pictured)
     logs.info(logger, *scores.table(data, figures))
     return figures
 

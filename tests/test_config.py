@@ -21,7 +21,7 @@ from accel_train.config import (
     expand_path,
     load_config,
 )
-from accel_train.config_tree import flatten, option_names, to_tree, write_config
+from accel_train.config_tree import config_text, flatten, option_names, to_tree, write_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -332,12 +332,12 @@ def test_a_word_means_the_same_in_a_file_and_after_a_flag(name: str, presets: Pa
     "text", ["1e3", "0x10", "007", "08", "1_000", "~", "null", "no", "", " a", "a: b", "é", "-", "[a", "12:30"]
 )
 def test_text_is_saved_as_text(text: str, presets: Path) -> None:
-    write_config(Config(name=text, tags=(text,)), presets / "saved.yaml")
+    write_config(config_text(Config(name=text, tags=(text,))), presets / "saved.yaml")
     assert load(presets, "saved").config == Config(name=text, tags=(text,))
 
 
 def test_saving_leaves_out_what_belongs_to_the_call(presets: Path) -> None:
-    write_config(Config(resume="never", seed=5), presets / "saved.yaml")
+    write_config(config_text(Config(resume="never", seed=5)), presets / "saved.yaml")
     assert load(presets, "saved").config == Config(seed=5)
     assert sorted(p.name for p in presets.iterdir()) == ["demo.yaml", "large.yaml", "saved.yaml"]
 

@@ -138,14 +138,14 @@ def test_the_recipe_of_your_own_trains_resumes_evaluates_and_loads(tmp_path: Pat
 
     def evaluation(*command: str) -> dict[str, float]:
         run(*command, "--output_dir", "runs/classify", "--max_steps", "32", "--evaluate_only")
-        return json.loads((tmp_path / "runs" / "classify" / "evaluation.json").read_text())
+        return json.loads((tmp_path / "runs" / "classify" / "report" / "evaluation.json").read_text())
 
     one = losses("classify", str(script))
     assert len(one) == 30
     assert one[-1] < one[0]
     assert losses("two", *rehearse) == pytest.approx(one, rel=1e-6)
     assert len(losses("classify", str(script), "--max_steps", "32")) == 32
-    metrics = json.loads((tmp_path / "runs" / "classify" / "evaluation.json").read_text())
+    metrics = json.loads((tmp_path / "runs" / "classify" / "report" / "evaluation.json").read_text())
     assert metrics["step"] == 32
     assert metrics["heldout_accuracy"] > 0.25  # five classes
     assert evaluation(*rehearse, "--micro_batch_size", "7") == pytest.approx(metrics, rel=1e-7)

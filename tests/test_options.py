@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from accel_train.config import load_config, read_tree
-from accel_train.config_tree import option_names, to_tree, write_config
+from accel_train.config_tree import config_text, option_names, to_tree, write_config
 from accel_train.experiment import ExperimentConfig
 from accel_train.launch_files.machine_config import read_machine_config
 from recipes import mmdit, pde
@@ -340,7 +340,7 @@ def test_the_presets_are_what_their_names_promise() -> None:
 def test_a_saved_config_is_valid_and_the_same_experiment(name: str, flags: list[str], tmp_path: Path) -> None:
     config = load_config(of_preset(name), [name, *flags], presets=PRESETS).config
     saved = tmp_path / "config.yaml"
-    write_config(config, saved)
+    write_config(config_text(config), saved)
     again = load_config(of_preset(name), [str(saved)], presets=PRESETS)
     assert again.config == config
     assert types(to_tree(again.config)) == types(to_tree(config))
@@ -352,7 +352,7 @@ def types(tree: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_saved_config_leaves_out_what_belongs_to_one_call(tmp_path: Path) -> None:
     config = load_config(Config, ["--resume", "must", "--allow", "seed", "--overwrite"], presets=PRESETS).config
-    write_config(config, tmp_path / "config.yaml")
+    write_config(config_text(config), tmp_path / "config.yaml")
     again = load_config(Config, [str(tmp_path / "config.yaml")], presets=PRESETS).config
     assert (again.resume, again.allow, again.overwrite) == ("auto", (), False)
 

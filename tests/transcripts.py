@@ -121,8 +121,8 @@ def shortened(lines: Sequence[str]) -> list[str]:
 def mmdit(folder: Folder) -> dict[str, str]:
     lines, took = demo(folder, "mmdit")
     run = folder.path / "runs" / "mmdit-demo"
-    shutil.copyfile(run / "curves.png", ROOT / "docs" / "images" / "curves.png")
-    samples = re.split(r"^## \d+\n", (run / "samples.md").read_text(), flags=re.MULTILINE)[1:3]
+    shutil.copyfile(run / "report" / "curves.png", ROOT / "docs" / "images" / "curves.png")
+    samples = re.split(r"^## \d+\n", (run / "report" / "samples.md").read_text(), flags=re.MULTILINE)[1:3]
     return {
         "mmdit": f"{fenced(lines)}\n\nThis took {took}, seed 0.",
         "samples": "\n\n".join(text.strip() for text in samples),
@@ -133,7 +133,7 @@ def seeds(folder: Folder) -> dict[str, str]:
     found: list[str] = []
     for seed in ("1", "2"):
         demo(folder, "mmdit", "--seed", seed, "--output_dir", f"runs/{seed}")
-        figures = json.loads((folder.path / "runs" / seed / "evaluation.json").read_text())
+        figures = json.loads((folder.path / "runs" / seed / "report" / "evaluation.json").read_text())
         found.append(f"{figures['l2t_gain']:.1%} and {figures['t2l_cosine']:.3f}")
     return {"seeds": f"Gain of l2t and cosine of t2l of other seeds: seed 1 {found[0]}, seed 2 {found[1]}."}
 

@@ -1,13 +1,14 @@
-"""Options of saving and retention, and the decisions made from them without touching a file."""
+"""Options of opening a run, of saving and of retention, and the decisions made from them without touching a file."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
+from accel_train.hub.options import HubConfig
 from accel_train.precision import Precision
 from accel_train.store import retention
 from accel_train.store.commit import Checkpoint
@@ -40,7 +41,7 @@ class CheckpointConfig:
     keep_best: NonNegativeInt = 0
     """Number of best checkpoints by best_metric to keep as well. 0 is off."""
     best_metric: str | None = None
-    """Name of an evaluation metric, as in evaluation.json."""
+    """Name of an evaluation metric, as in report/evaluation.json."""
     best_mode: Literal["min", "max"] = "min"
     """Direction of best_metric: min if smaller is better."""
     keep_every: NonNegativeInt = 0
@@ -122,3 +123,44 @@ def refuse_uncovered(names: Sequence[str]) -> None:
             "holds trainable parameters only; make buffers non-persistent if they can be computed, keep frozen weights "
             "outside the trained module, or use norms without running statistics"
         )
+
+
+POLICIES = ("auto", "must", "never")
+"""What ``resume`` may be beside the place of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of ``open_run``; ``experiment.ExperimentConfig`` says what those of the same name do.
+
+    Raises ``UsageError`` for options that contradict each other.
+    """
+
+    output_dir: str
+    experiment: Mapping[str, Any]
+    """Every option of the experiment by its dotted name: what the directory is held to from the first step on."""
+    config_text: str = ""
+    """The config as YAML, kept as config.yaml."""
+    free_to_change: tuple[str, ...] = ()
+    """Options, or groups of them, that do not change the trajectory or only prolong it."""
+    loads_with: str | None = None
+    """``module.Class`` whose ``from_pretrained`` loads a checkpoint: for the card on the Hub."""
+    resume: str = "auto"
+    allow: tuple[str, ...] = ()
+    overwrite: bool = False
+    evaluate_only: bool = False
+    init_from: str | None = None
+    hub: HubConfig | None = None
+    """Its repository is checked, unless nothing is trained."""
+    collective_timeout_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.overwrite and (self.resume == "must" or self.evaluate_only):
+            raise UsageError(
+                "overwrite: true deletes what --resume must or --evaluate_only needs; leave one of them out"
+            )
+        if self.overwrite and self.resume not in POLICIES:
+            raise UsageError(
+                f"overwrite: true with resume: {self.resume} would delete before it is known whether that can be read; "
+                "leave --overwrite out and give an unused --output_dir"
+            )

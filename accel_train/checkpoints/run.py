@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +19,17 @@ from accelerate.utils import gather_object
 
 from accel_train.checkpoints import fetch, loading
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
+from accel_train.checkpoints.policy import POLICIES, RunOptions
 from accel_train.config import UsageError, expand_path
-from accel_train.config_tree import experiment_tree, flatten
-from accel_train.hub import options
-from accel_train.hub.repository import RUN_FILES
+from accel_train.hub.options import check_repository
 from accel_train.runtime.main_alone import on_main
 from accel_train.store import commit
 from accel_train.store import lock as locks
 from accel_train.store.commit import Checkpoint
 from accel_train.store.run_file import (
-    FREE_TO_CHANGE,
+    CONFIG_FILE,
+    METRICS_FILE,
+    REPORT,
     RUN_FILE,
     has_trained,
     new_run,
@@ -41,10 +42,6 @@ from accel_train.store.run_file import (
 
 PATIENCE_SECONDS = 5.0
 
-POLICIES = ("auto", "must", "never")
-"""What ``resume`` may be beside the place of a checkpoint."""
-
-OWN_FILES = (loading.LOADING_FILE, RUN_FILE, "metrics.jsonl", *RUN_FILES)
 logger = logging.getLogger(__name__)
 
 
@@ -112,35 +109,21 @@ class Run:
 
 
 def open_run(
-    config: Any,
-    accelerator: Accelerator,
-    data_fingerprint: str,
-    resolved: Mapping[str, Any] | None = None,
-    *,
-    free_to_change: Sequence[str] = (),
+    options: RunOptions, accelerator: Accelerator, data_fingerprint: str, resolved: Mapping[str, Any] | None = None
 ) -> Run:
-    """Open ``config.output_dir`` and decide between a start and a resume. All ranks must call it.
+    """Open ``options.output_dir`` and decide between a start and a resume. All ranks must call it.
 
-    ``config`` has ``output_dir``, ``resume``, ``allow`` and ``overwrite``, and may have ``hub``, whose repository is
-    checked here, and ``collective_timeout_seconds``. ``resolved`` are values derived at the first start that later
-    starts keep, such as ``schedule.decay_steps``; where the config leaves such an option at None, the saved value
-    counts. Raises ``UsageError`` for a directory that cannot be used or belongs to another experiment (naming both
-    values), ``CheckpointsUnusableError`` if checkpoints exist and none verifies. Whatever the main process raises here,
-    every process raises at once.
+    ``resolved`` are values derived at the first start that later starts keep, such as ``schedule.decay_steps``; where
+    the experiment leaves such an option at None, the saved value counts. Raises ``UsageError`` for a directory that
+    cannot be used or belongs to another experiment (naming both values), ``CheckpointsUnusableError`` if checkpoints
+    exist and none verifies. Whatever the main process raises here, every process raises at once.
     """
-    directory = expand_path(config.output_dir)
-    if config.overwrite and (config.resume == "must" or getattr(config, "evaluate_only", False)):
-        raise UsageError("overwrite: true deletes what --resume must or --evaluate_only needs; leave one of them out")
-    if config.overwrite and config.resume not in POLICIES:
-        raise UsageError(
-            f"overwrite: true with resume: {config.resume} would delete before it is known whether that can be read; "
-            "leave --overwrite out and give an unused --output_dir"
-        )
+    directory = expand_path(options.output_dir)
     held: list[Any] = []  # the lock, which other processes cannot have
 
     def opening() -> dict[str, Any]:
         try:
-            return _open(config, directory, data_fingerprint, dict(resolved or {}), free_to_change, held)
+            return _open(options, directory, data_fingerprint, dict(resolved or {}), held)
         except BaseException:
             for lock in held:
                 lock.close()
@@ -148,28 +131,23 @@ def open_run(
 
     opened = on_main(accelerator, opening)
     _check_shared(directory, opened["checkpoint"], accelerator)
-    timeout = float(getattr(config, "collective_timeout_seconds", 1800))
-    return Run(directory=directory, timeout_seconds=timeout, **opened, _lock=held[0] if held else None)
+    timeout, lock = options.collective_timeout_seconds, held[0] if held else None
+    return Run(directory=directory, timeout_seconds=timeout, **opened, _lock=lock)
 
 
 def _open(
-    config: Any,
-    directory: Path,
-    data_fingerprint: str,
-    resolved: dict[str, Any],
-    free_to_change: Sequence[str],
-    held: list[Any],
+    options: RunOptions, directory: Path, data_fingerprint: str, resolved: dict[str, Any], held: list[Any]
 ) -> dict[str, Any]:
     """Main process: everything that is known only when it is done. Puts the lock into ``held``."""
     _refuse_lost_links(directory)
-    if (hub_config := getattr(config, "hub", None)) is not None and not getattr(config, "evaluate_only", False):
-        options.check_repository(hub_config)
-    begins = config.overwrite or not commit.committed(directory / "checkpoints")  # else nobody asks for weights
-    weights, notes = fetch.find_weights(getattr(config, "init_from", None) if begins else None)
-    if config.overwrite and weights is not None and weights.resolve().is_relative_to(directory.resolve()):
+    if options.hub is not None and not options.evaluate_only:
+        check_repository(options.hub)
+    begins = options.overwrite or not commit.committed(directory / "checkpoints")  # else nobody asks for weights
+    weights, notes = fetch.find_weights(options.init_from if begins else None)
+    if options.overwrite and weights is not None and weights.resolve().is_relative_to(directory.resolve()):
         raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
-    held.append(_prepare_directory(directory, overwrite=config.overwrite))
-    opened = _decide(config, directory, data_fingerprint, resolved, free_to_change)
+    held.append(_prepare_directory(directory, overwrite=options.overwrite))
+    opened = _decide(options, directory, data_fingerprint, resolved)
     return opened | {"initial_weights": weights, "decision": "; ".join([opened["decision"], *notes])}
 
 
@@ -207,6 +185,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
             "ask for the right to write, or give another --output_dir"
         ) from None
     if overwrite:
+        shutil.rmtree(directory / REPORT, ignore_errors=True)
         if (directory / "checkpoints").exists():
             try:
                 for _, path in commit.committed(directory / "checkpoints"):
@@ -215,7 +194,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
                 shutil.rmtree(directory / "hub", ignore_errors=True)  # what was pushed was another run's
             except OSError as error:
                 raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
-        for name in OWN_FILES:
+        for name in (loading.LOADING_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE):
             commit.delete_file(directory / name)
     commit.sweep(directory / "checkpoints")
     for left in (*directory.glob(".probe-*"), *directory.glob(".shared-*")):  # of starts that were killed
@@ -223,40 +202,37 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
     return lock
 
 
-def _decide(
-    config: Any, directory: Path, data_fingerprint: str, resolved: dict[str, Any], free_to_change: Sequence[str]
-) -> dict[str, Any]:
+def _decide(options: RunOptions, directory: Path, data_fingerprint: str, resolved: dict[str, Any]) -> dict[str, Any]:
     """Main process: compare with what is there, choose the checkpoint, write run.json and config.yaml."""
-    experiment = flatten(experiment_tree(config)) | {"data_fingerprint": data_fingerprint}
-    evaluating = bool(getattr(config, "evaluate_only", False))
+    experiment = dict(options.experiment) | {"data_fingerprint": data_fingerprint}
+    evaluating = options.evaluate_only
     if not _is_used(directory):
-        if config.resume == "must" or evaluating:
+        if options.resume == "must" or evaluating:
             asked = "evaluate_only: true" if evaluating else "resume: must"
             raise UsageError(
                 f"{asked}, but {directory} holds no run; give the --output_dir of one that has a checkpoint"
             )
-        free = (*FREE_TO_CHANGE, *free_to_change)
-        return _start(config, directory, experiment, resolved, free)
-    if config.resume == "never":
+        return _start(options, directory, experiment, resolved)
+    if options.resume == "never":
         raise UsageError(
             f"resume: never, but {directory} is already used; give another --output_dir, or --overwrite to delete "
             "what is there and start anew"
         )
     saved = read_run(directory)
-    refuse_changes(saved, experiment, config.allow, (*FREE_TO_CHANGE, *free_to_change), directory)
-    if config.resume not in POLICIES:
-        _refuse_another_origin(config.resume, saved, directory)
+    refuse_changes(saved, experiment, options.allow, options.free_to_change, directory)
+    if options.resume not in POLICIES:
+        _refuse_another_origin(options.resume, saved, directory)
     checkpoint, reasons = loading.newest_loadable(directory, with_state=not evaluating)
     if checkpoint is None and (reasons := reasons or loading.set_aside(directory)):
         raise CheckpointsUnusableError(
             f"{directory}: checkpoints exist and none can be loaded; training does not start again by itself:\n  "
             + "\n  ".join(reasons)
         )
-    if checkpoint is None and (config.resume == "must" or evaluating):
+    if checkpoint is None and (options.resume == "must" or evaluating):
         asked = "evaluate_only: true" if evaluating else "resume: must"
         raise UsageError(f"{asked}, but {directory} holds no checkpoint yet; train first, with --resume auto")
     if not evaluating:  # looking at a run leaves it as it is
-        saved = renew_run(directory, config, saved, experiment)
+        saved = renew_run(directory, options.config_text, _with_loader(saved, options), experiment)
     decision = f"resuming {directory} at step {checkpoint.step}" if checkpoint else f"{directory} has no checkpoint yet"
     if reasons:
         decision += "; newer checkpoints were refused: " + "; ".join(reasons)
@@ -265,23 +241,28 @@ def _decide(
     return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
 
 
+def _with_loader(saved: Mapping[str, Any], options: RunOptions) -> dict[str, Any]:
+    return dict(saved) | ({} if options.loads_with is None else {"loads_with": options.loads_with})
+
+
 def _start(
-    config: Any, directory: Path, experiment: dict[str, Any], resolved: dict[str, Any], free: Sequence[str]
+    options: RunOptions, directory: Path, experiment: dict[str, Any], resolved: dict[str, Any]
 ) -> dict[str, Any]:
     """An unused directory: from nothing, or from a checkpoint that ``resume`` names."""
     checkpoint, origin = None, None
-    if config.resume not in POLICIES:
-        origin = str(config.resume)
+    if options.resume not in POLICIES:
+        origin = options.resume
         checkpoint = fetch.fetch(origin, directory / "checkpoints")  # raises before anything else is written
         resolved = dict(checkpoint.manifest.get("resolved", resolved))
         there = {"experiment": checkpoint.manifest["experiment"], "resolved": resolved}
         try:
-            refuse_changes(there, experiment, config.allow, free, checkpoint.path)
+            refuse_changes(there, experiment, options.allow, options.free_to_change, checkpoint.path)
         except UsageError:
             commit.remove(checkpoint.path)
             raise
         resolved |= {key: experiment[key] for key in resolved if experiment.get(key) is not None}  # as allowed
-    saved = new_run(directory, config, experiment, resolved, origin)
+    facts = {"origin": origin, "loads_with": options.loads_with}
+    saved = new_run(directory, options.config_text, experiment, resolved, facts)
     decision = f"fresh start in {directory}"
     if checkpoint is not None:
         decision = f"fresh start in {directory} from step {checkpoint.step} of {origin}"
@@ -304,15 +285,15 @@ def _is_used(directory: Path) -> bool:
     return has_trained(directory) or bool(commit.committed(directory / "checkpoints") or loading.set_aside(directory))
 
 
-def kept(config: Any) -> Mapping[str, Any]:
+def kept(options: RunOptions) -> Mapping[str, Any]:
     """What an earlier start derived and this one keeps, such as ``schedule.decay_steps``: of the run in ``output_dir``,
     else of the checkpoint that ``resume`` names; nothing for a start from step 0. Main process, before ``open_run``.
     Raises as ``fetch`` where there is no such checkpoint."""
-    directory = expand_path(config.output_dir)
-    if config.overwrite:
+    directory = expand_path(options.output_dir)
+    if options.overwrite:
         return {}
     if not _is_used(directory):
-        return {} if config.resume in POLICIES else fetch.read_manifest(config.resume).get("resolved", {})
+        return {} if options.resume in POLICIES else fetch.read_manifest(options.resume).get("resolved", {})
     with suppress(UsageError):  # `open_run` says it
         saved, _ = recall(directory)
         return saved["resolved"] if saved is not None else {}
@@ -338,8 +319,7 @@ def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: A
         time.sleep(0.1)
     blind = [host for host in gather_object([socket.gethostname() if unseen else None]) if host]
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        marker.unlink(missing_ok=True)
+    on_main(accelerator, lambda: marker.unlink(missing_ok=True))
     if blind:
         raise UsageError(
             f"output_dir: {directory} of the main process is not seen by {len(blind)} process(es) on "

@@ -23,6 +23,7 @@ from accel_train.config import UsageError
 from accel_train.metrics.curves import last_pass
 from accel_train.metrics.gates import GATES_VARIABLE
 from accel_train.metrics.records import NON_FINITE, read_metrics
+from accel_train.store.run_file import EVALUATION_FILE, REPORT
 
 Line = Mapping[str, Any]
 """One line of ``metrics.jsonl``."""
@@ -216,7 +217,7 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
         seconds=seconds,
         cpu_seconds=cpu_seconds,
         lines=lines,
-        evaluation=_numbers(_read_json(directory / "evaluation.json")),
+        evaluation=_numbers(_read_json(directory / REPORT / EVALUATION_FILE)),
         fingerprint=experiment.get("data_fingerprint"),
         environment={name: value for name, value in environment.items() if name not in NOT_HARDWARE},
     )

@@ -74,7 +74,7 @@ def hosts_without(cache: Path, rank: int, world_size: int) -> str | None:
     first_host = ranks[0][0]
     return (
         f"--data.cache_dir: {', '.join(without)} does not see {cache} of {first_host}, so each builds its own copy of "
-        "the cached data and latents. Give --data.cache_dir a folder that all hosts share to build it once"
+        "what is cached there. Give --data.cache_dir a folder that all hosts share to build it once"
     )
 
 

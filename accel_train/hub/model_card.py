@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from accel_train import strict_json
 from accel_train.store.commit import Checkpoint
+from accel_train.store.run_file import EVALUATION_FILE, REPORT
 
-SAMPLE_LINES = 60
-"""Lines of ``samples.md`` shown in the card; the file itself is pushed whole."""
-
-MODELS = {
-    "mmdit.MultimodalMMDiT": {"transformer", "vocabulary_size", "latent_dim", "max_text_length"},
-    "pde_transformer.PdeTransformer": {"tasks", "model"},
-}
-"""Models of this package and the top of the config.json of each."""
+TEXT_LINES = 60
+"""Lines of each text of the report shown in the card; the file itself is pushed whole."""
 
 
-def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], repo_id: str, revision: str) -> str:
-    """The text of README.md, front matter and all. ``texts`` are the run's files that are pushed beside it.
+def build_card(
+    checkpoint: Checkpoint, texts: Mapping[str, bytes], repo_id: str, revision: str, loads_with: str | None = None
+) -> str:
+    """The text of README.md, front matter and all. ``texts`` are the run's files that are pushed beside it, of which
+    every picture and Markdown text of the report is shown; ``loads_with`` is the ``module.Class`` to load it with.
 
     Never raises: what is missing or cannot be read is left out. No licence is named, because none is known; the Hub
     lets the owner add one.
@@ -29,10 +28,9 @@ def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], repo_id: str,
     parts = [_front_matter(metrics, repo_id), f"# {repo_id.split('/')[-1]}", _summary(checkpoint, texts)]
     for title, section in (
         ("Figures", _table(("Metric", "Value"), {name: f"{value:.6g}" for name, value in metrics.items()})),
-        ("Training curve", "![Training curve](curves.png)" if "curves.png" in texts else ""),
-        ("Fields", "![Truth, prediction, error](fields.png)" if "fields.png" in texts else ""),
-        ("Samples", _samples(texts)),
-        ("How to load", _loading(checkpoint, repo_id, revision)),
+        *((_title(name), f"![{_title(name)}]({name})") for name in _of_report(texts, ".png")),
+        *((_title(name), _beginning(name, texts[name])) for name in _of_report(texts, ".md")),
+        ("How to load", _loading(checkpoint, repo_id, revision, loads_with)),
         ("Options", _options(checkpoint)),
     ):
         if section:
@@ -67,7 +65,7 @@ def _figures(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> dict[str, fl
     """The manifest's figures; else those of evaluation.json if they are of this step."""
     found: Any = checkpoint.manifest.get("metrics")
     if not found:
-        found = _json(texts.get("evaluation.json"))
+        found = _json(texts.get(f"{REPORT}/{EVALUATION_FILE}"))
         found = found if found.get("step") == checkpoint.step else {}
     return {
         str(name): float(value)
@@ -94,21 +92,28 @@ def _summary(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> str:
     return f"{text}\n\n{_table(('', ''), {k: v for k, v in rows.items() if v is not None})}"
 
 
-def _samples(texts: Mapping[str, bytes]) -> str:
-    lines = texts.get("samples.md", b"").decode("utf-8", errors="replace").splitlines()
-    if not lines:
-        return ""
-    shown = "\n".join(f"##{line}" if line.startswith("#") else line for line in lines[:SAMPLE_LINES])
-    return shown if len(lines) <= SAMPLE_LINES else f"{shown}\n\nMore in [samples.md](samples.md)."
+def _of_report(texts: Mapping[str, bytes], ending: str) -> list[str]:
+    return [name for name in texts if name.startswith(f"{REPORT}/") and name.endswith(ending)]
 
 
-def _loading(checkpoint: Checkpoint, repo_id: str, revision: str) -> str:
-    """Code for the model class where config.json shows it, and for plain safetensors in any case."""
+def _title(name: str) -> str:
+    return PurePosixPath(name).stem.replace("_", " ").capitalize()
+
+
+def _beginning(name: str, content: bytes) -> str:
+    lines = content.decode("utf-8", errors="replace").splitlines()
+    shown = "\n".join(f"##{line}" if line.startswith("#") else line for line in lines[:TEXT_LINES])
+    return shown if len(lines) <= TEXT_LINES else f"{shown}\n\nMore in [{PurePosixPath(name).name}]({name})."
+
+
+def _loading(checkpoint: Checkpoint, repo_id: str, revision: str, loads_with: str | None) -> str:
+    """Code for the class that the recipe declared, and for plain safetensors in any case."""
     files: Any = checkpoint.manifest.get("files") or {}
     parts: list[str] = []
-    for module, name in (place.split(".") for place in MODELS if _is(checkpoint, MODELS[place])):
+    if loads_with is not None:
+        module, _, name = loads_with.rpartition(".")
         parts.append(
-            f"```python\nfrom accel_train.models.{module} import {name}\n\n"
+            f"```python\nfrom {module} import {name}\n\n"
             f'model = {name}.from_pretrained("{repo_id}", revision="{revision}")\n```'
         )
     weights = sorted(str(n) for n in files if str(n).startswith("model") and str(n).endswith(".safetensors"))
@@ -123,13 +128,6 @@ def _loading(checkpoint: Checkpoint, repo_id: str, revision: str) -> str:
     if any(str(name).startswith("ema") for name in files):
         parts.append("`ema*.safetensors` holds the averaged weights under the same names.")
     return "\n\n".join(parts)
-
-
-def _is(checkpoint: Checkpoint, keys: set[str]) -> bool:
-    try:
-        return set(checkpoint.json("config.json")) >= keys
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def _options(checkpoint: Checkpoint) -> str:

@@ -19,20 +19,18 @@ from accel_train import __version__
 from accel_train.hub.errors import NotPushableError
 from accel_train.hub.model_card import build_card
 from accel_train.hub.queue import Entry
-from accel_train.store import commit
+from accel_train.store import commit, run_file
 from accel_train.store import manifest as manifests
 from accel_train.store.commit import Checkpoint
 from accel_train.store.retention import STATE_FILES
+from accel_train.store.run_file import CONFIG_FILE, REPORT
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, GitCommitInfo, HfApi
 
-RUN_FILES = ("config.yaml", "curves.png", "fields.png", "fields.json", "samples.md", "evaluation.json")
-"""Files of the run that go along where they are there. They change with time, so the manifest does not list them."""
-
 OURS = re.compile(
     r"(model|ema)(-\d+-of-\d+)?\.safetensors|(model|ema)\.safetensors\.index\.json|optimizer/.+|assets/.+"
-    r"|trainer_state\.json|" + "|".join(re.escape(name) for name in RUN_FILES)
+    rf"|trainer_state\.json|{re.escape(CONFIG_FILE)}|{REPORT}/.+"
 )
 """What an earlier push may have left: deleted where this one does not have it. Other files of the owner stay."""
 
@@ -231,10 +229,25 @@ def _operations(
     for add in adds:  # verified a moment ago: no second reading for the hash
         add.upload_info.sha256 = bytes.fromhex(checkpoint.manifest["files"][add.path_in_repo]["sha256"])
     texts = {"manifest.json": manifest}
-    for name in RUN_FILES:  # read once: training writes them anew at any time
-        if (run / name).is_file() and name not in names:
+    for name in _files_of_run(run):  # read once: training writes them anew at any time
+        if name not in names:
             texts[name] = (run / name).read_bytes()
-    texts["README.md"] = build_card(checkpoint, texts, entry.repo_id, revision).encode()
+    texts["README.md"] = build_card(checkpoint, texts, entry.repo_id, revision, _loads_with(run)).encode()
     adds += [CommitOperationAdd(name, content) for name, content in texts.items()]
     new = {add.path_in_repo for add in adds}
     return [*adds, *(CommitOperationDelete(name) for name in there if OURS.fullmatch(name) and name not in new)]
+
+
+def _files_of_run(run: Path) -> list[str]:
+    """Its config and its whole report, but for files that are being written. They change with time, so the manifest
+    does not list them."""
+    report = [path for path in sorted((run / REPORT).rglob("*")) if not path.name.startswith(".")]
+    return [str(path.relative_to(run)) for path in (run / CONFIG_FILE, *report) if path.is_file()]
+
+
+def _loads_with(run: Path) -> str | None:
+    """The class that the recipe declared; None where no run.json says it."""
+    try:
+        return run_file.load(run).get("loads_with")
+    except (OSError, ValueError):
+        return None

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from accel_train.atomic_files import replace_file
-from accel_train.metrics.progress import LOSS_OF
+from accel_train.metrics.progress import Labels
 from accel_train.metrics.records import read_metrics
 
 Records = Sequence[Mapping[str, Any]]
@@ -21,7 +21,6 @@ HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
 # Last word of evaluation values that say how an evaluation was done, not what came out.
 NOT_DRAWN = ("seconds", "samples", "steps", "tokens", "count")
 
-EVALUATION_UNITS = {"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"}
 # Points from which a noisy curve gets a smoothed one over it.
 SMOOTH_FROM = 40
 
@@ -96,9 +95,16 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
 
 def panels_of(records: Records) -> list[Panel]:
     """What there is to draw, in order: losses, evaluations, then how the run went."""
-    losses, course = _train_panels(last_pass(records, "train"))
-    evaluations = _evaluation_panels(last_pass(records, "evaluation"))
+    labels = labels_of(records)
+    losses, course = _train_panels(last_pass(records, "train"), labels)
+    evaluations = _evaluation_panels(last_pass(records, "evaluation"), labels)
     return [panel for panel in losses + evaluations + course if panel.drawn() or panel.text]
+
+
+def labels_of(records: Records) -> Labels:
+    """As the run recorded them when it started; empty for one that did not."""
+    found = next((r["labels"] for r in reversed(records) if r.get("event") == "environment" and r.get("labels")), {})
+    return Labels(found.get("loss_of"), found.get("units", {}), found.get("titles", {}))
 
 
 def last_pass(records: Records, event: str) -> list[Mapping[str, Any]]:
@@ -126,23 +132,22 @@ def _keys(lines: Records) -> list[str]:
     return list(dict.fromkeys(key for line in lines for key in line if key not in HEAD))
 
 
-def _by_kind(lines: Records, key: str, label: str) -> dict[str, Series]:
-    """A line for each mode or task, where the steps are of several: their losses have nothing in common."""
-    of = next((name for name in LOSS_OF if any(name in line for line in lines)), None)
+def _by_kind(lines: Records, key: str, label: str, of: str | None) -> dict[str, Series]:
+    """A line for each value of the field ``of``, where the steps have several: their losses have nothing in common."""
     kinds = sorted({str(line[of]) for line in lines if of in line}) if of else []
     if len(kinds) < 2:
         return {label: _column(lines, key)}
     return {kind: _column([line for line in lines if str(line.get(of or "")) == kind], key) for kind in kinds}
 
 
-def _train_panels(lines: Records) -> tuple[list[Panel], list[Panel]]:
+def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Panel]]:
     terms = [key for key in _keys(lines) if key.startswith("loss_") or key.endswith("_loss")]
     memory = [key for key in _keys(lines) if key.endswith("_gib")]
     losses = [
-        Panel("Loss", "loss", _by_kind(lines, "loss", "training loss"), smooth=True),
+        Panel("Loss", "loss", _by_kind(lines, "loss", "training loss", labels.loss_of), smooth=True),
         Panel("Loss terms", "loss", {key: _column(lines, key) for key in terms}, smooth=True),
     ]
-    norm, lr = _by_kind(lines, "grad_norm", "grad_norm"), _column(lines, "lr")
+    norm, lr = _by_kind(lines, "grad_norm", "grad_norm", labels.loss_of), _column(lines, "lr")
     used = {_words(key.removesuffix("_gib")): _column(lines, key) for key in memory}
     return losses, [
         Panel("Gradient norm", "L2 norm before clipping", norm, smooth=True),
@@ -175,8 +180,8 @@ def _throughput_panel(lines: Records) -> Panel:
     return Panel("Throughput", "samples per second", {label: samples}, from_zero=True)
 
 
-def _evaluation_panels(lines: Records) -> list[Panel]:
-    """One panel for each last word of a name: ``l2t_nll`` and ``l2t_nll_shuffled`` are compared in one. Of a single
+def _evaluation_panels(lines: Records, labels: Labels) -> list[Panel]:
+    """One panel for each last word of a name: ``a_loss`` and ``a_loss_shuffled`` are compared in one. Of a single
     evaluation the values in words."""
     panels: dict[str, Panel] = {}
     names = {key: key.removesuffix("_shuffled").rsplit("_", 1)[-1] for key in _keys(lines)}
@@ -185,9 +190,8 @@ def _evaluation_panels(lines: Records) -> list[Panel]:
         values = [f"{_words(k)}: {lines[0][k]:.4g}" for k in names if isinstance(lines[0][k], (int, float))]
         return [Panel(f"Evaluation at step {lines[0]['step']:,}", "", {}, text="\n".join(values))] if values else []
     for key, kind in names.items():
-        unit = EVALUATION_UNITS.get(kind, kind)
-        name = "NLL" if kind == "nll" else kind
-        panel = panels.setdefault(kind, Panel(f"Evaluation: {name}", unit, {}, last_value=True))
+        title = f"Evaluation: {labels.titles.get(kind, kind)}"
+        panel = panels.setdefault(kind, Panel(title, labels.units.get(kind, kind), {}, last_value=True))
         panel.lines[_words(key)] = _column(lines, key)
     return list(panels.values())
 

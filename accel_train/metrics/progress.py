@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 if TYPE_CHECKING:
@@ -16,8 +17,19 @@ logger = logging.getLogger(__name__)
 # Attribute of a log record for the log file only, not for the console.
 FILE_ONLY = "file_only"
 
-# Fields of a training line with the kind of its loss, in a run with several. Losses of two kinds are incomparable.
-LOSS_OF = ("mode", "task")
+
+@dataclass(frozen=True)
+class Labels:
+    """How a recipe's metrics are shown: on the console and in the curves."""
+
+    loss_of: str | None = None
+    """Field of a training line that says which of several losses this step had: those of two steps may be of two
+    kinds. None: there is one loss."""
+    units: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Unit of evaluation metrics, by the last word of their name."""
+    titles: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Title of the panel of evaluation metrics, by the last word of their name."""
+
 
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
@@ -29,10 +41,12 @@ class Progress:
     a pipe or batch system. With a bar, the lines still go to the log file.
     """
 
-    def __init__(self, mode: Literal["auto", "on", "off"], max_steps: int, start_step: int) -> None:
-        self._max_steps = max_steps
+    def __init__(
+        self, bar: Literal["auto", "on", "off"], max_steps: int, start_step: int, loss_of: str | None = None
+    ) -> None:
+        self._max_steps, self._loss_of = max_steps, loss_of
         self._bar: tqdm[NoReturn] | None = None
-        if mode == "on" or (mode == "auto" and _on_terminal()):
+        if bar == "on" or (bar == "auto" and _on_terminal()):
             from tqdm import tqdm  # not tqdm.auto: it warns in notebooks that lack ipywidgets
 
             self._bar = tqdm(
@@ -46,7 +60,7 @@ class Progress:
 
     def show(self, step: int, fields: Mapping[str, object]) -> None:
         """Show the fields of a training line at a log point."""
-        shown = describe(fields)
+        shown = describe(fields, self._loss_of)
         parts = [f"step {step}/{self._max_steps}", *shown]
         left = time_left(step, self._max_steps, fields)
         if left:
@@ -68,12 +82,12 @@ def _on_terminal() -> bool:
     return os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
-def describe(fields: Mapping[str, object]) -> list[str]:
-    """Format the known fields: ``["loss 3.412 (l2t)", "lr 1.2e-3", "412 samples/s"]``."""
+def describe(fields: Mapping[str, object], loss_of: str | None = None) -> list[str]:
+    """Format the known fields: ``["loss 3.412 (large)", "lr 1.2e-3", "412 samples/s"]``."""
     shown: list[str] = []
     loss = fields.get("loss")
     if isinstance(loss, (int, float)):
-        kind = next((f" ({fields[name]})" for name in LOSS_OF if name in fields), "")
+        kind = f" ({fields[loss_of]})" if loss_of is not None and loss_of in fields else ""
         shown.append(f"loss {loss:#.4g}{kind}")
     lr = fields.get("lr")
     if isinstance(lr, (int, float)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from accel_train.config import PositiveInt
 from accel_train.metrics.curves import plot_curves
 from accel_train.metrics.environment import describe_environment
-from accel_train.metrics.progress import Progress
+from accel_train.metrics.progress import Labels, Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
+from accel_train.store.run_file import EVALUATION_FILE, METRICS_FILE, REPORT
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+NO_LABELS = Labels()
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,15 @@ class Recorder:
         start_step: int = 0,
         config: Mapping[str, Any] = NOTHING,
         facts: Mapping[str, object] = NOTHING,
+        labels: Labels = NO_LABELS,
     ) -> None:
         """Make ``metrics.jsonl`` that of a run which stands at ``start_step`` (training and evaluation lines
         beyond it are dropped: not for looking at an older checkpoint), write the environment, the config and,
         if ``start_step`` > 0, a resume line; start the trackers, which may raise ``UsageError``.
 
         ``config`` is the resolved config, nested. ``facts`` are added to the environment line, over what is
-        found here; a ``run_id`` among them lets W&B go on with the same run.
+        found here; a ``run_id`` among them lets W&B go on with the same run. ``labels`` say how metrics are shown, and
+        are kept in that line for who draws the curves.
         """
         self._every = options.log_every
         self._max_steps = max_steps
@@ -122,7 +126,8 @@ class Recorder:
         if not self._main:
             return
         self._writer = _open_metrics(output_dir, start_step)
-        self.record("environment", describe_environment(accelerator) | dict(facts))
+        shown = {"labels": asdict(labels)} if labels != NO_LABELS else {}
+        self.record("environment", describe_environment(accelerator) | dict(facts) | shown)
         if config:
             self.record("config", {"config": config})
         if start_step:
@@ -130,7 +135,7 @@ class Recorder:
         name = options.run_name or output_dir.resolve().name
         run = RunName(options.project, name, str(facts["run_id"]) if facts.get("run_id") else None)
         self._trackers = Trackers(accelerator, names, output_dir, run=run, config=config)
-        self._progress = Progress(options.progress_bar, max_steps, start_step)
+        self._progress = Progress(options.progress_bar, max_steps, start_step, labels.loss_of)
 
     def due(self, step: int) -> bool:
         """Return True if ``step`` is a log point. It depends on the step alone, so all processes agree."""
@@ -206,7 +211,7 @@ class Recorder:
 
 
 def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
-    path = output_dir / "metrics.jsonl"
+    path = output_dir / METRICS_FILE
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         if dropped := repair_metrics(path, start_step):
@@ -217,13 +222,18 @@ def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
     return LineWriter(path)
 
 
-def write_report(accelerator: Accelerator, directory: Path, step: int, figures: Mapping[str, object]) -> None:
-    """Write ``evaluation.json``, and ``curves.png`` if there are metrics. Only the main process writes."""
+def write_report(accelerator: Accelerator, directory: Path, step: int, metrics: Mapping[str, object]) -> None:
+    """Write ``report/evaluation.json``, and ``report/curves.png`` if there are metrics.
+
+    Every process may call it; only the main process writes.
+    """
     if not accelerator.is_main_process:
         return
+    report, records = directory / REPORT, directory / METRICS_FILE
     try:
-        write_json(directory / "evaluation.json", {"step": step, **figures})
-        if (directory / "metrics.jsonl").exists():
-            plot_curves(directory / "metrics.jsonl", directory / "curves.png")
+        report.mkdir(exist_ok=True)
+        write_json(report / EVALUATION_FILE, {"step": step, **metrics})
+        if records.exists():
+            plot_curves(records, report / "curves.png")
     except OSError as error:
-        logger.warning("the report in %s could not be written (%s); training is not affected", directory, error)
+        logger.warning("%s could not be written (%s); training is not affected", report, error)

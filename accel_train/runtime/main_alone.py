@@ -20,24 +20,29 @@ class OtherProcessError(RuntimeError):
 def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
     """Call ``act`` on the main process; returns its result on every process. Collective.
 
-    Whatever it raises is raised on every process, of the same type where it can be pickled: no process is left waiting
-    in a collective that the main one never reaches.
+    Whatever it raises is raised on every process: an exception of the same type where it can be pickled, else, and for
+    what ends a process (``SystemExit``, ``KeyboardInterrupt``), ``OtherProcessError`` with its text. So no process is
+    left waiting in a collective that the main one never reaches.
     """
     if accelerator.num_processes == 1:
         return act()
-    told: Any = None
-    failed: Exception | None = None
+    result: Any = None
+    sent: Any = None
+    failed: BaseException | None = None
     if accelerator.is_main_process:
         try:
-            told = {"result": act()}
-        except Exception as error:
-            failed, told = error, {"error": _portable(error)}
-    told = broadcast_object_list([told])[0]
+            result = act()
+            sent = {"result": pickle.dumps(result)}
+        except (
+            BaseException
+        ) as error:  # KeyboardInterrupt and SystemExit too: nobody is to wait for a process that ends
+            failed, sent = error, {"error": _portable(error)}
+    sent = broadcast_object_list([sent])[0]
     if failed is not None:
         raise failed
-    if "error" in told:
-        raise told["error"]
-    return told["result"]
+    if "error" in sent:
+        raise sent["error"]
+    return result if accelerator.is_main_process else pickle.loads(sent["result"])
 
 
 @contextmanager
@@ -67,9 +72,9 @@ def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
     meet()
 
 
-def _portable(error: Exception, rank: int = 0) -> Exception:
+def _portable(error: BaseException, rank: int = 0) -> Exception:
     try:
-        if type(pickle.loads(pickle.dumps(error))) is type(error):
+        if isinstance(error, Exception) and type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
     except Exception:  # of a class that cannot be built from its arguments
         pass

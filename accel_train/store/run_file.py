@@ -21,32 +21,13 @@ RUN_SCHEMA = 2
 """2 carries a hash of itself; 1, of the first versions, has none."""
 MAX_BYTES = 16 << 20
 
-FREE_TO_CHANGE = (
-    "output_dir",
-    "max_steps",
-    "max_epochs",
-    "micro_batch_size",
-    "sync",
-    "attention",
-    "activation_checkpointing",
-    "compile",
-    "distributed.gradient_as_bucket_view",
-    "distributed.bucket_cap_mb",
-    "distributed.static_graph",
-    "distributed.fsdp2_prefetch",
-    "collective_timeout_seconds",
-    "loader",
-    "log",
-    "checkpoints",
-    "hub",
-    "evaluation",
-    "data.cache_dir",
-    "data.encoder_batch_size",
-    "data.workers",
-)
-"""Options (or groups) that do not change the trajectory, or only prolong it. All others are the experiment."""
-
 RUN_FILE = "run.json"
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+REPORT = "report"
+"""Directory of what people look at: pushed to the Hub as a whole, and emptied by ``overwrite``."""
+EVALUATION_FILE = "evaluation.json"
+"""In the report: the metrics of the last evaluation, with their step."""
 
 
 def has_trained(directory: Path) -> bool:
@@ -84,28 +65,36 @@ def refuse_changes(
 
 
 def new_run(
-    directory: Path, config: Any, experiment: Mapping[str, Any], resolved: dict[str, Any], origin: str | None
+    directory: Path,
+    config_text: str,
+    experiment: Mapping[str, Any],
+    resolved: dict[str, Any],
+    facts: Mapping[str, str | None],
 ) -> dict[str, Any]:
-    """Write config.yaml and run.json of a start from nothing, or from the checkpoint ``origin``. Main process."""
+    """Write config.yaml and run.json of a start. Main process.
+
+    ``facts``: ``origin``, the checkpoint that it starts from, and ``loads_with``, the class that loads its checkpoints.
+    """
     saved: dict[str, Any] = {
         "run_id": uuid.uuid4().hex[:12],
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "experiment": dict(experiment),
         "resolved": resolved,
     }
-    if origin is not None:
-        saved["origin"] = origin
+    saved |= {name: value for name, value in facts.items() if value is not None}
     (directory / "checkpoints").mkdir(exist_ok=True)
-    write_config(config, directory / "config.yaml")
+    write_config(config_text, directory / CONFIG_FILE)
     write_run(directory, saved)
     return saved
 
 
-def renew_run(directory: Path, config: Any, saved: Mapping[str, Any], experiment: Mapping[str, Any]) -> dict[str, Any]:
+def renew_run(
+    directory: Path, config_text: str, saved: Mapping[str, Any], experiment: Mapping[str, Any]
+) -> dict[str, Any]:
     """Take over the free changes, so that config.yaml always says how the last start was made."""
     given = {key: experiment[key] for key in saved["resolved"] if experiment.get(key) is not None}
     renewed = dict(saved) | {"experiment": dict(experiment), "resolved": saved["resolved"] | given}
-    write_config(config, directory / "config.yaml")
+    write_config(config_text, directory / CONFIG_FILE)
     try:
         load(directory)
     except FileNotFoundError:
@@ -143,7 +132,15 @@ def load(directory: Path) -> dict[str, Any]:
     return saved
 
 
-_KINDS = {"run_id": str, "origin": str, "trained": bool, "experiment": dict, "resolved": dict, "hub": dict}
+_KINDS = {
+    "run_id": str,
+    "loads_with": str,
+    "origin": str,
+    "trained": bool,
+    "experiment": dict,
+    "resolved": dict,
+    "hub": dict,
+}
 _NEEDED = ("run_id", "experiment", "resolved")
 
 

@@ -20,9 +20,12 @@ from accelerate import Accelerator
 from accel_train import strict_json
 from accel_train.checkpoints import run as runs
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
+from accel_train.checkpoints.policy import RunOptions
 from accel_train.checkpoints.run import Run, open_run
 from accel_train.commands.places import find_place
 from accel_train.config import UsageError
+from accel_train.config_tree import config_text, experiment_tree, flatten
+from accel_train.experiment_options import FREE_TO_CHANGE
 from accel_train.store import commit
 from accel_train.store import lock as locks
 from tests.store.test_commit import make
@@ -46,10 +49,24 @@ class Config:
     optimizer: Inner = field(default_factory=Inner)
 
 
+def options_of(config: Config) -> RunOptions:
+    return RunOptions(
+        config.output_dir,
+        flatten(experiment_tree(config)),
+        config_text(config),
+        free_to_change=FREE_TO_CHANGE,
+        resume=config.resume,
+        allow=config.allow,
+        overwrite=config.overwrite,
+        evaluate_only=getattr(config, "evaluate_only", False),
+        init_from=getattr(config, "init_from", None),
+    )
+
+
 def start(
     accelerator: Accelerator, config: Config, data: str = "d" * 8, decay: int = 10, *, trains: bool = True
 ) -> Run:
-    run = open_run(config, accelerator, data, {"optimizer.decay_steps": decay})
+    run = open_run(options_of(config), accelerator, data, {"optimizer.decay_steps": decay})
     if trains:
         run.note_training()
     run.close()
@@ -122,7 +139,7 @@ def test_a_damaged_run_json(
     facts = {"run_id": first.run_id, "experiment": first.saved["experiment"], "resolved": first.saved["resolved"]}
     commit.rewrite_manifest(path, facts)
     harm(first.directory / "run.json")
-    assert runs.kept(config) == {"optimizer.decay_steps": 10}
+    assert runs.kept(options_of(config)) == {"optimizer.decay_steps": 10}
     with pytest.raises(UsageError, match="seed: 0 there, 1 now"):
         start(accelerator, replace(config, seed=1))
     again = start(accelerator, replace(config, max_steps=20), decay=20)
@@ -145,7 +162,7 @@ def test_a_damaged_note_of_loading_counts_no_crash(accelerator: Accelerator, tmp
     make(start(accelerator, config).checkpoints, 7)
     note = tmp_path / "run" / "loading.json"
     note.write_text(text) if text is not None else note.mkdir()
-    run = open_run(config, accelerator, "d" * 8)
+    run = open_run(options_of(config), accelerator, "d" * 8)
     assert run.start_step == 7
     with run.loading(last=False):
         assert strict_json.read(note)["attempts"] == 1
@@ -174,7 +191,7 @@ def test_a_checkpoint_that_was_set_aside_stops_every_start(accelerator: Accelera
     run = start(accelerator, config)
     path = make(run.checkpoints, 3)
     for _ in range(3):
-        run = open_run(config, accelerator, "d" * 8)
+        run = open_run(options_of(config), accelerator, "d" * 8)
         with pytest.raises(KeyboardInterrupt), run.loading(last=False):
             raise KeyboardInterrupt
         run.close()
@@ -189,7 +206,7 @@ def test_a_full_device_is_not_the_fault_of_the_checkpoint(accelerator: Accelerat
     config = Config(str(tmp_path / "run"))
     make(start(accelerator, config).checkpoints, 3)
     for _ in range(4):
-        run = open_run(config, accelerator, "d" * 8)
+        run = open_run(options_of(config), accelerator, "d" * 8)
         with pytest.raises(torch.OutOfMemoryError), run.loading(last=False):
             raise torch.OutOfMemoryError
         run.close()
@@ -248,11 +265,11 @@ def test_what_an_earlier_start_derived_is_known_before_the_run_is_opened(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     config, derived = Config(str(tmp_path / "run")), {"optimizer.decay_steps": 10}
-    assert runs.kept(config) == {}
+    assert runs.kept(options_of(config)) == {}
     start(accelerator, config, trains=False)
-    assert runs.kept(config) == {}
+    assert runs.kept(options_of(config)) == {}
     first = start(accelerator, config)
-    assert runs.kept(config) == derived
+    assert runs.kept(options_of(config)) == derived
     assert runs.kept(replace(config, overwrite=True)) == {}
     source = make(first.checkpoints, step=3)
     commit.rewrite_manifest(source, {"experiment": first.saved["experiment"], "resolved": derived})

@@ -28,7 +28,7 @@ def test_the_demo_learns_both_directions(seed: int, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    figures = json.loads((tmp_path / "runs" / "mmdit-demo" / "evaluation.json").read_text())
+    figures = json.loads((tmp_path / "runs" / "mmdit-demo" / "report" / "evaluation.json").read_text())
     assert figures["l2t_nll"] <= 0.85 * figures["l2t_nll_shuffled"]
     assert figures["t2l_cosine"] >= 0.85
     assert abs(figures["t2l_cosine_shuffled"]) <= 0.1
@@ -40,7 +40,7 @@ def test_the_demo_of_pde_learns_both_equations(tmp_path: Path) -> None:
     command = ["accelerate", "launch", str(RECIPE.with_stem("pde")), "--output_dir", str(tmp_path / "run")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=3500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    figures = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    figures = json.loads((tmp_path / "run" / "report" / "evaluation.json").read_text())
     print(figures)
     assert figures["advection_nrmse"] <= 0.03
     assert figures["darcy_nrmse"] <= 0.08
@@ -48,4 +48,4 @@ def test_the_demo_of_pde_learns_both_equations(tmp_path: Path) -> None:
     assert figures["darcy_nrmse"] < min(figures["darcy_training_mean_nrmse"], figures["darcy_linear_fit_nrmse"])
     gaps = (figures[f"advection_{which}_conservation_gap"] for which in ("conditioned", "rollout"))
     assert next(gaps) < 0.75 * next(gaps)  # what test-time conditioning looks at; the error stays about the same
-    assert (tmp_path / "run" / "fields.png").stat().st_size > 10_000
+    assert (tmp_path / "run" / "report" / "fields.png").stat().st_size > 10_000

@@ -35,16 +35,18 @@ def test_every_preset_trains_in_rehearsal(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "checkpoint_00000020" / "manifest.json").exists()
 
 
+FILES = ["report/curves.png", "report/evaluation.json", "report/samples.md"]
+
+
 def test_a_finished_run_says_so_goes_on_and_evaluates_alone(tmp_path: Path) -> None:
     one = Layout("single", 1)
     run = run_recipe(one, tmp_path / "run", "--max_steps", "20")
-    for name in ("config.yaml", "metrics.jsonl", "evaluation.json", "logs/rank_0.log", "curves.png", "samples.md"):
+    for name in ("config.yaml", "metrics.jsonl", "logs/rank_0.log", *FILES):
         assert (run.directory / name).stat().st_size > 0, name
-    figures = json.loads((run.directory / "evaluation.json").read_text())
+    figures = json.loads((run.directory / "report" / "evaluation.json").read_text())
     assert {"l2t_nll", "l2t_nll_shuffled", "t2l_cosine", "t2l_cosine_shuffled"} <= figures.keys()
 
-    files = "evaluation.json, curves.png, samples.md"
-    assert {"checkpoints/checkpoint_00000020", *files.split(", ")} <= set(held(run.output))
+    assert {"checkpoints/checkpoint_00000020", *FILES} <= set(held(run.output))
     assert {line["mode"] for line in run.train_lines().values()} == set(modes.MODES)
     again = run_recipe(one, tmp_path / "run", "--max_steps", "20")
     assert "the run is finished: step 20 of 20; raise --max_steps" in again.output
@@ -53,8 +55,8 @@ def test_a_finished_run_says_so_goes_on_and_evaluates_alone(tmp_path: Path) -> N
     assert sorted(further.train_lines()) == list(range(1, 23))
     assert further.train_lines()[22]["lr"] == 0  # past the schedule's own end it holds its floor
 
-    (run.directory / "evaluation.json").unlink()
-    assert "has no evaluation.json" in run_recipe(one, tmp_path / "run", "--max_steps", "22").output
+    (run.directory / "report" / "evaluation.json").unlink()
+    assert "report has no evaluation.json" in run_recipe(one, tmp_path / "run", "--max_steps", "22").output
     lines = (run.directory / "metrics.jsonl").read_bytes()
     alone = subprocess.run(
         [sys.executable, str(RECIPE), str(run.directory / "config.yaml"), "--evaluate_only"],
@@ -65,7 +67,7 @@ def test_a_finished_run_says_so_goes_on_and_evaluates_alone(tmp_path: Path) -> N
         check=False,
     )
     assert alone.returncode == 0, alone.stderr
-    assert json.loads((run.directory / "evaluation.json").read_text())["step"] == 22
+    assert json.loads((run.directory / "report" / "evaluation.json").read_text())["step"] == 22
     assert (run.directory / "metrics.jsonl").read_bytes() == lines
 
 

@@ -383,7 +383,7 @@ def test_the_same_number_of_processes_is_said_to_be_exact(trainers: Trainers, ha
 OTHER_DATA = """
 from accel_train.checkpoints import run
 original = run.open_run
-run.open_run = lambda config, accelerator, data, **options: original(config, accelerator, "other data", **options)
+run.open_run = lambda options, accelerator, data: original(options, accelerator, "other data")
 """
 
 

@@ -196,8 +196,9 @@ def test_no_network_leaves_a_queue_that_the_next_start_empties(
 )
 def test_an_applied_commit_whose_answer_was_lost_is_not_repeated(server: HubServer, run: Path, fault: Fault) -> None:
     server.faults = [fault]
+    (run / "report").mkdir(exist_ok=True)
     # Training goes on: a file that is pushed too has changed when the pusher tries again.
-    server.before_commit = [lambda _: (run / "samples.md").write_text("# Newer samples\n")]
+    server.before_commit = [lambda _: (run / "report" / "samples.md").write_text("# Newer samples\n")]
     assert train(run, 1).code == 0
     assert fault.count == 0
     assert len(events(run, "retry")) == 1
@@ -269,7 +270,8 @@ def test_killed_while_pushing(
     until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
     held.release.set()
     forked[0].kill()
-    (run / "samples.md").write_text("# Newer samples\n")
+    (run / "report").mkdir(exist_ok=True)
+    (run / "report" / "samples.md").write_text("# Newer samples\n")
     assert HubQueue(run).names() == {NAME}
     assert contents(checkpoint.path) == before
     ended = Pusher(run, CONFIG, is_main=True).finish()

@@ -21,7 +21,10 @@ from accel_train import rng
 from accel_train.checkpoints import policy, restore
 from accel_train.checkpoints import run as runs
 from accel_train.checkpoints import saver as state
+from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import expand_path, load_config
+from accel_train.config_tree import config_text, experiment_tree, flatten
+from accel_train.experiment_options import FREE_TO_CHANGE
 from accel_train.hub import options
 from accel_train.metrics import logs
 from accel_train.runtime import accelerator as machine
@@ -103,6 +106,21 @@ def micro_batches(
     return cut
 
 
+def run_options(config: Config) -> RunOptions:
+    return RunOptions(
+        config.output_dir,
+        flatten(experiment_tree(config)),
+        config_text(config),
+        free_to_change=(*FREE_TO_CHANGE, *PAUSES, "save_first", "raise_at", "raise_rank", "hang_at"),
+        resume=config.resume,
+        allow=config.allow,
+        overwrite=config.overwrite,
+        init_from=config.init_from,
+        hub=config.hub,
+        collective_timeout_seconds=config.collective_timeout_seconds,
+    )
+
+
 def append(path: Path, line: str) -> None:
     """One write, so that a kill leaves whole lines."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -130,9 +148,7 @@ def main(argv: Sequence[str]) -> int:
     rank, world_size = accelerator.process_index, accelerator.num_processes
     out = expand_path(config.output_dir)
     logs.setup_logging(out, rank, world_size)
-    run = runs.open_run(
-        config, accelerator, "toy", free_to_change=(*PAUSES, "save_first", "raise_at", "raise_rank", "hang_at")
-    )
+    run = runs.open_run(run_options(config), accelerator, "toy")
     if accelerator.is_main_process:
         print(run.decision, flush=True)
     torch.manual_seed(config.seed)

@@ -31,6 +31,7 @@ from accel_train.hub.pusher import Pusher, push_now
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.repository import push_checkpoint
 from accel_train.store import commit
+from recipes import mmdit, pde
 from tests.hub_server import READER, WRITER, Fault, HubServer, serving
 from tests.waiting import until
 
@@ -54,9 +55,11 @@ def run(tmp_path: Path) -> Path:
     (run / "checkpoints").mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"schema": 1, "run_id": "abc123"}))
     (run / "config.yaml").write_text("seed: 0\n")
-    (run / "curves.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4)
-    (run / "samples.md").write_text("# Samples\n\n- a text\n")
-    (run / "evaluation.json").write_text(json.dumps({"step": 1200, "loss": 1.5}))
+    (run / "report").mkdir()
+    (run / "report" / "curves.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4)
+    (run / "report" / "samples.md").write_text("# Samples\n\n- a text\n")
+    (run / "report" / ".half.tmp").write_text("written at this moment")
+    (run / "report" / "evaluation.json").write_text(json.dumps({"step": 1200, "loss": 1.5}))
     return run
 
 
@@ -165,7 +168,8 @@ def test_weights_only_round_trip(server: HubServer, run: Path, tmp_path: Path) -
     assert where["revision"] == "step-00001200"
     pushed = server.files(REPO)
     assert pushed == server.files(REPO, "step-00001200")
-    extras = {"README.md", "config.yaml", "curves.png", "samples.md", "evaluation.json", ".gitattributes"}
+    extras = {"README.md", "config.yaml", ".gitattributes"}
+    extras |= {"report/curves.png", "report/samples.md", "report/evaluation.json"}
     listed = {"model.safetensors", "ema.safetensors", "config.json", "assets/tokenizer.json"}
     assert set(pushed) == listed | {"manifest.json"} | extras
     assert server.large.keys() >= {checkpoint.manifest["files"]["model.safetensors"]["sha256"]}  # went as LFS
@@ -197,12 +201,12 @@ def test_what_an_earlier_push_left_goes_and_what_people_added_stays(server: HubS
     repository.add(
         "main", "by hand", "", server.files(REPO) | {"LICENSE": b"mine", "model-00001-of-00002.safetensors": b""}
     )
-    (run / "samples.md").unlink()
+    (run / "report" / "samples.md").unlink()
     push(make_checkpoint(run, 2))
     left = set(server.files(REPO))
     assert "LICENSE" in left
-    assert not left & {"samples.md", "model-00001-of-00002.safetensors", "optimizer/exp_avg.safetensors"}
-    assert "samples.md" in server.files(REPO, "step-00000001")
+    assert not left & {"report/samples.md", "model-00001-of-00002.safetensors", "optimizer/exp_avg.safetensors"}
+    assert "report/samples.md" in server.files(REPO, "step-00000001")
     manifest = json.loads(server.files(REPO)["manifest.json"])
     assert manifest["step"] == 2
 
@@ -212,7 +216,9 @@ def test_pushed_again_is_no_second_commit(server: HubServer, run: Path) -> None:
     first = push(checkpoint)
     for step in (6, 7, 8, 9):
         push(make_checkpoint(run, step))
-    (run / "samples.md").write_text("# New samples\n")  # else huggingface_hub itself sees that nothing is new
+    (run / "report" / "samples.md").write_text(
+        "# New samples\n"
+    )  # else huggingface_hub itself sees that nothing is new
     assert push(checkpoint) == first  # found on the second page of the commits
     assert len(server.titles(REPO)) == 5
 
@@ -632,6 +638,8 @@ def test_from_pretrained_loads_what_was_pushed(server: HubServer, run: Path) -> 
     shape = MultimodalMMDiTConfig(MMDiTConfig(width=32, depth=1, heads=2), 11, 4, 8)
     model = MultimodalMMDiT(shape)
     checkpoint = make_checkpoint(run, 1)
+    loads_with = mmdit.Config(max_steps=1).run_options().loads_with
+    (run / "run.json").write_text(json.dumps({"schema": 1, "run_id": "abc123", "loads_with": loads_with}))
     model.save_pretrained(checkpoint.path)
     (checkpoint.path / "config.json").write_text(json.dumps(to_tree(shape)))
     changed = {name: commit.seal_file(checkpoint.path / name) for name in ("model.safetensors", "config.json")}
@@ -655,7 +663,7 @@ def test_the_card_has_figures_curve_samples_and_code(server: HubServer, run: Pat
     assert [(r.metric_type, r.metric_value) for r in card.data.eval_results or []] == [("heldout/loss", 1.25)]
     for part in (
         "| heldout/loss | 1.25 |",
-        "![Training curve](curves.png)",
+        "## Curves\n\n![Curves](report/curves.png)",
         "- a text",
         'load_file(hf_hub_download("org/model", name, revision="step-00001200"))',
         "| `optimizer.lr` | `0.1` |",
@@ -666,21 +674,25 @@ def test_the_card_has_figures_curve_samples_and_code(server: HubServer, run: Pat
         assert part in text, part
 
 
-def test_the_card_names_the_class_of_an_operator_and_shows_its_fields(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"tasks": [], "model": {}}))
-    text = build_card(commit.Checkpoint(tmp_path, 7, {}), {"fields.png": b""}, REPO, "step-00000007")
+def test_the_card_loads_with_the_class_that_the_recipe_declared_and_shows_its_report(tmp_path: Path) -> None:
+    loads_with = pde.Config(max_steps=1).run_options().loads_with
+    texts = {"report/truth_and_error.png": b"", "report/numbers.json": b"{}", "other.png": b""}
+    text = build_card(commit.Checkpoint(tmp_path, 7, {}), texts, REPO, "step-00000007", loads_with)
+    assert "from accel_train.domains.pde.transformer import PdeTransformer\n" in text
     assert 'PdeTransformer.from_pretrained("org/model", revision="step-00000007")' in text
-    assert "MultimodalMMDiT" not in text
-    assert "](fields.png)" in text
+    assert "## Truth and error\n\n![Truth and error](report/truth_and_error.png)" in text
+    assert "numbers.json" not in text
+    assert "other.png" not in text
+    assert "from_pretrained" not in build_card(commit.Checkpoint(tmp_path, 7, {}), texts, REPO, "step-00000007")
 
 
 @pytest.mark.parametrize(
     ("manifest", "texts"),
     [
         ({}, {}),
-        ({"metrics": {"a": float("nan"), "b": "text", "c": None}, "files": {}}, {"evaluation.json": b"{"}),
-        ({"metrics": [1], "experiment": [], "files": {"model.safetensors": {}}}, {"samples.md": b"\xff\xfe"}),
-        ({"metrics": {}}, {"evaluation.json": b"[1]", "manifest.json": b""}),
+        ({"metrics": {"a": float("nan"), "b": "text", "c": None}, "files": {}}, {"report/evaluation.json": b"{"}),
+        ({"metrics": [1], "experiment": [], "files": {"model.safetensors": {}}}, {"report/samples.md": b"\xff\xfe"}),
+        ({"metrics": {}}, {"report/evaluation.json": b"[1]", "manifest.json": b""}),
     ],
 )
 def test_the_card_survives_what_is_missing(tmp_path: Path, manifest: Any, texts: dict[str, bytes]) -> None:

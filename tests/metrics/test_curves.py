@@ -21,6 +21,10 @@ def train(step: int, **more: object) -> dict[str, object]:
     return line | {"memory_peak_gib": 3.0, "loss_text": 3.0, "loss_latent": 0.5, "mode": "l2t"} | more
 
 
+LABELS = {"loss_of": "mode", "units": {"nll": "nats per token"}, "titles": {"nll": "NLL"}}
+ENVIRONMENT: dict[str, object] = {"event": "environment", "labels": LABELS}
+
+
 def evaluation(step: int) -> dict[str, object]:
     values = {"l2t_nll": 3.0, "l2t_nll_shuffled": 4.0, "t2l_cosine": 0.9, "samples": 500, "eval_seconds": 3.0}
     return {"event": "evaluation", "step": step, **values}
@@ -47,7 +51,7 @@ def test_reading_leaves_out_what_is_torn(tmp_path: Path) -> None:
 
 def test_every_value_has_its_panel() -> None:
     lines = [train(10), evaluation(10), train(20, loss_text=2.0, loss_latent=math.nan), evaluation(20)]
-    panels = panels_of([*lines, train(30)])
+    panels = panels_of([ENVIRONMENT, *lines, train(30)])
     drawn = {p.title: {label: (s.steps, s.values) for label, s in p.drawn().items()} for p in panels}
     all_three, both = [10, 20, 30], [10, 20]
     assert drawn.pop("Throughput") == {"samples/s (median 400; 8k tokens/s)": (all_three, [400.0] * 3)}
@@ -68,7 +72,7 @@ def test_every_value_has_its_panel() -> None:
 
 def test_losses_of_different_modes_are_lines_of_their_own() -> None:
     modes = ("l2t", "t2l", "l2t", "unconditional", "t2l")
-    records = [train(step, mode=mode) for step, mode in enumerate(modes, 1)]
+    records = [ENVIRONMENT, *(train(step, mode=mode) for step, mode in enumerate(modes, 1))]
     panels = {panel.title: panel.drawn() for panel in panels_of(records)}
     for title in ("Loss", "Gradient norm"):
         assert {label: line.steps for label, line in panels[title].items()} == {"l2t": [1, 3], "t2l": [2, 5]}
@@ -76,7 +80,7 @@ def test_losses_of_different_modes_are_lines_of_their_own() -> None:
 
 def test_a_single_point_is_no_curve() -> None:
     """One evaluation is told in words; one training line has no picture."""
-    (panel,) = panels_of([train(20), evaluation(20)])
+    (panel,) = panels_of([ENVIRONMENT, train(20), evaluation(20)])
     assert panel.title == "Evaluation at step 20"
     assert panel.text.splitlines() == ["l2t nll: 3", "l2t nll shuffled: 4", "t2l cosine: 0.9"]
 

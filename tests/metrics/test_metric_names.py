@@ -69,7 +69,7 @@ def test_what_is_declared_is_what_an_evaluation_reports(
     monkeypatch.setattr(experiment, "open_experiment", open_experiment)
     run = tmp_path / "run"
     assert RUNS[name][0].main(flags_of(name, tmp_path)) == 0
-    reported = json.loads((run / "evaluation.json").read_text()).keys() - {"step"}
+    reported = json.loads((run / "report" / "evaluation.json").read_text()).keys() - {"step"}
     assert sorted(declared[0]) == sorted(reported)
     manifest = json.loads((run / "checkpoints" / "checkpoint_00000002" / "manifest.json").read_text())
     assert manifest["metrics"].keys() == reported

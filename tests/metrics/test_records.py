@@ -577,7 +577,7 @@ def test_plain_lines_where_there_is_no_terminal(
 
 @pytest.mark.parametrize("name", ["mode", "task"])
 def test_a_loss_says_of_what_it_is(name: str) -> None:
-    assert progress.describe(FIELDS | {name: "l2t"}) == ["loss 3.412 (l2t)", "lr 1.2e-3", "412 samples/s"]
+    assert progress.describe(FIELDS | {name: "l2t"}, name) == ["loss 3.412 (l2t)", "lr 1.2e-3", "412 samples/s"]
 
 
 def test_a_bar_keeps_its_lines_off_the_console(
@@ -659,9 +659,9 @@ def test_the_report_is_written_after_its_evaluation(
     with Recorder(accelerator, tmp_path, LogConfig(progress_bar="off"), max_steps=5) as log:
         log.evaluation(3, {"nll": 1.5})
     assert seen[-1] == "evaluation"  # so the picture has it
-    assert json.loads((tmp_path / "evaluation.json").read_text()) == {"step": 3, "nll": 1.5}
+    assert json.loads((tmp_path / "report" / "evaluation.json").read_text()) == {"step": 3, "nll": 1.5}
 
 
 def test_samples_that_cannot_be_written_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_samples(tmp_path / "absent", ["a"], ["b"], [("c", 0.5)])
+    write_samples(tmp_path / "absent" / "report", ["a"], ["b"], [("c", 0.5)])
     assert "could not be written" in caplog.text

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
 
+from accel_train.checkpoints import run as runs
+from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
-from accel_train.runtime.main_alone import OtherProcessError, failing_together
+from accel_train.runtime.main_alone import OtherProcessError, failing_together, on_main
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -50,12 +54,13 @@ def prepare(rank: int, folder: Path, port: int) -> None:
     accelerator.end_training()
 
 
-def test_an_error_of_one_process_ends_the_preparation_of_all(tmp_path: Path) -> None:
+def outcomes(folder: Path, target: Callable[[int, Path, int], None]) -> list[list[str]]:
+    """What each of two real processes wrote. One that still waits after minutes fails the test."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=prepare, args=(rank, tmp_path, port)) for rank in range(2)]
+    processes = [context.Process(target=target, args=(rank, folder, port)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -63,7 +68,55 @@ def test_an_error_of_one_process_ends_the_preparation_of_all(tmp_path: Path) -> 
         process.kill()
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
-    first, second = ((tmp_path / f"rank{rank}").read_text().splitlines() for rank in range(2))
+    return [(folder / f"rank{rank}").read_text().splitlines() for rank in range(2)]
+
+
+def open_runs(rank: int, folder: Path, port: int) -> None:
+    """The main process cannot open the run, for a different reason each time; then both meet."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    accelerator, ended = Accelerator(cpu=True), list[str]()
+    original = runs.new_run
+    faults: list[BaseException] = [
+        OSError(errno.ENOSPC, "No space left on device"),
+        MemoryError("too large"),
+        NeedsTwoError("of", "two"),
+        SystemExit(3),
+        KeyboardInterrupt(),
+    ]
+    for number, fault in enumerate(faults):
+
+        def fail(*_: object, fault: BaseException = fault) -> dict[str, object]:
+            raise fault
+
+        runs.new_run = fail  # after the lock: only the main process comes here
+        try:
+            runs.open_run(RunOptions(str(folder / f"run{number}"), {"seed": 0}), accelerator, "data")
+        except BaseException as error:
+            ended.append(f"{type(error).__name__}: {error}")
+    runs.new_run = original
+    try:
+        on_main(accelerator, lambda: lambda: None)  # cannot be sent
+    except Exception as error:
+        ended.append(type(error).__name__)
+    run = runs.open_run(RunOptions(str(folder / "run"), {"seed": 0}), accelerator, "data")
+    ended.append(run.decision)
+    run.close()
+    (folder / f"rank{rank}").write_text("\n".join(ended))
+    accelerator.end_training()
+
+
+def test_whatever_the_main_process_raises_while_it_opens_a_run_reaches_all(tmp_path: Path) -> None:
+    first, second = outcomes(tmp_path, open_runs)
+    assert first[:2] == second[:2] == ["OSError: [Errno 28] No space left on device", "MemoryError: too large"]
+    assert first[2:5] == ["NeedsTwoError: of two", "SystemExit: 3", "KeyboardInterrupt: "]
+    assert second[2:5] == [f"OtherProcessError: process 0: {text}" for text in first[2:5]]
+    assert first[5:] == second[5:]
+    assert first[6].startswith("fresh start in ")
+
+
+def test_an_error_of_one_process_ends_the_preparation_of_all(tmp_path: Path) -> None:
+    first, second = outcomes(tmp_path, prepare)
     assert first[0] == second[0]
     assert first[0].startswith("NotADirectoryError: [Errno 20] Not a directory: ")
     assert (first[1], second[1]) == (

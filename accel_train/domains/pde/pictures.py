@@ -73,6 +73,7 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]
             label, (0, 0.5), (-42, 0), "axes fraction", "offset points", rotation=90, ha="right", va="center"
         )
     try:
+        path.parent.mkdir(exist_ok=True)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=100)
         replace_file(path, picture.getvalue())

@@ -31,6 +31,7 @@ def write_samples(
         ]
     path = directory / "samples.md"
     try:
+        directory.mkdir(exist_ok=True)
         replace_file(path, "\n".join(lines).encode("utf-8", "replace"))
     except OSError as error:
         logger.warning("%s could not be written (%s); training is not affected", path, error)

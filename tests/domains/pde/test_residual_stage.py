@@ -58,7 +58,7 @@ def test_stages_have_their_terms_and_figures(whole: Finished) -> None:
     assert all(terms[step] == {"loss_residual"} for step in range(11, 17))
     assert "loss_prediction" in terms[10]
     assert all(lines[step]["lr"] > 0 for step in range(12, 17))  # that of what learns, not of what keeps still
-    figures = json.loads((whole.directory / "evaluation.json").read_text())
+    figures = json.loads((whole.directory / "report" / "evaluation.json").read_text())
     for task in ("advection", "darcy"):
         gain = 1 - figures[f"{task}_refined_nrmse"] / figures[f"{task}_nrmse"]
         assert figures[f"{task}_refined_gain"] == pytest.approx(gain, rel=1e-6, abs=1e-9)

@@ -147,7 +147,7 @@ def test_errors_are_drawn_around_zero_with_their_nrmse(data: FieldData) -> None:
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_fields(tmp_path / "no" / "fields.png", [("a", [Panel("t", torch.rand(2, 3), "u")])])
+    write_fields(tmp_path / "no" / "report" / "fields.png", [("a", [Panel("t", torch.rand(2, 3), "u")])])
     assert "could not be written" in caplog.text
 
 

@@ -1,0 +1,154 @@
+"""What every recipe declares and which options it has, whatever it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from accel_train.checkpoints.policy import CheckpointConfig, RunOptions
+from accel_train.config import (
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    UsageError,
+    expand_path,
+)
+from accel_train.config_tree import config_text, experiment_tree, flatten
+from accel_train.data.loader import LoaderConfig
+from accel_train.hub.options import HubConfig, refuse_without_metric
+from accel_train.metrics.progress import Labels
+from accel_train.metrics.recorder import LogConfig
+from accel_train.runtime.accelerator import Precision
+from accel_train.runtime.distributed_options import DistributedConfig
+from accel_train.speed.activation_checkpointing import ActivationCheckpointingConfig
+from accel_train.speed.compile import CompileConfig
+from accel_train.speed.float8 import Float8
+from accel_train.store.run_file import REPORT
+from accel_train.training.accumulation import SyncPolicy
+from accel_train.training.ema import EmaConfig
+from accel_train.training.optimizers import OptimizerConfig
+from accel_train.training.schedules import ScheduleConfig
+
+FREE_TO_CHANGE = (
+    "output_dir",
+    "max_steps",
+    "max_epochs",
+    "micro_batch_size",
+    "sync",
+    "attention",
+    "activation_checkpointing",
+    "compile",
+    "distributed.gradient_as_bucket_view",
+    "distributed.bucket_cap_mb",
+    "distributed.static_graph",
+    "distributed.fsdp2_prefetch",
+    "collective_timeout_seconds",
+    "loader",
+    "log",
+    "checkpoints",
+    "hub",
+)
+"""Options (or groups) of every recipe that do not change the trajectory, or only prolong it."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe declares of itself, so that no mechanism names it."""
+
+    free_to_change: tuple[str, ...] = ()
+    """Its own options (or groups) that may differ on resume: they do not change the trajectory."""
+    labels: Labels = field(default_factory=Labels)
+    """How its metrics are shown."""
+    loads_with: type | None = None
+    """The class whose ``from_pretrained`` loads a checkpoint: for the card on the Hub."""
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """What a run is, where it is kept and how it is computed. A recipe's config adds its model, data and objective.
+
+    The one place where a class is extended rather than composed: flags and YAML keep the short names (``--seed``,
+    not ``--run.seed``), and two recipes cannot drift apart in what they mean.
+    """
+
+    recipe: ClassVar[Recipe] = Recipe()
+
+    output_dir: str = "runs/experiment"
+    """Directory of the run: checkpoints, metrics, pictures. Shared by all hosts."""
+    seed: Seed = 0
+    """Everything random is a function of it: weights, order, noise."""
+    global_batch_size: PositiveInt = 64
+    """Samples per optimizer step over all processes: part of the experiment."""
+    micro_batch_size: PositiveInt = 64
+    """Samples per process per forward: part of the machine. Accumulation is derived from the two."""
+    max_steps: PositiveInt | None = None
+    """Optimizer steps in all. Give this or max_epochs."""
+    max_epochs: PositiveFloat | None = None
+    """Passes over the training split, instead of max_steps."""
+    precision: Precision = "fp32"
+    """Of the computation; weights, optimizer and average stay fp32."""
+    attention: str = "auto"
+    """Kernel of attention. auto: by a table of what each can do. tune: the fastest on these shapes, measured at the
+    start. Else a name that `accel-train doctor --attention` lists, or module:function of your own. Each is proven
+    against fp64 at the start; one that cannot run or is wrong is refused."""
+    float8: Float8 = "none"
+    """Matrix products of the blocks' large linear layers in float8, by torchao, and the rest in bf16; weights,
+    optimizer and checkpoints stay fp32. tensorwise: one scale for a tensor, the fastest, from compute capability 8.9.
+    rowwise: one for each row, from 9.0: a large value coarsens its own row only. Set compile.mode on with it."""
+    sync: SyncPolicy = "auto"
+    """When gradients are reduced: on the last micro-batch, on every one, or as the strategy does best."""
+    resume: str = "auto"
+    """auto resumes what is in output_dir, else starts; must requires it; never refuses a used directory; the path of
+    a checkpoint or hub:org/name@step starts a new directory from there."""
+    allow: tuple[str, ...] = ()
+    """Options that may differ from the saved experiment when resuming, on purpose."""
+    overwrite: bool = False
+    """Delete checkpoints, records and the report of output_dir and start anew; logs and trackers stay."""
+    init_from: str | None = None
+    """Run, checkpoint, or any directory with model.safetensors to take the weights from, and nothing else."""
+    evaluate_only: bool = False
+    """Evaluate and sample from the newest checkpoint in output_dir; train nothing."""
+    collective_timeout_seconds: PositiveInt = 1800
+    """How long a process waits for the others before the run stops with an error."""
+    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def report_directory(self) -> Path:
+        """Of what people look at: curves, metrics, samples. May not exist yet."""
+        return expand_path(self.output_dir) / REPORT
+
+    def run_options(self) -> RunOptions:
+        """What ``open_run`` needs to know of this config."""
+        loader = self.recipe.loads_with
+        return RunOptions(
+            output_dir=self.output_dir,
+            experiment=flatten(experiment_tree(self)),
+            config_text=config_text(self),
+            free_to_change=(*FREE_TO_CHANGE, *self.recipe.free_to_change),
+            loads_with=None if loader is None else f"{loader.__module__}.{loader.__qualname__}",
+            resume=self.resume,
+            allow=self.allow,
+            overwrite=self.overwrite,
+            evaluate_only=self.evaluate_only,
+            init_from=self.init_from,
+            hub=self.hub,
+            collective_timeout_seconds=self.collective_timeout_seconds,
+        )
+
+    def __post_init__(self) -> None:
+        if (self.max_steps is None) == (self.max_epochs is None):
+            raise UsageError(
+                f"max_steps: {self.max_steps}, max_epochs: {self.max_epochs}: exactly one of the two is required; "
+                "set the other to None"
+            )
+        refuse_without_metric(self.hub, self.checkpoints.best_metric)
