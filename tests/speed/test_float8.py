@@ -322,8 +322,12 @@ def test_parameters_are_the_same_objects_under_the_same_names() -> None:
 
 @pytest.mark.usefixtures("ao")
 def test_training_follows_bf16() -> None:
-    """Emulated: the wiring and the rounding, not the kernel. Losses fall by more than half in these steps."""
-    expected, found = train(build()), train(emulated(build()))
+    """Emulated: the wiring and the rounding, not the kernel. Losses fall by more than half in these steps.
+
+    The difference grows to about 0.015 and stays there while the loss falls on: in more steps than these, two per cent
+    of the loss would be less than what two kinds of CPU differ by.
+    """
+    expected, found = train(build(), steps=5), train(emulated(build()), steps=5)
     assert expected[-1] < 0.5 * expected[0]
     assert found != expected
     assert found == pytest.approx(expected, rel=0.02)
