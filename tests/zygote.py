@@ -121,7 +121,8 @@ class Zygote:
     """The process that forks. Use ``zygote``, which keeps one of each kind; it ends with this process."""
 
     def __init__(self, kind: str) -> None:
-        outer = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "PYTEST_")
+        # Without PYTHONPATH: of a directory in it, the entry of an editable install would be left out of sys.path.
+        outer = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "PYTEST_", "PYTHONPATH")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
         kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         if kind == "sharded":
@@ -132,7 +133,7 @@ class Zygote:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=kept | {"PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, [kept.get("PYTHONPATH")])))},
+            env=kept,
         )
 
     def ask(self, request: Mapping[str, Any]) -> Any:
@@ -229,8 +230,8 @@ def serve(kind: str) -> None:
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     put(0, Path(os.devnull))
     os.dup2(2, 1)
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    Birth.environment, Birth.path = dict(os.environ), [place for place in sys.path[1:] if place not in given]
+    Birth.environment = dict(os.environ)
+    Birth.path = sys.path[1:]
     for name in IMPORTS["plain"]:
         importlib.import_module(name)
     for name in IMPORTS[kind] if kind != "plain" else ():
@@ -286,8 +287,8 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     sys.orig_argv = list(command)
     tempfile.tempdir = None
     sys.modules["numpy"].random.seed()  # Python's own generator starts anew by itself
-    given = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:] = [*map(os.path.abspath, given), *Birth.path]
+    given = [os.path.abspath(place) for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
+    sys.path[:] = [*given, *(place for place in Birth.path if place not in given)]
     if words[:3] == ["-m", "accel_train.cli", "rehearse"]:
         launcher: Any = importlib.import_module(LAUNCHER)
         launcher.subprocess = types.SimpleNamespace(Popen=Ranks)
