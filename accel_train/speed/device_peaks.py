@@ -1,4 +1,4 @@
-"""Peak matrix throughput of devices."""
+"""Peak matrix throughput of devices, which MFU is measured against."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peaks of devices by their exact names, and MFU."""
+"""Peaks of devices by their exact names."""
 
 import pytest
 
