@@ -91,7 +91,8 @@ def _quota(folder: Path) -> list[float]:
 def choose(cores: int, local_processes: int, load: float, all_cores: int) -> int:
     """Threads for each of ``local_processes``. ``load`` is the system's average over the last minute, of which about
     one is this start itself; ``all_cores`` are those of the machine, to which it refers."""
-    spare = math.floor(all_cores - max(0.0, load - 1))
+    # A quarter of a core is no work but the end of the command before this one: it must not cost a thread.
+    spare = math.floor(all_cores - max(0.0, load - 1) + 0.25)
     return max(1, min(cores, spare) // local_processes)
 
 

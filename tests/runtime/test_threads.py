@@ -28,6 +28,7 @@ def number() -> Iterator[None]:
     [
         (2, 1, 0.0, 2, 2),
         (2, 1, 1.0, 2, 2),  # this start itself
+        (2, 1, 1.2, 2, 2),  # and the end of the command before it
         (2, 1, 1.6, 2, 1),
         (2, 1, 12.0, 2, 1),
         (16, 1, 8.0, 16, 9),
