@@ -24,7 +24,7 @@ from accel_train.metrics.progress import short_exponent
 from accel_train.training.schedules import learning_rate_factor
 from recipes import mmdit, pde
 from tests import transcripts
-from tests.transcripts import NOT_RUN_YET, PRESETS, SOURCES, Folder, stamp, written
+from tests.transcripts import PRESETS, SOURCES, Folder, stamp, written
 
 NUMBER = re.compile(r"-?\d[\d.,]*(?:e-?\d+)?")
 STEP = re.compile(r"step (\d+)/(\d+)  loss (\S+) \((\w+)\)  lr (\S+)  (\S+) samples/s  ETA (\S+)")
@@ -32,12 +32,6 @@ STEP = re.compile(r"step (\d+)/(\d+)  loss (\S+) \((\w+)\)  lr (\S+)  (\S+) samp
 
 def old(source: str) -> str:
     return f"old; write it anew with python -m tests.transcripts --only {source}"
-
-
-def ran(source: str) -> None:
-    """Skip what needs a block that no run has written yet."""
-    if any(written()[block].stamp == NOT_RUN_YET for block in SOURCES[source].blocks):
-        pytest.skip(f"python -m tests.transcripts --only {source} has not been run yet")
 
 
 def masked(line: str) -> str:
@@ -54,7 +48,6 @@ def test_every_block_stands_on_a_page_once() -> None:
 
 @pytest.mark.parametrize("name", [name for name, source in SOURCES.items() if source.presets])
 def test_long_runs_are_those_of_the_presets(name: str) -> None:
-    ran(name)
     for block in SOURCES[name].blocks:
         assert written()[block].stamp == stamp(SOURCES[name].presets), f"{block}: {old(name)}"
 
@@ -89,7 +82,6 @@ def test_the_readme_names_the_steps_of_the_demo() -> None:
 
 
 def test_log_lines_of_the_demo_follow_from_its_preset() -> None:
-    ran("mmdit")
     config = load_config(mmdit.Config, ["demo"], presets=PRESETS).config
     lines = list(step_lines("mmdit"))
     assert [step for step, *_ in lines] == logged(config), old("mmdit")
@@ -100,7 +92,6 @@ def test_log_lines_of_the_demo_follow_from_its_preset() -> None:
 
 
 def test_log_lines_of_the_pde_demo_follow_from_its_preset() -> None:
-    ran("pde")
     config = load_config(pde.Config, ["pde_demo"], presets=PRESETS).config
     order = TaskSampler((1000,) * len(config.data.tasks), config.global_batch_size, config.seed, config.task_weights)
     lines = list(step_lines("pde"))
@@ -140,7 +131,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 @pytest.mark.distributed
 def test_the_demo_begins_and_ends_as_the_page_says(tmp_path: Path) -> None:
     """Its first steps anew, with the whole schedule: the same losses; and a short evaluation: the same words."""
-    ran("mmdit")
     config = load_config(mmdit.Config, ["demo"], presets=PRESETS).config
     steps, total = config.log.log_every, config.max_steps
     short = f"--max_steps {steps} --schedule.decay_steps {total} --evaluation.samples 4 --evaluation.timesteps 1"

@@ -222,8 +222,6 @@ SOURCES: dict[str, Source] = {
     "compare": Source(compare, ("compare",), ("mmdit_baseline", "mmdit_optimized")),
     "commands": Source(commands, ("ls", "verify", "prune", "export", "refusal", "print_config")),
 }
-NOT_RUN_YET = "0" * 12
-"""In place of the hash of a block that no run has written yet."""
 BLOCK = re.compile(r"<!-- transcript (\w+)( [0-9a-f]{12})?: (.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
