@@ -138,12 +138,13 @@ def test_each_line_is_one_append(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_writers_at_the_same_time_do_not_mix_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
 
-    def write(name: int) -> None:
-        writer = LineWriter(path)
+    def write(name: int, writer: LineWriter) -> None:
         for i in range(100):
             writer.write({"writer": name, "i": i, "padding": "x" * 500})
 
-    threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
+    # Opened before any of them writes, as its docstring asks.
+    writers = [LineWriter(path) for _ in range(4)]
+    threads = [threading.Thread(target=write, args=item) for item in enumerate(writers)]
     for thread in threads:
         thread.start()
     for thread in threads:
