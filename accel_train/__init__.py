@@ -1,7 +1,7 @@
 """Training parts for scripts written against ``accelerate.Accelerator``.
 
-Each room stands alone: import the part you need (``accel_train.training.accumulation``,
-``accel_train.checkpoints.store``, ...). Nothing is imported here, so that ``import accel_train``
+Each package stands alone: import the part you need (``accel_train.training.accumulation``,
+``accel_train.store.commit``, ...). Nothing is imported here, so that ``import accel_train``
 costs nothing.
 """
 

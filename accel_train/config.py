@@ -1,33 +1,16 @@
-"""One frozen, validated config from a preset or YAML file plus flags, with the origin of each value.
+"""Values that options are made of: ranges, paths, the origin of each, and the error that the user can correct.
 
-A recipe's config is a frozen standard dataclass. Its groups are dataclasses beside the code that uses them. Later
-sources win: the dataclass defaults, the preset or YAML file named first on the command line, the flags. pydantic
-checks types and ranges, and tyro writes ``--help`` from the attribute docstrings. Both are imported in this file only.
+Every package imports this module, so it imports none of them. ``config_loading`` reads a config.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import math
 import os
-import shlex
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Generic, NamedTuple, NoReturn, TypeVar, cast
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Interval
-
-from accel_train.config_tree import Tree, field_types, flatten, is_group, option_names, option_types, to_tree
-from accel_train.flags import NAMES_OF_OTHER_SCRIPTS, FlagError, nearest_option, read_flags, refusal, stray
-from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
-from accel_train.wording import did_you_mean, nearest
-
-C = TypeVar("C")
-NOWHERE: Places = MappingProxyType({})
-"""Positions of values from no file."""
 
 
 class UsageError(ValueError):
@@ -49,108 +32,14 @@ FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 """The range of numpy's seeds."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Loaded(Generic[C]):
-    """A config and the origin of each dotted option."""
-
-    config: C
-    origins: Mapping[str, str]
-
-    def describe(self) -> str:
-        """List every option with its value and origin, one per line."""
-        values = flatten(to_tree(self.config))
-        shown = {key: f"{key}: {value!r}" for key, value in values.items()}
-        # Origins are aligned, except for very long values.
-        width = min(max(map(len, shown.values())), 60)
-        return "\n".join(f"{text:<{width}}  # {self.origins[key]}" for key, text in shown.items())
-
-
-def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_preset: str = "demo") -> Loaded[C]:
-    """Read ``[PRESET | FILE.yaml] [--flag value ...]``. Every process reads the same by itself.
-
-    Raises ``UsageError``. Exits with code 0 after ``--help`` or ``--print_config``.
-    """
-    arguments = list(argv)
-    source = default_preset
-    if arguments and not arguments[0].startswith("-"):
-        source = arguments.pop(0)
-    prints_config = "--print_config" in arguments
-    arguments = [word for word in arguments if word != "--print_config"]
-    names = preset_names(cls, presets)
-    path = find_source(source, presets, names, option_names(cls), arguments)
-    tree, places = _read_source(path, source)
-    try:
-        check_keys(cls, tree, str(path), places)
-    except UsageError as error:
-        if path.parent == presets and names:
-            # A preset of another recipe.
-            raise UsageError(f"{error}. Presets of this recipe are {', '.join(names)}") from None
-        raise
-    # The file is validated before the flags, so that its errors name a position.
-    base = from_tree(cls, tree, str(path), places)
-    if "--help" in arguments or "-h" in arguments:
-        _print_help(cls, base, names)
-    try:
-        flags = read_flags(option_types(cls), arguments, names)
-    except FlagError as error:
-        raise UsageError(str(error)) from None
-
-    # Set before the flags are validated: a refusal is logged below this directory.
-    _state.output_dir = flags.get("output_dir", getattr(base, "output_dir", None))
-    config = base
-    if flags:
-        config = from_tree(cls, _overlay(to_tree(base), flags), "command line")
-    origins = _origins(tree, source, config, flags)
-    object.__setattr__(config, _ORIGINS, origins)  # the dataclass is frozen
-    loaded = Loaded(config, origins)
-    if prints_config:
-        print(loaded.describe())
-        raise SystemExit(0)
-    if _state.reading_only:
-        raise _ConfigRead(loaded)
-    return loaded
-
-
 _ORIGINS = "_origins"
+_requested: dict[str, object] = {}
+"""``output_dir`` of the config read last."""
 
 
-class _State:
-    """State of this process across calls of ``load_config``."""
-
-    output_dir: object = None
-    """Output directory of the last config."""
-    reading_only = False
-    """Leave the recipe's ``main`` once it has read its config."""
-
-
-_state = _State()
-
-
-class _ConfigRead(BaseException):
-    """Leaves a recipe's ``main``. A ``BaseException``, so that no recipe catches it."""
-
-    def __init__(self, loaded: Loaded[Any]) -> None:
-        self.loaded = loaded
-
-
-def config_of(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> Loaded[Any] | None:
-    """Return the config that ``main(argv)`` would train with, without training. None if it reads no config."""
-    _state.reading_only = True
-    try:
-        main(argv)
-    except _ConfigRead as found:
-        return found.loaded
-    finally:
-        _state.reading_only = False
-    return None
-
-
-def requested_output_dir() -> Path | None:
-    """Return the output directory of the config read last, even if the rest of its command line was refused."""
-    if isinstance(_state.output_dir, str):
-        return expand_path(_state.output_dir)
-    return None
+def set_origins(config: object, origins: Mapping[str, str]) -> None:
+    """Attach the origin of each dotted option to a frozen config."""
+    object.__setattr__(config, _ORIGINS, origins)
 
 
 def origin_of(config: object, option: str) -> str:
@@ -159,212 +48,17 @@ def origin_of(config: object, option: str) -> str:
     return origins.get(option, "default")
 
 
-def preset_names(cls: type, presets: Path) -> list[str]:
-    """Return the presets of the recipe with config ``cls``: those without unknown options."""
-    names: list[str] = []
-    for path in sorted(presets.glob("*.yaml")):
-        try:
-            check_keys(cls, read_yaml(path), str(path))
-        except UsageError:
-            continue
-        except YamlError:
-            pass  # still offered: its error is reported when it is chosen
-        names.append(path.stem)
-    return names
+def set_requested_output_dir(output_dir: object) -> None:
+    """Remember the output directory that a command line asks for, before the rest of it is validated."""
+    _requested["output_dir"] = output_dir
 
 
-def find_source(
-    source: str,
-    presets: Path,
-    names: Sequence[str],
-    options: Sequence[str] = (),
-    after: Sequence[str] = (),
-) -> Path:
-    """Resolve a preset name or a path to a YAML file. Errors offer the presets in ``names``."""
-    expanded = expand_path(source)
-    if "=" in source or source.replace("-", "_") in options:
-        raise UsageError(stray(source, after, options, names))
-    if expanded.suffix in {".yaml", ".yml"} or os.sep in source:
-        if not expanded.is_file():
-            raise UsageError(f"config {source!r}: there is no such file ({expanded}); give a preset or a YAML file")
-        return expanded
-    if (presets / f"{source}.yaml").is_file():
-        return presets / f"{source}.yaml"
-    raise UsageError(
-        f"preset {source!r} does not exist{did_you_mean(nearest(source, names))}; presets are {', '.join(names)}. "
-        "A file is recognised by its .yaml ending."
-    )
-
-
-def read_tree(path: Path) -> Tree:
-    """Read one YAML file strictly."""
-    tree, _ = _read_source(path, str(path))
-    return tree
-
-
-_LAUNCH_FILE_KEYS = {"distributed_type", "compute_environment", "num_machines"}
-
-
-def _read_source(path: Path, source: str) -> tuple[Tree, Places]:
-    try:
-        document = read_document(path)
-    except YamlError as error:
-        raise UsageError(str(error)) from None
-    found = sorted(_LAUNCH_FILE_KEYS & document.values.keys())
-    if found:
-        launch = shlex.join(["accelerate", "launch", "--config_file", source, sys.argv[0]])
-        raise UsageError(
-            f"{source} is a launch file of accelerate (it has {found[0]}): it describes the machine, not the "
-            f"experiment; give it to the launcher: {launch} [PRESET]"
-        )
-    return document.values, document.places
-
-
-def check_keys(cls: type, tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> None:
-    """Refuse unknown keys, with their position in the file and the nearest option."""
-    for path, value, is_group_key in _invalid_keys(cls, tree, ()):
-        key = ".".join(path)
-        where_key = place_of(where, places, path)
-        if is_group_key:
-            raise UsageError(f"{where_key}: {key}: {value!r} must be a mapping of options, such as {key}: {{...}}")
-        raise UsageError(f"{where_key}: unknown option {key!r}: {value!r}; {_key_remedy(key, option_names(cls))}")
-
-
-def _key_remedy(key: str, known: Sequence[str]) -> str:
-    if key in known:
-        # A single key with a dot in it.
-        group, _, leaf = key.rpartition(".")
-        return f"in a file groups are mappings: {group}: {{{leaf}: ...}}"
-    other = NAMES_OF_OTHER_SCRIPTS.get(key.rsplit(".", 1)[-1])
-    if other:
-        return f"use {other}"
-    return "remove it or correct it" + did_you_mean(nearest_option(key, known))
-
-
-class _InvalidKey(NamedTuple):
-    path: tuple[str, ...]
-    value: Any
-    is_group: bool
-    """The key names a group, but its value is no mapping."""
-
-
-def _invalid_keys(cls: type, tree: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[_InvalidKey]:
-    """Yield the unknown keys of a tree, and the groups without a mapping."""
-    kinds = field_types(cls)
-    for key, value in tree.items():
-        kind = kinds.get(key)
-        path = (*above, key)
-        if is_group(kind):
-            if isinstance(value, Mapping):
-                yield from _invalid_keys(kind, cast(Mapping[str, Any], value), path)
-            else:
-                yield _InvalidKey(path, value, is_group=True)
-        elif isinstance(value, Mapping):
-            yield _first_leaf(path, cast(Mapping[str, Any], value))
-        elif kind is None:
-            yield _InvalidKey(path, value, is_group=False)
-
-
-def _first_leaf(path: tuple[str, ...], value: Mapping[str, Any]) -> _InvalidKey:
-    """Return the first option inside an unknown mapping, which says more than the name of its group."""
-    if not value:
-        return _InvalidKey(path, value, is_group=False)
-    key, leaf = next(iter(flatten(value).items()))
-    return _InvalidKey((*path, *key.split(".")), leaf, is_group=False)
-
-
-def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> C:
-    """Validate a nested mapping into ``cls``: types, ranges, and the checks of each group."""
-    from pydantic import TypeAdapter, ValidationError
-
-    kinds = option_types(cls)
-    for key, value in flatten(tree).items():
-        if key not in kinds:
-            continue
-        reason = refusal(kinds[key], value)
-        if reason:
-            where_key = place_of(where, places, key.split("."))
-            raise UsageError(f"{where_key}: {key}: {reason}; {_remedy(where, key)}")
-    try:
-        return TypeAdapter(cls).validate_python(dict(tree))
-    except ValidationError as error:
-        # For a union pydantic reports each member. `refusal` has checked its literals already.
-        found = [e for e in error.errors() if e["type"] != "literal_error"]
-        raise UsageError("\n".join(_explain(cls, e, where, places) for e in found)) from None
-
-
-def _remedy(where: str, key: str) -> str:
-    if where == "command line":
-        return f"correct --{key}"
-    return f"change it in the file or with --{key}"
-
-
-def _explain(cls: type, error: Any, where: str, places: Places) -> str:
-    names = {name for option in option_names(cls) for name in option.split(".")}
-    parts = [str(part) for part in error["loc"] if part in names or isinstance(part, int)]
-    key = ".".join(parts)
-    there = place_of(where, places, parts)
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        # From a group's own check, with a complete text.
-        return f"{there}: {key}: {message}" if key else f"{there}: {message}"
-    # pydantic names the bound of the range, which is infinite for a positive number.
-    value = error.get("input")
-    if isinstance(value, float) and not math.isfinite(value):
-        message = "Input should be a finite number"
-    # An element such as betas.1 is set with --betas.
-    flag = ".".join(part for part in parts if not part.isdigit())
-    return f"{there}: {key}: {value!r} is refused: {message}; {_remedy(where, flag)}"
-
-
-def _overlay(tree: Tree, flags: Mapping[str, Any]) -> Tree:
-    """Set the values of flags in ``tree``, in place."""
-    for key, value in flags.items():
-        *groups, leaf = key.split(".")
-        inner: Any = tree
-        for group in groups:
-            inner = inner[group]
-        inner[leaf] = value
-    return tree
-
-
-def _print_help(cls: type, base: object, names: Sequence[str]) -> NoReturn:
-    import tyro
-
-    usage = (
-        f"First argument: a preset ({', '.join(names)}) or a YAML file. Flags override it. "
-        "--print_config shows the result."
-    )
-    description = f"{inspect.getdoc(cls) or ''}\n\n{usage}"
-    # One process of several prints.
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    tyro.cli(
-        cls,
-        args=["--help"],
-        default=base,
-        description=description,
-        use_underscores=True,
-        console_outputs=is_first,
-    )
-    raise SystemExit(0)
-
-
-def _origins(
-    tree: Tree,
-    source: str,
-    config: object,
-    flags: Mapping[str, Any],
-) -> dict[str, str]:
-    in_file = flatten(tree)
-    origins: dict[str, str] = {}
-    for key in flatten(to_tree(config)):
-        if key in flags:
-            origins[key] = "command line"
-        elif any(key == given or key.startswith(f"{given}.") for given in in_file):
-            origins[key] = source
-        else:
-            origins[key] = "default"
-    return origins
+def requested_output_dir() -> Path | None:
+    """Return the output directory of the config read last, even if the rest of its command line was refused."""
+    output_dir = _requested.get("output_dir")
+    if isinstance(output_dir, str):
+        return expand_path(output_dir)
+    return None
 
 
 def expand_path(text: str | os.PathLike[str]) -> Path:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeGuard, cast, get_type_hints
 
 import yaml
-
-from accel_train.atomic_files import replace_file
 
 Tree = dict[str, Any]
 
@@ -53,11 +50,6 @@ def config_text(config: object) -> str:
     """Return the resolved config as YAML for ``load_config``."""
     text = "# Resolved config of this run; valid input for the same recipe.\n"
     return text + yaml.dump(experiment_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def write_config(text: str, path: Path) -> None:
-    """Write what ``config_text`` returned. Main process only."""
-    replace_file(path, text.encode())
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

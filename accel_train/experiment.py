@@ -6,84 +6,40 @@ import logging
 import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
-import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
-from torch import Tensor, nn
 
 from accel_train.checkpoints import refused
+from accel_train.checkpoints.opening import kept, open_run
 from accel_train.checkpoints.policy import refuse_unknown_metric
-from accel_train.checkpoints.restore import load_initial_weights, restore
-from accel_train.checkpoints.run import Run, kept, open_run
 from accel_train.config import UsageError, expand_path, origin_of
-from accel_train.config_tree import flatten, to_tree
 from accel_train.data import sampler
-from accel_train.data.loader import resolve_loader
+from accel_train.data.options import resolve_loader
 from accel_train.experiment_options import ExperimentConfig as ExperimentConfig
 from accel_train.experiment_options import Recipe as Recipe
 from accel_train.hub.pusher import push_the_rest
 from accel_train.metrics import gates
 from accel_train.metrics.logs import info, setup_logging
-from accel_train.metrics.recorder import RunInfo
 from accel_train.metrics.trackers import resolve_trackers
+from accel_train.opened import Opened
 from accel_train.runtime import early_stop, step_overhead, threads
-from accel_train.runtime.accelerator import build_accelerator, log_notices, strategy_of, verify_prepared
-from accel_train.runtime.distributed_options import apply_fsdp2_prefetch
+from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import failing_together, on_main
-from accel_train.speed import fitting
-from accel_train.speed.apply import SpeedOptions, apply_speed_options
+from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.attention import check_name
-from accel_train.speed.attention_table import AttentionNeeds
 from accel_train.speed.float8 import refuse_float8
-from accel_train.store.run_file import EVALUATION_FILE
+from accel_train.store.names import EVALUATION_FILE
 from accel_train.training import schedules
-from accel_train.training.accumulation import Batch, GradientWindow, SyncPolicy, resolve_sync
-from accel_train.training.ema import Ema
-from accel_train.training.optimizers import build_optimizer
 from accel_train.training.schedules import ScheduleConfig
-from accel_train.training.shards import Shards, exact_masters
-from accel_train.training.step_guard import StepGuard, resolve_step_guard
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-P = ParamSpec("P")
 WARMUP_KEPT = "schedule.warmup"
 """In ``resolved`` of a run whose warm-up was shortened: the number asked for, and the one it trains with."""
-NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Opened:
-    """An experiment on its machine, with its directory and its length. One per process."""
-
-    config: ExperimentConfig
-    accelerator: Accelerator
-    run: Run
-    schedule: ScheduleConfig
-    max_steps: int
-    """From the options, or from max_epochs and the size of the data."""
-    decay_steps: int
-    """Of the schedule, as the first start resolved it: a raised max_steps holds the floor."""
-    accumulation_steps: int
-    """Micro-batches per process and step."""
-    finished: bool
-    """There is no step left, and no evaluation was asked for."""
-
-    @property
-    def start_step(self) -> int:
-        """Optimizer steps already done."""
-        return self.run.start_step
-
-    def learning_rate_factor(self, step: int, decay_steps: int | None = None) -> float:
-        """Of the learning rate in step ``step`` of a schedule that ends at ``decay_steps``; None: the run's."""
-        steps = self.decay_steps if decay_steps is None else decay_steps
-        return schedules.learning_rate_factor(self.schedule, step, steps)
 
 
 def start(config: ExperimentConfig) -> Accelerator:
@@ -224,92 +180,6 @@ def _refuse_different_data(accelerator: Accelerator, dataset_size: int, fingerpr
                 f"the processes see different data: {one}; {two}. All hosts must read the same files and the same "
                 "revisions: share the folder, or bring the copies up to date"
             )
-
-
-def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, **named: P.kwargs) -> nn.Module:
-    """``model(*shape)`` with the initial weights of the experiment's seed, the same on every process.
-
-    Raises ``UsageError``, with the numbers, for one that cannot fit: before any memory is taken.
-    """
-    config, accelerator = opened.config, opened.accelerator
-    given = [f"--{name} {value}" for name, value in flatten(to_tree(config)).items() if _sets_model(config, name)]
-    fitting.refuse_what_cannot_fit(
-        fitting.parameters_of(lambda: model(*shape, **named)),
-        config.optimizer.name,
-        training=not config.evaluate_only,
-        has_average=config.ema.decay > 0,
-        sharded=strategy_of(accelerator) not in ("single", "ddp"),
-        world_size=accelerator.num_processes,
-        device=accelerator.device,
-        given=given,
-    )
-    torch.manual_seed(config.seed)
-    return model(*shape, **named)
-
-
-def _sets_model(config: ExperimentConfig, option: str) -> bool:
-    return option.startswith("model.") and origin_of(config, option) == "command line"
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A model as the strategy trains it, with what belongs to it. One per process."""
-
-    accelerator: Accelerator
-    model: nn.Module
-    optimizer: AcceleratedOptimizer
-    ema: Ema
-    run_info: RunInfo
-    sync: SyncPolicy
-    guard: StepGuard | None
-
-    def window(
-        self,
-        micro_batches: Sequence[tuple[Batch, Mapping[str, Tensor] | Tensor]],
-        coefficients: Mapping[str, float],
-        step: int,
-    ) -> GradientWindow:
-        """The gradient of optimizer step ``step``, from (inputs, weights) of each micro-batch: see ``GradientWindow``.
-        Costs two small reductions a step; every process must have equally many micro-batches."""
-        return GradientWindow(
-            self.accelerator, self.model, micro_batches, coefficients, step, policy=self.sync, guard=self.guard
-        )
-
-
-def prepare(
-    opened: Opened,
-    model: nn.Module,
-    needs: AttentionNeeds | None = None,
-    freezable: Mapping[str, Sequence[str]] = NOTHING,
-) -> Prepared:
-    """Initial weights, speed options (``apply_speed_options``), optimizer, ``accelerator.prepare``, restore.
-
-    All processes call it, with the same weights in ``model``; collective. ``needs`` None: a model that chooses its
-    attention itself. ``freezable`` names parts by the prefixes of their modules. Neither the schedule nor the loader is
-    prepared: both are functions of the step. Raises ``UsageError`` for what cannot be done, and where ``prepare`` did
-    not do what the strategy says.
-    """
-    config, accelerator = opened.config, opened.accelerator
-    load_initial_weights(model, opened.run)
-    strategy = strategy_of(accelerator)
-    options = SpeedOptions(config.attention, config.activation_checkpointing, config.compile, config.float8)
-    place = accelerator.device, config.precision
-    applied = apply_speed_options(model, options, *place, needs, opened.accumulation_steps, strategy)
-    optimizer, reason = build_optimizer(
-        model, config.optimizer, accelerator.device, freezable, strategy=strategy, precision=config.precision
-    )
-    masters = exact_masters(model, config.precision)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    weights = Shards(model, optimizer, masters)
-    ema = Ema(config.ema, weights)
-    restore(opened.run, accelerator, weights, ema)
-    wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
-    ahead = apply_fsdp2_prefetch(config.distributed, model)
-    guard, waits = resolve_step_guard(accelerator, optimizer)
-    info(logger, wrapped, *ahead, *applied.notices, reason, resolve_sync(config.sync, accelerator)[1], waits)
-    facts = applied.facts | {"run_id": opened.run.run_id, "strategy": strategy}
-    run_info = RunInfo(facts, applied.compiled, optimizer, config.global_batch_size)
-    return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard)
 
 
 def nothing_to_do(opened: Opened) -> int:

@@ -15,16 +15,16 @@ from accel_train.config import (
     expand_path,
 )
 from accel_train.config_tree import config_text, experiment_tree, flatten
-from accel_train.data.loader import LoaderConfig
+from accel_train.data.options import LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.metrics.progress import Labels
 from accel_train.metrics.recorder import LogConfig
-from accel_train.runtime.accelerator import Precision
+from accel_train.precision import Precision
 from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.speed.activation_checkpointing import ActivationCheckpointingConfig
 from accel_train.speed.compile import CompileConfig
 from accel_train.speed.float8 import Float8
-from accel_train.store.run_file import REPORT
+from accel_train.store.names import REPORT
 from accel_train.training.accumulation import SyncPolicy
 from accel_train.training.ema import EmaConfig
 from accel_train.training.optimizers import OptimizerConfig

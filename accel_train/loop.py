@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from accel_train.checkpoints.saver import Saver
 from accel_train.config_tree import to_tree
 from accel_train.data import sampler
+from accel_train.data.datasets import MapDataset
 from accel_train.data.loader import StepBatches, iterate_steps
-from accel_train.data.reading import MapDataset
 from accel_train.data.sampler import Sampler
-from accel_train.experiment import Opened, Prepared
 from accel_train.metrics import evaluation
 from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import Recorder, RunInfo, write_report
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
+from accel_train.opened import Opened, Prepared
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.store.commit import checkpoint_name
-from accel_train.store.run_file import REPORT
+from accel_train.store.names import REPORT
 from accel_train.training.step_guard import StepResult
 
 logger = logging.getLogger(__name__)

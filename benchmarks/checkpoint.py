@@ -30,6 +30,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from accel_train.store import atomic_files
 from benchmarks.method import ROOT, Row, parser_of, row, write_results
 
 CONTENDERS = ("accel_train", "thread_torch_save", "dcp_async_save", "save_state")
@@ -91,11 +92,10 @@ def accel_train(state: State, folder: Path) -> Saving:
     from accel_train.checkpoints.run import Run
     from accel_train.checkpoints.saver import Saver
     from accel_train.hub.options import HubConfig
-    from accel_train.store import commit
 
     run = Run(folder, "benchmark", None, "", {"experiment": {"global_batch_size": 1}, "resolved": {}})
     run.checkpoints.mkdir(parents=True)
-    commit.write_json(folder / "run.json", {})
+    atomic_files.write_json(folder / "run.json", {})
     committed: list[int] = []
     saver = Saver(
         state.accelerator, run, state.average, CheckpointConfig(keep_last=1), HubConfig(),

@@ -30,7 +30,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from accel_train.data.loader import LoaderConfig, iterate_steps
+from accel_train.data.loader import iterate_steps
+from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.domains.text.dataset import DataAssets, TextLatentDataset, statistics
 from accel_train.domains.text.latent_cache import LatentTable, open_shard, write_shard

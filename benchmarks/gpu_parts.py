@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.data.loader import LoaderConfig, iterate_steps
+from accel_train.data.loader import iterate_steps
+from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.speed.attention import resolve_attention
 from accel_train.speed.attention_table import AttentionNeeds, able, machine_of

@@ -38,7 +38,7 @@ from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.throughput import LocalCounts, Throughput
 from accel_train.runtime import step_overhead
 from accel_train.runtime.step_overhead import remember_lookups
-from accel_train.store import commit
+from accel_train.store import atomic_files
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards
@@ -108,7 +108,7 @@ def ours(accelerator: Accelerator, folder: Path) -> Iterator[Step]:
     model, optimizer = accelerator.prepare(plain, adamw(plain))
     run = Run(folder, "benchmark", None, "", {"experiment": {"global_batch_size": ROWS}, "resolved": {}})
     run.checkpoints.mkdir(parents=True)
-    commit.write_json(folder / "run.json", {})
+    atomic_files.write_json(folder / "run.json", {})
     log = Recorder(accelerator, folder, LogConfig(log_every=NEVER, progress_bar="off"), max_steps=NEVER, start_step=2)
     average = Ema(EmaConfig(0.0), Shards(model, optimizer))
     saver = Saver(

@@ -21,8 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from accel_train.metrics.curves import last_pass
-from accel_train.metrics.records import read_metrics
+from accel_train.metrics.records import last_pass, read_metrics
 from benchmarks.method import ROOT, Row, row, write_results
 
 OPTIMIZERS = ("adamw", "muon")

@@ -20,16 +20,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train import experiment, loop, rng
-from accel_train.config import load_config
+from accel_train import experiment, loop, preparation, rng
+from accel_train.config_loading import load_config
 from accel_train.config_tree import to_tree
 from accel_train.data import sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.diffusion import latents, masked_text, timesteps
 from accel_train.domains.models import flops, mmdit
-from accel_train.domains.text import baseline_scores, both_ways, modes, prepare, samples
+from accel_train.domains.text import baseline_scores, both_ways, dataset, modes, prepare, samples
 from accel_train.metrics import evaluation, logs, records
 from accel_train.metrics.progress import Labels
+from accel_train.opened import Prepared
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training import accumulation, optimizers
 
@@ -118,7 +119,7 @@ def work(shape: mmdit.MultimodalMMDiTConfig, batches: StepBatches) -> dict[str, 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
-    config: Config, accelerator: Accelerator, prepared: experiment.Prepared, data: prepare.PreparedData
+    config: Config, accelerator: Accelerator, prepared: Prepared, data: dataset.PreparedData
 ) -> dict[str, float]:
     """Held-out metrics and samples.md, with the EMA weights; the same on any layout. Every process calls it."""
     options = config.evaluation
@@ -140,7 +141,7 @@ def evaluate(
 
 
 # ------------------------------------------------------------------------------------------------------------ main
-def save_extras(shape: mmdit.MultimodalMMDiTConfig, data: prepare.PreparedData, directory: Path) -> None:
+def save_extras(shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, directory: Path) -> None:
     """Put beside the weights what sampling from the checkpoint needs."""
     records.write_json(directory / "config.json", to_tree(shape))
     data.assets.save(directory / "assets")
@@ -167,9 +168,9 @@ def main(argv: Sequence[str]) -> int:
 
     mask_id = data.tokenizer.mask_id
     shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape)
-    model = experiment.build_model(opened, mmdit.MultimodalMMDiT, shape)
+    model = preparation.build_model(opened, mmdit.MultimodalMMDiT, shape)
     needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
-    prepared = experiment.prepare(opened, model, needs, modes.freezable(config.modes))
+    prepared = preparation.prepare(opened, model, needs, modes.freezable(config.modes))
     model, optimizer = prepared.model, prepared.optimizer
     evaluation = partial(evaluate, config, accelerator, prepared, data)
     if config.evaluate_only:

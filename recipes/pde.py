@@ -21,8 +21,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train import experiment, loop, rng
-from accel_train.config import PositiveInt, load_config
+from accel_train import experiment, loop, preparation, rng
+from accel_train.config import PositiveInt
+from accel_train.config_loading import load_config
 from accel_train.config_tree import to_tree
 from accel_train.data import task_sampler
 from accel_train.data.loader import StepBatches
@@ -32,8 +33,8 @@ from accel_train.domains.pde import (
     flops,
     losses,
     operator_learning,
+    options,
     pictures,
-    prediction,
     residual_diffusion,
     rows,
     scores,
@@ -43,6 +44,7 @@ from accel_train.domains.pde import (
 from accel_train.domains.pde.operator_learning import StepObjective
 from accel_train.metrics import evaluation, logs, records
 from accel_train.metrics.progress import Labels
+from accel_train.opened import Prepared
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training import accumulation, optimizers
 
@@ -66,8 +68,8 @@ class Config(experiment.ExperimentConfig):
     data: equations.PdeDataConfig = field(default_factory=equations.PdeDataConfig)
     task_weights: tuple[PositiveInt, ...] | None = None
     """Steps of each task of data.tasks in a block of steps. None: one of each."""
-    objective: operator_learning.ObjectiveConfig = field(default_factory=operator_learning.ObjectiveConfig)
-    evaluation: operator_learning.EvaluationConfig = field(default_factory=operator_learning.EvaluationConfig)
+    objective: options.ObjectiveConfig = field(default_factory=options.ObjectiveConfig)
+    evaluation: options.EvaluationConfig = field(default_factory=options.EvaluationConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,9 +137,7 @@ def task_shape(task: rows.FieldTask) -> transformer.TaskShape:
     )
 
 
-def evaluate(
-    config: Config, accelerator: Accelerator, prepared: experiment.Prepared, data: rows.FieldData
-) -> dict[str, float]:
+def evaluate(config: Config, accelerator: Accelerator, prepared: Prepared, data: rows.FieldData) -> dict[str, float]:
     """Held-out metrics of every task and pictures, with the EMA weights. Every process calls it."""
     options, figures, pictured = config.evaluation, dict[str, float](), list[tuple[str, Any]]()
     forward = evaluation.interruptible(prepared.model)  # a stop ends it between two forwards
@@ -148,12 +148,12 @@ def evaluate(
             sums_of = partial(scores.error_sums, forward, number, task, config.objective.residual_steps, config.seed)
             figures |= scores.row_metrics(task, **evaluation.weighted_sums(accelerator, batches, sums_of))
             if task.has_time:
-                step_of = partial(prediction.stepper, forward, dt=task.dt, task=number, grid=task.grid)
+                step_of = partial(losses.stepper, forward, dt=task.dt, task=number, grid=task.grid)
                 found, panels = scores.evaluate_rollouts(accelerator, task, rowset, options, step_of, config.seed)
                 figures |= found
             else:
                 first = evaluation.first_samples(accelerator, rowset, 1)
-                found, _, _ = prediction.predict(forward, first, number, task.grid)
+                found, _, _ = losses.predict(forward, first, number, task.grid)
                 panels = scores.row_panels(task, first, found)
             pictured.append((task.name, panels))
     figures[scores.MEAN] = scores.mean_nrmse(data, figures)
@@ -195,9 +195,9 @@ def main(argv: Sequence[str]) -> int:
         return experiment.nothing_to_do(opened)
 
     shape = transformer.PdeTransformerConfig(tuple(map(task_shape, data.tasks)), config.model)
-    model = experiment.build_model(opened, transformer.PdeTransformer, shape)
+    model = preparation.build_model(opened, transformer.PdeTransformer, shape)
     needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
-    prepared = experiment.prepare(opened, model, needs, operator_learning.freezable(config.objective, model))
+    prepared = preparation.prepare(opened, model, needs, operator_learning.freezable(config.objective, model))
     model, optimizer = prepared.model, prepared.optimizer
     evaluation = partial(evaluate, config, accelerator, prepared, data)
     if config.evaluate_only:

@@ -19,8 +19,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
 GROUND = {
-    *("config", "config_tree", "flags", "precision", "rng", "strict_json", "strict_yaml", "wording"),
-    *("atomic_files", "parent_death"),  # on the operating system, without torch
+    *("config", "config_loading", "config_tree", "cores", "flags", "precision", "rng", "strict_yaml", "wording"),
 }
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
 TOOLS = {"commands", "compare"}
@@ -33,7 +32,8 @@ ROWS = (
     {"domains.models", "domains.diffusion"},
     {"domains.text", "domains.pde"},
     {"experiment_options"},
-    {"experiment"},
+    {"opened"},
+    {"experiment", "preparation"},
     {"loop"},
     TOOLS,
     {"cli", "recipes"},
@@ -41,15 +41,18 @@ ROWS = (
 """Packages from the ground up. A package imports from rows below its own; along a row only as the next table says."""
 
 NEIGHBOURS_ALLOWED = {
-    ("config_tree", "atomic_files"): "config.yaml is written whole, like every other small file",
-    ("config", "config_tree"): "the config as nested dicts and dotted options, kept apart from its reading",
-    ("config", "strict_yaml"): "the reading of a file, kept apart because launch files are read with it as well",
-    ("config", "flags"): "the reading of the command line, kept apart because it is a topic of its own",
-    ("config", "wording"): "parts of messages that every package writes",
+    ("config_loading", "config"): "the values that options are made of, which every package imports",
+    ("config_loading", "config_tree"): "the config as nested dicts and dotted options, kept apart from its reading",
+    (
+        "config_loading",
+        "strict_yaml",
+    ): "the reading of a file, kept apart because launch files are read with it",
+    ("config_loading", "flags"): "the reading of the command line, kept apart because it is a topic of its own",
+    ("config_loading", "wording"): "parts of messages that every package writes",
     ("flags", "wording"): "parts of messages that every package writes",
     ("flags", "strict_yaml"): "numbers, which mean the same after a flag and in a file",
     ("runtime", "data.sampler"): "the number of micro-batches, which is refused and derived in one place",
-    ("speed", "runtime.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
+    ("runtime", "speed.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
     ("speed", "training.optimizer_choice"): "the optimizer's state is part of what must fit into memory",
     ("checkpoints", "hub"): "a saver hands what it committed to the Hub, and a start may fetch a checkpoint from there",
     ("rng", "config"): "UsageError alone: the one type for what a person can put right",
@@ -57,11 +60,12 @@ NEIGHBOURS_ALLOWED = {
 """Imports along a row, each with its reason; a dotted target allows that module only."""
 
 ACCELERATE_ROOMS = {
-    *("launch_files", "runtime", "training", "checkpoints", "metrics", "experiment", "loop", "recipes"),
+    *("launch_files", "runtime", "training", "checkpoints", "metrics"),
+    *("opened", "experiment", "preparation", "loop", "recipes"),
     "commands",  # starts its launcher
     "domains.pde",  # sums figures over the processes
 }
-ONLY_IN_CONFIG = {"pydantic", "tyro"}
+ONLY_IN_LOADING = {"pydantic", "tyro"}
 INSIDE_FUNCTIONS = {
     "bitsandbytes",
     "datasets",
@@ -93,6 +97,7 @@ WITHOUT_DOCSTRING = {
 
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "base", "helpers", "misc"}
 
+CHAIN = 7
 PACKAGE_FILES = 12
 DOMAIN_FILES = 17
 FILE_LINES = 400
@@ -195,6 +200,24 @@ def test_imports_point_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_chain_of_imports_is_long() -> None:
+    """What a reader must open at most to follow one name to the ground, without what a function imports by itself."""
+    names = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in MODULES}
+    imported: dict[str, set[str]] = {}
+    for name, path in names.items():
+        targets = {item.target for item in imports(path) if item.at_top}
+        modules = {target if target in names else target.rpartition(".")[0] for target in targets}
+        imported[name] = (modules & names.keys()) - {"accel_train", name}
+
+    @cache
+    def chain(name: str) -> tuple[str, ...]:
+        return (name, *max((chain(below) for below in imported[name]), key=len, default=()))
+
+    longest = max((chain(name) for name in names), key=len)
+    assert len(longest) <= CHAIN, " > ".join(longest)
+    assert len(longest) > 3
+
+
 def test_packages_keep_their_budget() -> None:
     sizes: dict[str, int] = {}
     for path in MODULES:
@@ -219,7 +242,7 @@ NAMED_AS_EXAMPLES = {
 
 
 def test_mechanism_names_no_domain() -> None:
-    rooms = GROUND | MECHANISM | {"experiment_options", "experiment", "loop"}
+    rooms = GROUND | MECHANISM | {"experiment_options", "opened", "experiment", "preparation", "loop"}
     found: list[str] = []
     for path in MODULES:
         allowed = NAMED_AS_EXAMPLES.get(str(path.relative_to(ROOT)))
@@ -244,10 +267,10 @@ def test_accelerate_stays_in_its_rooms() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_pydantic_and_tyro_are_read_in_config_alone() -> None:
-    found = [i for i in every_import() if i.target.split(".")[0] in ONLY_IN_CONFIG]
-    assert {i.target.split(".")[0] for i in found} == ONLY_IN_CONFIG
-    wrong = [str(i) for i in found if room_of(i.path) != "config"]
+def test_pydantic_and_tyro_are_imported_in_one_module() -> None:
+    found = [i for i in every_import() if i.target.split(".")[0] in ONLY_IN_LOADING]
+    assert {i.target.split(".")[0] for i in found} == ONLY_IN_LOADING
+    wrong = [str(i) for i in found if room_of(i.path) != "config_loading"]
     assert not wrong, "\n".join(wrong)
 
 

@@ -22,6 +22,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from accel_train import cli, experiment
+from accel_train.checkpoints import opening
 from accel_train.checkpoints import run as runs
 from accel_train.config import UsageError
 from accel_train.metrics import logs
@@ -472,7 +473,7 @@ def here(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     (tmp_path / "texts.jsonl").write_text(texts(60))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipe.mmdit, "MultimodalMMDiT", build)
-    open_run = runs.open_run
+    open_run = opening.open_run
     monkeypatch.setattr(experiment, "open_run", lambda *a, **k: OPENED.append(open_run(*a, **k)) or OPENED[-1])
     yield tmp_path
     os.environ.clear()

@@ -12,16 +12,16 @@ import pytest
 from accel_train.config import (
     Fraction,
     FractionBelowOne,
-    Loaded,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Seed,
     UsageError,
     expand_path,
-    load_config,
 )
-from accel_train.config_tree import config_text, flatten, option_names, to_tree, write_config
+from accel_train.config_loading import Loaded, load_config
+from accel_train.config_tree import config_text, flatten, option_names, to_tree
+from accel_train.store.run_file import write_config
 
 ROOT = Path(__file__).parents[1]
 

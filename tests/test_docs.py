@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from accel_train import cli
-from accel_train.config import UsageError, load_config
+from accel_train.config import UsageError
+from accel_train.config_loading import load_config
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.metrics.records import read_metrics
 from recipes import mmdit, pde

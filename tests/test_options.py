@@ -9,10 +9,11 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from accel_train.config import load_config, read_tree
-from accel_train.config_tree import config_text, option_names, to_tree, write_config
+from accel_train.config_loading import load_config, read_tree
+from accel_train.config_tree import config_text, option_names, to_tree
 from accel_train.experiment import ExperimentConfig
 from accel_train.launch_files.machine_config import read_machine_config
+from accel_train.store.run_file import write_config
 from recipes import mmdit, pde
 from recipes.mmdit import Config
 from tests import options_page

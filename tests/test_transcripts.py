@@ -15,7 +15,7 @@ import pytest
 
 from accel_train.compare.report import Plan, header
 from accel_train.compare.runs import Variant
-from accel_train.config import load_config
+from accel_train.config_loading import load_config
 from accel_train.config_tree import to_tree
 from accel_train.data.task_sampler import TaskSampler
 from accel_train.domains.pde import operator_learning

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel_train.atomic_files import fsync_directory
 from accel_train.config import UsageError, expand_path
-from accel_train.store import commit
+from accel_train.store import atomic_files, commit
 from accel_train.store import manifest as manifests
-from accel_train.store.commit import Checkpoint
+from accel_train.store.atomic_files import fsync_directory
+from accel_train.store.manifest import Checkpoint
 
 HUB = "hub:"
 
@@ -54,7 +54,7 @@ def read_manifest(place: str) -> Mapping[str, Any]:
 
             return download.download_manifest(place.removeprefix(HUB))
         path = expand_path(place)
-        candidates = [checkpoint for _, checkpoint in reversed(commit.committed(path / "checkpoints"))]
+        candidates = [checkpoint for _, checkpoint in reversed(manifests.committed(path / "checkpoints"))]
         for directory in (*candidates, path):
             with suppress(ValueError):
                 manifest = manifests.read(directory)
@@ -82,7 +82,7 @@ def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
     if init_from is None:
         return None, []
     source = expand_path(init_from)
-    folder = source if commit.committed(source) else source / "checkpoints"
+    folder = source if manifests.committed(source) else source / "checkpoints"
     newest, reasons = commit.newest_verified(folder)
     if newest is None and reasons:
         raise CheckpointsUnusableError(f"init_from: no checkpoint of {source} verifies:\n  " + "\n  ".join(reasons))
@@ -133,7 +133,7 @@ def _content(directory: Path) -> str:
 
 
 def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
-    temporary = directory / commit.temporary_name(source.step, commit.new_nonce())
+    temporary = directory / commit.temporary_name(source.step, atomic_files.new_nonce())
     shutil.copytree(source.path, temporary)
     for path in temporary.rglob("*"):
         if path.is_file():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
 from accel_train.hub.options import HubConfig
 from accel_train.precision import Precision
-from accel_train.store import retention
-from accel_train.store.commit import Checkpoint
+from accel_train.store import manifest as manifests
+from accel_train.store.manifest import Checkpoint
 from accel_train.wording import did_you_mean, nearest
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class CheckpointConfig:
                 f"checkpoints.keep_best: {self.keep_best} requires checkpoints.best_metric, the name of an evaluation "
                 "metric (a key of evaluation.json); add it"
             )
-        invalid = retention.invalid_pins(self.pinned)
+        invalid = invalid_pins(self.pinned)
         if invalid:
             raise UsageError(
                 f"checkpoints.pinned: {invalid[0]!r} is not a checkpoint name; give e.g. checkpoint_00001200"
@@ -164,3 +164,13 @@ class RunOptions:
                 f"overwrite: true with resume: {self.resume} would delete before it is known whether that can be read; "
                 "leave --overwrite out and give an unused --output_dir"
             )
+
+
+def invalid_pins(names: Iterable[str]) -> list[str]:
+    """Filter names that no checkpoint can have, such as ``step_100`` or ``checkpoint_100``."""
+    invalid: list[str] = []
+    for name in names:
+        match = manifests.NAME.fullmatch(name)
+        if not match or manifests.checkpoint_name(int(match[1])) != name:
+            invalid.append(name)
+    return invalid

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from accel_train.runtime.exiting import SECONDS_TO_BE_HEARD
 from accel_train.store import lock as locks
-from accel_train.store.run_file import RUN_FILE, has_trained
+from accel_train.store.names import RUN_FILE
+from accel_train.store.run_file import has_trained
 
 FILES = ("metrics.jsonl", "config.yaml", RUN_FILE, ".lock")
 """What the main process writes before the first step, beside its log. The lock last: it is held here."""

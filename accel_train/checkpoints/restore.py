@@ -16,25 +16,14 @@ from torch import Tensor, nn
 
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError
-from accel_train.runtime.accelerator import strategy_of
+from accel_train.runtime.strategy import layout_of
 from accel_train.store import weights
-from accel_train.store.commit import Checkpoint
+from accel_train.store.manifest import Checkpoint
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
 from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
-
-
-def layout_of(accelerator: Accelerator) -> dict[str, Any]:
-    """Describe the machine and the sharding. A bit-exact continuation requires the same."""
-    return {
-        "strategy": strategy_of(accelerator),
-        "world_size": accelerator.num_processes,
-        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type,
-        "threads": torch.get_num_threads(),
-        "torch": str(torch.__version__),
-    }
 
 
 def load_initial_weights(model: nn.Module, run: Run) -> None:

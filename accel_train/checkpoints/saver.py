@@ -21,14 +21,14 @@ from accel_train.checkpoints import contents, policy, snapshot
 from accel_train.checkpoints.background import Writer
 from accel_train.checkpoints.pending import REDUCTIONS, PendingSave, Phase
 from accel_train.checkpoints.policy import CheckpointConfig
-from accel_train.checkpoints.restore import layout_of
 from accel_train.checkpoints.run import Run
 from accel_train.hub.options import HubConfig
 from accel_train.hub.pusher import Pusher
 from accel_train.runtime.signals import Agreement, StopRequests, explain
-from accel_train.store import commit, failpoints
-from accel_train.store.commit import Checkpoint, CheckpointWriteError
-from accel_train.store.manifest import checkpoint_name
+from accel_train.runtime.strategy import layout_of
+from accel_train.store import atomic_files, commit, failpoints
+from accel_train.store.commit import CheckpointWriteError
+from accel_train.store.manifest import Checkpoint, checkpoint_name
 from accel_train.training.ema import Ema
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ class Saver:
     def _begin(self, step: int, needed_bytes: int) -> dict[str, Any]:
         """Make the temporary directory and its extra files. An error is returned, for all ranks to raise."""
         directory = self._run.checkpoints
-        temporary = directory / commit.temporary_name(step, commit.new_nonce())
+        temporary = directory / commit.temporary_name(step, atomic_files.new_nonce())
         try:
             self._run.restore_directory()
             folder = temporary / "optimizer" if self._config.save_state else temporary
@@ -295,7 +295,7 @@ class Saver:
         if self._config.save_state:
             texts["optimizer/index.json"] = contents.state_index(planned, step)
             texts["trainer_state.json"] = {"step": step, "random_state": random_states}
-        return {name: commit.to_json(value) for name, value in texts.items()}
+        return {name: atomic_files.to_json(value) for name, value in texts.items()}
 
     # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accel_train.parent_death import end_with_parent
+from accel_train.launch_files.parents import end_with_parent
 from accel_train.store import commit, failpoints, retention
 
 CHUNK_BYTES = 8 << 20

@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from accel_train.commands.launch import Launch, read_machine
-from accel_train.config import UsageError, config_of, expand_path
+from accel_train.config import UsageError, expand_path
+from accel_train.config_loading import config_of
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.requested import Requested, notices, refuse_accumulation, refuse_experiment_settings
@@ -29,7 +30,7 @@ def check(request: Launch) -> str:
     if loaded is None:
         raise UsageError(
             f"recipe {request.recipe!r}: its main ended without a config; a recipe first reads it with "
-            "accel_train.config.load_config"
+            "accel_train.config_loading.load_config"
         )
     config: Any = loaded.config
     processes = machine.num_processes or 1

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.commands.places import Place, disk_bytes, find_place, find_run, readable_size
-from accel_train.config import UsageError, from_tree, read_tree
+from accel_train.config import UsageError
+from accel_train.config_loading import from_tree, read_tree
 from accel_train.config_tree import option_names
 from accel_train.hub.queue import HubQueue
 from accel_train.store import commit, lock, retention
@@ -358,7 +359,7 @@ def push(place: str, flags: Mapping[str, Any]) -> int:
     """
     from accel_train.hub.errors import HubError
     from accel_train.hub.options import HubConfig
-    from accel_train.hub.pusher import push_now
+    from accel_train.hub.push_now import push_now
 
     found = find_place(place)
     source = found.path

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_train import __version__, strict_json
+from accel_train import __version__
 from accel_train.commands import diff, places
 from accel_train.commands.export import temporary_directory, write_collection
 from accel_train.config import UsageError, expand_path
-from accel_train.store import commit, weights
+from accel_train.store import atomic_files, commit, strict_json, weights
 from accel_train.store.manifest import checkpoint_name
 from accel_train.store.weights import TensorInfo
 
@@ -47,11 +47,11 @@ def convert(source: str, destination: str, *, stem: str | None = None) -> int:
     tensors = weights.find_tensors(path, chosen)
     config, notes = _clean_config(path / "config.json")
     # The name of an unfinished save, so that every reader of checkpoints ignores it.
-    temporary = target.parent / commit.temporary_name(0, commit.new_nonce())
+    temporary = target.parent / commit.temporary_name(0, atomic_files.new_nonce())
     with temporary_directory(temporary):
         write_collection(temporary, "model", tensors, "fp32")
         if config is not None:
-            commit.write_json(temporary / "config.json", config)
+            atomic_files.write_json(temporary / "config.json", config)
         files = [file for file in sorted(temporary.rglob("*")) if file.is_file()]
         sealed = {file.relative_to(temporary).as_posix(): commit.seal_file(file) for file in files}
         commit.commit(temporary, target, _manifest(sealed, converted_from=f"{chosen} of {path}"))

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from accel_train import strict_json
 from accel_train.commands import places
 from accel_train.config import UsageError, expand_path
-from accel_train.store import commit, manifest, weights
+from accel_train.store import manifest, strict_json, weights
 from accel_train.store.weights import TensorInfo, TensorReader
 from accel_train.wording import shortened
 
@@ -118,7 +117,7 @@ def _display_order(name: str) -> tuple[bool, bool, str]:
 def _resolve(text: str) -> Path:
     """Return the newest verified checkpoint of a run, and any other path unchanged."""
     path = expand_path(text)
-    if path.is_dir() and ((path / "checkpoints").is_dir() or commit.committed(path)):
+    if path.is_dir() and ((path / "checkpoints").is_dir() or manifest.committed(path)):
         checkpoint, skipped = places.newest_at(text)
         for reason in skipped:
             print(f"skipped: {reason}")

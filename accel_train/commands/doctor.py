@@ -11,8 +11,8 @@ import torch
 from packaging.version import Version
 
 from accel_train.launch_files.requested import misleading_variables
-from accel_train.runtime.compiler import paths_with_a_space
 from accel_train.runtime.tested_versions import newer_than_tested
+from accel_train.speed.compiler import paths_with_a_space
 
 PACKAGES = (
     "accel-train",

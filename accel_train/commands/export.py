@@ -18,13 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accel_train.atomic_files import fsync_directory
 from accel_train.checkpoints import snapshot
 from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
 from accel_train.precision import Precision, dtype_of
-from accel_train.store import commit, weights
-from accel_train.store.commit import Checkpoint
+from accel_train.store import atomic_files, commit, weights
+from accel_train.store.atomic_files import fsync_directory
+from accel_train.store.manifest import Checkpoint
 from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
 
 Source = Literal["model", "ema"]
@@ -46,7 +46,7 @@ def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", 
     with temporary_directory(temporary):
         write_collection(temporary, "model", tensors, precision)
         _copy_extras(found, temporary)
-        commit.write_json(temporary / "experiment.json", _experiment(found, source))
+        atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
         _flush(temporary)
         os.rename(temporary, target)  # also replaces an empty directory
         fsync_directory(target.parent)
@@ -161,7 +161,7 @@ def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInf
             del part  # frees this file's tensors before the next are read
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        commit.write_json(directory / f"{stem}.safetensors.index.json", index)
+        atomic_files.write_json(directory / f"{stem}.safetensors.index.json", index)
 
 
 def _converted(name: str, tensor: Tensor, precision: Precision, file: Path) -> Tensor:

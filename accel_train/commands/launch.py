@@ -27,13 +27,13 @@ from accel_train.launch_files.machine_config import (
     read_machine_config,
     visible_machine,
 )
+from accel_train.launch_files.parents import end_with_parent
 from accel_train.launch_files.requested import (
     MACHINE_FILE_VARIABLE,
     REHEARSAL_VARIABLE,
     THREADS_UNASKED_VARIABLE,
     THREADS_VARIABLE,
 )
-from accel_train.parent_death import end_with_parent
 from accel_train.runtime.exiting import EXIT_CODE_VARIABLE, EXIT_PREEMPTED, reported_exit_code
 
 # Received signal -> forwarded signal. SIGUSR1 would end torchrun and leave its workers running.

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_train.config import UsageError, expand_path
-from accel_train.store import commit
-from accel_train.store.commit import Checkpoint
-from accel_train.store.manifest import NAME
+from accel_train.store import commit, manifest
+from accel_train.store.manifest import NAME, Checkpoint
 from accel_train.wording import shortened
 
 
@@ -55,7 +54,7 @@ def find_place(text: str | os.PathLike[str]) -> Place:
 
 
 def _committed(directory: Path) -> tuple[Path, ...]:
-    return tuple(path for _, path in commit.committed(directory))
+    return tuple(path for _, path in manifest.committed(directory))
 
 
 def find_run(text: str | os.PathLike[str]) -> tuple[Place, Path]:

@@ -20,10 +20,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from accel_train.config import UsageError
-from accel_train.metrics.curves import last_pass
 from accel_train.metrics.gates import GATES_VARIABLE
-from accel_train.metrics.records import NON_FINITE, read_metrics
-from accel_train.store.run_file import EVALUATION_FILE, REPORT
+from accel_train.metrics.records import NON_FINITE, last_pass, read_metrics
+from accel_train.store.names import EVALUATION_FILE, REPORT
 
 Line = Mapping[str, Any]
 """One line of ``metrics.jsonl``."""
@@ -44,7 +43,7 @@ NOT_HARDWARE = ("event", "time", "elapsed_seconds", "processor_seconds", "comman
 # preexec_fn: that is unsafe in a process with threads, and numpy starts some.
 END_WITH_PARENT = """
 import os, sys
-from accel_train.parent_death import end_with_parent
+from accel_train.launch_files.parents import end_with_parent
 end_with_parent()
 os.execv(sys.argv[1], sys.argv[1:])
 """
@@ -114,7 +113,7 @@ def read_config(recipe: Path, arguments: Sequence[str]) -> dict[str, Any]:
     if done.returncode or not options:
         raise UsageError(
             f"recipe {str(recipe)!r}: it does not print its options with --print_config (exit code {done.returncode}); "
-            f"a recipe reads its config with accel_train.config.load_config\n{_tail(output)}"
+            f"a recipe reads its config with accel_train.config_loading.load_config\n{_tail(output)}"
         )
     return options
 

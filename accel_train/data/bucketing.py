@@ -11,12 +11,12 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.data.datasets import VariableLengthDataset
 from accel_train.data.sampler import BatchShard, Draw, Sampler, accumulation_steps
 
 LENGTH_MULTIPLE = 8
@@ -28,19 +28,6 @@ PROBED_STEPS = 64
 """First steps of the experiment that decide the padded lengths."""
 PROBED_SAMPLES = 16384
 """Approximate limit on the samples of these steps. Measuring them takes about 50 ms."""
-
-
-@runtime_checkable
-class VariableLengthDataset(Protocol):
-    """Dataset with sample lengths known without reading the samples."""
-
-    def length(self, index: int, /) -> int:
-        """Return the length of a sample in tokens. Must be cheap: called for every sample of every global batch."""
-        ...
-
-    def trim(self, batch: Mapping[str, Tensor], length: int, /) -> Mapping[str, Tensor]:
-        """Return the batch with padded fields cropped to `length`, contiguous. Shorter fields stay."""
-        ...
 
 
 class Buckets(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Literal, TypeVar
 
-from accel_train.data.loader import usable_cores
+from accel_train.cores import usable_cores
 
 T = TypeVar("T")
 
@@ -38,7 +38,8 @@ def blocks_in_order(
         yield make(1)
         seconds = (count - 2) * (time.perf_counter() - started)
         if workers == "auto":
-            workers = usable_cores() // sharing if seconds > SECONDS_WORTH_WORKERS else 0
+            cores, _ = usable_cores()
+            workers = cores // sharing if seconds > SECONDS_WORTH_WORKERS else 0
         remaining = range(2, count)
         if workers:
             yield from _map_in_workers(make, remaining, workers)

@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import default_collate
 
 from accel_train import rng
+from accel_train.data.datasets import Batch, MapDataset
 from accel_train.data.progress import Progress
-from accel_train.data.reading import Batch, MapDataset, preserve_random_states, seed_generators
+from accel_train.rng import preserve_random_states, seed_generators
 
 
 def heldout_batches(

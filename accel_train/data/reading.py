@@ -5,10 +5,9 @@ Samples are seeded one by one. Every error names the samples being read, their s
 
 import contextlib
 import os
-import random
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -16,11 +15,10 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 from accel_train import rng
-from accel_train.data.bucketing import Buckets, VariableLengthDataset
-from accel_train.data.sampler import BatchShard, Draw, Sampler
+from accel_train.data.datasets import Batch, BatchDataset, Collate, MapDataset, VariableLengthDataset
+from accel_train.data.sampler import Draw, Request
+from accel_train.rng import preserve_random_states, seed_generators
 
-Batch = dict[str, Tensor]
-Collate = Callable[[list[Mapping[str, Tensor]]], Mapping[str, Tensor]]
 ReadAtOnce = Callable[[list[int]], Mapping[str, Tensor]]
 Row = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -28,75 +26,10 @@ ADDED_FIELDS = ("sample", "occurrence", "position", "weight")
 # In place of the index of the sample being read.
 IDLE = -1
 WHOLE_BATCH = -2
-SHOWN_SAMPLES = 8
 
 
 class LoadingError(RuntimeError):
     """A sample could not be read. The text names step, samples and worker. All workers are closed."""
-
-
-class LoaderSettings(NamedTuple):
-    """`LoaderConfig` with `auto` resolved for this machine."""
-
-    num_workers: int
-    prefetch_factor: int
-    pin_memory: bool
-    timeout_seconds: float
-    reason: str
-
-
-class MapDataset(Protocol):
-    """Dataset with a length and an index. Augmentation may use the global generators of Python, numpy and torch."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Tensor]: ...
-
-
-@runtime_checkable
-class BatchDataset(Protocol):
-    """Dataset that reads many samples at once more cheaply than one by one, such as a memory-mapped table."""
-
-    def batch(self, indices: list[int], /) -> Mapping[str, Tensor]:
-        """Return these samples in this order, as torch's `default_collate` would. Must not draw at random."""
-        ...
-
-
-class Request(NamedTuple):
-    """One micro-batch to read."""
-
-    step: int
-    micro_batch: int
-    draws: list[Draw]
-    length: int | None = None
-    """Padded length to trim the batch to. None: as the dataset pads it."""
-
-    def __str__(self) -> str:
-        samples = [str(draw.sample) for draw in self.draws[:SHOWN_SAMPLES]]
-        if len(self.draws) > SHOWN_SAMPLES:
-            samples.append("...")
-        return f"step {self.step}, micro-batch {self.micro_batch} (samples {', '.join(samples)})"
-
-
-class Plan(NamedTuple):
-    """All requests of this process, computed as needed: the DataLoader's batch sampler."""
-
-    sampler: Sampler
-    shard: BatchShard
-    start_step: int
-    max_steps: int
-    buckets: Buckets | None = None
-
-    def requests(self) -> Iterator[Request]:
-        for step in range(self.start_step, self.max_steps):
-            for index, (draws, length) in enumerate(self._micro_batches(step)):
-                yield Request(step, index, draws, length)
-
-    def _micro_batches(self, step: int) -> Sequence[tuple[list[Draw], int | None]]:
-        if self.buckets is not None:
-            return self.buckets.micro_batches(self.sampler.draws(step), self.shard)
-        rank, world_size, micro_batch_size = self.shard
-        return [(draws, None) for draws in self.sampler.micro_batches(step, rank, world_size, micro_batch_size)]
 
 
 class Reader:
@@ -218,25 +151,3 @@ def _with_added_fields(collated: Mapping[str, Tensor], draws: list[Draw]) -> Bat
         "position": torch.tensor(positions, dtype=torch.int64),
         "weight": torch.tensor(weights, dtype=torch.float32),
     }
-
-
-def seed_generators(key: int) -> None:
-    """Seed the global generators of Python, numpy and torch, in about 14 µs."""
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    # torch.manual_seed would also seed every accelerator, which takes ten times as long.
-    torch.default_generator.manual_seed(key)
-
-
-@contextlib.contextmanager
-def preserve_random_states() -> Generator[None, None, None]:
-    """Restore the states of the global generators. Takes about 0.15 ms, so use it once per micro-batch."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    torch_state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)

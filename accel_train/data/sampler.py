@@ -206,3 +206,22 @@ def even_settings(global_batch_size: int, world_size: int, micro_batch_size: int
             distance = 4 * abs(math.log(total / global_batch_size)) + math.log(micro_batch_size / micro)
             nearest.setdefault(total, (distance, EvenSetting(total, micro, accumulation)))
     return [setting for _, setting in sorted(nearest.values())[:3]]
+
+
+SHOWN_SAMPLES = 8
+
+
+class Request(NamedTuple):
+    """One micro-batch to read."""
+
+    step: int
+    micro_batch: int
+    draws: list[Draw]
+    length: int | None = None
+    """Padded length to trim the batch to. None: as the dataset pads it."""
+
+    def __str__(self) -> str:
+        samples = [str(draw.sample) for draw in self.draws[:SHOWN_SAMPLES]]
+        if len(self.draws) > SHOWN_SAMPLES:
+            samples.append("...")
+        return f"step {self.step}, micro-batch {self.micro_batch} (samples {', '.join(samples)})"

@@ -1,4 +1,4 @@
-"""torch's DataLoader as the reader of a plan, with errors that name the request and its worker."""
+"""torch's DataLoader as the reader of requests, with errors that name the request and its worker."""
 
 import contextlib
 import copy
@@ -17,19 +17,22 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from accel_train.data.reading import IDLE, WHOLE_BATCH, Batch, LoaderSettings, LoadingError, Plan, Reader, Request
+from accel_train.data.datasets import Batch
+from accel_train.data.options import LoaderSettings
+from accel_train.data.reading import IDLE, WHOLE_BATCH, LoadingError, Reader
+from accel_train.data.sampler import Request
 
 POLL_SECONDS = 2.0
 """Time between checks of the workers while a micro-batch is late."""
 
 
 class Workers:
-    """Iteration of the DataLoader over all requests of a plan."""
+    """Iteration of the DataLoader over all requests of a process."""
 
-    def __init__(self, reader: Reader, plan: Plan, settings: LoaderSettings) -> None:
+    def __init__(self, reader: Reader, requests: Iterator[Request], settings: LoaderSettings) -> None:
         self._settings = settings
         self._progress = reader.progress
-        requests, expected = itertools.tee(plan.requests())
+        requests, expected = itertools.tee(requests)
         self._expected = enumerate(expected)
         has_workers = settings.num_workers > 0
         # The DataLoader times out often so that `_wait` can check the workers. `_wait` counts timeout_seconds itself.
@@ -50,7 +53,7 @@ class Workers:
             self._batches: Iterator[Batch] | None = iter(loader)
 
     def read(self) -> Batch:
-        """Return the next micro-batch of the plan."""
+        """Return the micro-batch of the next request."""
         number, request = next(self._expected)
         assert self._batches is not None, "read after close"
         if self._settings.num_workers == 0:

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accel_train import strict_json
-from accel_train.atomic_files import fsync_directory
 from accel_train.config import UsageError
+from accel_train.hub.client import hub_api, limited_silence
 from accel_train.hub.errors import HubError
-from accel_train.hub.repository import hub_api, limited_silence, revision_name
+from accel_train.hub.repository import revision_name
 from accel_train.hub.retry import GaveUpError, retried
-from accel_train.store import commit
+from accel_train.store import atomic_files, commit, strict_json
 from accel_train.store import manifest as manifests
+from accel_train.store.atomic_files import fsync_directory
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def download(spec: str, directory: Path) -> Path:
     """
     repo, revision = _parse(spec)
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / commit.temporary_name(0, commit.new_nonce())
+    temporary = directory / commit.temporary_name(0, atomic_files.new_nonce())
     try:
         with limited_silence(60.0):
             _fetch(repo, revision, temporary)
@@ -144,7 +144,7 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
     return final
 
 
-def _same_or_refuse(final: Path, wanted: commit.Checkpoint, spec: str) -> Path:
+def _same_or_refuse(final: Path, wanted: manifests.Checkpoint, spec: str) -> Path:
     try:
         here = commit.verify(final).manifest["files"]
     except ValueError as error:

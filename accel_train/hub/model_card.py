@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from accel_train import strict_json
-from accel_train.store.commit import Checkpoint
-from accel_train.store.run_file import EVALUATION_FILE, REPORT
+from accel_train.store import strict_json
+from accel_train.store.manifest import Checkpoint
+from accel_train.store.names import EVALUATION_FILE, REPORT
 
 TEXT_LINES = 60
 """Lines of each text of the report shown in the card; the file itself is pushed whole."""

@@ -24,8 +24,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from accel_train import strict_json
-from accel_train.store import commit, manifest
+from accel_train.store import atomic_files, commit, manifest, strict_json
 
 Reason = Literal["every", "best", "last", "hand"]
 Revisions = Literal["branch", "tag"]
@@ -74,7 +73,7 @@ class HubQueue:
             except (FileNotFoundError, ValueError) as error:
                 if not os.path.lexists(path):
                     continue  # pushed in this moment
-                aside = commit.set_aside(path).name
+                aside = atomic_files.set_aside(path).name
                 reason = f"its file in the queue cannot be read ({error}) and is set aside as {aside}"
                 self._write("failed", path.stem, {"reason": reason})
                 self.log("unreadable", checkpoint=path.stem, reason=reason)
@@ -131,7 +130,7 @@ class HubQueue:
 
     def save_offers(self, offers: Mapping[str, Any]) -> None:
         """Remember them over a restart."""
-        commit.replace_json(self._folder("") / "offers.json", strict_json.sealed(offers))
+        atomic_files.replace_json(self._folder("") / "offers.json", strict_json.sealed(offers))
 
     def log(self, event: str, **details: Any) -> None:
         """Add one line to ``log.jsonl``; one write, so that lines of two processes do not mix."""
@@ -186,7 +185,7 @@ class HubQueue:
         return folder
 
     def _write(self, folder: str, name: str, value: Mapping[str, Any]) -> None:
-        commit.replace_json(self._folder(folder) / f"{name}.json", strict_json.sealed(value))
+        atomic_files.replace_json(self._folder(folder) / f"{name}.json", strict_json.sealed(value))
 
     def _leave(self, entry: Entry) -> None:
         (self.directory / "queue" / f"{entry.checkpoint}.json").unlink(missing_ok=True)

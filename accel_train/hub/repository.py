@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_train import __version__
+from accel_train.hub.client import hub_api
 from accel_train.hub.errors import NotPushableError
 from accel_train.hub.model_card import build_card
 from accel_train.hub.queue import Entry
-from accel_train.store import commit, run_file
+from accel_train.store import atomic_files, commit, run_file
 from accel_train.store import manifest as manifests
-from accel_train.store.commit import Checkpoint
+from accel_train.store.manifest import Checkpoint
+from accel_train.store.names import CONFIG_FILE, REPORT
 from accel_train.store.retention import STATE_FILES
-from accel_train.store.run_file import CONFIG_FILE, REPORT
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, GitCommitInfo, HfApi
@@ -36,47 +35,6 @@ OURS = re.compile(
 
 TITLE = re.compile(r"step (?P<step>\d+) of run (?P<run>\S+) \((?P<digest>[0-9a-f]{12})\)")
 """Titles of our commits. The digest is of the files that belong to the checkpoint, so it tells two attempts apart."""
-
-SILENCE_VARIABLE = "ACCEL_TRAIN_HUB_TIMEOUT_SECONDS"
-SILENCE_SECONDS = 300.0
-"""Longest silence of the Hub before a request counts as lost. A commit of many files may take minutes to answer."""
-
-
-def hub_api() -> HfApi:
-    """The client. It takes the token from ``HF_TOKEN`` or ``hf auth login`` at each request."""
-    from huggingface_hub import HfApi
-
-    return HfApi(library_name="accel_train", library_version=__version__)
-
-
-def limit_silence() -> None:
-    """Let a silent Hub raise, in the whole process; the client of ``huggingface_hub`` waits for ever by itself."""
-    from huggingface_hub import set_client_factory
-    from huggingface_hub.utils._http import default_client_factory
-
-    def client() -> Any:
-        made = default_client_factory()
-        made.timeout = _silence_seconds()
-        return made
-
-    set_client_factory(client)
-
-
-@contextmanager
-def limited_silence(longest_seconds: float) -> Generator[None, None, None]:
-    """The same for a few requests, in a process whose other requests are not ours to limit."""
-    from huggingface_hub import get_session
-
-    session: Any = get_session()
-    before, session.timeout = session.timeout, min(longest_seconds, _silence_seconds())
-    try:
-        yield
-    finally:
-        session.timeout = before
-
-
-def _silence_seconds() -> float:
-    return float(os.environ.get(SILENCE_VARIABLE, SILENCE_SECONDS))
 
 
 def revision_name(step: int) -> str:
@@ -113,7 +71,7 @@ def pushed_manifest(path: Path, include_state: bool) -> tuple[bytes, list[str]]:
     kept = {k: v for k, v in manifest["files"].items() if include_state or not k.startswith(STATE_FILES)}
     if len(kept) == len(manifest["files"]):
         return raw, list(kept)
-    return commit.to_json(manifests.sealed(manifest | {"state": False, "files": kept})).encode(), list(kept)
+    return atomic_files.to_json(manifests.sealed(manifest | {"state": False, "files": kept})).encode(), list(kept)
 
 
 def _digest(manifest: bytes) -> str:

@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> None:
     os.nice(NICENESS)
     woken = threading.Event()
     threading.Thread(target=end_with, args=(int(arguments[1]), woken), daemon=True).start()
-    from accel_train.hub.repository import limit_silence
+    from accel_train.hub.client import limit_silence
 
     limit_silence()
     queue = HubQueue(Path(arguments[0]))

@@ -101,16 +101,6 @@ def _after_launch(line: Sequence[str]) -> list[str] | None:
     return None
 
 
-def parent_command_lines(levels: int = 4) -> list[list[str]]:
-    """Command lines of the parents, nearest first; empty where the system does not show them."""
-    import psutil
-
-    try:
-        return [parent.cmdline() for parent in psutil.Process().parents()[:levels]]
-    except psutil.Error:
-        return []
-
-
 def _overriding_processes(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> int | None:
     """A number of processes that beats the file's: our own launcher's, a rehearsal's, or a flag's."""
     if environment.get(MACHINE_FILE_VARIABLE) or environment.get(REHEARSAL_VARIABLE):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from accel_train.atomic_files import replace_file
 from accel_train.metrics.progress import Labels
-from accel_train.metrics.records import read_metrics
-
-Records = Sequence[Mapping[str, Any]]
+from accel_train.metrics.records import Records, last_pass, read_metrics
+from accel_train.store.atomic_files import replace_file
 
 HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
 # Last word of evaluation values that say how an evaluation was done, not what came out.
@@ -105,18 +103,6 @@ def labels_of(records: Records) -> Labels:
     """As the run recorded them when it started; empty for one that did not."""
     found = next((r["labels"] for r in reversed(records) if r.get("event") == "environment" and r.get("labels")), {})
     return Labels(found.get("loss_of"), found.get("units", {}), found.get("titles", {}))
-
-
-def last_pass(records: Records, event: str) -> list[Mapping[str, Any]]:
-    """Return the lines of ``event`` by rising step. Of a step repeated after a restart, the last line counts."""
-    lines: list[Mapping[str, Any]] = []
-    for record in records:
-        step = record.get("step")
-        if record.get("event") == event and isinstance(step, int):
-            while lines and lines[-1]["step"] >= step:
-                lines.pop()
-            lines.append(record)
-    return lines
 
 
 def _column(lines: Records, key: str, scale: float = 1.0) -> Series:

@@ -31,7 +31,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
     """
     import torch
 
-    from accel_train.runtime.accelerator import strategy_of
+    from accel_train.runtime.strategy import strategy_of
 
     if accelerator.device.type == "cuda":
         cuda_version = torch.version.cuda

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.data import heldout
-from accel_train.data.reading import MapDataset
+from accel_train.data.datasets import MapDataset
 from accel_train.training.accumulation import widest
 from accel_train.training.ema import Ema
 

@@ -16,7 +16,7 @@ from accel_train.metrics.environment import describe_environment
 from accel_train.metrics.progress import Labels, Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
-from accel_train.store.run_file import EVALUATION_FILE, METRICS_FILE, REPORT
+from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -10,11 +10,11 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from accel_train.atomic_files import replace_file
+from accel_train.store.atomic_files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -179,3 +179,18 @@ def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Write a small JSON file, such as ``evaluation.json``, atomically. Main process only."""
     text = json.dumps(plain(values), indent=2, ensure_ascii=False, allow_nan=False)
     replace_file(path, text.encode("utf-8", "replace") + b"\n")
+
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def last_pass(records: Records, event: str) -> list[Mapping[str, Any]]:
+    """Return the lines of ``event`` by rising step. Of a step repeated after a restart, the last line counts."""
+    lines: list[Mapping[str, Any]] = []
+    for record in records:
+        step = record.get("step")
+        if record.get("event") == event and isinstance(step, int):
+            while lines and lines[-1]["step"] >= step:
+                lines.pop()
+            lines.append(record)
+    return lines

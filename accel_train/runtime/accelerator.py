@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -23,12 +23,12 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from accel_train.config import UsageError
 from accel_train.data.sampler import accumulation_steps
+from accel_train.launch_files.parents import parent_command_lines
 from accel_train.launch_files.requested import (
     Requested,
     clear_environment,
     launcher_flags,
     notices,
-    parent_command_lines,
     read_request,
     refuse_accumulation,
     refuse_experiment_settings,
@@ -38,8 +38,8 @@ from accel_train.runtime import rehearsal, tested_versions
 from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers, verify_ddp
 from accel_train.runtime.early_stop import end_with_the_launcher
 from accel_train.runtime.exiting import begin_run
+from accel_train.runtime.strategy import strategy_of
 
-Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 logger = logging.getLogger(__name__)
@@ -139,19 +139,6 @@ def _keep_fsdp_in_fp32(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(
             policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
         )
-
-
-def strategy_of(accelerator: Accelerator) -> Strategy:
-    """What really runs, as the project names it."""
-    kind = accelerator.distributed_type
-    if kind == DistributedType.DEEPSPEED:
-        plugin: Any = accelerator.state.deepspeed_plugin
-        stage = int(plugin.zero_stage)
-        names: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
-        return names[stage]
-    if kind == DistributedType.FSDP:
-        return "fsdp2"
-    return "single" if kind == DistributedType.NO else "ddp"
 
 
 def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Precision) -> None:

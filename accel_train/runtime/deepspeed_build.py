@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from accel_train.config import UsageError
-from accel_train.runtime.compiler import compiler_error, paths_with_a_space
+from accel_train.speed.compiler import compiler_error, paths_with_a_space
 
 SECONDS_BETWEEN_LINES = 20.0
 COMPILERS = {"ninja", "c++", "g++", "cc1plus", "as", "collect2", "ld", "clang", "clang++"}

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from accel_train.launch_files.requested import parent_command_lines
-from accel_train.parent_death import end_with_parent
+from accel_train.launch_files.parents import end_with_parent, parent_command_lines
 from accel_train.runtime.exiting import EXIT_PREEMPTED, report_exit_code
 
 STOP_FILE = "STOP"

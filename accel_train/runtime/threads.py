@@ -9,20 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from accel_train.launch_files.requested import (
-    THREADS_UNASKED_VARIABLE,
-    THREADS_VARIABLE,
-    launcher_flags,
-    parent_command_lines,
-)
-
-ROOT = Path("/sys/fs/cgroup")
+from accel_train.cores import usable_cores
+from accel_train.launch_files.parents import parent_command_lines
+from accel_train.launch_files.requested import THREADS_UNASKED_VARIABLE, THREADS_VARIABLE, launcher_flags
 
 
 def asked(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> bool:
@@ -45,47 +39,6 @@ def asked(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> bo
 
 def _asked() -> bool:
     return asked(os.environ, launcher_flags(parent_command_lines()))
-
-
-def usable_cores(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> tuple[int, str]:
-    """Cores that this process may use at once, and what says so: its affinity or the quota of its cgroup."""
-    cores, reason = len(os.sched_getaffinity(0)), "affinity"
-    quota = min(_quotas(root, own), default=math.inf)
-    if quota < cores:
-        cores, reason = max(1, math.floor(quota)), f"cgroup quota {quota:g}"
-    return cores, reason
-
-
-def _quotas(root: Path, own: Path) -> list[float]:
-    """Of this process's cgroup and of those around it, in cores: version 2, and version 1 of the controller cpu."""
-    found: list[float] = []
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, place = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / controllers if controllers else root
-        inner = top / place.lstrip("/")
-        while True:
-            found += _quota(inner)
-            if inner == top or top not in inner.parents:
-                break
-            inner = inner.parent
-    return found + _quota(root) + _quota(root / "cpu")  # a container may see its own cgroup as the root
-
-
-def _quota(folder: Path) -> list[float]:
-    try:
-        if (file := folder / "cpu.max").exists():
-            quota, period = file.read_text().split()
-        else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return [int(quota) / int(period)] if quota.strip().isdigit() and int(quota) > 0 else []
-    except (OSError, ValueError):
-        return []
 
 
 def choose(cores: int, local_processes: int, load: float, all_cores: int) -> int:

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.speed.attention_kernels import Attention, broadcast_mask, build_attention, sdpa
+from accel_train.speed.attention_kernels import TORCH_CHOICE, Attention, build_attention
 from accel_train.speed.attention_proof import Proof, prove_attention, time_attention
 from accel_train.speed.attention_table import NAMES, AttentionNeeds, able, machine_of, preferred, why_not
 from accel_train.wording import did_you_mean, nearest, shortened
 
-TORCH_CHOICE = Attention("sdpa", sdpa, broadcast_mask)
-"""Attention of a model before `apply_attention`: torch's choice."""
 REPLACED = {
     "xformers": "sdpa_efficient, which is the same kernel inside torch",
     "flash_attention_2": "flash",

@@ -262,3 +262,7 @@ _BUILDERS: dict[str, Callable[[str], Attention]] = {
     "varlen": _build_varlen,
     "flex": _build_flex,
 }
+
+
+TORCH_CHOICE = Attention("sdpa", sdpa, broadcast_mask)
+"""Attention of a model before `apply_attention`: torch's choice."""

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from accel_train.config import PositiveInt, UsageError
-from accel_train.runtime.compiler import compiler_error, paths_with_a_space
 from accel_train.speed.activation_checkpointing import blocks_of
+from accel_train.speed.compiler import compiler_error, paths_with_a_space
 
 logger = logging.getLogger(__name__)
 

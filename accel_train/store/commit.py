@@ -7,27 +7,22 @@ for later damage. This module knows nothing of processes or tensors.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import hashlib
-import json
 import logging
 import os
 import re
 import shutil
 import socket
-import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train import strict_json
-from accel_train.atomic_files import fsync_directory, replace_file
 from accel_train.store import failpoints
 from accel_train.store import manifest as manifests
-from accel_train.store.manifest import MANIFEST, NAME, checkpoint_name
+from accel_train.store.atomic_files import fsync_directory, new_nonce, replace_json, set_aside, to_json
+from accel_train.store.manifest import MANIFEST, NAME, Checkpoint, checkpoint_name, committed
 
 logger = logging.getLogger(__name__)
 
@@ -47,46 +42,9 @@ class NotRenamedError(OSError):
     """A checkpoint is complete and flushed, but its directory could not be renamed to its final name."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A committed checkpoint directory and its manifest."""
-
-    path: Path
-    step: int
-    manifest: Mapping[str, Any]
-
-    def file(self, name: str) -> Path:
-        """Return the path of one of its files."""
-        return self.path / name
-
-    def json(self, name: str) -> Any:
-        """Read one of its JSON files. Raises ``ValueError``."""
-        try:
-            return strict_json.read(self.file(name))
-        except (FileNotFoundError, ValueError) as error:
-            raise ValueError(f"{self.file(name)} cannot be read ({error})") from None
-
-
 def temporary_name(step: int, nonce: str, kind: str = "tmp") -> str:
     """Build a directory name with the host and the process id of its writer, for ``sweep``."""
     return f".{kind}-{checkpoint_name(step)}-{socket.gethostname()}-{os.getpid()}-{nonce}"
-
-
-def new_nonce() -> str:
-    """Random hexadecimal digits to tell two attempts at one step apart."""
-    return uuid.uuid4().hex[:12]
-
-
-def committed(directory: Path) -> list[tuple[int, Path]]:
-    """List the checkpoints in ``directory`` with their steps, oldest first, by step and never by time."""
-    if not directory.is_dir():
-        return []
-    found: list[tuple[int, Path]] = []
-    for path in directory.iterdir():
-        match = NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            found.append((int(match.group(1)), path))
-    return sorted(found)
 
 
 def seal_file(path: Path) -> dict[str, Any]:
@@ -102,59 +60,10 @@ def seal_file(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": digest}
 
 
-def to_json(value: Any) -> str:
-    """Format a value as indented JSON."""
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON and flush it to the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(to_json(value))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_json(path: Path, value: Any) -> None:
-    """Replace a JSON file atomically: a reader sees the old text or the new one."""
-    content = to_json(value).encode()
-    try:
-        replace_file(path, content)
-    except IsADirectoryError:  # left by a broken copy, perhaps; it must not block the write
-        set_aside(path)
-        replace_file(path, content)
-
-
-def set_aside(path: Path) -> Path:
-    """Rename ``path`` to ``NAME.aside-<nonce>`` to free its name. Returns the new path."""
-    aside = path.with_name(f"{path.name}.aside-{new_nonce()}")
-    os.rename(path, aside)
-    logger.warning("%s was in the way and is set aside as %s", path, aside.name)
-    return aside
-
-
-def delete_file(path: Path) -> None:
-    """Delete a file if it exists. A directory with its name is set aside."""
-    try:
-        path.unlink(missing_ok=True)
-    except IsADirectoryError:
-        set_aside(path)
-
-
 def rewrite_manifest(path: Path, changes: Mapping[str, Any]) -> None:
     """Change fields of a checkpoint's manifest and its hash. Raises ``OSError`` and ``ValueError``."""
     manifest = manifests.read(path) | dict(changes)
     replace_json(path / MANIFEST, manifests.sealed(manifest))
-
-
-def make_directory(path: Path) -> None:
-    """Make a directory and its parents, and flush them all, including those made by another process."""
-    path.mkdir(parents=True, exist_ok=True)
-    for parent in path.absolute().parents:
-        if parent.stat().st_dev != path.stat().st_dev:
-            break
-        with contextlib.suppress(PermissionError):  # a parent may be traversable but not readable
-            fsync_directory(parent)
 
 
 def fsync_folders(path: Path) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train import strict_json
+from accel_train.store import strict_json
 
 SCHEMA = 2
 """Version 2 contains its own hash. Version 1 has none; the same types and bounds apply to it."""
@@ -175,3 +176,35 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "metrics": ("finite numbers by name", _is_metrics),
 }
 REQUIRED = ("step", "files")
+
+
+def committed(directory: Path) -> list[tuple[int, Path]]:
+    """List the checkpoints in ``directory`` with their steps, oldest first, by step and never by time."""
+    if not directory.is_dir():
+        return []
+    found: list[tuple[int, Path]] = []
+    for path in directory.iterdir():
+        match = NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append((int(match.group(1)), path))
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint directory and its manifest."""
+
+    path: Path
+    step: int
+    manifest: Mapping[str, Any]
+
+    def file(self, name: str) -> Path:
+        """Return the path of one of its files."""
+        return self.path / name
+
+    def json(self, name: str) -> Any:
+        """Read one of its JSON files. Raises ``ValueError``."""
+        try:
+            return strict_json.read(self.file(name))
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(f"{self.file(name)} cannot be read ({error})") from None

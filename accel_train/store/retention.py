@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from accel_train.atomic_files import fsync_directory
 from accel_train.store import commit
 from accel_train.store import manifest as manifests
-from accel_train.store.commit import Checkpoint
+from accel_train.store.atomic_files import fsync_directory
+from accel_train.store.manifest import Checkpoint
 
 PIECE_BYTES = 8 << 20
 STATE_FILES = ("optimizer/", "trainer_state.json")
@@ -107,20 +107,10 @@ class Plan:
     """Error for each checkpoint that could not be removed or stripped, by name. Empty before ``apply``."""
 
 
-def invalid_pins(names: Iterable[str]) -> list[str]:
-    """Filter names that no checkpoint can have, such as ``step_100`` or ``checkpoint_100``."""
-    invalid: list[str] = []
-    for name in names:
-        match = manifests.NAME.fullmatch(name)
-        if not match or manifests.checkpoint_name(int(match[1])) != name:
-            invalid.append(name)
-    return invalid
-
-
 def list_facts(directory: Path) -> list[CheckpointFacts]:
     """List checkpoints with a readable manifest, oldest first. Hashes nothing."""
     found: list[CheckpointFacts] = []
-    for _, path in commit.committed(directory):
+    for _, path in manifests.committed(directory):
         manifest = read_manifest(path)
         if manifest is not None:
             found.append(facts_from_manifest(path, manifest))
@@ -133,7 +123,7 @@ def facts_from_manifest(path: Path, manifest: Mapping[str, Any]) -> CheckpointFa
     has_state = any(name.startswith("optimizer/") for name in manifest["files"])
     return CheckpointFacts(
         path,
-        int(match[1]) if match else manifest["step"],  # by name, like the order of `commit.committed`
+        int(match[1]) if match else manifest["step"],  # by name, like the order of `manifests.committed`
         epoch=float(manifest.get("epoch", math.nan)),
         metrics=manifest.get("metrics", {}),
         state=bool(manifest.get("state", has_state)),
@@ -340,7 +330,7 @@ def survey(directory: Path, cache: VerifyCache) -> tuple[list[CheckpointFacts], 
     """Verify every checkpoint. Returns the verified ones, oldest first, and the damaged ones with the reason."""
     verified: list[CheckpointFacts] = []
     damaged: dict[Path, str] = {}
-    for _, path in commit.committed(directory):
+    for _, path in manifests.committed(directory):
         try:
             checkpoint = verify_cached(cache, path)
         except ValueError as error:
@@ -354,14 +344,14 @@ def keeps_all(directory: Path, keep: Keep, newest: int) -> bool:
     """True if nothing is to be removed or stripped, so that no file needs to be hashed."""
     if keep.keep_last > 0 or keep.keep_state_last > 0:
         return False
-    if any(step > newest for step, _ in commit.committed(directory)):
+    if any(step > newest for step, _ in manifests.committed(directory)):
         return False
     return not any(facts.leftover for facts in list_facts(directory))
 
 
 def hash_ahead(directory: Path, cache: VerifyCache) -> Iterator[None]:
     """Hash the files that ``prune`` will verify, newest first, into ``cache``. Yields after each piece."""
-    for _, path in reversed(commit.committed(directory)):
+    for _, path in reversed(manifests.committed(directory)):
         known = cache.setdefault(path, {})
         manifest = read_manifest(path)
         if manifest is None:
@@ -390,7 +380,7 @@ def prune(directory: Path, keep: Keep, newest: int, busy: Collection[str], cache
     The first call of a process hashes every checkpoint, unless all are kept.
     """
     if keeps_all(directory, keep, newest):
-        return Plan(reasons={path.name: "keep_last: 0 keeps all" for _, path in commit.committed(directory)})
+        return Plan(reasons={path.name: "keep_last: 0 keeps all" for _, path in manifests.committed(directory)})
     verified, damaged = survey(directory, cache)
     done = apply(plan(verified, list(damaged), keep, newest=newest, busy=busy))
     for path in done.remove:

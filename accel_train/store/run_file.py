@@ -9,25 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_train import strict_json
 from accel_train.config import UsageError
-from accel_train.config_tree import write_config
-from accel_train.store import commit
+from accel_train.store import atomic_files, strict_json
 from accel_train.store import manifest as manifests
+from accel_train.store.atomic_files import replace_file
+from accel_train.store.names import CONFIG_FILE, RUN_FILE
 
 logger = logging.getLogger(__name__)
 
 RUN_SCHEMA = 2
 """2 carries a hash of itself; 1, of the first versions, has none."""
 MAX_BYTES = 16 << 20
-
-RUN_FILE = "run.json"
-CONFIG_FILE = "config.yaml"
-METRICS_FILE = "metrics.jsonl"
-REPORT = "report"
-"""Directory of what people look at: pushed to the Hub as a whole, and emptied by ``overwrite``."""
-EVALUATION_FILE = "evaluation.json"
-"""In the report: the metrics of the last evaluation, with their step."""
 
 
 def has_trained(directory: Path) -> bool:
@@ -100,7 +92,7 @@ def renew_run(
     except FileNotFoundError:
         pass
     except ValueError:  # what `saved` stands in for stays, for whoever wants to look at it
-        commit.set_aside(directory / RUN_FILE)
+        atomic_files.set_aside(directory / RUN_FILE)
     write_run(directory, renewed)
     return renewed
 
@@ -108,7 +100,7 @@ def renew_run(
 def write_run(directory: Path, saved: Mapping[str, Any]) -> None:
     """Write ``run.json`` with its own hash. Main process."""
     rest = {key: value for key, value in saved.items() if key != "schema"}
-    commit.replace_json(directory / RUN_FILE, strict_json.sealed({"schema": RUN_SCHEMA} | rest))
+    atomic_files.replace_json(directory / RUN_FILE, strict_json.sealed({"schema": RUN_SCHEMA} | rest))
 
 
 def load(directory: Path) -> dict[str, Any]:
@@ -158,7 +150,7 @@ def recall(directory: Path) -> tuple[dict[str, Any] | None, str | None]:
         raise
     except (FileNotFoundError, ValueError) as error:
         reason = str(error)
-    for _, path in reversed(commit.committed(directory / "checkpoints")):
+    for _, path in reversed(manifests.committed(directory / "checkpoints")):
         try:
             found = manifests.read(path)
         except ValueError:
@@ -186,3 +178,8 @@ def read_run(directory: Path) -> dict[str, Any]:
             saved["made_again_from"],
         )
     return saved
+
+
+def write_config(text: str, path: Path) -> None:
+    """Write what ``config_text`` returned. Main process only."""
+    replace_file(path, text.encode())

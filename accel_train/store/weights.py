@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from accel_train import strict_json
 from accel_train.config import UsageError
+from accel_train.store import strict_json
 from accel_train.wording import shortened
 
 PICKLES = frozenset({".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth"})

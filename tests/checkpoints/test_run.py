@@ -17,16 +17,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from accel_train import strict_json
-from accel_train.checkpoints import run as runs
+from accel_train.checkpoints import opening
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
+from accel_train.checkpoints.opening import open_run
 from accel_train.checkpoints.policy import RunOptions
-from accel_train.checkpoints.run import Run, open_run
+from accel_train.checkpoints.run import Run
 from accel_train.commands.places import find_place
 from accel_train.config import UsageError
 from accel_train.config_tree import config_text, experiment_tree, flatten
 from accel_train.experiment_options import FREE_TO_CHANGE
-from accel_train.store import commit
+from accel_train.store import commit, strict_json
 from accel_train.store import lock as locks
 from tests.store.test_commit import make
 
@@ -139,7 +139,7 @@ def test_a_damaged_run_json(
     facts = {"run_id": first.run_id, "experiment": first.saved["experiment"], "resolved": first.saved["resolved"]}
     commit.rewrite_manifest(path, facts)
     harm(first.directory / "run.json")
-    assert runs.kept(options_of(config)) == {"optimizer.decay_steps": 10}
+    assert opening.kept(options_of(config)) == {"optimizer.decay_steps": 10}
     with pytest.raises(UsageError, match="seed: 0 there, 1 now"):
         start(accelerator, replace(config, seed=1))
     again = start(accelerator, replace(config, max_steps=20), decay=20)
@@ -265,18 +265,18 @@ def test_what_an_earlier_start_derived_is_known_before_the_run_is_opened(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     config, derived = Config(str(tmp_path / "run")), {"optimizer.decay_steps": 10}
-    assert runs.kept(options_of(config)) == {}
+    assert opening.kept(options_of(config)) == {}
     start(accelerator, config, trains=False)
-    assert runs.kept(options_of(config)) == {}
+    assert opening.kept(options_of(config)) == {}
     first = start(accelerator, config)
-    assert runs.kept(options_of(config)) == derived
-    assert runs.kept(replace(config, overwrite=True)) == {}
+    assert opening.kept(options_of(config)) == derived
+    assert opening.kept(replace(config, overwrite=True)) == {}
     source = make(first.checkpoints, step=3)
     commit.rewrite_manifest(source, {"experiment": first.saved["experiment"], "resolved": derived})
     for place in (source, tmp_path / "run"):
-        assert runs.kept(Config(str(tmp_path / "unused"), resume=str(place))) == derived
+        assert opening.kept(Config(str(tmp_path / "unused"), resume=str(place))) == derived
     with pytest.raises(UsageError, match="nowhere does not exist"):
-        runs.kept(Config(str(tmp_path / "unused"), resume=str(tmp_path / "nowhere")))
+        opening.kept(Config(str(tmp_path / "unused"), resume=str(tmp_path / "nowhere")))
     assert not (tmp_path / "unused").exists()
 
 

@@ -22,7 +22,7 @@ from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
 from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
-from accel_train.store import commit
+from accel_train.store import atomic_files, commit, manifest
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards
@@ -42,7 +42,7 @@ class Toy:
         self.average = Ema(EmaConfig(0.5), Shards(self.model, self.optimizer))
         self.run = Run(out, "toy", None, "", {"experiment": {"global_batch_size": 4}, "resolved": {}})
         self.run.checkpoints.mkdir(parents=True, exist_ok=True)
-        commit.write_json(out / "run.json", {})
+        atomic_files.write_json(out / "run.json", {})
         self.committed: list[int] = []
 
     def step(self, number: int) -> None:
@@ -70,7 +70,7 @@ class Toy:
                 assert not saver.boundary(step)
                 if saver.due(step, steps):
                     saver.save(step, metric(step))
-        return [step for step, _ in commit.committed(self.run.checkpoints)]
+        return [step for step, _ in manifest.committed(self.run.checkpoints)]
 
     def state(self) -> dict[str, torch.Tensor]:
         view = self.average.view
@@ -188,7 +188,7 @@ def test_pinned_and_every_kth_stay(toy: Toy) -> None:
 def test_old_optimizer_state_goes_before_the_weights(toy: Toy) -> None:
     config = CheckpointConfig(save_every=2, keep_last=3, keep_state_last=1)
     assert toy.train(config, 8) == [4, 6, 8]
-    found = [commit.verify(path) for _, path in commit.committed(toy.run.checkpoints)]
+    found = [commit.verify(path) for _, path in manifest.committed(toy.run.checkpoints)]
     assert [c.manifest["state"] for c in found] == [False, False, True]
     assert [(c.path / "optimizer" / "index.json").exists() for c in found] == [False, False, True]
     assert [p for c in found for p in c.path.rglob("*") if p.is_dir()] == [found[-1].path / "optimizer"]
@@ -198,7 +198,7 @@ def test_without_a_background_the_save_is_committed_when_it_returns(toy: Toy) ->
     with toy.saver(CheckpointConfig(asynchronous=False)) as saver:
         toy.step(1)
         saver.save(1)
-        assert [s for s, _ in commit.committed(toy.run.checkpoints)] == [1]
+        assert [s for s, _ in manifest.committed(toy.run.checkpoints)] == [1]
 
 
 def test_a_step_is_saved_once(toy: Toy) -> None:

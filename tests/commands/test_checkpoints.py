@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from accel_train import cli, strict_json
+from accel_train import cli
 from accel_train.checkpoints import fetch, snapshot
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.commands import diff as compare
@@ -32,7 +32,7 @@ from accel_train.config import UsageError
 from accel_train.config_tree import to_tree
 from accel_train.domains.models.mmdit import MMDiTConfig, ModelConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.hub.queue import Entry, HubQueue
-from accel_train.store import commit, weights
+from accel_train.store import atomic_files, commit, manifest, strict_json, weights
 from tests.store.test_weights import plant, read_weights
 from tests.waiting import PATIENCE_SECONDS
 
@@ -70,7 +70,7 @@ def checkpoint(
     model = model or model_of(step)
     exact = values_of(model)
     average = ema or {name: value * 0.5 for name, value in exact.items()}
-    temporary = run / "checkpoints" / commit.temporary_name(step, commit.new_nonce())
+    temporary = run / "checkpoints" / commit.temporary_name(step, atomic_files.new_nonce())
     (temporary / "optimizer").mkdir(parents=True)
     (temporary / "assets").mkdir()
     collections = {
@@ -128,7 +128,7 @@ def flip_bit(path: Path) -> None:
 
 
 def steps_in(run: Path) -> list[int]:
-    return [step for step, _ in commit.committed(run / "checkpoints")]
+    return [step for step, _ in manifest.committed(run / "checkpoints")]
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -937,7 +937,7 @@ def test_a_manifest_that_leads_out_of_a_checkpoint_is_not_followed(run: Path, tm
     sound = commit.open_verified(place).manifest
     for listed in ("assets/../../../../secret", str(outside)):
         files = sound["files"] | {listed: commit.seal_file(outside)}
-        commit.write_json(place / "manifest.json", strict_json.sealed(sound | {"files": files}))
+        atomic_files.write_json(place / "manifest.json", strict_json.sealed(sound | {"files": files}))
         with pytest.raises(UsageError, match="which is no name of a file in a checkpoint"):
             call("export", place, tmp_path / "a" / "b" / "out")
     assert not (tmp_path / "a").exists()

@@ -47,7 +47,8 @@ import os, sys, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from accel_train.config import UsageError, expand_path, load_config
+from accel_train.config import UsageError, expand_path
+from accel_train.config_loading import load_config
 from accel_train.runtime.exiting import run_main
 from accel_train.metrics.gates import refuse_unknown_gates
 from accel_train.metrics.records import LineWriter, write_json

@@ -48,7 +48,7 @@ def test_auto_starts_workers_for_long_work_only(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         generation, "_map_in_workers", lambda make, numbers, workers: started.append(workers) or map(make, numbers)
     )
-    monkeypatch.setattr(generation, "usable_cores", lambda: 8)
+    monkeypatch.setattr(generation, "usable_cores", lambda: (8, "affinity"))
     monkeypatch.setattr(generation, "SECONDS_WORTH_WORKERS", 600.0)
     assert [square for square, _ in blocks_in_order(square_and_process, 5, "auto")] == [0, 1, 4, 9, 16]
     assert started == []

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from accel_train.config import UsageError
-from accel_train.data import loader
-from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps, resolve_loader, usable_cores
+from accel_train.data.loader import StepBatches, iterate_steps
+from accel_train.data.options import LoaderConfig, resolve_loader
 from accel_train.data.sampler import BatchShard, StepSampler
 from tests.waiting import until
 
@@ -194,9 +194,8 @@ def test_auto_settings():
     assert "CPU" in cpu.reason
 
 
-def test_auto_workers_share_the_cores(monkeypatch, tmp_path):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(24)), raising=False)
-    monkeypatch.setattr("accel_train.data.loader.CPU_QUOTA", tmp_path / "none")
+def test_auto_workers_share_the_cores(monkeypatch):
+    monkeypatch.setattr("accel_train.data.options.usable_cores", lambda: (24, "affinity"))
     cuda = torch.device("cuda")
     assert resolve_loader(LoaderConfig(), cuda).num_workers == 8
     assert resolve_loader(LoaderConfig(), cuda).pin_memory
@@ -206,20 +205,6 @@ def test_auto_workers_share_the_cores(monkeypatch, tmp_path):
     assert "24 cores for 4" in settings.reason
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "24")
     assert resolve_loader(LoaderConfig(), cuda).num_workers == 0
-
-
-@pytest.mark.parametrize(
-    ("quota", "cores"),
-    [("max 100000", 24), ("600000 100000", 6), ("650000 100000", 6), ("50000 100000", 1), ("9900000 100000", 24)],
-)
-def test_a_container_has_the_cores_of_its_quota(monkeypatch, tmp_path, quota, cores):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(24)), raising=False)
-    monkeypatch.setattr("accel_train.data.loader.CPU_QUOTA", tmp_path / "cpu.max")
-    assert usable_cores() == 24  # there is no such file
-    (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    assert usable_cores() == cores
-    workers = resolve_loader(LoaderConfig(), torch.device("cuda")).num_workers
-    assert workers == min(8, cores - 1)
 
 
 def test_workers_live_through_epochs():
@@ -300,7 +285,7 @@ def test_prefetch_on_cuda_gives_the_same(workers):
 
 
 def test_more_workers_than_the_cores_can_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "usable_cores", lambda: 4)
+    monkeypatch.setattr("accel_train.data.options.usable_cores", lambda: (4, "affinity"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert resolve_loader(LoaderConfig(num_workers=16), torch.device("cpu")).num_workers == 16
     with pytest.raises(UsageError, match=r"num_workers=17: .* 34 .*, on 4 core.*At most 32.* 16 or less"):

@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel_train.data.loader import LoaderConfig, StepBatches, iterate_steps
-from accel_train.data.reading import LoadingError, MapDataset
+from accel_train.data.datasets import MapDataset
+from accel_train.data.loader import StepBatches, iterate_steps
+from accel_train.data.options import LoaderConfig
+from accel_train.data.reading import LoadingError
 from accel_train.data.sampler import BatchShard, StepSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -17,7 +17,7 @@ from accel_train.checkpoints.saver import Saver
 from accel_train.hub.options import HubConfig
 from accel_train.runtime.accelerator import build_accelerator
 from accel_train.runtime.exiting import run_main
-from accel_train.store import commit
+from accel_train.store import atomic_files
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     run = Run(Path(argv[0]), "memory", None, "", {"experiment": {"global_batch_size": 2}, "resolved": {}})
     if accelerator.is_main_process:
         run.checkpoints.mkdir(parents=True)
-        commit.write_json(run.directory / "run.json", {})
+        atomic_files.write_json(run.directory / "run.json", {})
     accelerator.wait_for_everyone()
     saver = Saver(accelerator, run, average, CheckpointConfig(), HubConfig(), lambda _: None, epoch=float)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.store import commit
+from accel_train.store import manifest
 from tests.distributed.launching import RECIPE, ROOT, SMALL, environment
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -37,4 +37,4 @@ def test_readers_go_on_until_the_step_is_saved(tmp_path: Path) -> None:
     said = (tmp_path / "log").read_text()
     assert "start again to go on (exit code 75)" in said, said[-3000:]
     assert "LoadingError" not in said
-    assert len(commit.committed(run / "checkpoints")) == 1
+    assert len(manifest.committed(run / "checkpoints")) == 1

@@ -22,10 +22,11 @@ from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
 from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
-from accel_train.runtime.accelerator import build_accelerator, strategy_of, verify_prepared
+from accel_train.runtime.accelerator import build_accelerator, verify_prepared
 from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.runtime.exiting import run_main
-from accel_train.store import commit
+from accel_train.runtime.strategy import strategy_of
+from accel_train.store import atomic_files, commit
 from accel_train.training import muon
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
@@ -294,7 +295,7 @@ def optimizer(accelerator: Accelerator, option: Any) -> dict[str, Any]:
     run = Run(folder, "toy", None, "", {"experiment": {"global_batch_size": GLOBAL_BATCH}, "resolved": {}})
     if accelerator.is_main_process:
         run.checkpoints.mkdir(parents=True)
-        commit.write_json(folder / "run.json", {})
+        atomic_files.write_json(folder / "run.json", {})
     accelerator.wait_for_everyone()
     with chosen.saver(run) as saver:
         losses = chosen.train(range(STEPS), saver)

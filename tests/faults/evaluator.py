@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from accel_train import experiment, loop
-from accel_train.config import NonNegativeInt, load_config
+from accel_train import experiment, loop, opened, preparation
+from accel_train.config import NonNegativeInt
+from accel_train.config_loading import load_config
 from accel_train.data import sampler
 from accel_train.metrics import evaluation
 from accel_train.training import optimizers
@@ -46,7 +47,7 @@ def asked(name: str, default: int = -1) -> int:
     return int(os.environ.get(name, default))
 
 
-def evaluate(config: Config, prepared: experiment.Prepared, step: int) -> dict[str, float]:
+def evaluate(config: Config, prepared: opened.Prepared, step: int) -> dict[str, float]:
     """The distance of the weights from 0, and a line in the file ``evaluations.txt``."""
     out = Path(config.output_dir)
     accelerator = prepared.accelerator
@@ -73,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished:
         return experiment.nothing_to_do(opened)
     torch.manual_seed(config.seed)
-    prepared = experiment.prepare(opened, nn.Linear(8, 1))
+    prepared = preparation.prepare(opened, nn.Linear(8, 1))
     model, optimizer = prepared.model, prepared.optimizer
     with loop.training(opened, prepared, data, order, lambda _: None) as training:
         for batches in training:

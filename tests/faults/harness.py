@@ -22,7 +22,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from accel_train.store import commit, failpoints
+from accel_train.store import commit, failpoints, manifest
 from tests import zygote
 from tests.distributed.launching import environment
 from tests.waiting import PATIENCE_SECONDS, free_port, until
@@ -174,7 +174,7 @@ def losses(out: Path) -> dict[int, str]:
 def checkpoints(out: Path) -> list[int]:
     """Steps of all committed checkpoints; fails if one does not verify."""
     steps: list[int] = []
-    for step, path in commit.committed(out / "checkpoints"):
+    for step, path in manifest.committed(out / "checkpoints"):
         commit.verify(path)
         steps.append(step)
     return steps

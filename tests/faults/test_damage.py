@@ -22,7 +22,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_t
 from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.records import read_metrics
 from accel_train.metrics.throughput import Throughput
-from accel_train.store import commit
+from accel_train.store import commit, manifest
 from tests.faults.harness import EVERY, ROOT, Trainers, checkpoints, damage, debris, losses, same_run, writer_patch
 
 
@@ -34,7 +34,7 @@ def half(trainers: Trainers, out: Path) -> Path:
 
 
 def newest(out: Path) -> Path:
-    return commit.committed(out / "checkpoints")[-1][1]
+    return manifest.committed(out / "checkpoints")[-1][1]
 
 
 # -------------------------------------------------------------------------------------------------- damaged checkpoints
@@ -200,7 +200,7 @@ def test_all_checkpoints_damaged(trainers: Trainers, half: Path, ranks: int) -> 
         assert "checkpoint_00000005: ema.safetensors has changed since it was written" in run.output()
         assert "checkpoint_00000010: model.safetensors is missing" in run.output()
     assert losses(half) == before
-    assert len(commit.committed(half / "checkpoints")) == 2
+    assert len(manifest.committed(half / "checkpoints")) == 2
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ import errno
 from accel_train.store import commit
 def full(path, value):
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
-commit.replace_json = full
+atomic_files.replace_json = full
 """
 
 
@@ -382,8 +382,8 @@ def test_the_same_number_of_processes_is_said_to_be_exact(trainers: Trainers, ha
 
 OTHER_DATA = """
 from accel_train.checkpoints import run
-original = run.open_run
-run.open_run = lambda options, accelerator, data: original(options, accelerator, "other data")
+original = opening.open_run
+opening.open_run = lambda options, accelerator, data: original(options, accelerator, "other data")
 """
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.store import commit
+from accel_train.store import commit, manifest
 from tests.faults.evaluator import INSTEAD
 from tests.faults.harness import Trainers, checkpoints, debris, digests, first_difference
 
@@ -94,7 +94,7 @@ def test_metrics_join_the_checkpoint_of_their_step_and_the_best_is_kept(trainers
     assert run.wait() == [0], run.output()
     assert evaluated(out) == [5, 10, 15, 20]
     assert checkpoints(out) == [10, 20]
-    held = {step: commit.verify(path).manifest["metrics"] for step, path in commit.committed(out / "checkpoints")}
+    held = {step: commit.verify(path).manifest["metrics"] for step, path in manifest.committed(out / "checkpoints")}
     assert held[10]["worst_at_ten"] == 0.0
     assert held[20]["worst_at_ten"] == -10.0
     assert held[10]["distance"] != held[20]["distance"]

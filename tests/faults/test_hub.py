@@ -17,11 +17,12 @@ import psutil
 import pytest
 
 from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.hub.access import check_repository
 from accel_train.hub.download import download
-from accel_train.hub.options import HubConfig, check_repository
+from accel_train.hub.options import HubConfig
 from accel_train.hub.pusher import HubStatus, Pusher, push_the_rest
 from accel_train.hub.queue import HubQueue
-from accel_train.store import commit, retention
+from accel_train.store import commit, manifest, retention
 from tests.hub.test_hub import contents, make_checkpoint
 from tests.hub_server import Fault, HubServer, serving
 from tests.waiting import until
@@ -308,8 +309,8 @@ def test_retention_keeps_what_is_being_pushed(server: HubServer, run: Path) -> N
     until(lambda: server.times("lfs_put"))
     make_checkpoint(run, 2)
     retention.prune(run / "checkpoints", keep, 2, pusher.busy(), {})
-    assert [step for step, _ in commit.committed(run / "checkpoints")] == [1, 2]
+    assert [step for step, _ in manifest.committed(run / "checkpoints")] == [1, 2]
     held.release.set()
     assert pusher.finish().pushed == (NAME,)
     retention.prune(run / "checkpoints", keep, 2, pusher.busy(), {})
-    assert [step for step, _ in commit.committed(run / "checkpoints")] == [2]
+    assert [step for step, _ in manifest.committed(run / "checkpoints")] == [2]

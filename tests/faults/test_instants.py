@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.store import commit
+from accel_train.store import commit, manifest
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(7200)]
@@ -86,7 +86,7 @@ def test_a_stop_at_any_instant(recipe: str, processes: int, tmp_path: Path) -> N
             run.send_signal(asked or signal.SIGTERM)
         told = time.monotonic()
         code = run.wait(PATIENCE_SECONDS)
-        said, saved = log.read_text(errors="replace"), commit.committed(out / "checkpoints")
+        said, saved = log.read_text(errors="replace"), manifest.committed(out / "checkpoints")
         newest = commit.verify(saved[-1][1]).step if saved else 0
         took = time.monotonic() - told
         name = asked.name if asked else "STOP"

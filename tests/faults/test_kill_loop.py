@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from accel_train.store import commit, failpoints
+from accel_train.store import commit, failpoints, manifest
 from tests.faults.harness import Trainer, Trainers, acknowledged, debris, digests, first_difference, losses
 from tests.waiting import PATIENCE_SECONDS
 
@@ -107,7 +107,7 @@ class Loop:
     def look(self, line: Line, run: Trainer, what: str) -> None:
         """The promises, as they stand after a kill."""
         there: set[int] = set()
-        for step, path in commit.committed(line.out / "checkpoints"):
+        for step, path in manifest.committed(line.out / "checkpoints"):
             try:
                 there.add(commit.verify(path).step)
             except ValueError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.store import commit, run_file
+from accel_train.store import commit, manifest, run_file
 from tests.faults import oplog
 from tests.faults.harness import Trainers
 
@@ -56,7 +56,7 @@ def broken_promises(folder: Path, promises: Promises) -> list[str]:
     broken: list[str] = []
     for run in ("run", "copy"):
         there: set[int] = set()
-        for step, path in commit.committed(folder / run / "checkpoints"):
+        for step, path in manifest.committed(folder / run / "checkpoints"):
             try:
                 there.add(commit.verify(path).step)
                 assert step in there

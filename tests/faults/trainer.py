@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from accel_train import rng
-from accel_train.checkpoints import policy, restore
-from accel_train.checkpoints import run as runs
+from accel_train.checkpoints import opening, policy, restore
 from accel_train.checkpoints import saver as state
 from accel_train.checkpoints.policy import RunOptions
-from accel_train.config import expand_path, load_config
+from accel_train.config import expand_path
+from accel_train.config_loading import load_config
 from accel_train.config_tree import config_text, experiment_tree, flatten
 from accel_train.experiment_options import FREE_TO_CHANGE
 from accel_train.hub import options
@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     rank, world_size = accelerator.process_index, accelerator.num_processes
     out = expand_path(config.output_dir)
     logs.setup_logging(out, rank, world_size)
-    run = runs.open_run(run_options(config), accelerator, "toy")
+    run = opening.open_run(run_options(config), accelerator, "toy")
     if accelerator.is_main_process:
         print(run.decision, flush=True)
     torch.manual_seed(config.seed)

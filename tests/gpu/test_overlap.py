@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_train.data.loader import LoaderConfig, iterate_steps
+from accel_train.data.loader import iterate_steps
+from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.runtime.accelerator import build_accelerator, verify_prepared
 from accel_train.training.accumulation import GradientWindow

@@ -8,13 +8,13 @@ import psutil
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.launch_files.parents import parent_command_lines
 from accel_train.launch_files.requested import (
     MISLEADING_VARIABLES,
     Requested,
     clear_environment,
     launcher_flags,
     misleading_variables,
-    parent_command_lines,
     read_request,
     refuse_accumulation,
     refuse_experiment_settings,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from accel_train.metrics.curves import last_pass, panels_of, plot_curves, smoothed
-from accel_train.metrics.records import read_metrics
+from accel_train.metrics.curves import panels_of, plot_curves, smoothed
+from accel_train.metrics.records import last_pass, read_metrics
 
 
 def train(step: int, **more: object) -> dict[str, object]:

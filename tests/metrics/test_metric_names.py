@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel_train import experiment
+from accel_train import experiment, opened
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
@@ -62,7 +62,7 @@ def test_what_is_declared_is_what_an_evaluation_reports(
     declared: list[Sequence[str]] = []
     real = experiment.open_experiment
 
-    def open_experiment(*arguments: Any, metrics: Sequence[str], **named: Any) -> experiment.Opened:
+    def open_experiment(*arguments: Any, metrics: Sequence[str], **named: Any) -> opened.Opened:
         declared.append(metrics)
         return real(*arguments, metrics=metrics, **named)
 

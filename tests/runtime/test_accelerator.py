@@ -19,6 +19,7 @@ from accel_train.config import UsageError
 from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.launch_files.requested import Requested
 from accel_train.runtime import accelerator as machine
+from accel_train.runtime import strategy
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT: dict[str, Any] = {
@@ -55,7 +56,7 @@ def test_one_process(precision: str, named: str) -> None:
     accelerator = build(precision=precision)
     assert (accelerator.num_processes, accelerator.mixed_precision) == (1, named)
     assert accelerator.gradient_accumulation_steps == 1
-    assert machine.strategy_of(accelerator) == "single"
+    assert strategy.strategy_of(accelerator) == "single"
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     assert machine.verify_prepared(accelerator, model, 1.0).startswith("single: 1 process(es) on ")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
+from accel_train.checkpoints import opening
 from accel_train.checkpoints import run as runs
 from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError
@@ -91,7 +92,7 @@ def open_runs(rank: int, folder: Path, port: int) -> None:
 
         runs.new_run = fail  # after the lock: only the main process comes here
         try:
-            runs.open_run(RunOptions(str(folder / f"run{number}"), {"seed": 0}), accelerator, "data")
+            opening.open_run(RunOptions(str(folder / f"run{number}"), {"seed": 0}), accelerator, "data")
         except BaseException as error:
             ended.append(f"{type(error).__name__}: {error}")
     runs.new_run = original
@@ -99,7 +100,7 @@ def open_runs(rank: int, folder: Path, port: int) -> None:
         on_main(accelerator, lambda: lambda: None)  # cannot be sent
     except Exception as error:
         ended.append(type(error).__name__)
-    run = runs.open_run(RunOptions(str(folder / "run"), {"seed": 0}), accelerator, "data")
+    run = opening.open_run(RunOptions(str(folder / "run"), {"seed": 0}), accelerator, "data")
     ended.append(run.decision)
     run.close()
     (folder / f"rank{rank}").write_text("\n".join(ended))

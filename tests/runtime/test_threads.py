@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -12,8 +10,6 @@ import pytest
 import torch
 
 from accel_train.runtime import threads
-
-V1 = "cpu,cpuacct/a/cpu.cfs"
 
 
 @pytest.fixture(autouse=True)
@@ -42,39 +38,6 @@ def number() -> Iterator[None]:
 )
 def test_what_the_machine_has_to_spare(cores: int, processes: int, load: float, all_cores: int, chosen: int) -> None:
     assert threads.choose(cores, processes, load, all_cores) == chosen
-
-
-@pytest.mark.parametrize(
-    ("own", "files", "quota"),
-    [
-        ("0::/", {"cpu.max": "max 100000\n"}, None),
-        ("0::/", {"cpu.max": "150000 100000\n"}, 1.5),
-        ("0::/a/b", {"a/cpu.max": "100000 100000\n", "a/b/cpu.max": "300000 100000\n"}, 1.0),
-        (
-            "4:cpu,cpuacct:/a",
-            {f"{V1}_quota_us": "200000", f"{V1}_period_us": "100000"},
-            2,
-        ),
-        (
-            "4:cpu,cpuacct:/a",
-            {f"{V1}_quota_us": "-1", f"{V1}_period_us": "100000"},
-            None,
-        ),
-        ("9:memory:/a", {"memory/a/cpu.max": "100000 100000"}, None),
-        ("4:cpu:/not/seen/here", {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 0.5),
-        ("0::/", {"cpu.max": "nonsense"}, None),
-        ("", {}, None),
-    ],
-)
-def test_the_quota_of_a_cgroup(own: str, files: Mapping[str, str], quota: float | None, tmp_path: Path) -> None:
-    for name, text in files.items():
-        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "fs" / name).write_text(text)
-    (tmp_path / "own").write_text(own)
-    cores, reason = threads.usable_cores(tmp_path / "fs", tmp_path / "own")
-    here = len(os.sched_getaffinity(0))
-    assert cores == (here if quota is None else min(here, max(1, int(quota))))
-    assert (quota is None or quota >= here) == (reason == "affinity")
 
 
 @pytest.mark.parametrize(

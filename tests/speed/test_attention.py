@@ -12,12 +12,8 @@ from torch import Tensor, nn
 from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
-from accel_train.speed.attention import (
-    TORCH_CHOICE,
-    apply_attention,
-    attention,
-    resolve_attention,
-)
+from accel_train.speed.attention import apply_attention, attention, resolve_attention
+from accel_train.speed.attention_kernels import TORCH_CHOICE
 from accel_train.speed.attention_table import NAMES, AttentionNeeds
 
 CPU = torch.device("cpu")

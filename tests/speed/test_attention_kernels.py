@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
-from accel_train.speed.attention import TORCH_CHOICE, apply_attention
+from accel_train.speed.attention import apply_attention
 from accel_train.speed.attention_kernels import (
+    TORCH_CHOICE,
     Attention,
     _flex,  # pyright: ignore[reportPrivateUsage]
     _rows_as_sequences,  # pyright: ignore[reportPrivateUsage]

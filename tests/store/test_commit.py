@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from accel_train import strict_json
-from accel_train.store import commit, manifest
+from accel_train.store import atomic_files, commit, manifest, strict_json
 
 
 def make(directory: Path, step: int, content: bytes = b"weights") -> Path:
-    temporary = directory / commit.temporary_name(step, commit.new_nonce())
+    temporary = directory / commit.temporary_name(step, atomic_files.new_nonce())
     (temporary / "optimizer").mkdir(parents=True)
     files = {}
     for name in ("model.safetensors", "optimizer/exp_avg.safetensors"):
@@ -130,7 +129,7 @@ def test_a_manifest_that_cannot_be_believed(tmp_path: Path, before: str, after: 
     text = text.replace(before, after, 1)
     if own:
         with suppress(ValueError):  # what cannot be parsed has no hash
-            text = commit.to_json(strict_json.sealed(strict_json.parse(text)))
+            text = atomic_files.to_json(strict_json.sealed(strict_json.parse(text)))
     file.write_text(text)
     with pytest.raises(ValueError, match=f"checkpoint_00000020: manifest.json cannot be read .*{reason}"):
         commit.verify(newer)
@@ -182,11 +181,11 @@ def test_something_else_in_the_manifest_s_place(tmp_path: Path, make_it: Callabl
 def test_a_manifest_of_the_first_schema_is_read_and_rewritten_with_a_hash(tmp_path: Path) -> None:
     path = make(tmp_path, 20)
     found = {key: value for key, value in commit.open_verified(path).manifest.items() if key != strict_json.SEAL}
-    commit.write_json(path / "manifest.json", found | {"schema": 1})
+    atomic_files.write_json(path / "manifest.json", found | {"schema": 1})
     assert commit.verify(path).step == 20
     commit.rewrite_manifest(path, {"metrics": {"loss": 1.5}})
     assert commit.verify(path).manifest["schema"] == 2
-    commit.write_json(path / "manifest.json", dict(commit.open_verified(path).manifest) | {"schema": 1})
+    atomic_files.write_json(path / "manifest.json", dict(commit.open_verified(path).manifest) | {"schema": 1})
     with pytest.raises(ValueError, match="schema 1 has no self_sha256"):
         commit.verify(path)
 
@@ -195,7 +194,7 @@ def test_order_is_by_step_and_not_by_time(tmp_path: Path) -> None:
     for step in (900, 1000, 100_000_000, 20):
         make(tmp_path, step)
     os.utime(tmp_path / commit.checkpoint_name(20), (2e9, 2e9))
-    assert [s for s, _ in commit.committed(tmp_path)] == [20, 900, 1000, 100_000_000]
+    assert [s for s, _ in manifest.committed(tmp_path)] == [20, 900, 1000, 100_000_000]
 
 
 def test_only_dead_processes_of_this_host_are_swept(tmp_path: Path) -> None:
@@ -247,7 +246,7 @@ def test_what_stands_in_the_way_is_set_aside(tmp_path: Path, put: Callable[[Path
     was = os.readlink(final) if final.is_symlink() else None
     make(tmp_path, 5)
     (aside,) = tmp_path.glob("checkpoint_00000005.aside-*")
-    assert commit.committed(tmp_path) == [(5, final)]
+    assert manifest.committed(tmp_path) == [(5, final)]
     assert commit.verify(final).step == 5
     assert (tmp_path / "else" / "notes.txt").read_text() == "mine"
     if was is not None:

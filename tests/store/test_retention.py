@@ -21,8 +21,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_train.checkpoints import policy
 from accel_train.checkpoints.writer import Retention
-from accel_train.store import commit, retention
+from accel_train.store import commit, manifest, retention
 from accel_train.store.retention import CheckpointFacts, Plan
 
 STATE = ("index.json", "exp_avg.safetensors", "master.safetensors")
@@ -70,7 +71,7 @@ def damage(path: Path) -> Path:
 
 
 def steps_in(directory: Path) -> list[int]:
-    return [step for step, _ in commit.committed(directory)]
+    return [step for step, _ in manifest.committed(directory)]
 
 
 def prune(directory: Path, keep: Options, newest: int, busy: Collection[str] = ()) -> Plan:
@@ -244,7 +245,7 @@ def test_the_future_goes_first() -> None:
 def test_names_that_no_checkpoint_has() -> None:
     good = ["checkpoint_00000100", "checkpoint_123456789"]
     bad = ["checkpoint_100", "step_100", "", "checkpoint_0000000100", "checkpoint_00000100/", "../checkpoint_00000100"]
-    assert retention.invalid_pins([*good, *bad]) == bad
+    assert policy.invalid_pins([*good, *bad]) == bad
 
 
 # ----------------------------------------------------------------------------------------------------- on the disk
@@ -330,7 +331,7 @@ def test_manifests_say_what_is_held(tmp_path: Path) -> None:
     assert (seven.state, seven.leftover) == (False, True)
     assert (nine.step, nine.state, nine.metrics) == (9, True, {})
     assert math.isnan(nine.epoch)
-    assert [s for s, _ in commit.committed(tmp_path)] == [5, 7, 9, 11, 12]
+    assert [s for s, _ in manifest.committed(tmp_path)] == [5, 7, 9, 11, 12]
     prune(tmp_path, Options(keep_last=1, keep_window_epochs=1.0), 9)  # no window reaches 5 from an unknown epoch
     assert steps_in(tmp_path) == [9]
 

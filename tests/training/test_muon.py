@@ -21,7 +21,7 @@ from accel_train.checkpoints.saver import Saver
 from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.hub.options import HubConfig
-from accel_train.store import commit
+from accel_train.store import atomic_files, commit, manifest
 from accel_train.training import muon
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
@@ -294,7 +294,7 @@ class Prepared:
         self.average = Ema(EmaConfig(0.5), Shards(self.model, self.optimizer))
         self.run = Run(out, "toy", None, "", {"experiment": {"global_batch_size": 4}, "resolved": {}})
         self.run.checkpoints.mkdir(parents=True, exist_ok=True)
-        commit.write_json(out / "run.json", {})
+        atomic_files.write_json(out / "run.json", {})
 
     def train(self, steps: range, saver: Saver | None = None) -> list[float]:
         def after(step: int) -> None:
@@ -304,13 +304,13 @@ class Prepared:
 
         return train(self.model, self.optimizer, steps, after)
 
-    def resume(self, saved: commit.Checkpoint) -> int:
+    def resume(self, saved: manifest.Checkpoint) -> int:
         run = replace(self.run, checkpoint=saved)
         return restore.restore(run, self.accelerator, self.average.view, self.average)
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Iterator[tuple[commit.Checkpoint, list[float]]]:
+def saved(tmp_path: Path) -> Iterator[tuple[manifest.Checkpoint, list[float]]]:
     """A checkpoint of a Muon run after 5 steps, and the losses of the 5 after it."""
     first = Prepared(tmp_path / "run", 0, "muon")
     saver = Saver(

@@ -24,7 +24,7 @@ from accel_train.domains.models.layers import (
 )
 from accel_train.domains.models.pretrained import DOWNLOAD_OPTIONS, load_pretrained
 from accel_train.precision import Precision, dtype_of
-from accel_train.speed.attention import TORCH_CHOICE
+from accel_train.speed.attention_kernels import TORCH_CHOICE
 from accel_train.speed.attention_table import AttentionNeeds
 
 SIZES: dict[str, dict[str, int]] = {

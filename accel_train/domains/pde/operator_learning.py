@@ -8,16 +8,16 @@ process and strategy therefore does the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from accel_train.config import Fraction, FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, UsageError
+from accel_train.config import UsageError
 from accel_train.domains.pde import fields, losses
 from accel_train.domains.pde.losses import TERMS
-from accel_train.domains.pde.rollout import ConditioningConfig
+from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.rows import FieldTask
 from accel_train.domains.pde.transformer import Parts
 
@@ -26,82 +26,6 @@ AUTOENCODER = ("encoders", "target_encoders", "decoder")
 """Modules that the operator stage can freeze."""
 RESIDUAL = "residual"
 """Module trained in the residual stage alone."""
-
-
-@dataclass(frozen=True)
-class ObjectiveConfig:
-    """Loss terms and stages. All errors are of normalised fields."""
-
-    autoencode_steps: NonNegativeInt = 0
-    """Steps of the first stage: encoder and decoder alone learn to be inverse to each other. The operator learns in
-    the second stage, the remaining steps. A run changes from one to the other by itself, also after a resume."""
-    freeze_autoencoder: bool = False
-    """Second stage: freeze encoder and decoder after the first stage. False: the prediction trains everything."""
-    latent_weight: NonNegativeFloat = 0.0
-    """Second stage: weight of the squared distance from the predicted latent to the target's, behind a
-    stop-gradient."""
-    inverse_weight: NonNegativeFloat = 0.05
-    """Weight of decoding an encoded field and of re-encoding a decoded one. The first stage gives decoding weight 1
-    and re-encoding this one."""
-    inverse_every: PositiveInt = 1
-    """Second stage: steps from one use of the inverse terms to the next. They cost one more decoding and encoding."""
-    spectral_weight: NonNegativeFloat = 0.0
-    """Weight of the error of the Fourier amplitudes, relative to the target's energy. Needs the whole grid."""
-    boundary_weight: NonNegativeFloat = 0.0
-    """Tasks with a fixed boundary: weight of the error on it."""
-    conservation_weight: NonNegativeFloat = 0.0
-    """Conservative tasks: weight of the change of each field's integral. Needs the whole grid."""
-    queries: PositiveInt | None = None
-    """Points at which a training sample is decoded, drawn again in each step. None: all points of the grid. A smaller
-    grid also uses all its points."""
-    query_sampling: Literal["uniform", "stratified"] = "stratified"
-    """uniform: independent points. stratified: one point from each of `queries` equal runs of the grid's points."""
-    drop_path: FractionBelowOne = 0.0
-    """Probability that a sample skips the last block of the operator. It grows linearly from 0 at the first block."""
-    flip: Fraction = 0.0
-    """Tasks without time: share of samples mirrored along each axis. For equations with this symmetry."""
-    residual_from: PositiveInt | None = None
-    """Optimizer step at which the third stage begins: model.residual_depth blocks learn the residual of the
-    prediction, everything else is frozen. The learning-rate schedule ends there and starts again. None: no such
-    stage."""
-    residual_steps: PositiveInt = 1
-    """Third stage: denoising steps of the residual, one forward each. Training uses their times alone. 1: the mean
-    residual, with the lowest error. More, such as 4: a sample of the possible residuals, for details that the input
-    does not determine."""
-
-    def __post_init__(self) -> None:
-        whole = {"spectral_weight": self.spectral_weight, "conservation_weight": self.conservation_weight}
-        for name, weight in whole.items():
-            if weight and self.queries is not None:
-                raise UsageError(
-                    f"objective.{name} {weight:g}: is of the whole grid, and objective.queries {self.queries} decodes "
-                    "a part of it. Leave queries at None, or this weight at 0."
-                )
-        if self.freeze_autoencoder and not self.autoencode_steps:
-            raise UsageError(
-                "objective.freeze_autoencoder true with autoencode_steps 0: encoder and decoder would stay at their "
-                "random initial values. Give the first stage some steps, or do not freeze them."
-            )
-        if self.freeze_autoencoder and self.inverse_every != 1:
-            raise UsageError(
-                f"objective.inverse_every {self.inverse_every} with freeze_autoencoder true: the inverse terms train "
-                "encoder and decoder, so a second stage that freezes them has none. Leave one of the two out."
-            )
-        if self.queries is None and self.query_sampling != "stratified":
-            raise UsageError(
-                f"objective.query_sampling {self.query_sampling}: has no effect without objective.queries. Give their "
-                "number, or leave query_sampling out."
-            )
-        if self.residual_from is not None and self.residual_from <= self.autoencode_steps:
-            raise UsageError(
-                f"objective.residual_from {self.residual_from}: must be more than autoencode_steps "
-                f"{self.autoencode_steps}, or the operator would never learn. Raise it."
-            )
-        if self.residual_from is None and self.residual_steps != 1:
-            raise UsageError(
-                f"objective.residual_steps {self.residual_steps}: has no effect without objective.residual_from. Give "
-                "the step at which its stage begins, or leave residual_steps out."
-            )
 
 
 def stage_of_step(config: ObjectiveConfig, step: int) -> Stage:
@@ -254,35 +178,6 @@ def add_queries(
         inner = result.get("queries", coordinates.expand(len(edge), -1, -1))
         result["queries"] = torch.cat((inner, edge), dim=1)
     return result
-
-
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """Evaluation on held-out fields with the EMA weights."""
-
-    every: NonNegativeInt = 0
-    """Optimizer steps between evaluations. 0: one evaluation, at the end. Every run has that one."""
-    samples: PositiveInt = 256
-    """Held-out rows of each task, over all processes."""
-    batch_size: PositiveInt = 64
-    """Samples per process per forward."""
-    trajectories: PositiveInt = 32
-    """Held-out trajectories to roll out of each task with time, over all processes."""
-    conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
-    patience: PositiveInt | None = None
-    """End the run after this many evaluations without a lower mean error of all tasks. Those of the first stage do
-    not count. None: run to the end."""
-
-    def __post_init__(self) -> None:
-        if self.patience is not None and self.every == 0:
-            raise UsageError(
-                f"evaluation.patience {self.patience}: counts evaluations, and evaluation.every 0 makes one only, at "
-                "the end. Set evaluation.every to a number of steps."
-            )
-
-    def due(self, step: int, max_steps: int) -> bool:
-        """Return True if an evaluation follows ``step`` completed steps."""
-        return step == max_steps or (self.every > 0 and step % self.every == 0)
 
 
 def check_residual(objective: ObjectiveConfig, evaluation: EvaluationConfig, depth: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from accel_train.atomic_files import replace_file
 from accel_train.metrics.records import write_json
+from accel_train.store.atomic_files import replace_file
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ process, so it may run a sharded model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.config import PositiveInt, UsageError
+from accel_train.config import UsageError
+from accel_train.domains.pde.options import ConditioningConfig
 
 Step = Callable[[Tensor], Tensor]
 Proposal = Callable[[Tensor, int], Tensor]
@@ -32,29 +32,6 @@ def rollout(step: Step, state: Tensor, steps: int) -> Tensor:
         state = step(state)
         states.append(state)
     return torch.stack(states, dim=1)
-
-
-MOST_CANDIDATES = 10
-
-
-@dataclass(frozen=True)
-class ConditioningConfig:
-    """Test-time conditioning: try several next steps and follow those that conserve best."""
-
-    candidates: PositiveInt = 6
-    """Next steps tried from each state: the plain one and variations of it. At most 10."""
-    beam: PositiveInt = 2
-    """States of each sample followed at once."""
-    horizon: PositiveInt = 2
-    """Steps over which a candidate is scored: its own, then plain ones. A step costs up to beam * candidates * horizon
-    forwards. A plain step costs one."""
-
-    def __post_init__(self) -> None:
-        if self.candidates > MOST_CANDIDATES:
-            raise UsageError(
-                f"evaluation.conditioning.candidates {self.candidates}: at most {MOST_CANDIDATES} next steps can be "
-                "tried from a state; lower it, or raise evaluation.conditioning.beam"
-            )
 
 
 @torch.no_grad()

@@ -12,10 +12,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_train.domains.pde import fields, residual_diffusion, rollout
-from accel_train.domains.pde import prediction as pde_prediction
+from accel_train.domains.pde import fields, losses, options, residual_diffusion, rollout
 from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselines
-from accel_train.domains.pde.operator_learning import EvaluationConfig, ObjectiveConfig
+from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.pictures import Lines, Panel
 from accel_train.domains.pde.rows import FieldData, FieldRows, FieldTask
 from accel_train.metrics.early_stopping import EarlyStopping
@@ -57,7 +56,7 @@ def error_sums(
 
     A model with a residual network also gets the sums of its refined prediction.
     """
-    predicted, log_size, correct = pde_prediction.predict(model, batch, number, task.grid)
+    predicted, log_size, correct = losses.predict(model, batch, number, task.grid)
     sums = {"plain": row_sums(task, predicted, batch)}
     if log_size is not None:
         refined = residual_diffusion.refine(correct, predicted, log_size, residual_steps, seed, batch["sample"])
@@ -109,7 +108,7 @@ class Rollouts:
         """Roll out step by step: (B, T - 1, C, H, W)."""
         return rollout.rollout(step, self.truth[:, 0], self.truth.shape[1] - 1)
 
-    def conditioned(self, step: rollout.Step, config: rollout.ConditioningConfig, seed: int) -> Tensor:
+    def conditioned(self, step: rollout.Step, config: options.ConditioningConfig, seed: int) -> Tensor:
         """Roll out by beam search for the best conservation, without the truth. For tasks with a conserved integral."""
         sample = self.sample.to(self.truth.device)
         proposals = [rollout.plain(step)]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_train.domains.models.layers import NORM_EPS, FeedForward
-from accel_train.speed.attention import TORCH_CHOICE
+from accel_train.speed.attention_kernels import TORCH_CHOICE
 
 KERNEL = 3
 CELL_OCTAVES = 3

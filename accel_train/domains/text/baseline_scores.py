@@ -12,7 +12,7 @@ from accel_train.data.heldout import heldout_pairs
 from accel_train.domains.text import both_ways
 from accel_train.domains.text.baselines import TextBaselines, fit_baselines, fits_log_linear
 from accel_train.domains.text.both_ways import bag_nll_sum, cosine_sum
-from accel_train.domains.text.prepare import PreparedData
+from accel_train.domains.text.dataset import PreparedData
 
 BATCH_SIZE = 512
 BASELINES = ("t2l_ridge_cosine", "unigram_nll")

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.domains.text.corpus import texts_hash
+from accel_train.domains.text.corpus import (
+    texts_hash,
+)
 from accel_train.domains.text.encoders import LatentEncoder, load_encoder
 from accel_train.domains.text.latent_cache import BatchMemory, LatentTable
 from accel_train.domains.text.tokenizer import TextTokenizer, Tokens
@@ -217,3 +220,54 @@ def dataset_fingerprint(texts: Sequence[str], table: LatentTable, assets: DataAs
         for _, block in table.blocks():
             digest.update(block.numpy().tobytes())
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedData:
+    """Datasets of a run with their assets."""
+
+    train: TextLatentDataset
+    heldout: TextLatentDataset
+    assets: DataAssets
+    """Tokenizer, latent encoder, mean and std, as stored in a checkpoint (`assets.save(directory)`)."""
+    fingerprint: str
+    """sha256 of both splits' contents and of all preprocessing."""
+    notices: tuple[str, ...]
+    """Lines for the main process to log: sizes, texts cut or left out."""
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer of both splits."""
+        return self.assets.tokenizer
+
+    @property
+    def latent_mean(self) -> Tensor:
+        return self.assets.latent_mean
+
+    @property
+    def latent_std(self) -> float:
+        return self.assets.latent_std
+
+    @property
+    def latent_shape(self) -> tuple[int, int]:
+        """(L, Dz)"""
+        return self.assets.latent_shape
+
+    def nearest_texts(self, latents: Tensor) -> list[tuple[str, float]]:
+        """Find the training text with the highest cosine to each normalised latent (B, L, Dz), and that cosine.
+
+        Reads every training latent once.
+        """
+        queries = F.normalize(latents.detach().float().cpu().flatten(1), dim=1)
+        best = torch.full((len(queries),), -2.0)  # below any cosine
+        nearest = torch.zeros(len(queries), dtype=torch.int64)
+        for start, block in self.train.table.blocks():
+            keys = F.normalize(self.assets.normalise(block).flatten(1), dim=1)
+            cosine, index = (queries @ keys.T).max(1)
+            nearest = torch.where(cosine > best, index + start, nearest)
+            best = torch.maximum(best, cosine)
+        texts = [self.train.texts[index] for index in nearest.tolist()]
+        return list(zip(texts, best.tolist(), strict=True))
+
+    def save_assets(self, directory: Path) -> None:
+        self.assets.save(directory)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_train.atomic_files import replace_file
+from accel_train.store.atomic_files import replace_file
 
 logger = logging.getLogger(__name__)
 

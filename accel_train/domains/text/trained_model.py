@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accel_train.config import UsageError, from_tree
+from accel_train.config import UsageError
+from accel_train.config_loading import from_tree
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
 from accel_train.domains.models.mmdit import MultimodalMMDiT

@@ -13,9 +13,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from accel_train.config import UsageError, from_tree
+from accel_train.config import UsageError
+from accel_train.config_loading import from_tree
 from accel_train.data import artifacts
-from accel_train.data.loader import LoaderConfig, iterate_steps
+from accel_train.data.loader import iterate_steps
+from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard
 from accel_train.data.task_sampler import TaskSampler
 from accel_train.domains.pde import equations as pde

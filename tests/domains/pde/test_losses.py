@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train.config import UsageError, load_config
-from accel_train.domains.pde import operator_learning
+from accel_train.config import UsageError
+from accel_train.config_loading import load_config
+from accel_train.domains.pde import operator_learning, options
 from accel_train.domains.pde.equations import prepare_pde
 from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.rows import FieldData
@@ -116,9 +117,9 @@ def test_options_that_no_task_has_a_use_for_are_refused(tasks: str, flags: tuple
         Task.boundary = "dirichlet"
     with pytest.raises(UsageError, match=words):
         operator_learning.check_tasks(config.objective, config.evaluation, [Task()])
-    operator_learning.check_tasks(operator_learning.ObjectiveConfig(), operator_learning.EvaluationConfig(), [Task()])
+    operator_learning.check_tasks(options.ObjectiveConfig(), options.EvaluationConfig(), [Task()])
 
 
 def test_inverse_terms_that_a_frozen_autoencoder_does_not_have_are_refused() -> None:
     with pytest.raises(UsageError, match="inverse_every 4 with freeze_autoencoder true"):
-        operator_learning.ObjectiveConfig(autoencode_steps=5, freeze_autoencoder=True, inverse_every=4)
+        options.ObjectiveConfig(autoencode_steps=5, freeze_autoencoder=True, inverse_every=4)

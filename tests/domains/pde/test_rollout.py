@@ -9,7 +9,8 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.pde import rollout as rollouts
-from accel_train.domains.pde.rollout import ConditioningConfig, Proposal, conditioned_rollout, rollout
+from accel_train.domains.pde.options import ConditioningConfig
+from accel_train.domains.pde.rollout import Proposal, conditioned_rollout, rollout
 
 
 def numbers(*values: float) -> Tensor:

@@ -11,7 +11,8 @@ from accel_train.data.heldout import heldout_pairs
 from accel_train.domains.text import baselines as text_baselines
 from accel_train.domains.text.baseline_scores import baseline_metrics
 from accel_train.domains.text.both_ways import cosine_sum, text_nll_sums
-from accel_train.domains.text.prepare import DataConfig, PreparedData, prepare_data
+from accel_train.domains.text.dataset import PreparedData
+from accel_train.domains.text.prepare import DataConfig, prepare_data
 
 
 @pytest.fixture(scope="module")

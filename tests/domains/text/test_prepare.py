@@ -15,9 +15,9 @@ import torch.nn.functional as F
 import accel_train.domains.text
 from accel_train.config import UsageError
 from accel_train.domains.text.corpus import DEMO_FILE, content_key
-from accel_train.domains.text.dataset import load_assets
+from accel_train.domains.text.dataset import PreparedData, load_assets
 from accel_train.domains.text.latent_files import write_latents
-from accel_train.domains.text.prepare import DataConfig, PreparedData, prepare_data
+from accel_train.domains.text.prepare import DataConfig, prepare_data
 from accel_train.domains.text.tfidf import TfidfSvdEncoder, words_of
 from tests import tiny_encoders
 from tests.waiting import PATIENCE_SECONDS

@@ -17,3 +17,13 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def parent_command_lines(levels: int = 4) -> list[list[str]]:
+    """Command lines of the parents, nearest first; empty where the system does not show them."""
+    import psutil
+
+    try:
+        return [parent.cmdline() for parent in psutil.Process().parents()[:levels]]
+    except psutil.Error:
+        return []

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from accel_train.runtime.compiler import compiler_error, paths_with_a_space
+from accel_train.speed.compiler import compiler_error, paths_with_a_space
 
 NINJA = """Error building extension 'deepspeed_shm_comm': [1/3] c++ -I'/tmp/a b/include' -c '/tmp/a b/shm.cpp' -o shm.o
 shm_interface.cpp:42:46: warning: ISO C++ forbids converting a string constant to ‘char*’ [-Wwrite-strings]

@@ -1,0 +1,123 @@
+"""Options of reading samples, and what `auto` is on this machine."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, UsageError
+from accel_train.cores import usable_cores
+
+MAX_AUTO_WORKERS = 8
+MAX_WORKERS_PER_CORE = 8
+"""With more, reading processes only wait for each other. One takes about 300 MiB of memory."""
+DEFAULT_PREFETCH_FACTOR = 2
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """Reading of samples. No option here changes the samples of a step or their noise. Workers live as long as the
+    run, across epochs."""
+
+    num_workers: NonNegativeInt | Literal["auto"] = "auto"
+    """Reading processes per training process. 0 = read in the training process. auto = 0 on a CPU, whose cores are
+    busy with training, else the cores of this host per training process minus one, at most 8."""
+
+    prefetch_factor: PositiveInt | None = None
+    """Micro-batches read ahead by each worker, kept in shared memory. None = 2. Needs workers."""
+
+    pin_memory: bool | Literal["auto"] = "auto"
+    """Read into page-locked host memory, so that copies to the GPU overlap with training. auto = on CUDA."""
+
+    timeout_seconds: PositiveFloat | None = None
+    """Longest wait for one micro-batch before the run stops with an error. None = 300. Keep it below the
+    timeout of collectives, which would otherwise fail first without naming the cause. Needs workers."""
+
+    bucket_by_length: bool = False
+    """Sort each global batch by length before splitting it, and pad each micro-batch to its own longest sample: less
+    padding, the same samples, noise and gradient. Helps with several micro-batches per step or texts far shorter
+    than the longest allowed."""
+
+    bucket_shapes: PositiveInt | None = None
+    """Maximum number of padded lengths, chosen once from the data. Compilation, cuDNN and the caching allocator pay
+    for each. None = 4. Needs bucket_by_length."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers == 0:
+            self.refuse_worker_options("num_workers=0")
+        if self.bucket_shapes is not None and not self.bucket_by_length:
+            raise UsageError(
+                f"bucket_shapes={self.bucket_shapes}: has no effect without buckets. Set bucket_by_length to True, or "
+                "leave bucket_shapes out."
+            )
+
+    def refuse_worker_options(self, reason: str) -> None:
+        """Raise ``UsageError`` for an option of workers, where there are none for ``reason``."""
+        given = {"prefetch_factor": self.prefetch_factor, "timeout_seconds": self.timeout_seconds}
+        for name, value in given.items():
+            if value is not None:
+                raise UsageError(
+                    f"{name}={value}: needs at least 1 worker, but {reason}. Set num_workers to 1 or more, "
+                    f"or leave {name} out."
+                )
+
+
+class LoaderSettings(NamedTuple):
+    """`LoaderConfig` with `auto` resolved for this machine."""
+
+    num_workers: int
+    prefetch_factor: int
+    pin_memory: bool
+    timeout_seconds: float
+    reason: str
+
+
+def resolve_loader(config: LoaderConfig, device: torch.device) -> LoaderSettings:
+    """Resolve `auto` to numbers, with the reason. Refuses settings this device cannot obey. Call it early."""
+    if config.pin_memory is True and device.type != "cuda":
+        raise UsageError(
+            f"pin_memory=True: page-locked memory serves copies to a CUDA device, this run is on {device.type}. "
+            "Set pin_memory to auto or False."
+        )
+    if config.num_workers == "auto":
+        workers, reason = _auto_workers(device)
+        if workers == 0:
+            config.refuse_worker_options(f"num_workers=auto chose 0 ({reason})")
+    else:
+        workers = config.num_workers
+        reason = "num_workers as asked"
+        _refuse_too_many(workers)
+    return LoaderSettings(
+        num_workers=workers,
+        prefetch_factor=config.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
+        pin_memory=device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory,
+        timeout_seconds=config.timeout_seconds or DEFAULT_TIMEOUT_SECONDS,
+        reason=reason,
+    )
+
+
+def _auto_workers(device: torch.device) -> tuple[int, str]:
+    if device.type == "cpu":
+        return 0, "auto: training on the CPU keeps the cores busy"
+    cores, _ = usable_cores()
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # One core is left to the training process itself.
+    workers = min(MAX_AUTO_WORKERS, max(0, cores // processes - 1))
+    return workers, f"auto: {cores} cores for {processes} training processes on this host"
+
+
+def _refuse_too_many(workers: int) -> None:
+    cores, _ = usable_cores()
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    total = workers * processes
+    limit = max(16, MAX_WORKERS_PER_CORE * cores)
+    if total <= limit:
+        return
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    raise UsageError(
+        f"loader.num_workers={workers}: with {processes} training process(es) on this host that is "
+        f"{total} reading processes, about {total * 0.3:.0f} GiB, on {cores} core(s) "
+        f"and {memory_gib:.0f} GiB of memory. At most {limit} are started. Give {limit // processes} or less, or auto."
+    )

@@ -1,0 +1,95 @@
+"""Build a model and prepare it for training under the strategy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import ParamSpec
+
+import torch
+from torch import nn
+
+from accel_train.checkpoints.restore import load_initial_weights, restore
+from accel_train.config import origin_of
+from accel_train.config_tree import flatten, to_tree
+from accel_train.experiment_options import ExperimentConfig
+from accel_train.metrics.logs import info
+from accel_train.metrics.recorder import RunInfo
+from accel_train.opened import Opened, Prepared
+from accel_train.runtime.accelerator import verify_prepared
+from accel_train.runtime.distributed_options import apply_fsdp2_prefetch
+from accel_train.runtime.strategy import strategy_of
+from accel_train.speed import fitting
+from accel_train.speed.apply import SpeedOptions, apply_speed_options
+from accel_train.speed.attention_table import AttentionNeeds
+from accel_train.training.accumulation import resolve_sync
+from accel_train.training.ema import Ema
+from accel_train.training.optimizers import build_optimizer
+from accel_train.training.shards import Shards, exact_masters
+from accel_train.training.step_guard import resolve_step_guard
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
+
+
+def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, **named: P.kwargs) -> nn.Module:
+    """``model(*shape)`` with the initial weights of the experiment's seed, the same on every process.
+
+    Raises ``UsageError``, with the numbers, for one that cannot fit: before any memory is taken.
+    """
+    config, accelerator = opened.config, opened.accelerator
+    given = [f"--{name} {value}" for name, value in flatten(to_tree(config)).items() if _sets_model(config, name)]
+    fitting.refuse_what_cannot_fit(
+        fitting.parameters_of(lambda: model(*shape, **named)),
+        config.optimizer.name,
+        training=not config.evaluate_only,
+        has_average=config.ema.decay > 0,
+        sharded=strategy_of(accelerator) not in ("single", "ddp"),
+        world_size=accelerator.num_processes,
+        device=accelerator.device,
+        given=given,
+    )
+    torch.manual_seed(config.seed)
+    return model(*shape, **named)
+
+
+def _sets_model(config: ExperimentConfig, option: str) -> bool:
+    return option.startswith("model.") and origin_of(config, option) == "command line"
+
+
+def prepare(
+    opened: Opened,
+    model: nn.Module,
+    needs: AttentionNeeds | None = None,
+    freezable: Mapping[str, Sequence[str]] = NOTHING,
+) -> Prepared:
+    """Initial weights, speed options (``apply_speed_options``), optimizer, ``accelerator.prepare``, restore.
+
+    All processes call it, with the same weights in ``model``; collective. ``needs`` None: a model that chooses its
+    attention itself. ``freezable`` names parts by the prefixes of their modules. Neither the schedule nor the loader is
+    prepared: both are functions of the step. Raises ``UsageError`` for what cannot be done, and where ``prepare`` did
+    not do what the strategy says.
+    """
+    config, accelerator = opened.config, opened.accelerator
+    load_initial_weights(model, opened.run)
+    strategy = strategy_of(accelerator)
+    options = SpeedOptions(config.attention, config.activation_checkpointing, config.compile, config.float8)
+    place = accelerator.device, config.precision
+    applied = apply_speed_options(model, options, *place, needs, opened.accumulation_steps, strategy)
+    optimizer, reason = build_optimizer(
+        model, config.optimizer, accelerator.device, freezable, strategy=strategy, precision=config.precision
+    )
+    masters = exact_masters(model, config.precision)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    weights = Shards(model, optimizer, masters)
+    ema = Ema(config.ema, weights)
+    restore(opened.run, accelerator, weights, ema)
+    wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
+    ahead = apply_fsdp2_prefetch(config.distributed, model)
+    guard, waits = resolve_step_guard(accelerator, optimizer)
+    info(logger, wrapped, *ahead, *applied.notices, reason, resolve_sync(config.sync, accelerator)[1], waits)
+    facts = applied.facts | {"run_id": opened.run.run_id, "strategy": strategy}
+    run_info = RunInfo(facts, applied.compiled, optimizer, config.global_batch_size)
+    return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard)
