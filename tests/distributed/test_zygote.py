@@ -52,6 +52,10 @@ def test_a_command_sees_what_it_sees_in_a_new_process(form: str, tmp_path: Path)
     assert found == expected
 
 
+HEARS = "import os, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+"""A shell's background job ignores SIGINT, and so do the tests in it."""
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -60,7 +64,7 @@ def test_a_command_sees_what_it_sees_in_a_new_process(form: str, tmp_path: Path)
         ("raise SystemExit(75)", (75, "", "")),
         ("raise SystemExit('words')", (1, "", "words\n")),
         ("import os; os.kill(os.getpid(), 9)", (-signal.SIGKILL, "", "")),
-        ("import os; os.kill(os.getpid(), 2)", (-signal.SIGINT, "", "KeyboardInterrupt")),
+        (f"{HEARS}os.kill(os.getpid(), 2); time.sleep(600)", (-signal.SIGINT, "", "KeyboardInterrupt")),
         ("import atexit; atexit.register(print, 'late'); print('soon')", (0, "soon\nlate\n", "")),
         ("import threading as t; t.Timer(0.1, print, ['late']).start(); print('soon')", (0, "soon\nlate\n", "")),
         ("raise ValueError('wrong')", (1, "", "ValueError: wrong")),
