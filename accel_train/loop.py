@@ -241,6 +241,10 @@ def finish(training: Training) -> int:
     """End the trackers, log where the results are, and return the exit code: 75 where the run was asked to stop."""
     opened, step = training.opened, training.done
     opened.accelerator.end_training()
+    if training.stopped and step >= opened.max_steps:
+        info(logger, f"stopped in the evaluation after the last step, {step}, which is saved (exit code 75)")
+        info(logger, "start again with --evaluate_only to evaluate it")
+        return EXIT_PREEMPTED
     if training.stopped:
         info(logger, f"stopped at step {step} of {opened.max_steps} and saved; start again to go on (exit code 75)")
         return EXIT_PREEMPTED

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import select
 import sys
 import threading
 import time
@@ -86,11 +87,30 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         if not isinstance(left.code, int):
             raise
         code = left.code
+    except BrokenPipeError:
+        # `recipe --help | head`: the reader of this output has left. Any other pipe is a real error.
+        if not _stdout_is_closed():
+            raise
+        code = 1
     except Exception:
         if not _stopped_before_the_first_step():
             raise
         code = EXIT_PREEMPTED
     _leave(int(code or 0))
+
+
+def _stdout_is_closed() -> bool:
+    """Return True if standard output is a pipe that nobody reads any more, and discard what follows."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        closed = any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):
+        # Captured output of a notebook or a test has no file descriptor.
+        return False
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return closed
 
 
 def _report(text: str) -> None:
@@ -166,6 +186,8 @@ def _leave(code: int) -> NoReturn:
     """
     report_exit_code(code)
     logging.shutdown()
+    if _stdout_is_closed():
+        code = code or 1
     sys.stdout.flush()
     sys.stderr.flush()
     torch = sys.modules.get("torch")

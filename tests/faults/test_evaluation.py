@@ -81,6 +81,19 @@ def test_a_stop_ends_an_evaluation_and_saves(
     same_end(trainers, out, ranks)
 
 
+@pytest.mark.fault(
+    "R3", injected="SIGTERM during the last evaluation", outcome="saved; 75; --evaluate_only makes it up"
+)
+def test_a_stop_in_the_last_evaluation_says_how_to_make_it_up(trainers: Trainers, out: Path) -> None:
+    run = trainers.start(out, patch=INSTEAD, LAST_AT="20")
+    run.until(out / "evaluations.txt", "5\n10\n15\n20\n")
+    run.kill(signal.SIGTERM)
+    assert run.wait() == [75], run.output()
+    assert "stopped in the evaluation after the last step, 20, which is saved" in run.output()
+    assert "start again with --evaluate_only to evaluate it" in run.output()
+    assert checkpoints(out) == [20]
+
+
 def test_metrics_join_the_checkpoint_of_their_step_and_the_best_is_kept(trainers: Trainers, out: Path) -> None:
     best = (
         "--checkpoints.keep_best",

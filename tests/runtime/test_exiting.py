@@ -114,6 +114,25 @@ def test_the_exit_code_leaves_the_process_and_reaches_the_launcher(
     assert file.read_text() == reported
 
 
+@pytest.mark.parametrize("length", [10, 1 << 20])  # less and more than a pipe holds
+def test_output_that_nobody_reads_ends_without_a_traceback(length: int) -> None:
+    code = f"from accel_train.runtime.exiting import exit_with; exit_with(lambda argv: print('x' * {length}))"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_another_broken_pipe_is_an_error() -> None:
+    code = "from accel_train.runtime.exiting import exit_with; exit_with(lambda argv: _raise())"
+    code = f"def _raise(): raise BrokenPipeError('a worker')\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.endswith("BrokenPipeError: a worker\n")
+
+
 def test_a_wrong_usage_is_in_the_log_of_the_run_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
