@@ -1,4 +1,4 @@
-"""A run that is open, and its model as the strategy trains it."""
+"""The open experiment, and its model prepared for training: what a recipe's loop works with."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class Opened:
     run: Run
     schedule: ScheduleConfig
     max_steps: int
-    """From the options, or from max_epochs and the size of the data."""
+    """``max_steps`` of the config, or as many as ``max_epochs`` takes."""
     decay_steps: int
-    """Of the schedule, as the first start resolved it: a raised max_steps holds the floor."""
+    """Length of the schedule, resolved by the first start. Steps beyond it, after ``max_steps`` was raised, train with
+    the final learning rate."""
     accumulation_steps: int
     """Micro-batches per process and step."""
     finished: bool
-    """There is no step left, and no evaluation was asked for."""
+    """No step is left, and the config asks for no evaluation."""
 
     @property
     def start_step(self) -> int:
@@ -42,14 +43,16 @@ class Opened:
         return self.run.start_step
 
     def learning_rate_factor(self, step: int, decay_steps: int | None = None) -> float:
-        """Of the learning rate in step ``step`` of a schedule that ends at ``decay_steps``; None: the run's."""
-        steps = self.decay_steps if decay_steps is None else decay_steps
-        return schedules.learning_rate_factor(self.schedule, step, steps)
+        """Return the factor of the learning rate in step ``step``. The schedule ends at ``decay_steps``, by default
+        the run's."""
+        if decay_steps is None:
+            decay_steps = self.decay_steps
+        return schedules.learning_rate_factor(self.schedule, step, decay_steps)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model as the strategy trains it, with what belongs to it. One per process."""
+    """The model wrapped by the strategy, with its optimizer and EMA. One per process."""
 
     accelerator: Accelerator
     model: nn.Module
@@ -65,8 +68,11 @@ class Prepared:
         coefficients: Mapping[str, float],
         step: int,
     ) -> GradientWindow:
-        """The gradient of optimizer step ``step``, from (inputs, weights) of each micro-batch: see ``GradientWindow``.
-        Costs two small reductions a step; every process must have equally many micro-batches."""
+        """Return the gradient of optimizer step ``step`` from (inputs, weights) of each micro-batch.
+
+        Costs two small reductions per step. Every process must have the same number of micro-batches.
+        ``GradientWindow`` describes the rest.
+        """
         return GradientWindow(
             self.accelerator, self.model, micro_batches, coefficients, step, policy=self.sync, guard=self.guard
         )

@@ -1,4 +1,4 @@
-"""Build a model and prepare it for training under the strategy."""
+"""Build the model and prepare it for training: weights, speed options, optimizer, strategy, restore."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, **named: P.kwargs) -> nn.Module:
-    """``model(*shape)`` with the initial weights of the experiment's seed, the same on every process.
+    """Return ``model(*shape)`` with initial weights from the experiment's seed, the same on every process.
 
-    Raises ``UsageError``, with the numbers, for one that cannot fit: before any memory is taken.
+    Raises ``UsageError`` with the numbers for a model that cannot fit, before any memory is allocated.
     """
-    config, accelerator = opened.config, opened.accelerator
-    given = [f"--{name} {value}" for name, value in flatten(to_tree(config)).items() if _sets_model(config, name)]
+    config = opened.config
+    accelerator = opened.accelerator
     fitting.refuse_what_cannot_fit(
         fitting.parameters_of(lambda: model(*shape, **named)),
         config.optimizer.name,
@@ -49,14 +49,19 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
         sharded=strategy_of(accelerator) not in ("single", "ddp"),
         world_size=accelerator.num_processes,
         device=accelerator.device,
-        given=given,
+        given=_model_flags(config),
     )
     torch.manual_seed(config.seed)
     return model(*shape, **named)
 
 
-def _sets_model(config: ExperimentConfig, option: str) -> bool:
-    return option.startswith("model.") and origin_of(config, option) == "command line"
+def _model_flags(config: ExperimentConfig) -> list[str]:
+    """List the flags of the command line that set the model's size."""
+    flags: list[str] = []
+    for option, value in flatten(to_tree(config)).items():
+        if option.startswith("model.") and origin_of(config, option) == "command line":
+            flags.append(f"--{option} {value}")
+    return flags
 
 
 def prepare(
@@ -65,31 +70,36 @@ def prepare(
     needs: AttentionNeeds | None = None,
     freezable: Mapping[str, Sequence[str]] = NOTHING,
 ) -> Prepared:
-    """Initial weights, speed options (``apply_speed_options``), optimizer, ``accelerator.prepare``, restore.
+    """Load initial weights, apply speed options, build the optimizer, prepare with Accelerate, restore the checkpoint.
 
-    All processes call it, with the same weights in ``model``; collective. ``needs`` None: a model that chooses its
-    attention itself. ``freezable`` names parts by the prefixes of their modules. Neither the schedule nor the loader is
-    prepared: both are functions of the step. Raises ``UsageError`` for what cannot be done, and where ``prepare`` did
-    not do what the strategy says.
+    All processes call it with the same weights in ``model``; collective. ``needs`` describes the model's attention;
+    None leaves the choice of a kernel to the model. ``freezable`` maps parts to prefixes of their modules. The schedule
+    and the loader are never prepared, because both are functions of the step.
+
+    Raises ``UsageError`` for options that cannot be obeyed, and for a model that was not wrapped as the strategy
+    requires.
     """
-    config, accelerator = opened.config, opened.accelerator
-    load_initial_weights(model, opened.run)
+    config = opened.config
+    accelerator = opened.accelerator
+    device = accelerator.device
     strategy = strategy_of(accelerator)
+    load_initial_weights(model, opened.run)
     options = SpeedOptions(config.attention, config.activation_checkpointing, config.compile, config.float8)
-    place = accelerator.device, config.precision
-    applied = apply_speed_options(model, options, *place, needs, opened.accumulation_steps, strategy)
-    optimizer, reason = build_optimizer(
-        model, config.optimizer, accelerator.device, freezable, strategy=strategy, precision=config.precision
+    applied = apply_speed_options(model, options, device, config.precision, needs, opened.accumulation_steps, strategy)
+    optimizer, optimizer_reason = build_optimizer(
+        model, config.optimizer, device, freezable, strategy=strategy, precision=config.precision
     )
+    # DeepSpeed rounds the weights in `prepare`.
     masters = exact_masters(model, config.precision)
     model, optimizer = accelerator.prepare(model, optimizer)
     weights = Shards(model, optimizer, masters)
     ema = Ema(config.ema, weights)
     restore(opened.run, accelerator, weights, ema)
     wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
-    ahead = apply_fsdp2_prefetch(config.distributed, model)
-    guard, waits = resolve_step_guard(accelerator, optimizer)
-    info(logger, wrapped, *ahead, *applied.notices, reason, resolve_sync(config.sync, accelerator)[1], waits)
+    prefetch = apply_fsdp2_prefetch(config.distributed, model)
+    guard, guard_reason = resolve_step_guard(accelerator, optimizer)
+    _, sync_reason = resolve_sync(config.sync, accelerator)
+    info(logger, wrapped, *prefetch, *applied.notices, optimizer_reason, sync_reason, guard_reason)
     facts = applied.facts | {"run_id": opened.run.run_id, "strategy": strategy}
     run_info = RunInfo(facts, applied.compiled, optimizer, config.global_batch_size)
     return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard)

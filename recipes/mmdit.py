@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train import experiment, loop, preparation, rng
+from accel_train import experiment, loop, preparation, rng, startup
 from accel_train.config_loading import load_config
 from accel_train.config_tree import to_tree
 from accel_train.data import sampler
@@ -151,9 +151,9 @@ def save_extras(shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, 
 def main(argv: Sequence[str]) -> int:
     """Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
-    accelerator = experiment.start(config)
+    accelerator = startup.start(config)
     prepare_data = partial(prepare.prepare_data, config.data, device=str(accelerator.device))
-    data = experiment.prepare_data(accelerator, prepare_data)
+    data = startup.prepare_data(accelerator, prepare_data)
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
     opened = experiment.open_experiment(
         config,

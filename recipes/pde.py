@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train import experiment, loop, preparation, rng
+from accel_train import experiment, loop, preparation, rng, startup
 from accel_train.config import PositiveInt
 from accel_train.config_loading import load_config
 from accel_train.config_tree import to_tree
@@ -175,8 +175,8 @@ def save_extras(shape: transformer.PdeTransformerConfig, data: rows.FieldData, d
 def main(argv: Sequence[str]) -> int:
     """Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
-    accelerator = experiment.start(config)
-    data = experiment.prepare_data(accelerator, partial(equations.prepare_pde, config.data))
+    accelerator = startup.start(config)
+    data = startup.prepare_data(accelerator, partial(equations.prepare_pde, config.data))
     sizes = data.train.sizes
     order = task_sampler.TaskSampler(sizes, config.global_batch_size, config.seed, config.task_weights)
     operator_learning.check_tasks(config.objective, config.evaluation, data.tasks)

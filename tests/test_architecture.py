@@ -33,7 +33,7 @@ ROWS = (
     {"domains.text", "domains.pde"},
     {"experiment_options"},
     {"opened"},
-    {"experiment", "preparation"},
+    {"experiment", "preparation", "startup"},
     {"loop"},
     TOOLS,
     {"cli", "recipes"},
@@ -61,7 +61,7 @@ NEIGHBOURS_ALLOWED = {
 
 ACCELERATE_ROOMS = {
     *("launch_files", "runtime", "training", "checkpoints", "metrics"),
-    *("opened", "experiment", "preparation", "loop", "recipes"),
+    *("opened", "startup", "experiment", "preparation", "loop", "recipes"),
     "commands",  # starts its launcher
     "domains.pde",  # sums figures over the processes
 }
@@ -242,7 +242,7 @@ NAMED_AS_EXAMPLES = {
 
 
 def test_mechanism_names_no_domain() -> None:
-    rooms = GROUND | MECHANISM | {"experiment_options", "opened", "experiment", "preparation", "loop"}
+    rooms = GROUND | MECHANISM | {"experiment_options", "opened", "experiment", "preparation", "startup", "loop"}
     found: list[str] = []
     for path in MODULES:
         allowed = NAMED_AS_EXAMPLES.get(str(path.relative_to(ROOT)))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train import experiment
+from accel_train import experiment, startup
 from accel_train.config import UsageError
 from tests import zygote
 from tests.distributed.launching import ROOT, SMALL, environment
@@ -82,7 +82,7 @@ def test_a_run_in_a_thread_is_refused(tmp_path: Path) -> None:
 
     def run() -> None:
         with pytest.raises(UsageError, match="the main thread is required") as error:
-            experiment.start(config)
+            startup.start(config)
         refused.append(str(error.value))
 
     thread = threading.Thread(target=run, name="sweep")

@@ -38,14 +38,16 @@ def end_with_the_launcher() -> None:
 
 
 def _launcher_is_gone() -> bool:
-    """Whether a launcher started this process and died during its imports: nobody would watch it train.
+    """Return True if a launcher started this process and died during its imports: nobody would watch it train.
 
-    Launchers set these variables, and lead the process group that this process is in. To be asked before Accelerate
-    sets some of them itself.
+    Call it before Accelerate sets some of these variables itself. A launcher leads this process's group, or a shell
+    does that has ended since (``ssh host 'nohup accelerate launch ... &'``). All launchers are Python programs.
     """
     known = ({"TORCHELASTIC_RUN_ID"}, {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"})
     launched = any(names <= os.environ.keys() for names in known)
-    return launched and Path("/proc/self").exists() and not Path(f"/proc/{os.getpgrp()}").exists()
+    if not launched or not Path("/proc/self").exists() or Path(f"/proc/{os.getpgrp()}").exists():
+        return False
+    return not any(Path(line[0]).name.startswith("python") for line in parent_command_lines() if line)
 
 
 def leave(number: int) -> NoReturn:

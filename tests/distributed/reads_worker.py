@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from accel_train import experiment, loop, rng
+from accel_train import loop, preparation, rng
 from accel_train.data.task_sampler import TaskSampler
 from accel_train.runtime.exiting import run_main
 from benchmarks.reads import HostReads
@@ -58,7 +58,7 @@ class Training(loop.Training):
 def main(argv: Sequence[str]) -> int:
     recipe: Any = importlib.import_module(f"recipes.{argv[0]}")
     vars(loop).update(Training=Training)
-    vars(experiment).update(resolve_step_guard=partial(experiment.resolve_step_guard, on_cpu=True))  # as on a GPU
+    vars(preparation).update(resolve_step_guard=partial(preparation.resolve_step_guard, on_cpu=True))  # as on a GPU
     code = recipe.main(argv[1:])
     print(f"RESULT {json.dumps(OF_STEPS)}", file=sys.stdout, flush=True)
     return code

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from accel_train import experiment, loop, opened, preparation
+from accel_train import experiment, loop, preparation, startup
 from accel_train.config import NonNegativeInt
 from accel_train.config_loading import load_config
 from accel_train.data import sampler
 from accel_train.metrics import evaluation
+from accel_train.opened import Prepared
 from accel_train.training import optimizers
 from tests.faults.trainer import append
 
@@ -47,7 +48,7 @@ def asked(name: str, default: int = -1) -> int:
     return int(os.environ.get(name, default))
 
 
-def evaluate(config: Config, prepared: opened.Prepared, step: int) -> dict[str, float]:
+def evaluate(config: Config, prepared: Prepared, step: int) -> dict[str, float]:
     """The distance of the weights from 0, and a line in the file ``evaluations.txt``."""
     out = Path(config.output_dir)
     accelerator = prepared.accelerator
@@ -67,7 +68,7 @@ def evaluate(config: Config, prepared: opened.Prepared, step: int) -> dict[str, 
 
 def main(argv: Sequence[str]) -> int:
     config = load_config(Config, argv, presets=Path(__file__).parent, default_preset="evaluator").config
-    accelerator = experiment.start(config)
+    accelerator = startup.start(config)
     data = Numbers()
     order = sampler.StepSampler(len(data), config.global_batch_size, config.seed)
     opened = experiment.open_experiment(config, accelerator, dataset_size=len(data), fingerprint=data.fingerprint)

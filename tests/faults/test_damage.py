@@ -256,7 +256,7 @@ def test_two_crashes_are_not_enough(trainers: Trainers, half: Path, whole: Path)
 
 NO_ROOM = """
 import errno
-from accel_train.store import commit
+from accel_train.store import atomic_files
 def full(path, value):
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 atomic_files.replace_json = full
@@ -381,7 +381,7 @@ def test_the_same_number_of_processes_is_said_to_be_exact(trainers: Trainers, ha
 
 
 OTHER_DATA = """
-from accel_train.checkpoints import run
+from accel_train.checkpoints import opening
 original = opening.open_run
 opening.open_run = lambda options, accelerator, data: original(options, accelerator, "other data")
 """

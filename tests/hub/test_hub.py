@@ -31,7 +31,8 @@ from accel_train.hub.push_now import push_now
 from accel_train.hub.pusher import Pusher
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.repository import push_checkpoint
-from accel_train.store import atomic_files, commit, manifest, strict_json
+from accel_train.store import atomic_files, commit, strict_json
+from accel_train.store.manifest import Checkpoint
 from recipes import mmdit, pde
 from tests.hub_server import READER, WRITER, Fault, HubServer, serving
 from tests.waiting import until
@@ -64,9 +65,7 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def make_checkpoint(
-    run: Path, step: int, run_id: str = "abc123", size: int = 256, **manifest: Any
-) -> manifest.Checkpoint:
+def make_checkpoint(run: Path, step: int, run_id: str = "abc123", size: int = 256, **manifest: Any) -> Checkpoint:
     """A committed checkpoint with real safetensors files, optimizer state and everything else that is pushed."""
     directory = run / "checkpoints"
     temporary = directory / commit.temporary_name(step, atomic_files.new_nonce())
@@ -90,12 +89,12 @@ def make_checkpoint(
     return commit.verify(final)
 
 
-def entry_of(checkpoint: manifest.Checkpoint, **changes: Any) -> Entry:
+def entry_of(checkpoint: Checkpoint, **changes: Any) -> Entry:
     run_id = str(checkpoint.manifest["run_id"])
     return replace(Entry(checkpoint.path.name, checkpoint.step, run_id, REPO), **changes)
 
 
-def push(checkpoint: manifest.Checkpoint, **changes: Any) -> dict[str, str]:
+def push(checkpoint: Checkpoint, **changes: Any) -> dict[str, str]:
     check_repository(CONFIG)
     return push_checkpoint(checkpoint.path, entry_of(checkpoint, **changes), checkpoint.path.parents[1])
 
@@ -284,7 +283,7 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_start_worker", start)
 
 
-def offered(run: Path, config: HubConfig, *checkpoints: manifest.Checkpoint, **options: Any) -> list[str]:
+def offered(run: Path, config: HubConfig, *checkpoints: Checkpoint, **options: Any) -> list[str]:
     """Offer them in one start of training; returns what waits afterwards."""
     pusher = Pusher(run, config, is_main=True, **options)
     for checkpoint in checkpoints:
@@ -678,13 +677,13 @@ def test_the_card_has_figures_curve_samples_and_code(server: HubServer, run: Pat
 def test_the_card_loads_with_the_class_that_the_recipe_declared_and_shows_its_report(tmp_path: Path) -> None:
     loads_with = pde.Config(max_steps=1).run_options().loads_with
     texts = {"report/truth_and_error.png": b"", "report/numbers.json": b"{}", "other.png": b""}
-    text = build_card(manifest.Checkpoint(tmp_path, 7, {}), texts, REPO, "step-00000007", loads_with)
+    text = build_card(Checkpoint(tmp_path, 7, {}), texts, REPO, "step-00000007", loads_with)
     assert "from accel_train.domains.pde.transformer import PdeTransformer\n" in text
     assert 'PdeTransformer.from_pretrained("org/model", revision="step-00000007")' in text
     assert "## Truth and error\n\n![Truth and error](report/truth_and_error.png)" in text
     assert "numbers.json" not in text
     assert "other.png" not in text
-    assert "from_pretrained" not in build_card(manifest.Checkpoint(tmp_path, 7, {}), texts, REPO, "step-00000007")
+    assert "from_pretrained" not in build_card(Checkpoint(tmp_path, 7, {}), texts, REPO, "step-00000007")
 
 
 @pytest.mark.parametrize(
@@ -697,7 +696,7 @@ def test_the_card_loads_with_the_class_that_the_recipe_declared_and_shows_its_re
     ],
 )
 def test_the_card_survives_what_is_missing(tmp_path: Path, manifest: Any, texts: dict[str, bytes]) -> None:
-    text = build_card(manifest.Checkpoint(tmp_path, 7, manifest), texts, REPO, "step-00000007")
+    text = build_card(Checkpoint(tmp_path, 7, manifest), texts, REPO, "step-00000007")
     assert ModelCard(text).data.eval_results is None
     assert "| Step | 7 |" in text
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from accel_train import experiment
+from accel_train import experiment, startup
 from accel_train.commands.check import check
 from accel_train.commands.launch import Launch, accelerate_environment, accelerate_settings
 from accel_train.config import UsageError
@@ -88,7 +88,7 @@ def test_a_start_and_check_name_what_the_file_asks_in_vain(tmp_path: Path, capsy
     assert [note.split(":")[0] for note in noted] == ["rdzv_backend", "enable_cpu_affinity"]
 
     os.environ["ACCEL_TRAIN_MACHINE_FILE"] = str(file)
-    experiment.start(experiment.ExperimentConfig(output_dir=str(tmp_path / "run"), max_steps=1))
+    startup.start(experiment.ExperimentConfig(output_dir=str(tmp_path / "run"), max_steps=1))
     shown, logged = capsys.readouterr().out, (tmp_path / "run" / "logs" / "rank_0.log").read_text()
     assert all(f"warning: {note}\n" in shown and note in logged for note in noted)
 

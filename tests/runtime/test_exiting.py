@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -233,3 +234,22 @@ def test_a_recipe_whose_launcher_died_during_its_imports_does_not_train_unwatche
     launcher.wait()
     last = until(lambda: codes.exists() and codes.read_text().count("\n") == 2 and codes.read_text().split()[-1])
     assert last == str(code)
+
+
+WATCHING = """
+import subprocess, sys
+sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))
+"""
+
+
+def test_a_launcher_in_the_background_of_a_shell_that_has_ended_trains(script: Path, tmp_path: Path) -> None:
+    """``ssh host 'nohup accelerate launch ... &'``: the shell leads the process group, and ends at once."""
+    head = "import os, time\nwhile os.path.exists(f'/proc/{os.getpgrp()}'):\n    time.sleep(0.01)\n"
+    script.write_text(head + script.read_text())
+    codes = tmp_path / "codes"
+    variables = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}
+    variables["ACCEL_TRAIN_EXIT_CODE_FILE"] = str(codes)
+    launch = shlex.join([sys.executable, "-c", WATCHING, str(script), "0"])
+    subprocess.run(["sh", "-c", f"{launch} &"], env=environment(**variables), start_new_session=True, check=True)
+    until(lambda: codes.exists() and codes.read_text().count("\n") == 2)
+    assert codes.read_text().split()[-1] == "0"

@@ -13,7 +13,6 @@ import pytest
 from accelerate import Accelerator
 
 from accel_train.checkpoints import opening
-from accel_train.checkpoints import run as runs
 from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
@@ -77,7 +76,7 @@ def open_runs(rank: int, folder: Path, port: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     accelerator, ended = Accelerator(cpu=True), list[str]()
-    original = runs.new_run
+    original = opening.new_run
     faults: list[BaseException] = [
         OSError(errno.ENOSPC, "No space left on device"),
         MemoryError("too large"),
@@ -90,12 +89,12 @@ def open_runs(rank: int, folder: Path, port: int) -> None:
         def fail(*_: object, fault: BaseException = fault) -> dict[str, object]:
             raise fault
 
-        runs.new_run = fail  # after the lock: only the main process comes here
+        opening.new_run = fail  # after the lock: only the main process comes here
         try:
             opening.open_run(RunOptions(str(folder / f"run{number}"), {"seed": 0}), accelerator, "data")
         except BaseException as error:
             ended.append(f"{type(error).__name__}: {error}")
-    runs.new_run = original
+    opening.new_run = original
     try:
         on_main(accelerator, lambda: lambda: None)  # cannot be sent
     except Exception as error:

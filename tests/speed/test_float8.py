@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_train import experiment
+from accel_train import startup
 from accel_train.config import UsageError
 from accel_train.domains.models.layers import Float32Linear
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
@@ -241,7 +241,7 @@ def test_a_model_without_such_layers_is_refused(recipe: Any, sizes: tuple[int, i
 def test_the_recipe_refuses_before_it_touches_data(tmp_path: Path) -> None:
     config = mmdit.Config(output_dir=str(tmp_path / "run"), max_steps=1, float8="tensorwise", precision="bf16")
     with pytest.raises(UsageError, match=r"^float8: tensorwise needs an NVIDIA GPU"):
-        experiment.start(config)
+        startup.start(config)
 
 
 def test_speed_options_refuse_what_the_start_did_not_see() -> None:
@@ -436,13 +436,13 @@ EMULATED = """
 import sys
 sys.path.insert(0, {root!r})
 from functools import partial
-from accel_train import experiment
+from accel_train import experiment, startup
 from accel_train.runtime.exiting import run_main
 from accel_train.speed import float8
 from accel_train.speed import apply
 from recipes import mmdit
 
-experiment.refuse_float8 = apply.refuse_float8 = lambda *_: None
+startup.refuse_float8 = apply.refuse_float8 = lambda *_: None
 apply.apply_float8 = partial(float8.apply_float8, emulate=True)
 run_main(mmdit.main)
 """

@@ -322,8 +322,8 @@ def test_manifests_say_what_is_held(tmp_path: Path) -> None:
     assert not retention.list_facts(tmp_path)[1].leftover  # an empty folder is what a save without state leaves
     (tmp_path / name(7) / "optimizer" / "exp_avg.safetensors").write_text("")
     old = make(tmp_path, 9)
-    manifest = json.loads((old / "manifest.json").read_text())
-    (old / "manifest.json").write_text(json.dumps({k: manifest[k] for k in ("schema", "step", "files")}))
+    content = json.loads((old / "manifest.json").read_text())
+    (old / "manifest.json").write_text(json.dumps({k: content[k] for k in ("schema", "step", "files")}))
     (make(tmp_path, 11) / "manifest.json").write_text("{")
     (make(tmp_path, 12) / "manifest.json").write_text('{"schema": 1, "step": 12, "files": {"a": 3}}')
     five, seven, nine = retention.list_facts(tmp_path)

@@ -1,0 +1,88 @@
+"""Start of a recipe: the verified ``Accelerator`` with logging set up, and data prepared by all processes together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+from accelerate import Accelerator
+
+from accel_train.checkpoints import refused
+from accel_train.config import UsageError, expand_path
+from accel_train.data.options import resolve_loader
+from accel_train.experiment_options import ExperimentConfig
+from accel_train.metrics.logs import info, setup_logging
+from accel_train.metrics.trackers import resolve_trackers
+from accel_train.runtime import early_stop, step_overhead, threads
+from accel_train.runtime.accelerator import build_accelerator, log_notices
+from accel_train.runtime.exiting import current_run
+from accel_train.runtime.main_alone import failing_together
+from accel_train.runtime.strategy import strategy_of
+from accel_train.speed.attention import check_name
+from accel_train.speed.float8 import refuse_float8
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+def start(config: ExperimentConfig) -> Accelerator:
+    """Return the verified ``Accelerator``, with logging set up. All processes call it, before anything heavy.
+
+    Whatever an earlier run of this process still holds is released first. A run that ends in ``UsageError`` before its
+    first step removes what it created in ``output_dir``.
+
+    Raises ``UsageError`` if the machine is not the requested one, a tracker is not installed, the attention kernel is
+    unknown, the device cannot obey the loader's options or float8, or the caller is not the main thread, because Python
+    delivers signals to no other.
+    """
+    step_overhead.remember_lookups()
+    resolve_trackers(config.log.trackers)
+    check_name(config.attention)
+    directory = expand_path(config.output_dir)
+    # Listed before the processes first meet: none of them has created anything yet.
+    before = refused.present(directory)
+    accelerator = build_accelerator(
+        precision=config.precision,
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=config.micro_batch_size,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        collective_timeout_seconds=config.collective_timeout_seconds,
+        distributed=config.distributed,
+    )
+    refuse_float8(config.float8, accelerator.device, config.precision, strategy_of(accelerator))
+    rank = accelerator.process_index
+
+    def remove_created(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is UsageError:
+            refused.remove_new(directory, before, rank)
+
+    current_run.push(remove_created)
+    logs = setup_logging(directory, rank, accelerator.num_processes)
+
+    def end_logging(
+        kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # A usage error is reported as one line, so the log gets no traceback of it.
+        if kind is UsageError:
+            logs.__exit__(None, None, None)
+        else:
+            logs.__exit__(kind, error, traceback)
+
+    current_run.push(end_logging)
+    if accelerator.is_main_process:
+        early_stop.look_for_stop_file(directory)
+    log_notices()
+    info(logger, threads.resolve_threads(accelerator.device.type))
+    resolve_loader(config.loader, accelerator.device)
+    return accelerator
+
+
+def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:
+    """Call ``prepare(rank=, world_size=, barrier=)`` on every process. Collective.
+
+    An exception of one process is raised on all.
+    """
+    with failing_together(accelerator) as barrier:
+        return prepare(rank=accelerator.process_index, world_size=accelerator.num_processes, barrier=barrier)
