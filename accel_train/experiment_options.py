@@ -104,7 +104,7 @@ class ExperimentConfig:
     allow: tuple[str, ...] = ()
     """Options that may differ from the saved experiment when resuming, on purpose."""
     overwrite: bool = False
-    """Delete checkpoints, records and the report of output_dir and start anew; logs and trackers stay."""
+    """Delete checkpoints, metrics and the report in output_dir and start again from step 0. Logs and trackers stay."""
     init_from: str | None = None
     """Run, checkpoint, or any directory with model.safetensors to take the weights from, and nothing else."""
     evaluate_only: bool = False

@@ -65,19 +65,12 @@ class Config(experiment.ExperimentConfig):
 def corrupt(
     config: Config, batch: accumulation.Batch, step: int, mask_id: int
 ) -> tuple[accumulation.Batch, dict[str, Tensor]]:
-    """Inputs of the model and the weight of each loss term. Noise is keyed by sample, never by process."""
-    mode = modes.mode_of_step(config.modes, config.seed, step)
+    """Return the model's inputs and the weight of each loss term. Draws are keyed by sample, never by process."""
+    text_time, latent_time = draw_times(config, batch, step)
 
     def keys(stream: str) -> Tensor:
         return rng.sample_keys(config.seed, stream, step, batch["occurrence"])
 
-    text_time = timesteps.training_times(batch, config.seed, "time", step, config.global_batch_size)
-    latent_time = timesteps.training_times(batch, config.seed, "latent_time", step, config.global_batch_size, axis=1)
-    condition_time = (rng.uniform(keys("condition")) < config.modes.conditioning_dropout).float()  # 0 clean, 1 absent
-    if mode == "l2t":
-        latent_time = condition_time
-    if mode == "t2l":
-        text_time = condition_time
     draws = rng.uniform(keys("mask"), batch["tokens"].shape[1:])
     noisy_tokens, masked = masked_text.corrupt(batch["tokens"], batch["maskable"], text_time, draws, mask_id)
     noise = rng.normal(keys("noise"), batch["latent"].shape[1:])
@@ -93,8 +86,23 @@ def corrupt(
     return inputs, {"text": text_weight, "latent": batch["weight"].sum()}
 
 
+def draw_times(config: Config, batch: accumulation.Batch, step: int) -> tuple[Tensor, Tensor]:
+    """Draw the diffusion times of text and latent, (B,) each. The mode fixes the time of its condition."""
+    mode = modes.mode_of_step(config.modes, config.seed, step)
+    text_time = timesteps.training_times(batch, config.seed, "time", step, config.global_batch_size)
+    latent_time = timesteps.training_times(batch, config.seed, "latent_time", step, config.global_batch_size, axis=1)
+    keys = rng.sample_keys(config.seed, "condition", step, batch["occurrence"])
+    # A condition is clean at time 0. At time 1 it is pure noise, which the model reads as an absent condition.
+    condition_time = (rng.uniform(keys) < config.modes.conditioning_dropout).float()
+    if mode == "l2t":
+        latent_time = condition_time
+    if mode == "t2l":
+        text_time = condition_time
+    return text_time, latent_time
+
+
 def loss_sums(config: Config, model: nn.Module, inputs: accumulation.Batch, mask_id: int) -> dict[str, Tensor]:
-    """Sum of each loss term over a micro-batch, in fp32; divided by the global weights elsewhere."""
+    """Sum each loss term over a micro-batch, in fp32. The window divides by the weights of the global batch."""
     output = model(
         inputs["noisy_tokens"], inputs["noisy_latent"], inputs["text_time"], inputs["latent_time"], inputs["text_mask"]
     )
@@ -106,7 +114,7 @@ def loss_sums(config: Config, model: nn.Module, inputs: accumulation.Batch, mask
 
 
 def work(shape: mmdit.MultimodalMMDiTConfig, batches: StepBatches) -> dict[str, Tensor | int]:
-    """Counts of this process's part of a step, for the throughput."""
+    """Count this process's part of a step, for the throughput."""
     tokens = [(batch["text_mask"].sum(-1) * batch["weight"]).sum() for batch in batches.micro_batches]
     sizes = [batch["tokens"].shape for batch in batches.micro_batches]  # (B, S)
     forward = sum(b * flops.flops_per_sample(shape, s, shape.max_latent_length) for b, s in sizes)
@@ -121,35 +129,39 @@ def work(shape: mmdit.MultimodalMMDiTConfig, batches: StepBatches) -> dict[str, 
 def evaluate(
     config: Config, accelerator: Accelerator, prepared: Prepared, data: dataset.PreparedData
 ) -> dict[str, float]:
-    """Held-out metrics and samples.md, with the EMA weights; the same on any layout. Every process calls it."""
+    """Compute held-out metrics and write samples.md, with the EMA weights. Every process calls it.
+
+    The metrics are the same on any layout.
+    """
     options = config.evaluation
-    forward = evaluation.interruptible(prepared.model)  # a stop ends it between two forwards
+    # A stop request ends the evaluation between two forwards.
+    forward = evaluation.interruptible(prepared.model)
     both = both_ways.BothWays(forward, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent)
     with evaluation.evaluating(prepared.model, prepared.ema):
         pairs = evaluation.heldout_pairs(accelerator, data.heldout, options.samples, options.batch_size)
         sums = evaluation.weighted_sums(accelerator, pairs, lambda pair: both.metric_sums(*pair, options.timesteps))
         shown = evaluation.first_samples(accelerator, data.heldout, options.shown)
-        tokens, sampled = both.sample_text(shown), both.sample_latents(shown)
+        tokens = both.sample_text(shown)
+        sampled = both.sample_latents(shown)
+    metrics = both_ways.metrics_from_sums({name: float(total) for name, total in sums.items()}, options.timesteps)
+    # Files and baselines need one process. Only the main process records metrics.
     if accelerator.is_main_process:
-        texts = [data.tokenizer.decode(row) for row in tokens.cpu()]
-        samples.write_samples(config.report_directory, data.heldout.texts, texts, data.nearest_texts(sampled))
-    figures = both_ways.metrics_from_sums({k: float(v) for k, v in sums.items()}, options.timesteps)
-    if accelerator.is_main_process:
-        figures |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
-    logs.info(logger, *both_ways.summary(figures))
-    return figures
+        samples.report_samples(config.report_directory, data, tokens, sampled)
+        metrics |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
+    logs.info(logger, *both_ways.summary(metrics))
+    return metrics
 
 
 # ------------------------------------------------------------------------------------------------------------ main
 def save_extras(shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, directory: Path) -> None:
-    """Put beside the weights what sampling from the checkpoint needs."""
+    """Write the files for sampling from the checkpoint, beside its weights."""
     records.write_json(directory / "config.json", to_tree(shape))
     data.assets.save(directory / "assets")
 
 
 @one_run
 def main(argv: Sequence[str]) -> int:
-    """Every process runs it. Usage errors are reported before a model is built."""
+    """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
     accelerator = startup.start(config)
     prepare_data = partial(prepare.prepare_data, config.data, device=str(accelerator.device))
@@ -171,7 +183,8 @@ def main(argv: Sequence[str]) -> int:
     model = preparation.build_model(opened, mmdit.MultimodalMMDiT, shape)
     needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
     prepared = preparation.prepare(opened, model, needs, modes.freezable(config.modes))
-    model, optimizer = prepared.model, prepared.optimizer
+    model = prepared.model
+    optimizer = prepared.optimizer
     evaluation = partial(evaluate, config, accelerator, prepared, data)
     if config.evaluate_only:
         return loop.evaluate_only(opened, evaluation)
@@ -186,7 +199,8 @@ def main(argv: Sequence[str]) -> int:
 
             corrupted = [corrupt(config, batch, step, mask_id) for batch in batches.micro_batches]
             window = prepared.window(corrupted, modes.coefficients(config.modes, mode), step)
-            for inputs in window:  # gradients stay local until the last micro-batch
+            # Gradients stay local until the last micro-batch.
+            for inputs in window:
                 window.backward(loss_sums(config, model, inputs, mask_id))
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
@@ -194,7 +208,8 @@ def main(argv: Sequence[str]) -> int:
             prepared.ema.update(step)
 
             training.report(batches, result, mode=mode, **work(shape, batches))
-            training.save_if_due(result)  # before the evaluation: one that fails loses nothing
+            # Save before the evaluation, so that one that fails loses nothing.
+            training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
                 training.evaluate(evaluation)
     return loop.finish(training)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,6 @@ from accel_train.domains.pde import (
     flops,
     losses,
     operator_learning,
-    options,
     pictures,
     residual_diffusion,
     rows,
@@ -42,6 +41,7 @@ from accel_train.domains.pde import (
     transformer,
 )
 from accel_train.domains.pde.operator_learning import StepObjective
+from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.metrics import evaluation, logs, records
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
@@ -68,8 +68,8 @@ class Config(experiment.ExperimentConfig):
     data: equations.PdeDataConfig = field(default_factory=equations.PdeDataConfig)
     task_weights: tuple[PositiveInt, ...] | None = None
     """Steps of each task of data.tasks in a block of steps. None: one of each."""
-    objective: options.ObjectiveConfig = field(default_factory=options.ObjectiveConfig)
-    evaluation: options.EvaluationConfig = field(default_factory=options.EvaluationConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,28 +81,27 @@ class Config(experiment.ExperimentConfig):
 def prepare(
     config: Config, batch: accumulation.Batch, step: int, learned: StepObjective
 ) -> tuple[accumulation.Batch, Tensor]:
-    """Inputs of the model and the weight of every loss term. Draws are keyed by sample, never by process."""
-    options, task, batch = config.objective, learned.task, dict(batch)
+    """Return the model's inputs and the weight of every loss term. Draws are keyed by sample, never by process."""
+    objective = config.objective
+    task = learned.task
 
     def draws(stream: str, *shape: int) -> Tensor:
         return rng.uniform(rng.sample_keys(config.seed, stream, step, batch["occurrence"]), shape)
 
-    if options.flip and not task.has_time:
-        for name in ("input", "target"):
-            batch[name] = operator_learning.mirror(batch[name], draws("flip", 2), options.flip)
+    if objective.flip and not task.has_time:
+        batch = operator_learning.mirror_fields(batch, draws("flip", 2), objective.flip)
     grid = tokens.coordinates([n for n in task.grid if n > 1], batch["input"].device)
-    inputs = operator_learning.add_queries(options, batch, grid, draws, learned.terms)
+    inputs = operator_learning.add_queries(objective, batch, grid, draws, learned.terms)
     if "residual" in learned.terms:
-        inputs |= residual_diffusion.draw_noise(
-            batch, config.seed, step, config.global_batch_size, options.residual_steps
-        )
-    if options.drop_path:
-        inputs["keep"] = token_blocks.drop_path(draws("drop_path", sum(config.model.stages)), options.drop_path)
+        batch_size = config.global_batch_size
+        inputs |= residual_diffusion.draw_noise(batch, config.seed, step, batch_size, objective.residual_steps)
+    if objective.drop_path:
+        inputs["keep"] = token_blocks.drop_path(draws("drop_path", sum(config.model.stages)), objective.drop_path)
     return inputs, batch["weight"].sum()
 
 
 def loss_sums(model: nn.Module, inputs: accumulation.Batch, learned: StepObjective) -> dict[str, Tensor]:
-    """Sum of each loss term over a micro-batch, in fp32, 0 for what this step does not learn."""
+    """Sum each loss term over a micro-batch, in fp32. Terms that this step does not train are 0."""
     forward = losses.forward_of(model, inputs, learned.number, learned.task, learned.terms, learned.parts)
     nothing = torch.zeros_like(inputs["weight"])
     found = {name: term.losses(forward) if name in learned.terms else nothing for name, term in losses.TERMS.items()}
@@ -115,7 +114,7 @@ def work(
     learned: StepObjective,
     batches: StepBatches,
 ) -> dict[str, Tensor | int]:
-    """Counts of this process's part of a step, for the throughput."""
+    """Count this process's part of a step, for the throughput."""
     points = math.prod(shape.grid(shape.tasks[learned.number]).cells)
     weights = torch.stack([batch["weight"].sum() for batch in batches.micro_batches])
     samples = sum(len(batch["weight"]) for batch in batches.micro_batches)
@@ -124,56 +123,55 @@ def work(
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
-def task_shape(task: rows.FieldTask) -> transformer.TaskShape:
-    """What the model must know of a task of the data."""
-    return transformer.TaskShape(
-        task.name,
-        task.input_channels,
-        task.target_channels,
-        task.grid,
-        len(task.parameters),
-        periodic=task.boundary == "periodic",
-        same_fields=task.has_time,
-    )
-
-
 def evaluate(config: Config, accelerator: Accelerator, prepared: Prepared, data: rows.FieldData) -> dict[str, float]:
-    """Held-out metrics of every task and pictures, with the EMA weights. Every process calls it."""
-    options, figures, pictured = config.evaluation, dict[str, float](), list[tuple[str, Any]]()
-    forward = evaluation.interruptible(prepared.model)  # a stop ends it between two forwards
+    """Compute held-out metrics and draw fields.png, with the EMA weights. Every process calls it."""
+    metrics: dict[str, float] = {}
+    panels: list[tuple[str, Any]] = []
+    # A stop request ends the evaluation between two forwards.
+    forward = evaluation.interruptible(prepared.model)
     with evaluation.evaluating(prepared.model, prepared.ema):
         for number, task in enumerate(data.tasks):
-            rowset = data.heldout[task.name]
-            batches = evaluation.heldout_batches(accelerator, rowset, options.samples, options.batch_size)
-            sums_of = partial(scores.error_sums, forward, number, task, config.objective.residual_steps, config.seed)
-            figures |= scores.row_metrics(task, **evaluation.weighted_sums(accelerator, batches, sums_of))
-            if task.has_time:
-                step_of = partial(losses.stepper, forward, dt=task.dt, task=number, grid=task.grid)
-                found, panels = scores.evaluate_rollouts(accelerator, task, rowset, options, step_of, config.seed)
-                figures |= found
-            else:
-                first = evaluation.first_samples(accelerator, rowset, 1)
-                found, _, _ = losses.predict(forward, first, number, task.grid)
-                panels = scores.row_panels(task, first, found)
-            pictured.append((task.name, panels))
-    figures[scores.MEAN] = scores.mean_nrmse(data, figures)
+            found, drawn = evaluate_task(config, accelerator, forward, data, number)
+            metrics |= found
+            panels.append((task.name, drawn))
+    metrics[scores.MEAN] = scores.mean_nrmse(data, metrics)
+    # Files and baselines need one process. Only the main process records metrics.
     if accelerator.is_main_process:
-        figures |= scores.baseline_metrics(data, options.samples)
-        pictures.write_fields(config.report_directory / "fields.png", pictured)
-    logs.info(logger, *scores.table(data, figures))
-    return figures
+        metrics |= scores.baseline_metrics(data, config.evaluation.samples)
+        pictures.write_fields(config.report_directory / "fields.png", panels)
+    logs.info(logger, *scores.table(data, metrics))
+    return metrics
+
+
+def evaluate_task(
+    config: Config, accelerator: Accelerator, forward: Callable[..., Any], data: rows.FieldData, number: int
+) -> tuple[dict[str, float], list[Any]]:
+    """Return the metrics of one task and the panels of its first sample. Every process calls it."""
+    task = data.tasks[number]
+    heldout = data.heldout[task.name]
+    options = config.evaluation
+    batches = evaluation.heldout_batches(accelerator, heldout, options.samples, options.batch_size)
+    sums_of = partial(scores.error_sums, forward, number, task, config.objective.residual_steps, config.seed)
+    metrics = scores.row_metrics(task, **evaluation.weighted_sums(accelerator, batches, sums_of))
+    if task.has_time:
+        step_of = partial(losses.stepper, forward, dt=task.dt, task=number, grid=task.grid)
+        found, panels = scores.evaluate_rollouts(accelerator, task, heldout, options, step_of, config.seed)
+        return metrics | found, panels
+    first = evaluation.first_samples(accelerator, heldout, 1)
+    predicted = losses.predict(forward, first, number, task.grid)
+    return metrics, scores.row_panels(task, first, predicted.fields)
 
 
 # ------------------------------------------------------------------------------------------------------------ main
 def save_extras(shape: transformer.PdeTransformerConfig, data: rows.FieldData, directory: Path) -> None:
-    """Put beside the weights what prediction from the checkpoint needs."""
+    """Write the files for prediction from the checkpoint, beside its weights."""
     records.write_json(directory / "config.json", to_tree(shape))
     data.assets.save(directory / "assets")
 
 
 @one_run
 def main(argv: Sequence[str]) -> int:
-    """Every process runs it. Usage errors are reported before a model is built."""
+    """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
     data = startup.prepare_data(accelerator, partial(equations.prepare_pde, config.data))
@@ -194,11 +192,12 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished or (early.exhausted and not config.evaluate_only):
         return experiment.nothing_to_do(opened)
 
-    shape = transformer.PdeTransformerConfig(tuple(map(task_shape, data.tasks)), config.model)
+    shape = transformer.PdeTransformerConfig(tuple(map(operator_learning.task_shape, data.tasks)), config.model)
     model = preparation.build_model(opened, transformer.PdeTransformer, shape)
     needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
     prepared = preparation.prepare(opened, model, needs, operator_learning.freezable(config.objective, model))
-    model, optimizer = prepared.model, prepared.optimizer
+    model = prepared.model
+    optimizer = prepared.optimizer
     evaluation = partial(evaluate, config, accelerator, prepared, data)
     if config.evaluate_only:
         return loop.evaluate_only(opened, evaluation)
@@ -215,7 +214,8 @@ def main(argv: Sequence[str]) -> int:
 
             prepared_batches = [prepare(config, batch, step, learned) for batch in batches.micro_batches]
             window = prepared.window(prepared_batches, learned.coefficients, step)
-            for inputs in window:  # gradients stay local until the last micro-batch
+            # Gradients stay local until the last micro-batch.
+            for inputs in window:
                 window.backward(loss_sums(model, inputs, learned))
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
@@ -223,7 +223,8 @@ def main(argv: Sequence[str]) -> int:
             prepared.ema.update(step)
 
             training.report(batches, result, task=learned.task.name, **work(config, shape, learned, batches))
-            training.save_if_due(result)  # before the evaluation: one that fails loses nothing
+            # Save before the evaluation, so that one that fails loses nothing.
+            training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
                 metrics = training.evaluate(evaluation)
                 if early.ended(batches.done, metrics):

@@ -1,4 +1,4 @@
-"""Small files that hold their old content or their new one at every instant. Standard library only."""
+"""Small files that are replaced whole: a reader sees the old content or the new. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole, also where power is lost: temporary file, fsync, rename. One writer at a time.
+    """Replace a file atomically, safe against a power loss: temporary file, fsync, rename. One writer at a time.
 
-    Raises ``OSError``; the old file then stays, and nothing else is left.
+    A directory with its name, left by a broken copy perhaps, is set aside. Raises ``OSError``: the old file then stays,
+    and nothing else is left.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -24,6 +25,8 @@ def replace_file(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if path.is_dir():
+            set_aside(path)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -60,12 +63,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def replace_json(path: Path, value: Any) -> None:
     """Replace a JSON file atomically: a reader sees the old text or the new one."""
-    content = to_json(value).encode()
-    try:
-        replace_file(path, content)
-    except IsADirectoryError:  # left by a broken copy, perhaps; it must not block the write
-        set_aside(path)
-        replace_file(path, content)
+    replace_file(path, to_json(value).encode())
 
 
 def set_aside(path: Path) -> Path:

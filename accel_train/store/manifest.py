@@ -93,6 +93,8 @@ def parse(content: bytes) -> dict[str, Any]:
 
 def _check_files(files: Mapping[str, Any]) -> None:
     """Check that every name stays inside the checkpoint and that every file has a size and a hash."""
+    if not files:
+        raise ValueError("it lists no files")
     if len(files) > MAX_FILES:
         raise ValueError(f"it lists {len(files)} files; at most {MAX_FILES} are read")
     for name, facts in files.items():

@@ -110,6 +110,7 @@ FAULT = pytest.mark.fault(
         ('"step": 20', '"step": 20, "more": ' + "[" * 100_000 + "]" * 100_000, "nested too deeply"),
         ('"files": {', '"filez": {', "it has no 'files'"),
         ('"files": {', '"files": [], "more": {', "files is .*; an object is required"),
+        ('"files": {', '"files": {}, "more": {', "it lists no files"),
         ('"model.safetensors"', '"../model.safetensors"', "is no name of a file in a checkpoint"),
         ('"model.safetensors"', '"/etc/passwd"', "is no name of a file in a checkpoint"),
         ('"model.safetensors"', '"a//b"', "is no name of a file in a checkpoint"),
@@ -273,3 +274,13 @@ def test_a_full_disk_is_explained_with_numbers(tmp_path: Path) -> None:
     assert "free" in text
     foreign = commit.describe_write_error(RuntimeError("I/O error: File too large (os error 27)"), tmp_path, 2**20)
     assert "no space left" in foreign
+
+
+def test_a_directory_in_the_place_of_a_file_is_set_aside(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    (file / "inside").mkdir(parents=True)
+    atomic_files.replace_file(file, b"seed: 0\n")
+    assert file.read_bytes() == b"seed: 0\n"
+    (aside,) = tmp_path.glob("config.yaml.aside-*")
+    assert (aside / "inside").is_dir()
+    assert len(list(tmp_path.iterdir())) == 2

@@ -19,13 +19,26 @@ from accel_train.domains.pde import fields, losses
 from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.rows import FieldTask
-from accel_train.domains.pde.transformer import Parts
+from accel_train.domains.pde.transformer import Parts, TaskShape
 
 Stage = Literal["autoencode", "operator", "residual"]
 AUTOENCODER = ("encoders", "target_encoders", "decoder")
 """Modules that the operator stage can freeze."""
 RESIDUAL = "residual"
 """Module trained in the residual stage alone."""
+
+
+def task_shape(task: FieldTask) -> TaskShape:
+    """Return the shapes of a task, from which the model is built."""
+    return TaskShape(
+        task.name,
+        task.input_channels,
+        task.target_channels,
+        task.grid,
+        len(task.parameters),
+        periodic=task.boundary == "periodic",
+        same_fields=task.has_time,
+    )
 
 
 def stage_of_step(config: ObjectiveConfig, step: int) -> Stage:
@@ -251,6 +264,12 @@ def check_stages(objective: ObjectiveConfig, warmup_steps: int, max_steps: int, 
     if max_steps <= start:
         notices.append(f"objective.residual_from {start}: {ends}; the residual learns nothing")
     return notices
+
+
+def mirror_fields(batch: Mapping[str, Tensor], draws: Tensor, share: float) -> dict[str, Tensor]:
+    """Mirror ``input`` and ``target`` of a batch along the same axes."""
+    mirrored = {name: mirror(batch[name], draws, share) for name in ("input", "target")}
+    return {**batch, **mirrored}
 
 
 def mirror(values: Tensor, draws: Tensor, share: float) -> Tensor:

@@ -6,9 +6,18 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import Tensor
+
+from accel_train.domains.text.dataset import PreparedData
 from accel_train.store.atomic_files import replace_file
 
 logger = logging.getLogger(__name__)
+
+
+def report_samples(directory: Path, data: PreparedData, tokens: Tensor, latents: Tensor) -> None:
+    """Write ``samples.md`` for the first held-out texts, from tokens (B, S) and latents (B, L, Dz) sampled for them."""
+    sampled = [data.tokenizer.decode(row) for row in tokens.cpu()]
+    write_samples(directory, data.heldout.texts, sampled, data.nearest_texts(latents))
 
 
 def write_samples(

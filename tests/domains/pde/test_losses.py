@@ -48,7 +48,7 @@ def opened(tmp_path: Path, *flags: str) -> tuple[pde.Config, FieldData, PdeTrans
     config = load_config(pde.Config, given, presets=Path(pde.__file__).parent / "presets").config
     data = prepare_pde(config.data)
     torch.manual_seed(0)
-    model = PdeTransformer(PdeTransformerConfig(tuple(map(pde.task_shape, data.tasks)), config.model))
+    model = PdeTransformer(PdeTransformerConfig(tuple(map(operator_learning.task_shape, data.tasks)), config.model))
     with torch.no_grad():
         for parameter in model.parameters():  # off its start, where gates are zero
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
