@@ -1,1 +1,1 @@
-"""Checkpoints on the Hub: push, queue, worker process, download, model card."""
+"""Push checkpoints to the Hub: queue, worker process, download, model card."""

@@ -1,4 +1,4 @@
-"""Check before training that the Hub will take what is pushed."""
+"""Check before training that the Hub accepts pushes to the repository."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_repository(config: HubConfig) -> None:
-    """Create the repository if it is not there and see that the token may write to it. Main process, before training.
+    """Create the repository if it does not exist and check write access. Main process, before training.
 
-    Three requests, each of at most 30 s. Raises ``UsageError`` where there is no token, no right to write, or no way
-    to the Hub: said once, while nothing is lost. A Hub that answers but is in trouble (429, 5xx) is a warning: it
-    comes back.
+    Makes three requests of at most 30 s each. Raises ``UsageError`` for a missing token, a token without write
+    permission, or an unreachable Hub, while no training time is lost. A Hub that answers with 429 or 5xx is only
+    logged as a warning, because such trouble passes.
     """
     if config.repo_id is None:
         return

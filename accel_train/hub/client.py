@@ -1,4 +1,4 @@
-"""The client of huggingface_hub, and how long it waits for a silent Hub."""
+"""Client of huggingface_hub, with a time limit on a silent Hub."""
 
 from __future__ import annotations
 
@@ -14,39 +14,38 @@ if TYPE_CHECKING:
 
 
 SILENCE_VARIABLE = "ACCEL_TRAIN_HUB_TIMEOUT_SECONDS"
-
-
 SILENCE_SECONDS = 300.0
 """Longest silence of the Hub before a request counts as lost. A commit of many files may take minutes to answer."""
 
 
 def hub_api() -> HfApi:
-    """The client. It takes the token from ``HF_TOKEN`` or ``hf auth login`` at each request."""
+    """Build the client. It reads the token from ``HF_TOKEN`` or ``hf auth login`` at each request."""
     from huggingface_hub import HfApi
 
     return HfApi(library_name="accel_train", library_version=__version__)
 
 
 def limit_silence() -> None:
-    """Let a silent Hub raise, in the whole process; the client of ``huggingface_hub`` waits for ever by itself."""
+    """Set a timeout on every request of this process. The client of ``huggingface_hub`` has none by default."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
-    def client() -> Any:
-        made = default_client_factory()
-        made.timeout = _silence_seconds()
-        return made
+    def build_client() -> Any:
+        client = default_client_factory()
+        client.timeout = _silence_seconds()
+        return client
 
-    set_client_factory(client)
+    set_client_factory(build_client)
 
 
 @contextmanager
 def limited_silence(longest_seconds: float) -> Generator[None, None, None]:
-    """The same for a few requests, in a process whose other requests are not ours to limit."""
+    """Set the timeout for the requests inside the ``with`` block only. Other requests of the process keep theirs."""
     from huggingface_hub import get_session
 
     session: Any = get_session()
-    before, session.timeout = session.timeout, min(longest_seconds, _silence_seconds())
+    before = session.timeout
+    session.timeout = min(longest_seconds, _silence_seconds())
     try:
         yield
     finally:

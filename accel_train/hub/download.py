@@ -1,4 +1,4 @@
-"""A checkpoint back from the Hub: downloaded beside its place, verified, then given its name."""
+"""Download a checkpoint from the Hub into a temporary directory, verify it, and rename it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 SPEC = re.compile(r"(?:hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 ATTEMPTS = 5
-"""Tries of one file beyond those of ``huggingface_hub`` itself."""
+"""Attempts per file, each with the retries of ``huggingface_hub`` itself."""
 
 
 def download(spec: str, directory: Path) -> Path:
-    """Download a pushed checkpoint into ``directory``; returns its path there, ``checkpoint_<step>``. One process.
+    """Download a pushed checkpoint to ``directory/checkpoint_<step>`` and return that path. One process.
 
     ``spec`` is ``org/name@1200`` or ``org/name@step-00001200`` (a step), ``org/name@REVISION`` (any branch, tag or
-    commit) or ``org/name`` (main, the newest). It may begin with ``hub:``. Takes what the manifest lists, into a
-    temporary directory that gets its name only after every sha256 is right. What is there already is kept if it is
-    the same, and refused if it is another. Raises ``UsageError`` for what can be put right, else ``HubError``.
+    commit) or ``org/name`` (main, the newest). It may begin with ``hub:``. The files of the manifest go to a temporary
+    directory, which is renamed once every sha256 matches. An identical checkpoint at that path is kept. Raises
+    ``UsageError`` for a different one and for other errors of the user, else ``HubError``.
     """
     repo, revision = _parse(spec)
     directory.mkdir(parents=True, exist_ok=True)
@@ -46,10 +46,11 @@ def download(spec: str, directory: Path) -> Path:
 
 
 def download_manifest(spec: str) -> dict[str, Any]:
-    """The manifest alone of what ``download`` would take. One process; raises as ``download``."""
+    """Return only the manifest of the checkpoint ``spec``. One process. Raises like ``download``."""
     repo, revision = _parse(spec)
     with limited_silence(60.0), tempfile.TemporaryDirectory() as temporary:
-        return _get_manifest(repo, revision, _resolve(repo, revision), Path(temporary))
+        oid = _resolve(repo, revision)
+        return _get_manifest(repo, revision, oid, Path(temporary))
 
 
 def _parse(spec: str) -> tuple[str, str | None]:
@@ -59,33 +60,40 @@ def _parse(spec: str) -> tuple[str, str | None]:
             f"hub checkpoint: {spec!r} is not ORGANISATION/NAME or ORGANISATION/NAME@STEP; write it as in "
             "hub:org/name@1200"
         )
-    asked = match["revision"]
-    return match["repo"], revision_name(int(asked)) if asked and asked.isdigit() else asked
+    revision = match["revision"]
+    if revision and revision.isdigit():
+        revision = revision_name(int(revision))
+    return match["repo"], revision
 
 
 def _fetch(repo: str, revision: str | None, temporary: Path) -> None:
-    """Every file that the manifest lists, of one commit: a push meanwhile cannot mix two checkpoints."""
+    """Download the manifest and the files that it lists."""
+    # All from one commit, so that a push in the meantime cannot mix two checkpoints.
     oid = _resolve(repo, revision)
-    for name in _get_manifest(repo, revision, oid, temporary)["files"]:
+    manifest = _get_manifest(repo, revision, oid, temporary)
+    for name in manifest["files"]:
         _get(repo, name, oid, temporary)
-    shutil.rmtree(temporary / ".cache", ignore_errors=True)  # bookkeeping of huggingface_hub
+    # huggingface_hub keeps its records there. They are not part of the checkpoint.
+    shutil.rmtree(temporary / ".cache", ignore_errors=True)
 
 
 def _get(repo: str, name: str, oid: str, folder: Path) -> Path:
-    return Path(_persist(lambda: hub_api().hf_hub_download(repo, name, revision=oid, local_dir=folder), repo))
+    file = _persist(lambda: hub_api().hf_hub_download(repo, name, revision=oid, local_dir=folder), repo)
+    return Path(file)
 
 
 def _get_manifest(repo: str, revision: str | None, oid: str, folder: Path) -> dict[str, Any]:
     try:
-        return manifests.parse(strict_json.read_bytes(_get(repo, manifests.MANIFEST, oid, folder), manifests.MAX_BYTES))
-    except UsageError:
+        file = _get(repo, manifests.MANIFEST, oid, folder)
+        return manifests.parse(strict_json.read_bytes(file, manifests.MAX_BYTES))
+    except UsageError:  # a ValueError, but already worded for the user
         raise
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(f"{repo} at {revision or 'main'}: manifest.json cannot be read ({error})") from None
 
 
 def _resolve(repo: str, revision: str | None) -> str:
-    """The commit that a revision stands for now."""
+    """Return the commit id of a revision."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     api = hub_api()
@@ -94,7 +102,9 @@ def _resolve(repo: str, revision: str | None) -> str:
     except RevisionNotFoundError:
         refs = _persist(lambda: api.list_repo_refs(repo), repo)
         names = sorted({ref.name for ref in (*refs.branches, *refs.tags)})
-        more = f"{len(names) - 12} older and " if len(names) > 12 else ""
+        more = ""
+        if len(names) > 12:
+            more = f"{len(names) - 12} older and "
         raise UsageError(
             f"hub checkpoint: {repo} has no revision {revision}; it has {more}{', '.join(names[-12:])}; "
             "name one of them, or none for the newest"
@@ -103,15 +113,16 @@ def _resolve(repo: str, revision: str | None) -> str:
 
 
 def _persist(call: Callable[[], T], repo: str) -> T:
-    """Call until it succeeds; network trouble is tried again for a while. Raises as ``download`` says."""
+    """Call with retries and translate the error of the last attempt. Raises like ``download``."""
     from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
 
     try:
         return retried(call, attempts=ATTEMPTS)
     except GaveUpError as given_up:
-        error, problem = given_up.__cause__, given_up.problem
+        error = given_up.__cause__
+        problem = given_up.problem
     if isinstance(error, RevisionNotFoundError):
-        raise error
+        raise error  # `_resolve` answers it with the revisions that exist
     if isinstance(error, RemoteEntryNotFoundError):
         raise UsageError(
             f"hub checkpoint: {repo} lacks a file of a checkpoint ({problem.reason}); it was not pushed by "
@@ -123,7 +134,7 @@ def _persist(call: Callable[[], T], repo: str) -> T:
 
 
 def _settle(temporary: Path, directory: Path, spec: str) -> Path:
-    """Verify, flush, and give it its final name."""
+    """Verify the checkpoint, flush it to disk and rename it to its final path."""
     try:
         checkpoint = commit.verify(temporary)
     except ValueError as error:
@@ -131,7 +142,7 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
     final = directory / manifests.checkpoint_name(checkpoint.step)
     commit.clear_name(final)
     if final.exists():
-        return _same_or_refuse(final, checkpoint, spec)
+        return _keep_existing(final, checkpoint, spec)
     for path in temporary.rglob("*"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -144,12 +155,14 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
     return final
 
 
-def _same_or_refuse(final: Path, wanted: manifests.Checkpoint, spec: str) -> Path:
+def _keep_existing(final: Path, downloaded: manifests.Checkpoint, spec: str) -> Path:
+    """Return ``final`` if it holds the downloaded files. Raises ``UsageError`` if it does not."""
     try:
-        here = commit.verify(final).manifest["files"]
+        existing = commit.verify(final).manifest["files"]
     except ValueError as error:
         raise UsageError(f"hub checkpoint: {spec} cannot replace {final} ({error}); delete that one first") from None
-    if any(here.get(name) != facts for name, facts in wanted.manifest["files"].items()):
+    files = downloaded.manifest["files"]
+    if any(existing.get(name) != facts for name, facts in files.items()):
         raise UsageError(
             f"hub checkpoint: {final} exists and differs from {spec}; give an --output_dir of its own, or leave "
             "--resume hub: out to go on from what is there"

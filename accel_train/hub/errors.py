@@ -1,4 +1,4 @@
-"""Errors of the Hub: which are worth another try, when, and one line of why, without secrets."""
+"""Errors of the Hub: a reason without secrets, and the decision for or against another attempt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 RETRIED = (408, 409, 412, 425, 429)
-"""Beside 5xx: too slow, two commits at once (the next look at the commits settles it), too many requests."""
+"""Retried in addition to 5xx: timeouts, concurrent commits and rate limits.
+
+After a concurrent commit (409, 412) the next attempt reads the commits again.
+"""
 
 ADVICE = {
     401: "; the token is missing, expired or wrong: set HF_TOKEN",
@@ -22,53 +25,60 @@ ADVICE = {
 
 
 class HubError(RuntimeError):
-    """The Hub could not be reached or refused. What is on the disk is unharmed."""
+    """The Hub could not be reached, or it refused. Local files are unharmed."""
 
 
 class NotPushableError(ValueError):
-    """The checkpoint is gone or damaged. Another try will not help."""
+    """The checkpoint is gone or damaged. Another attempt will not help."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What went wrong with the Hub, and whether another try can help."""
+    """An error of the Hub in one line, with the decision for or against a retry."""
 
     reason: str
     """One line without secrets."""
     retry: bool
     retry_after_seconds: float = 0.0
-    """The Hub asked for no request before that."""
+    """Shortest wait requested by the Hub."""
     status: int | None = None
-    """HTTP status, None where no answer came."""
+    """HTTP status, None without a response."""
 
 
 def describe(error: BaseException) -> Problem:
-    """Whether another try can help, and one line of why not. Every error of a push ends here.
+    """Classify an error of a push or download.
 
-    Answers of the Hub are judged by their status, whatever they are wrapped in; without an answer it is the network,
-    which comes back. What Python calls a wrong value will be wrong the next time too.
+    An HTTP response anywhere in the chain of causes is judged by its status. Without one the network is assumed to be
+    down, which passes. ``ValueError`` and the like would only be raised again.
     """
-    response = next((r for r in map(_response, _chain(error)) if r is not None), None)
+    response = _find_response(error)
     if response is None:
-        wrong = isinstance(error, (ValueError, TypeError, LookupError, AttributeError))
-        return Problem(redact(f"{type(error).__name__}: {error}"), retry=not wrong or _not_json(error))
+        would_recur = isinstance(error, (ValueError, TypeError, LookupError, AttributeError))
+        retry = not would_recur or _not_json(error)
+        return Problem(redact(f"{type(error).__name__}: {error}"), retry)
     status = int(response.status_code)
     advice = ADVICE.get(status, "")
-    retry = status in RETRIED or status >= 500
-    return Problem(redact(f"{error}{advice}"), retry, _wait_asked(response.headers) if retry else 0.0, status)
+    reason = redact(f"{error}{advice}")
+    if status in RETRIED or status >= 500:
+        return Problem(reason, True, _requested_wait(response.headers), status)
+    return Problem(reason, False, 0.0, status)
 
 
 def redact(text: str) -> str:
-    """One line of at most 600 characters without tokens and without the signed part of addresses."""
+    """Return one line of at most 600 characters without tokens and without the signed part of URLs."""
     from huggingface_hub import get_token
 
     try:
         token = get_token()
-    except Exception:  # it asks a server in some set-ups; then no token was used either
+    except Exception:
+        # In some environments it asks a server. If that fails, no token was used either.
         token = None
     text = " ".join(text.split())
-    text = text.replace(token, "hf_...") if token else text
-    return re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?...", re.sub(r"hf_\w{4,}", "hf_...", text))[:600]
+    if token:
+        text = text.replace(token, "hf_...")
+    text = re.sub(r"hf_\w{4,}", "hf_...", text)
+    text = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?...", text)
+    return text[:600]
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -77,25 +87,32 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _response(error: BaseException) -> Any:
-    response = getattr(error, "response", None)
-    return response if isinstance(getattr(response, "status_code", None), int) else None
+def _find_response(error: BaseException) -> Any:
+    """Return the first HTTP response in the chain of causes, or None."""
+    for cause in _chain(error):
+        response = getattr(cause, "response", None)
+        if isinstance(getattr(response, "status_code", None), int):
+            return response
+    return None
 
 
 def _not_json(error: BaseException) -> bool:
-    """A proxy or a login page answered instead of the Hub."""
-    return any(isinstance(one, json.JSONDecodeError) for one in _chain(error))
+    """Return True if a proxy or a login page seems to have answered instead of the Hub."""
+    return any(isinstance(cause, json.JSONDecodeError) for cause in _chain(error))
 
 
-def _wait_asked(headers: Mapping[str, str]) -> float:
-    """Seconds of ``Retry-After`` (a number or a date) or of the Hub's own ``RateLimit``; 0 where it asks for none."""
+def _requested_wait(headers: Mapping[str, str]) -> float:
+    """Return the seconds of ``Retry-After`` (a number or a date) or of the Hub's own ``RateLimit``, 0 without both."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
-    asked = headers.get("Retry-After", "").strip()
-    if asked.isdigit():
-        return float(asked)
+    retry_after = headers.get("Retry-After", "").strip()
+    if retry_after.isdigit():
+        return float(retry_after)
     try:
-        return max(0.0, parsedate_to_datetime(asked).timestamp() - time.time())
+        date = parsedate_to_datetime(retry_after)
+        return max(0.0, date.timestamp() - time.time())
     except ValueError:
         limit = parse_ratelimit_headers(headers)
-        return float(limit.reset_in_seconds) if limit is not None and limit.remaining == 0 else 0.0
+    if limit is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds)
+    return 0.0

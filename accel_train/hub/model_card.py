@@ -1,8 +1,9 @@
-"""The model card of a pushed checkpoint: what it is, its figures, curve and samples, and how to load it."""
+"""Model card of a pushed checkpoint: summary, metrics, report of the run, and code for loading."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -12,36 +13,39 @@ from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import EVALUATION_FILE, REPORT
 
 TEXT_LINES = 60
-"""Lines of each text of the report shown in the card; the file itself is pushed whole."""
+"""Longest excerpt of a text of the report in the card. The file itself is pushed whole."""
 
 
 def build_card(
     checkpoint: Checkpoint, texts: Mapping[str, bytes], repo_id: str, revision: str, loads_with: str | None = None
 ) -> str:
-    """The text of README.md, front matter and all. ``texts`` are the run's files that are pushed beside it, of which
-    every picture and Markdown text of the report is shown; ``loads_with`` is the ``module.Class`` to load it with.
+    """Build the text of README.md with its front matter.
 
-    Never raises: what is missing or cannot be read is left out. No licence is named, because none is known; the Hub
-    lets the owner add one.
+    ``texts`` are the other files of the push. The card shows all pictures and Markdown texts of the report among them.
+    ``loads_with`` is ``module.Class`` of the model. Never raises: missing and unreadable parts are left out. The
+    licence is unknown and therefore not named. The owner can add one on the Hub.
     """
-    metrics = _figures(checkpoint, texts)
+    metrics = _metrics(checkpoint, texts)
+    rounded = {name: f"{value:.6g}" for name, value in metrics.items()}
+    sections = [("Figures", _table(("Metric", "Value"), rounded))]
+    sections += [(_title(name), f"![{_title(name)}]({name})") for name in _report_files(texts, ".png")]
+    sections += [(_title(name), _beginning(name, texts[name])) for name in _report_files(texts, ".md")]
+    sections.append(("How to load", _loading(checkpoint, repo_id, revision, loads_with)))
+    sections.append(("Options", _options(checkpoint)))
+
     parts = [_front_matter(metrics, repo_id), f"# {repo_id.split('/')[-1]}", _summary(checkpoint, texts)]
-    for title, section in (
-        ("Figures", _table(("Metric", "Value"), {name: f"{value:.6g}" for name, value in metrics.items()})),
-        *((_title(name), f"![{_title(name)}]({name})") for name in _of_report(texts, ".png")),
-        *((_title(name), _beginning(name, texts[name])) for name in _of_report(texts, ".md")),
-        ("How to load", _loading(checkpoint, repo_id, revision, loads_with)),
-        ("Options", _options(checkpoint)),
-    ):
-        if section:
-            parts.append(f"## {title}\n\n{section}")
+    parts += [f"## {title}\n\n{section}" for title, section in sections if section]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _front_matter(metrics: Mapping[str, float], repo_id: str) -> str:
-    """YAML between two rules, written by ``huggingface_hub``; a model index only where there are figures."""
+    """Return YAML between two rules, written by ``huggingface_hub``."""
     from huggingface_hub import EvalResult, ModelCardData
 
+    # A model index lists results and needs a name. Without metrics the card has no model index.
+    model_name = None
+    if metrics:
+        model_name = repo_id.split("/")[-1]
     results = [
         EvalResult(
             task_type="other",
@@ -55,21 +59,24 @@ def _front_matter(metrics: Mapping[str, float], repo_id: str) -> str:
     data = ModelCardData(
         library_name="accel_train",
         tags=["accel_train", "pytorch", "safetensors"],
-        model_name=repo_id.split("/")[-1] if results else None,
+        model_name=model_name,
         eval_results=results or None,
     )
     return f"---\n{data.to_yaml()}\n---"
 
 
-def _figures(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> dict[str, float]:
-    """The manifest's figures; else those of evaluation.json if they are of this step."""
-    found: Any = checkpoint.manifest.get("metrics")
-    if not found:
-        found = _json(texts.get(f"{REPORT}/{EVALUATION_FILE}"))
-        found = found if found.get("step") == checkpoint.step else {}
+def _metrics(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> dict[str, float]:
+    """Return the finite metrics of the manifest, else those of evaluation.json if it belongs to this step."""
+    metrics: Any = checkpoint.manifest.get("metrics")
+    if not metrics:
+        metrics = _json(texts.get(f"{REPORT}/{EVALUATION_FILE}"))
+        if metrics.get("step") != checkpoint.step:
+            return {}
+    if not isinstance(metrics, Mapping):
+        return {}
     return {
         str(name): float(value)
-        for name, value in (found.items() if isinstance(found, Mapping) else ())
+        for name, value in metrics.items()
         if name != "step" and isinstance(value, (int, float)) and math.isfinite(value)
     }
 
@@ -78,21 +85,24 @@ def _summary(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> str:
     manifest = checkpoint.manifest
     pushed = _json(texts.get("manifest.json")) or manifest
     files: Any = pushed.get("files") or {}
-    has_state = any(str(name).startswith("optimizer/") for name in files)
+    state = "not included"
+    if any(str(name).startswith("optimizer/") for name in files):
+        state = "included: training can go on from it"
     rows = {
         "Step": checkpoint.step,
         "Samples seen": manifest.get("samples_seen"),
         "Epoch": manifest.get("epoch"),
         "Run": manifest.get("run_id"),
         "Written": manifest.get("written_at"),
-        "Optimizer state": "included: training can go on from it" if has_state else "not included",
+        "Optimizer state": state,
         "accel_train": manifest.get("accel_train"),
     }
     text = "A checkpoint written by accel_train during training. `manifest.json` holds the sha256 of every file."
-    return f"{text}\n\n{_table(('', ''), {k: v for k, v in rows.items() if v is not None})}"
+    known = {title: value for title, value in rows.items() if value is not None}
+    return f"{text}\n\n{_table(('', ''), known)}"
 
 
-def _of_report(texts: Mapping[str, bytes], ending: str) -> list[str]:
+def _report_files(texts: Mapping[str, bytes], ending: str) -> list[str]:
     return [name for name in texts if name.startswith(f"{REPORT}/") and name.endswith(ending)]
 
 
@@ -101,13 +111,17 @@ def _title(name: str) -> str:
 
 
 def _beginning(name: str, content: bytes) -> str:
+    """Return the first lines of a Markdown text."""
     lines = content.decode("utf-8", errors="replace").splitlines()
-    shown = "\n".join(f"##{line}" if line.startswith("#") else line for line in lines[:TEXT_LINES])
-    return shown if len(lines) <= TEXT_LINES else f"{shown}\n\nMore in [{PurePosixPath(name).name}]({name})."
+    # Headings of the text go two levels down, below the heading of their section.
+    shown = "\n".join(re.sub(r"^#", "###", line) for line in lines[:TEXT_LINES])
+    if len(lines) <= TEXT_LINES:
+        return shown
+    return f"{shown}\n\nMore in [{PurePosixPath(name).name}]({name})."
 
 
 def _loading(checkpoint: Checkpoint, repo_id: str, revision: str, loads_with: str | None) -> str:
-    """Code for the class that the recipe declared, and for plain safetensors in any case."""
+    """Return code that loads with the recipe's class, if known, and with plain safetensors."""
     files: Any = checkpoint.manifest.get("files") or {}
     parts: list[str] = []
     if loads_with is not None:
@@ -139,11 +153,16 @@ def _options(checkpoint: Checkpoint) -> str:
 
 
 def _table(head: tuple[str, str], rows: Mapping[Any, Any]) -> str:
-    """A Markdown table, empty without rows. A bar or a line break in a value would end its cell."""
+    """Return a Markdown table, or an empty text without rows."""
     if not rows:
         return ""
-    lines = [f"| {key} | {' '.join(str(value).split()).replace('|', chr(92) + '|')} |" for key, value in rows.items()]
-    return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *lines])
+    lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
+    for key, value in rows.items():
+        # A line break or a bar in a value would end its cell.
+        cell = " ".join(str(value).split())
+        cell = cell.replace("|", r"\|")
+        lines.append(f"| {key} | {cell} |")
+    return "\n".join(lines)
 
 
 def _json(content: bytes | None) -> dict[str, Any]:

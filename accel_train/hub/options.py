@@ -1,4 +1,4 @@
-"""What is pushed to the Hub, and whether the Hub will have it: asked before training, while nothing is lost."""
+"""Options of pushing to the Hub, and their check."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HubConfig:
-    """Which checkpoints go to the Hub, and where. The token comes from HF_TOKEN or `hf auth login`, never from here."""
+    """Selection of the checkpoints to push, and their repository. The token is read from HF_TOKEN or `hf auth login`,
+    never from an option."""
 
     repo_id: str | None = None
-    """Repository, as organisation/name. None pushes nothing. It is created if it is not there."""
+    """Repository, as organisation/name. It is created if it does not exist. None pushes nothing."""
     push: Literal["every", "best", "last"] = "every"
-    """every: each `push_every`-th committed checkpoint. best: each that is the best so far by
-    checkpoints.best_metric. last: the last one, at the end of training."""
+    """every: each `push_every`-th committed checkpoint. best: each new best checkpoint by checkpoints.best_metric.
+    last: the last checkpoint, at the end of training."""
     push_every: PositiveInt = 1
-    """With push every: push each so many-th committed checkpoint. When the upload is slower than the saves, waiting
-    ones give way to the newest."""
+    """With `push: every`, push every n-th committed checkpoint. If uploads are slower than saves, older waiting
+    checkpoints are dropped in favour of the newest."""
     include_state: bool = False
     """Push the optimizer state as well (about twice the weights), so that another machine can resume from the Hub."""
     private: bool = True
-    """Whether a repository that is created is private."""
+    """Create the repository as private."""
     revisions: Literal["branch", "tag"] = "branch"
-    """What names each step, as step-00001200. main always carries the newest pushed."""
+    """Name each pushed step by a branch or a tag, such as step-00001200. main always has the newest pushed one."""
     finish_minutes: PositiveFloat = 10.0
-    """How long the end of training waits for what is not pushed yet. It stays in the queue after that."""
+    """Longest wait for unfinished pushes at the end of training. After it they stay in the queue."""
 
     def __post_init__(self) -> None:
         if self.repo_id is not None:
@@ -38,7 +39,7 @@ class HubConfig:
 
 
 def refuse_without_metric(config: HubConfig, best_metric: str | None) -> None:
-    """Refuse ``push: best`` where nothing says what is better."""
+    """Raise ``UsageError`` for ``push: best`` without a metric to compare by."""
     if config.repo_id is not None and config.push == "best" and best_metric is None:
         raise UsageError(
             "hub.push: best needs a figure to compare by; set checkpoints.best_metric, or hub.push every or last"
@@ -49,9 +50,11 @@ def _check_repo_id(repo_id: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    problem = ""
     try:
         validate_repo_id(repo_id)
-        problem = None if repo_id.count("/") == 1 else "the organisation or user is missing"
+        if repo_id.count("/") != 1:
+            problem = "the organisation or user is missing"
     except HFValidationError as error:
         problem = str(error)
     if problem:

@@ -1,4 +1,4 @@
-"""Calls of the Hub, tried again with a growing wait while its trouble may pass."""
+"""Retry calls of the Hub with a growing wait, as long as another attempt may help."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from accel_train.hub.errors import NotPushableError, Problem, describe
 T = TypeVar("T")
 
 BACKOFF_VARIABLE = "ACCEL_TRAIN_HUB_BACKOFF_SECONDS"
-"""The first wait after a failure, in seconds; it doubles with every failure in a row."""
+"""Seconds to wait after the first failure. The wait doubles with every consecutive failure."""
 BACKOFF_SECONDS = 2.0
 LONGEST_BACKOFF_SECONDS = 300.0
 
 
 class GaveUpError(Exception):
-    """The last try failed, or another cannot help. Its cause is the error of the Hub."""
+    """The last attempt failed, or another cannot help. ``__cause__`` is the error of the Hub."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.reason)
@@ -36,12 +36,13 @@ def retried(
     longest_wait: float = LONGEST_BACKOFF_SECONDS,
     waiting: Callable[[float, Problem], None] = lambda seconds, problem: None,
 ) -> T:
-    """Call until it succeeds, at most ``attempts`` times and with no wait that ends after ``seconds``.
+    """Call until it succeeds, at most ``attempts`` times, and start no wait that would end after ``seconds``.
 
-    ``waiting`` is told each wait and its reason. Raises ``GaveUpError``; ``UsageError`` and ``NotPushableError``, which
-    no other try can help, are raised as they are.
+    ``waiting`` is called before each wait with its length and its reason. Raises ``GaveUpError``. Another attempt
+    cannot cure ``UsageError`` and ``NotPushableError``, so they are raised unchanged.
     """
-    deadline, failures = time.monotonic() + seconds, 0
+    deadline = time.monotonic() + seconds
+    failures = 0
     while True:
         try:
             return call()
@@ -58,7 +59,14 @@ def retried(
 
 
 def backoff_seconds(failures: int, problem: Problem) -> float:
-    """How long to wait after so many failures in a row: at least what the Hub asks for, at most five minutes else."""
+    """Compute the wait after ``failures`` consecutive failures.
+
+    At most five minutes, unless the Hub asks for a longer wait.
+    """
     base = float(os.environ.get(BACKOFF_VARIABLE, BACKOFF_SECONDS))
-    wait = min(base * 2.0 ** min(failures - 1, 30), LONGEST_BACKOFF_SECONDS)
-    return max(wait * random.uniform(0.5, 1.0), problem.retry_after_seconds)  # jitter: many runs, one Hub
+    # Far above the limit already. After enough failures, 2.0**1024 would raise OverflowError.
+    doublings = min(failures - 1, 30)
+    wait = min(base * 2.0**doublings, LONGEST_BACKOFF_SECONDS)
+    # Jitter spreads the requests of many runs over time.
+    jittered = wait * random.uniform(0.5, 1.0)
+    return max(jittered, problem.retry_after_seconds)

@@ -1,8 +1,8 @@
-"""The process that pushes while training goes on: ``python -m accel_train.hub.worker RUN TRAINER_PID``.
+"""Push checkpoints in the background of training: ``python -m accel_train.hub.worker RUN TRAINER_PID``.
 
-It takes checkpoints from the queue of the run one at a time, tries until the Hub has them or refuses them, and ends
-when the training process does: everything it knows is in the queue, and the next start goes on from there. It is a
-process so that neither the interpreter lock nor a hanging connection is the loop's.
+The process takes checkpoints from the queue of the run one at a time and retries until the Hub has accepted or refused
+each. It exits with the training process. All of its state is in the queue, so the next start continues from there. A
+separate process keeps the interpreter lock and hanging connections away from the training loop.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.retry import backoff_seconds
 
 NICENESS = 10
-"""The loop goes first where cores are short."""
+"""Lowers the priority, so that the training loop goes first when cores are short."""
 POLL_SECONDS = 30.0
-"""How often an idle pusher looks for what was queued by hand; training wakes it at once."""
+"""Seconds between an idle worker's looks for entries queued by hand. Training wakes it immediately."""
 LOCK_PATIENCE_SECONDS = 60.0
 
 
 def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
-    """One attempt; returns what went wrong. Afterwards the entry is pushed, failed, dropped, or waits as before."""
+    """Make one attempt and return its problem, if any. The entry is then pushed, failed, dropped or still waiting."""
     from accel_train.hub.repository import push_checkpoint
 
     path = queue.run / "checkpoints" / entry.checkpoint
@@ -40,7 +40,8 @@ def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
     except NotPushableError as error:
         queue.drop(entry, str(error))
         return None
-    except Exception as error:  # the one place where every error of the Hub and of its client ends
+    except Exception as error:
+        # Every error of the Hub and of its client ends here: none may end the worker.
         problem = describe(error)
         if problem.retry:
             queue.log("retry", checkpoint=entry.checkpoint, reason=problem.reason)
@@ -52,7 +53,7 @@ def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
 
 
 def serve(queue: HubQueue, idle: Callable[[], None]) -> None:
-    """Push what waits, for ever; ``idle`` returns when it is worth another look."""
+    """Push waiting entries forever. ``idle`` blocks until the queue may have changed."""
     failures = 0
     while True:
         entry = queue.next()
@@ -60,37 +61,44 @@ def serve(queue: HubQueue, idle: Callable[[], None]) -> None:
             idle()
             continue
         problem = push_one(queue, entry)
-        failures = failures + 1 if problem is not None and problem.retry else 0
-        if problem is not None and problem.retry:
-            time.sleep(backoff_seconds(failures, problem))
+        if problem is None or not problem.retry:
+            failures = 0
+            continue
+        failures += 1
+        time.sleep(backoff_seconds(failures, problem))
 
 
 def end_with(trainer: int, woken: threading.Event) -> None:
-    """Watch the pipe from the training process: a byte wakes the pusher, its end or that of the process ends it.
+    """Watch the pipe from the training process. A byte wakes the worker, and the end of the pipe or trainer ends it.
 
-    Both are looked at, because a process forked by the trainer keeps the pipe open. Nothing is left to be tidied up:
-    a push that is cut off is found in the queue by the next start.
+    An interrupted push stays in the queue for the next start, so there is nothing to clean up.
     """
+    # The parent is checked as well as the pipe: a process forked by the trainer would keep the pipe open.
     while os.getppid() == trainer:
         ready, _, _ = select.select([0], [], [], 0.5)
-        if ready and not os.read(0, 4096):
+        if not ready:
+            continue
+        received = os.read(0, 4096)
+        if not received:
             break
-        if ready:
-            woken.set()
+        woken.set()
     os._exit(0)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``RUN TRAINER_PID``, with the pipe from the training process as standard input."""
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):  # meant for the trainer, which decides when to end
+    """Serve the queue of a run. ``arguments`` are RUN and TRAINER_PID. Standard input is the pipe from the trainer."""
+    run = Path(arguments[0])
+    trainer = int(arguments[1])
+    # These signals are meant for the trainer, which decides when to end.
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     os.nice(NICENESS)
     woken = threading.Event()
-    threading.Thread(target=end_with, args=(int(arguments[1]), woken), daemon=True).start()
+    threading.Thread(target=end_with, args=(trainer, woken), daemon=True).start()
     from accel_train.hub.client import limit_silence
 
     limit_silence()
-    queue = HubQueue(Path(arguments[0]))
+    queue = HubQueue(run)
 
     def idle() -> None:
         woken.wait(POLL_SECONDS)
