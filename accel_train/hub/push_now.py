@@ -1,4 +1,4 @@
-"""Push in the foreground, as `accel-train checkpoints push` does."""
+"""Push in the foreground: the command ``accel-train checkpoints push``."""
 
 from __future__ import annotations
 
@@ -21,21 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 def push_now(run_or_checkpoint: Path, config: HubConfig) -> list[str]:
-    """Push in the foreground, as ``accel-train checkpoints push`` does; returns the addresses of the commits.
+    """Push checkpoints in the foreground and return the URLs of the commits.
 
-    A run: all that waits and all that the Hub refused before, each as it was queued (but where ``config`` names a
-    repository, as ``config`` says); with nothing of that, its newest checkpoint. A checkpoint directory: that one.
-    Network trouble is tried again for ``finish_minutes``. Raises ``UsageError`` for what can be put right here and
-    ``HubError`` where the Hub cannot be reached or refuses; what a run had waiting then still waits.
+    For a run: its waiting and failed entries, or its newest checkpoint if there are none. Entries are pushed with their
+    queued options, or with those of ``config`` if it names a repository. For a checkpoint directory: that checkpoint.
+    Network errors are retried for ``finish_minutes``. Raises ``UsageError`` for errors of the user, and ``HubError`` if
+    the Hub is unreachable or refuses. Unfinished entries of a run then stay in its queue.
     """
     limit_silence()
     path = run_or_checkpoint
     if (path / "manifest.json").is_file():
-        entry, minutes = _entry_of(path, config), config.finish_minutes
-        check_repository(config)
-        if path.parent.name == "checkpoints":
-            return [_push_queued(HubQueue(path.parents[1]), entry, minutes)]
-        return [_push_patiently(path, entry, path.parent, minutes)["url"]]
+        return [_push_directory(path, config)]
     if not (path / "checkpoints").is_dir():
         raise UsageError(f"{path} is neither a run nor a checkpoint: no checkpoints/ and no manifest.json there")
     queue = HubQueue(path)
@@ -43,6 +39,17 @@ def push_now(run_or_checkpoint: Path, config: HubConfig) -> list[str]:
         if holder is not None:
             raise UsageError(f"{path} is being pushed by {holder}, which goes on by itself; wait for it or end it")
         return _push_run(queue, config)
+
+
+def _push_directory(path: Path, config: HubConfig) -> str:
+    """Push one checkpoint directory and return the URL of its commit."""
+    entry = _entry_of(path, config)
+    check_repository(config)
+    if path.parent.name == "checkpoints":
+        return _push_queued(HubQueue(path.parents[1]), entry, config.finish_minutes)
+    # Outside a run there is no queue to record the push in.
+    pushed = _push_with_retries(path, entry, path.parent, config.finish_minutes)
+    return pushed["url"]
 
 
 def _push_run(queue: HubQueue, config: HubConfig) -> list[str]:
@@ -53,9 +60,13 @@ def _push_run(queue: HubQueue, config: HubConfig) -> list[str]:
     if not entries:
         newest, reasons = commit.newest_verified(queue.run / "checkpoints")
         if newest is None:
-            raise UsageError(f"{queue.run} has no checkpoint to push{': ' if reasons else ''}{'; '.join(reasons)}")
+            problem = f"{queue.run} has no checkpoint to push"
+            if reasons:
+                problem += ": " + "; ".join(reasons)
+            raise UsageError(problem)
         entries = [_entry_of(newest.path, config)]
-    for repo_id, private in sorted({(entry.repo_id, entry.private) for entry in entries}):
+    repositories = {(entry.repo_id, entry.private) for entry in entries}
+    for repo_id, private in sorted(repositories):
         check_repository(replace(config, repo_id=repo_id, private=private))
     urls: list[str] = []
     problems: list[str] = []
@@ -90,22 +101,24 @@ def _with_options(entry: Entry, config: HubConfig) -> Entry:
 
 
 def _push_queued(queue: HubQueue, entry: Entry, minutes: float) -> str:
-    """Push one checkpoint of a run and keep the run's record of it; returns the address of its commit."""
+    """Push one checkpoint of a run, update the queue, and return the URL of the commit."""
+    path = queue.run / "checkpoints" / entry.checkpoint
     try:
-        where = _push_patiently(queue.run / "checkpoints" / entry.checkpoint, entry, queue.run, minutes)
+        pushed = _push_with_retries(path, entry, queue.run, minutes)
     except UsageError as error:
+        # The checkpoint does not verify, so a later start could not push it either.
         queue.drop(entry, str(error))
         raise
-    queue.done(entry, where)
-    return where["url"]
+    queue.done(entry, pushed)
+    return pushed["url"]
 
 
-def _push_patiently(path: Path, entry: Entry, run: Path, minutes: float) -> dict[str, str]:
-    def waiting(seconds: float, problem: Problem) -> None:
+def _push_with_retries(path: Path, entry: Entry, run: Path, minutes: float) -> dict[str, str]:
+    def log_wait(seconds: float, problem: Problem) -> None:
         logger.warning("hub: %s, again in %.0f s: %s", entry.checkpoint, seconds, problem.reason)
 
     try:
-        return retried(lambda: push_checkpoint(path, entry, run), seconds=60 * minutes, waiting=waiting)
+        return retried(lambda: push_checkpoint(path, entry, run), seconds=60 * minutes, waiting=log_wait)
     except NotPushableError as error:
         raise UsageError(f"{error}; only a checkpoint that verifies is pushed") from None
     except GaveUpError as error:

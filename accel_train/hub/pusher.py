@@ -1,7 +1,7 @@
-"""Checkpoints on the Hub: pushed by a process beside the loop, checked before it starts, loaded back by step.
+"""Training's side of pushing to the Hub.
 
-Training offers each committed checkpoint; a queue on the disk and a pusher process do the rest. Nothing that the Hub
-does or fails to do raises into training: it is said in the log, kept in the queue and shown at the end.
+Training offers each committed checkpoint. A queue on disk and a worker process do the rest. No error of the Hub is
+raised into training: errors are logged, kept in the queue and summarized at the end.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ from accel_train.store.manifest import Checkpoint
 logger = logging.getLogger(__name__)
 
 LAST_STARTS = 5
-"""How often the end of training starts the pusher anew after it ended by itself."""
+"""Maximum number of times ``finish`` starts a worker that is not running."""
 
 
 @dataclass(frozen=True)
 class HubStatus:
-    """What became of the checkpoints of a run that were to be pushed."""
+    """Names of a run's checkpoints by the outcome of their push."""
 
     pushed: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
     """Still in the queue."""
     failed: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Refused by the Hub, with the reason."""
+    """Reasons of the refused ones."""
 
     @property
     def code(self) -> int:
-        """0 if all that was to be pushed is on the Hub, else 1. Not the exit code of training."""
-        return 1 if self.waiting or self.failed else 0
+        """0 if nothing is waiting or failed, else 1. It is not the exit code of training."""
+        return int(bool(self.waiting or self.failed))
 
 
 class Pusher:
-    """The training process's side. Every rank may hold one; it does something on the main process alone, if it is on.
+    """Queue checkpoints and run the worker process that pushes them.
 
-    Made after ``check_repository``. What an earlier start left in the queue is pushed from then on. Raises
-    ``UsageError`` for ``push: best`` without a metric.
+    Every rank may hold one. It acts on the main process only, and only if a repository is configured. Build it after
+    ``check_repository``. Entries left in the queue by an earlier start are pushed from then on. Raises ``UsageError``
+    for ``push: best`` without a metric.
     """
 
     def __init__(
@@ -66,39 +67,37 @@ class Pusher:
     ) -> None:
         refuse_without_metric(config, best_metric)
         self._config = config
-        self._metric, self._sign = best_metric, 1.0 if best_mode == "min" else -1.0
+        self._metric = best_metric
+        self._mode = best_mode
         self._queue = HubQueue(run)
         self._worker: subprocess.Popen[bytes] | None = None
-        self._told = self._queue.log_size()
+        self._log_position = self._queue.log_size()
+        """Bytes of the worker's log already repeated in the log of training."""
         self._newest: Checkpoint | None = None
         self.broken_off = False
         """``finish`` was asked to stop while it waited."""
         self._on = is_main and config.repo_id is not None
-        if is_main and (left := sorted(self._queue.names())):
-            if self._on:
-                logger.info("hub: %s left by the last start will be pushed", ", ".join(left))
-                self._guarded(self._wake)
-            else:
-                logger.warning("hub: %s still to be pushed; %s", ", ".join(left), self._command())
+        if is_main:
+            self._take_over_queue()
 
     def offer(self, checkpoint: Checkpoint) -> None:
-        """Take note of a committed checkpoint. A few small file operations; never raises.
+        """Queue a committed checkpoint if the options select it. Costs a few small file operations. Never raises.
 
-        Offering one again changes nothing, so a resumed run offers the one that it resumes from: the process may have
-        died between its commit and its offer.
+        Offering one twice changes nothing, so a resumed run offers the checkpoint that it resumes from. The process may
+        have died between its commit and its offer.
         """
         if self._on:
             self._guarded(lambda: self._offer(checkpoint))
 
     def busy(self) -> set[str]:
-        """Names of checkpoints that retention must keep: waiting or being pushed. Every process may ask."""
+        """Names of waiting checkpoints, including the one being pushed. Retention must keep them. Any process."""
         return self._queue.names()
 
     def finish(self, *, preempted: bool = False, asked_to_stop: Callable[[], bool] = lambda: False) -> HubStatus:
-        """End the pusher, after at most ``finish_minutes``; says what is pushed and what is not. Never raises.
+        """Wait up to ``finish_minutes`` for the queue, end the worker and log the status. Main process. Never raises.
 
-        ``preempted`` waits for nothing, and leaves ``push: last`` to the start that goes on; ``asked_to_stop`` ends the
-        waiting, and what still waits stays in the queue. Main process.
+        ``preempted`` skips the wait and leaves ``push: last`` to the next start. ``asked_to_stop`` is polled and ends
+        the wait early. Unfinished entries stay in the queue.
         """
         if not self._on:
             return HubStatus()
@@ -107,14 +106,14 @@ class Pusher:
                 self._guarded(lambda: self._finish(asked_to_stop))
         finally:
             self.close()
-        self._guarded(self._tell)
+        self._guarded(self._repeat_log)
         status = self._status()
         self._guarded(lambda: self._record(status))
-        self._say(status)
+        self._log_status(status)
         return status
 
     def close(self) -> None:
-        """End the pusher process at once. What it had not finished stays in the queue."""
+        """Kill the worker process. Unfinished entries stay in the queue."""
         if self._worker is not None:
             if self._worker.stdin is not None:
                 self._worker.stdin.close()
@@ -122,52 +121,73 @@ class Pusher:
             self._worker.wait()
             self._worker = None
 
+    def _take_over_queue(self) -> None:
+        """Push the entries left by an earlier start, or name the command for it if pushing is off."""
+        left = sorted(self._queue.names())
+        if not left:
+            return
+        if self._on:
+            logger.info("hub: %s left by the last start will be pushed", ", ".join(left))
+            self._guarded(self._wake)
+        else:
+            logger.warning("hub: %s still to be pushed; %s", ", ".join(left), self._command())
+
     def _offer(self, checkpoint: Checkpoint) -> None:
         self._newest = checkpoint
-        name, run_id = checkpoint.path.name, str(checkpoint.manifest.get("run_id"))
-        offers = self._queue.offers(run_id)
+        name = checkpoint.path.name
+        offers = self._queue.offers(str(checkpoint.manifest.get("run_id")))
         if offers.get("last") != name:
-            offers |= {"committed": int(offers["committed"]) + 1, "last": name}
+            offers["committed"] = int(offers["committed"]) + 1
+            offers["last"] = name
             if self._due(checkpoint, offers):
                 self._queue.add(new_entry(checkpoint, self._config, self._config.push))
+            # Saved after the entry is queued: a crash in between repeats the offer and loses nothing.
             self._queue.save_offers(offers)
         if self._queue.names():
             self._wake()
-        self._tell()
+        self._repeat_log()
 
     def _due(self, checkpoint: Checkpoint, offers: dict[str, Any]) -> bool:
+        """Return True if the options select this checkpoint. Updates ``offers["best"]``."""
         if self._config.push == "every":
             return int(offers["committed"]) % self._config.push_every == 0
         if self._config.push == "last":
             return False
-        figure = checkpoint.manifest.get("metrics", {}).get(self._metric)
-        if not isinstance(figure, (int, float)) or not math.isfinite(figure):
+        metric = checkpoint.manifest.get("metrics", {}).get(self._metric)
+        if not isinstance(metric, (int, float)) or not math.isfinite(metric):
             logger.warning("hub.push best: %s has no figure %s and is not pushed", checkpoint.path.name, self._metric)
             return False
-        better = "best" not in offers or self._sign * figure < self._sign * float(offers["best"])
-        if better:
-            offers["best"] = figure
-        return better
+        if "best" in offers and not self._is_better(metric, float(offers["best"])):
+            return False
+        offers["best"] = metric
+        return True
+
+    def _is_better(self, metric: float, best: float) -> bool:
+        if self._mode == "min":
+            return metric < best
+        return metric > best
 
     def _wake(self) -> None:
-        """Start the pusher if it does not run, else tell it to look."""
+        """Start the worker if it is not running, else wake it."""
         if self._worker is not None and self._worker.poll() is not None:
             self.close()
         if self._worker is None:
             self._worker = _start_worker(self._queue.run)
         elif self._worker.stdin is not None:
-            # Full of bytes not read yet, or it has just ended: the next offer starts it again.
+            # A full pipe wakes the worker anyway. A worker that has just ended is restarted by the next offer.
             with suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._worker.stdin.fileno(), b"\n")
 
     def _finish(self, asked_to_stop: Callable[[], bool]) -> None:
-        newest, queue = self._newest, self._queue
-        if self._config.push == "last" and newest is not None:
-            queue.add(new_entry(newest, self._config, "last"))
+        queue = self._queue
+        if self._config.push == "last" and self._newest is not None:
+            queue.add(new_entry(self._newest, self._config, "last"))
         minutes = self._config.finish_minutes
-        if waiting := sorted(queue.names()):
+        waiting = sorted(queue.names())
+        if waiting:
             logger.info("hub: waiting up to %g minutes for %s", minutes, ", ".join(waiting))
-        deadline, starts = time.monotonic() + 60 * minutes, 0
+        deadline = time.monotonic() + 60 * minutes
+        starts = 0
         while queue.names() and time.monotonic() < deadline:
             if self._worker is None or self._worker.poll() is not None:
                 starts += 1
@@ -181,17 +201,20 @@ class Pusher:
             time.sleep(0.05)
 
     def _status(self) -> HubStatus:
-        queue = self._queue
-        return HubStatus(tuple(sorted(queue.pushed())), tuple(sorted(queue.names())), queue.failed())
+        return HubStatus(
+            pushed=tuple(sorted(self._queue.pushed())),
+            waiting=tuple(sorted(self._queue.names())),
+            failed=self._queue.failed(),
+        )
 
     def _record(self, status: HubStatus) -> None:
-        """Into run.json, beside what else a person looks for there."""
+        """Write the status into ``run.json``, if the run has one."""
         run = self._queue.run
         if (run / names.RUN_FILE).exists():
             hub = {"repo_id": self._config.repo_id, "pending": list(status.waiting), "failed": dict(status.failed)}
             run_file.write_run(run, run_file.load(run) | {"hub": hub})
 
-    def _say(self, status: HubStatus) -> None:
+    def _log_status(self, status: HubStatus) -> None:
         text = f"hub: {self._config.repo_id}: {len(status.pushed)} pushed, {len(status.waiting)} waiting, "
         text += f"{len(status.failed)} failed; hub status {status.code}"
         if status.code == 0:
@@ -199,24 +222,28 @@ class Pusher:
             return
         for name, reason in status.failed.items():
             logger.warning("hub: %s failed: %s", name, reason)
-        logger.warning("%s; waiting: %s; %s", text, ", ".join(status.waiting) or "none", self._command())
+        waiting = ", ".join(status.waiting) or "none"
+        logger.warning("%s; waiting: %s; %s", text, waiting, self._command())
 
     def _command(self) -> str:
         command = shlex.join(["accel-train", "checkpoints", "push", str(self._queue.run)])
         return f"why: {self._queue.directory}/log.jsonl; go on with: {command}"
 
-    def _tell(self) -> None:
-        """Repeat in training's log what the pusher has written since the last time."""
-        events, self._told = self._queue.events(self._told)
+    def _repeat_log(self) -> None:
+        """Repeat the new events of the queue's log in the log of training."""
+        events, self._log_position = self._queue.events(self._log_position)
         for event, following in zip(events, [*events[1:], {}], strict=False):
-            if event["event"] == following.get("event") == "retry":
-                continue  # of many tries in a row the last says enough
-            level = logging.INFO if event["event"] in ("pushed", "coalesced") else logging.WARNING
+            kind = event["event"]
+            if kind == "retry" and following.get("event") == "retry":
+                continue  # the last of several retries in a row is enough
+            level = logging.WARNING
+            if kind in ("pushed", "coalesced"):
+                level = logging.INFO
             details = event.get("url") or event.get("reason")
-            logger.log(level, "hub: %s %s: %s", event["event"], event.get("checkpoint", ""), details)
+            logger.log(level, "hub: %s %s: %s", kind, event.get("checkpoint", ""), details)
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Whatever the Hub's side meets, training goes on."""
+        """Run an action and log its error, so that training continues."""
         try:
             action()
         except Exception as error:
@@ -226,10 +253,10 @@ class Pusher:
 def push_the_rest(
     run: Path, newest: Checkpoint, config: HubConfig, best_metric: str | None, best_mode: Literal["min", "max"]
 ) -> HubStatus:
-    """For a run that has no step left: push what its last start had no time for, as its end would have. Main process.
+    """Push the remaining checkpoints of a run without steps left, as the end of training does. Main process.
 
-    That start may have been asked to stop in its last step, which leaves ``push: last`` to the next one, or have ended
-    with a queue. Raises and waits as ``Pusher`` does.
+    Its last start may have ended with a queue, or was asked to stop in its last step, which leaves ``push: last`` to
+    the next start. Raises and waits like ``Pusher``.
     """
     pusher = Pusher(run, config, is_main=True, best_metric=best_metric, best_mode=best_mode)
     pusher.offer(newest)
@@ -237,25 +264,30 @@ def push_the_rest(
 
 
 def _start_worker(run: Path) -> subprocess.Popen[bytes]:
-    """Not in a session of its own: it ends with the training process, and its pipe is how it knows."""
+    """Start a worker that ends with this process."""
+    variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}
     package = str(Path(accel_train.__file__).parents[1])
-    quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}
-    search = {"PYTHONPATH": os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)}
+    search_path = [package]
+    if os.environ.get("PYTHONPATH"):
+        search_path.append(os.environ["PYTHONPATH"])
+    variables["PYTHONPATH"] = os.pathsep.join(search_path)
     with (run / "hub" / "worker.log").open("ab") as output:
+        # Not in a session of its own. The end of the pipe tells the worker to end.
         worker = subprocess.Popen(
             [sys.executable, "-m", "accel_train.hub.worker", str(run), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | quiet | search,
+            env=os.environ | variables,
         )
     assert worker.stdin is not None
+    # Training must not block on a pipe that nobody reads.
     os.set_blocking(worker.stdin.fileno(), False)
     return worker
 
 
 def new_entry(checkpoint: Checkpoint, config: HubConfig, reason: Reason) -> Entry:
-    """What the queue keeps of a checkpoint and of the options at that time. ``repo_id`` must be set."""
+    """Build the queue entry of a checkpoint with the current options. ``repo_id`` must be set."""
     assert config.repo_id is not None
     return Entry(
         checkpoint.path.name,

@@ -1,14 +1,15 @@
-"""Checkpoints on their way to the Hub, as files of the run, so that a restart goes on where the last one ended.
+"""Queue of the checkpoints to push, kept as files of the run, so that a restart continues with it.
 
 | below ``RUN/hub`` | |
 |---|---|
-| ``queue/<checkpoint>.json`` | waits or is being pushed; retention keeps the checkpoint while it is there |
-| ``failed/<checkpoint>.json`` | the Hub refused it, with the reason; ``accel-train checkpoints push`` tries again |
-| ``pushed/<checkpoint>.json`` | where it is: repository, revision, commit |
-| ``log.jsonl`` | every push, retry, drop and failure, one a line |
-| ``offers.json`` | what training has offered so far, so that every n-th and best survive a restart |
+| ``queue/<checkpoint>.json`` | waiting or being pushed; retention keeps the checkpoint as long as the file exists |
+| ``failed/<checkpoint>.json`` | refused by the Hub, with the reason; ``accel-train checkpoints push`` tries again |
+| ``pushed/<checkpoint>.json`` | place of a pushed checkpoint: repository, revision, commit |
+| ``log.jsonl`` | pushes, retries, drops and failures, one per line |
+| ``offers.json`` | checkpoints offered by training so far, so that every n-th and best survive a restart |
 
-Only the standard library is imported: the processes that read the queue start often. No token is ever written here.
+Only the standard library is imported, because the processes that read the queue start often. Tokens are never written
+here.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ MAX_LOG_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint to push, and how. What its file in the queue holds."""
+    """A checkpoint to push and the options of its push: the content of its file in the queue."""
 
     checkpoint: str
-    """Name of its directory, ``checkpoint_00001200``."""
+    """Name of its directory, such as ``checkpoint_00001200``."""
     step: int
     run_id: str
     repo_id: str
@@ -45,34 +46,37 @@ class Entry:
     private: bool = True
     revisions: Revisions = "branch"
     reason: Reason = "every"
-    """Why it is pushed; ``every`` gives way to a newer one when the pusher is behind."""
+    """Reason for the push. An ``every`` entry is dropped if a newer one waits when the worker is behind."""
 
 
 class HubQueue:
-    """The files below ``RUN/hub``. One process pushes, any may look, the main training process and a hand add."""
+    """The files below ``RUN/hub``.
+
+    One process pushes at a time, and any process may read. The main training process and the command line add entries.
+    """
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self.directory = run / "hub"
 
     def names(self) -> set[str]:
-        """Checkpoints that wait or are being pushed: retention must keep them."""
+        """Names of the checkpoints in the queue. Retention must keep them."""
         return {path.stem for path in self._files("queue")}
 
     def add(self, entry: Entry) -> None:
-        """Put it into the queue for good: on the disk when this returns."""
+        """Write the entry to the queue. It is on disk when this returns."""
         self._write("queue", entry.checkpoint, asdict(entry))
         (self.directory / "failed" / f"{entry.checkpoint}.json").unlink(missing_ok=True)
 
     def entries(self) -> list[Entry]:
-        """What waits, oldest first. A file that cannot be believed is set aside, with a note in ``failed``."""
+        """Return the waiting entries, oldest first. Invalid files are set aside, with a note in ``failed``."""
         found: list[Entry] = []
         for path in self._files("queue"):
             try:
                 found.append(_entry(_load(path), path.stem))
             except (FileNotFoundError, ValueError) as error:
                 if not os.path.lexists(path):
-                    continue  # pushed in this moment
+                    continue  # pushed in the meantime
                 aside = atomic_files.set_aside(path).name
                 reason = f"its file in the queue cannot be read ({error}) and is set aside as {aside}"
                 self._write("failed", path.stem, {"reason": reason})
@@ -80,29 +84,36 @@ class HubQueue:
         return sorted(found, key=lambda entry: entry.step)
 
     def next(self) -> Entry | None:
-        """The oldest one to push. When behind, those of ``every`` but the newest are dropped: main would pass them."""
-        waiting, kept = self.entries(), list[Entry]()
+        """Return the oldest entry to push. ``every`` entries older than the newest entry are dropped."""
+        waiting = self.entries()
+        if not waiting:
+            return None
+        newest = waiting[-1]
+        kept: list[Entry] = []
         for entry in waiting:
-            newest = waiting[-1]
-            if entry.reason == "every" and entry != newest and entry.repo_id == newest.repo_id:
+            # `main` would only pass through the older one on its way to the newest.
+            is_superseded = entry != newest and entry.repo_id == newest.repo_id
+            if entry.reason == "every" and is_superseded:
                 self.drop(entry, f"behind: {newest.checkpoint} is newer", event="coalesced")
             else:
                 kept.append(entry)
-        return kept[0] if kept else None
+        return kept[0]
 
     def drop(self, entry: Entry, reason: str, event: str = "dropped") -> None:
-        """Take it out unpushed, and say why in the log."""
+        """Remove an entry without a push and log the reason."""
         self.log(event, checkpoint=entry.checkpoint, reason=reason)
         self._leave(entry)
 
     def fail(self, entry: Entry, reason: str) -> None:
-        """Keep it with the reason why the Hub will not have it."""
-        self._write("failed", entry.checkpoint, asdict(entry) | {"reason": reason, "failed_at": _now()})
+        """Move an entry to ``failed`` with the Hub's reason."""
+        record = asdict(entry) | {"reason": reason, "failed_at": _now()}
+        self._write("failed", entry.checkpoint, record)
         self.log("failed", checkpoint=entry.checkpoint, reason=reason)
         self._leave(entry)
 
     def done(self, entry: Entry, where: Mapping[str, str]) -> None:
-        """Record where it is; only then does it leave the queue, for whoever waits for that reads the record next."""
+        """Move an entry to ``pushed`` with the place of its commit."""
+        # It leaves the queue last: a process that waits for this reads the record next.
         record = asdict(entry) | dict(where) | {"pushed_at": _now()}
         self._write("pushed", entry.checkpoint, record)
         (self.directory / "failed" / f"{entry.checkpoint}.json").unlink(missing_ok=True)
@@ -110,63 +121,69 @@ class HubQueue:
         self._leave(entry)
 
     def failed(self) -> dict[str, str]:
-        """Reasons of what the Hub refused, by checkpoint."""
+        """Return the reasons of the failed entries, by checkpoint."""
         return {name: str(record.get("reason")) for name, record in self._records("failed").items()}
 
     def pushed(self) -> dict[str, dict[str, Any]]:
-        """Where each pushed checkpoint is (``repo_id``, ``revision``, ``commit``, ``url``), by checkpoint."""
+        """Return ``repo_id``, ``revision``, ``commit`` and ``url`` of the pushed checkpoints, by checkpoint."""
         return self._records("pushed")
 
     def retry_failed(self) -> None:
-        """Put what the Hub refused back into the queue, as by hand."""
+        """Put failed entries back into the queue, with the reason ``hand``."""
         for name, record in self._records("failed").items():
-            with suppress(ValueError):  # its queue file was not readable: there is nothing to push it by
+            # An entry set aside as invalid has only a reason in `failed`, and cannot be pushed.
+            with suppress(ValueError):
                 self.add(_entry(record | {"reason": "hand"}, name))
 
     def offers(self, run_id: str) -> dict[str, Any]:
-        """What training has offered in this run; empty for another run that used the directory before."""
+        """Return the record of the offers in this run, or a new one if the saved record is of another run."""
         saved = _read(self.directory / "offers.json")
-        return saved if saved.get("run_id") == run_id and _are_offers(saved) else {"run_id": run_id, "committed": 0}
+        if saved.get("run_id") == run_id and _are_offers(saved):
+            return saved
+        return {"run_id": run_id, "committed": 0}
 
     def save_offers(self, offers: Mapping[str, Any]) -> None:
-        """Remember them over a restart."""
+        """Save the record of the offers for the next start."""
         atomic_files.replace_json(self._folder("") / "offers.json", strict_json.sealed(offers))
 
     def log(self, event: str, **details: Any) -> None:
-        """Add one line to ``log.jsonl``; one write, so that lines of two processes do not mix."""
+        """Append one line to ``log.jsonl``."""
         line = json.dumps({"time": _now(), "event": event} | details, ensure_ascii=False) + "\n"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         descriptor = os.open(self._folder("") / "log.jsonl", flags, 0o666)
         try:
+            # A single write, so that lines of two processes do not mix.
             os.write(descriptor, line.encode())
         finally:
             os.close(descriptor)
 
     def log_size(self) -> int:
-        """Bytes of ``log.jsonl``: where to read on later."""
+        """Return the size of ``log.jsonl`` in bytes, a position for ``events``."""
         try:
             return (self.directory / "log.jsonl").stat().st_size
         except OSError:
             return 0
 
     def events(self, start: int) -> tuple[list[dict[str, Any]], int]:
-        """Lines of ``log.jsonl`` from byte ``start`` on, and where they end. A line that is no JSON is passed over."""
+        """Return the events of ``log.jsonl`` from byte ``start`` on, and their end. Invalid lines are skipped."""
         try:
             content = strict_json.read_bytes(self.directory / "log.jsonl", MAX_LOG_BYTES)[start:]
         except (FileNotFoundError, ValueError):
             return [], start
+        # A last line without its end is still being written.
         whole = content[: content.rfind(b"\n") + 1]
-        return [event for event in map(_parse, whole.splitlines()) if "event" in event], start + len(whole)
+        records = [_parse(line) for line in whole.splitlines()]
+        return [record for record in records if "event" in record], start + len(whole)
 
     @contextmanager
     def pushing(self, patience_seconds: float = 0.0) -> Generator[str | None, None, None]:
-        """Be the one process that pushes this run; gives the holder instead if another one is. Frees it at the end."""
+        """Hold the lock for pushing this run. Yields None, or the other process if it holds the lock."""
         with (self._folder("") / ".lock").open("a+") as lock:
             deadline = time.monotonic() + patience_seconds
-            while holder := _held_by_another(lock):
-                if time.monotonic() >= deadline:
-                    break
+            holder = _acquire(lock)
+            while holder is not None and time.monotonic() < deadline:
                 time.sleep(0.1)
+                holder = _acquire(lock)
             yield holder
 
     def _files(self, folder: str) -> list[Path]:
@@ -192,7 +209,7 @@ class HubQueue:
 
 
 def _entry(record: Mapping[str, Any], name: str) -> Entry:
-    """The entry in the record of checkpoint ``name``. Raises ``ValueError`` with what is wrong with it."""
+    """Parse and check the record of checkpoint ``name``. Raises ``ValueError`` with the problem."""
     for key, (kind, required) in _FIELDS.items():
         if (required or key in record) and type(record.get(key)) is not kind:
             raise ValueError(f"{key} is {record.get(key)!r:.60}; {kind.__name__} is required")
@@ -204,21 +221,24 @@ def _entry(record: Mapping[str, Any], name: str) -> Entry:
     return entry
 
 
-_FIELDS = {
-    field.name: ({"str": str, "int": int, "bool": bool}.get(str(field.type), str), field.default is MISSING)
-    for field in fields(Entry)
-}
-"""Of each field of ``Entry``: its type in JSON, and whether it must be there."""
+_KINDS = {"str": str, "int": int, "bool": bool}
+_FIELDS = {field.name: (_KINDS.get(str(field.type), str), field.default is MISSING) for field in fields(Entry)}
+"""Fields of ``Entry`` with their type in JSON, and True if they are required."""
 
 
 def _are_offers(saved: Mapping[str, Any]) -> bool:
-    best = saved.get("best", 0.0)
-    return type(saved.get("committed")) is int and type(best) in (int, float) and isinstance(saved.get("last", ""), str)
+    # `type` and not `isinstance`: in Python `True` is an int.
+    if type(saved.get("committed")) is not int:
+        return False
+    if type(saved.get("best", 0.0)) not in (int, float):
+        return False
+    return isinstance(saved.get("last", ""), str)
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """One of these files. Raises ``FileNotFoundError`` and ``ValueError``. Those of the first versions have no hash."""
+    """Read a file of the queue. Raises ``FileNotFoundError`` and ``ValueError``."""
     record = strict_json.read_object(path, MAX_BYTES)
+    # Files of the first versions have no hash.
     if strict_json.SEAL in record:
         strict_json.check_seal(record)
         del record[strict_json.SEAL]
@@ -226,7 +246,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is none: these files are a record of what happened, nothing depends on one."""
+    """Read a record, empty if the file is missing or damaged. Records document past events, nothing depends on one."""
     try:
         return _load(path)
     except (FileNotFoundError, ValueError):
@@ -238,17 +258,21 @@ def _parse(line: bytes) -> dict[str, Any]:
         value = strict_json.parse(line)
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
-def _held_by_another(lock: Any) -> str | None:
+def _acquire(lock: Any) -> str | None:
+    """Take the lock. Returns the process that holds it if that is another one."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
         return lock.read().strip() or "another process"
     except OSError:
-        return None  # a file system without locks: two pushers would find each other's commits, and only waste work
+        # A file system without locks. Two workers would find each other's commits and only waste work.
+        return None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()

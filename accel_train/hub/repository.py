@@ -1,7 +1,7 @@
-"""What is said to the Hub: one commit per checkpoint, a branch or tag per step, and the way back.
+"""Push a checkpoint as one commit of a Hub repository, with a branch or tag per step.
 
-``huggingface_hub`` does the talking: uploads through Xet or LFS, the commit, downloads. Here is what it leaves open:
-which files, what they replace, and no second commit where the answer to the first was lost.
+``huggingface_hub`` does the uploads through Xet or LFS, and the commit. This module chooses the files to add and to
+delete, and makes no second commit if the response to the first was lost.
 """
 
 from __future__ import annotations
@@ -31,47 +31,53 @@ OURS = re.compile(
     r"(model|ema)(-\d+-of-\d+)?\.safetensors|(model|ema)\.safetensors\.index\.json|optimizer/.+|assets/.+"
     rf"|trainer_state\.json|{re.escape(CONFIG_FILE)}|{REPORT}/.+"
 )
-"""What an earlier push may have left: deleted where this one does not have it. Other files of the owner stay."""
+"""Files of earlier pushes, deleted if the new push lacks them. Other files of the owner stay."""
 
 TITLE = re.compile(r"step (?P<step>\d+) of run (?P<run>\S+) \((?P<digest>[0-9a-f]{12})\)")
-"""Titles of our commits. The digest is of the files that belong to the checkpoint, so it tells two attempts apart."""
+"""Titles of our commits. The digest covers the files of the checkpoint, so it tells two versions of a step apart."""
 
 
 def revision_name(step: int) -> str:
-    """Branch or tag of a step: ``step-00001200``."""
+    """Return the branch or tag of a step, such as ``step-00001200``."""
     return f"step-{step:08d}"
 
 
 def push_checkpoint(path: Path, entry: Entry, run: Path) -> dict[str, str]:
-    """Push a checkpoint as one commit and name it by its step; returns ``repo_id``, ``revision``, ``commit``, ``url``.
+    """Push a checkpoint as one commit and point a branch or tag at it.
 
-    Safe to call again after any failure: a commit that was applied is found by its title, whatever became of the
-    answer, and a commit made meanwhile by another makes this one fail (412) rather than overwrite it. Raises
-    ``NotPushableError`` for a checkpoint that does not verify, and whatever ``huggingface_hub`` raises.
+    Returns ``repo_id``, ``revision``, ``commit`` and ``url``. Safe to call again after any failure: an applied commit
+    is found by its title even if its response was lost. A concurrent commit makes this one fail (412) and is not
+    overwritten. Raises ``NotPushableError`` for a checkpoint that does not verify, and the errors of
+    ``huggingface_hub``.
     """
     manifest, _ = pushed_manifest(path, entry.include_state)
     place = _Place(hub_api(), entry, _digest(manifest))
     oid = place.find(place.main)
     if oid is None:
         branch, commits = place.branch()
-        oid = place.find(commits) or place.commit(path, run, branch, commits)
+        oid = place.find(commits)
+        if oid is None:
+            oid = place.commit(path, run, branch, commits)
     url = f"{place.api.endpoint}/{entry.repo_id}/commit/{oid}"
     return {"repo_id": entry.repo_id, "revision": place.name(oid), "commit": oid, "url": url}
 
 
 def pushed_manifest(path: Path, include_state: bool) -> tuple[bytes, list[str]]:
-    """The manifest to push and the files that it lists: without the optimizer's unless ``include_state``.
+    """Return the manifest to push and the names of its files.
 
-    Whole, it is pushed byte for byte; cut, it says ``state: false``. Either verifies against what is pushed with it.
+    Without optimizer state the manifest is rewritten with ``state: false``. Otherwise it is returned byte for byte.
+    Both verify against the pushed files. Raises ``NotPushableError``.
     """
     try:
         manifest, raw = manifests.read_with_text(path)
     except ValueError as error:
         raise NotPushableError(str(error)) from None
-    kept = {k: v for k, v in manifest["files"].items() if include_state or not k.startswith(STATE_FILES)}
-    if len(kept) == len(manifest["files"]):
+    files = manifest["files"]
+    kept = {name: facts for name, facts in files.items() if include_state or not name.startswith(STATE_FILES)}
+    if len(kept) == len(files):
         return raw, list(kept)
-    return atomic_files.to_json(manifests.sealed(manifest | {"state": False, "files": kept})).encode(), list(kept)
+    reduced = manifests.sealed(manifest | {"state": False, "files": kept})
+    return atomic_files.to_json(reduced).encode(), list(kept)
 
 
 def _digest(manifest: bytes) -> str:
@@ -80,62 +86,77 @@ def _digest(manifest: bytes) -> str:
 
 
 class _Place:
-    """Where in the repository one checkpoint goes. Lives for one attempt."""
+    """Place of one checkpoint in the repository, for one attempt to push it."""
 
     def __init__(self, api: HfApi, entry: Entry, digest: str) -> None:
         self.api = api
         self.entry = entry
         self.title = f"step {entry.step} of run {entry.run_id} ({digest})"
-        # Asked first because it is not tried again inside huggingface_hub: no network is known, and said, at once.
+        # This request comes first because huggingface_hub does not retry it: a missing network is reported at once.
         self._refs = api.list_repo_refs(entry.repo_id)
         self.main = api.list_repo_commits(entry.repo_id)
         step = revision_name(entry.step)
         self._names = (step, f"{step}-{entry.run_id}", f"{step}-{entry.run_id}-{digest}")
 
     def find(self, commits: Sequence[GitCommitInfo]) -> str | None:
-        """The commit of this very checkpoint, if it is there already."""
-        return next((found.commit_id for found in commits if found.title == self.title), None)
+        """Return the id of the commit of exactly this checkpoint, if there is one."""
+        for found in commits:
+            if found.title == self.title:
+                return found.commit_id
+        return None
 
     def branch(self) -> tuple[str | None, list[GitCommitInfo]]:
-        """``main`` (None) with its commits; for a step older than what main has, a branch of its own: main advances."""
+        """Return the branch to commit on and its commits. None stands for ``main``.
+
+        A step older than the newest on main gets a branch of its own, because main never goes back.
+        """
         newest = next((match for match in map(_parse_title, self.main) if match), None)
         if newest is None or newest["run"] != self.entry.run_id or int(newest["step"]) <= self.entry.step:
             return None, self.main
         branches, tags = self._targets()
         for name in self._names:
-            if name in tags or (name in branches and not self._is_ours(name, branches[name])):
+            if name in tags:
+                continue
+            if name in branches and not self._is_ours(name, branches[name]):
                 continue
             self.api.create_branch(self.entry.repo_id, branch=name, revision=self.main[0].commit_id, exist_ok=True)
             return name, self.api.list_repo_commits(self.entry.repo_id, revision=name)
         return None, self.main
 
     def commit(self, path: Path, run: Path, branch: str | None, commits: Sequence[GitCommitInfo]) -> str:
-        """Verify, upload and commit on top of ``commits``; returns the id."""
+        """Verify and upload the checkpoint, commit it on top of ``commits`` and return the id of the commit."""
         try:
             checkpoint = commit.verify(path)
         except ValueError as error:
             raise NotPushableError(str(error)) from None
-        head = commits[0].commit_id if commits else None
-        there = self.api.list_repo_files(self.entry.repo_id, revision=head) if head else []
+        head = None
+        existing: list[str] = []
+        if commits:
+            head = commits[0].commit_id
+            existing = self.api.list_repo_files(self.entry.repo_id, revision=head)
+        revision = branch or self._free_name() or "main"
         state = "With" if self.entry.include_state else "Without"
-        made = self.api.create_commit(
+        created = self.api.create_commit(
             self.entry.repo_id,
-            _operations(checkpoint, self.entry, run, there, branch or self._free_name() or "main"),
+            _operations(checkpoint, self.entry, run, existing, revision),
             commit_message=self.title,
             commit_description=f"{state} optimizer state. Written by accel_train {__version__}.",
             revision=branch,
             parent_commit=head,
         )
-        return made.oid
+        return created.oid
 
     def name(self, oid: str) -> str:
-        """Point the branch or tag of the step at ``oid``; returns its name, or ``oid`` where every name is taken."""
-        api, repo = self.api, self.entry.repo_id
+        """Point the branch or tag of the step at ``oid`` and return its name, or ``oid`` if all names are taken."""
+        api = self.api
+        repo = self.entry.repo_id
         self._refs = api.list_repo_refs(repo)
         branches, tags = self._targets()
         name = self._free_name(oid)
-        if name is None or oid in (branches.get(name), tags.get(name)):
-            return name or oid
+        if name is None:
+            return oid
+        if oid in (branches.get(name), tags.get(name)):
+            return name
         if name in tags:
             api.delete_tag(repo, tag=name)
         elif name in branches:
@@ -147,28 +168,36 @@ class _Place:
         return name
 
     def _free_name(self, oid: str | None = None) -> str | None:
-        """The first of our names that is free, or at ``oid``, or ours to replace.
+        """Return the first candidate name without a target, with the target ``oid``, or with one we may replace.
 
-        What another run or a person put under a name is left alone. What this run put there before, training the step
-        again after going back, is replaced where main still has it.
+        Names used by another run or a person are left alone. A run that went back and trained the step again replaces
+        its earlier commit, provided that main still has that.
         """
         branches, tags = self._targets()
         in_main = {found.commit_id for found in self.main}
         for name in self._names:
-            there = branches.get(name) or tags.get(name)
-            if there in (None, oid) or (there in in_main and self._is_ours(name, str(there))):
+            target = branches.get(name) or tags.get(name)
+            if target is None or target == oid:
+                return name
+            if target in in_main and self._is_ours(name, target):
                 return name
         return None
 
     def _targets(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Commits of the branches and of the tags, by name."""
-        branches, tags = self._refs.branches, self._refs.tags
-        return {ref.name: ref.target_commit for ref in branches}, {ref.name: ref.target_commit for ref in tags}
+        """Commit ids of the branches and of the tags, by name."""
+        branches = {ref.name: ref.target_commit for ref in self._refs.branches}
+        tags = {ref.name: ref.target_commit for ref in self._refs.tags}
+        return branches, tags
 
     def _is_ours(self, name: str, target: str) -> bool:
-        known = [found for found in self.main if found.commit_id == target]
-        head = known or self.api.list_repo_commits(self.entry.repo_id, revision=name)[:1]
-        match = _parse_title(head[0]) if head else None
+        """Return True if the commit ``target`` of a branch or tag was made by this run."""
+        # Commits of main are known already and cost no request.
+        head = [found for found in self.main if found.commit_id == target]
+        if not head:
+            head = self.api.list_repo_commits(self.entry.repo_id, revision=name)[:1]
+        if not head:
+            return False
+        match = _parse_title(head[0])
         return match is not None and match["run"] == self.entry.run_id
 
 
@@ -177,34 +206,43 @@ def _parse_title(commit_info: GitCommitInfo) -> re.Match[str] | None:
 
 
 def _operations(
-    checkpoint: Checkpoint, entry: Entry, run: Path, there: Sequence[str], revision: str
+    checkpoint: Checkpoint, entry: Entry, run: Path, existing: Sequence[str], revision: str
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
-    """What the commit adds, and what it deletes of the files ``there``. ``revision`` is how the card names it."""
+    """List the additions of the commit, and its deletions among the ``existing`` files.
+
+    ``revision`` is the name of the commit in the model card.
+    """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     manifest, names = pushed_manifest(checkpoint.path, entry.include_state)
     adds = [CommitOperationAdd(name, checkpoint.file(name)) for name in names]
-    for add in adds:  # verified a moment ago: no second reading for the hash
-        add.upload_info.sha256 = bytes.fromhex(checkpoint.manifest["files"][add.path_in_repo]["sha256"])
+    # The files were verified a moment ago, so they are not read again for the hash.
+    facts = checkpoint.manifest["files"]
+    for add in adds:
+        add.upload_info.sha256 = bytes.fromhex(facts[add.path_in_repo]["sha256"])
     texts = {"manifest.json": manifest}
-    for name in _files_of_run(run):  # read once: training writes them anew at any time
+    # Read once, because training may replace these files at any time: the card and the push must agree.
+    for name in _files_of_run(run):
         if name not in names:
             texts[name] = (run / name).read_bytes()
     texts["README.md"] = build_card(checkpoint, texts, entry.repo_id, revision, _loads_with(run)).encode()
     adds += [CommitOperationAdd(name, content) for name, content in texts.items()]
-    new = {add.path_in_repo for add in adds}
-    return [*adds, *(CommitOperationDelete(name) for name in there if OURS.fullmatch(name) and name not in new)]
+    added = {add.path_in_repo for add in adds}
+    obsolete = [name for name in existing if OURS.fullmatch(name) and name not in added]
+    return [*adds, *(CommitOperationDelete(name) for name in obsolete)]
 
 
 def _files_of_run(run: Path) -> list[str]:
-    """Its config and its whole report, but for files that are being written. They change with time, so the manifest
-    does not list them."""
+    """List the config and the report of the run, except for files being written.
+
+    They change over time, so the manifest does not list them.
+    """
     report = [path for path in sorted((run / REPORT).rglob("*")) if not path.name.startswith(".")]
     return [str(path.relative_to(run)) for path in (run / CONFIG_FILE, *report) if path.is_file()]
 
 
 def _loads_with(run: Path) -> str | None:
-    """The class that the recipe declared; None where no run.json says it."""
+    """Return the class declared by the recipe, or None without a readable ``run.json``."""
     try:
         return run_file.load(run).get("loads_with")
     except (OSError, ValueError):
