@@ -1,4 +1,4 @@
-"""Open the directory of a run: whose it is, whether to start or resume, and what may have changed in between."""
+"""Open a run directory: take its lock, compare the experiment, and decide between a fresh start and a resume."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ from accel_train.store.names import CONFIG_FILE, METRICS_FILE, REPORT, RUN_FILE
 from accel_train.store.run_file import has_trained, new_run, read_run, recall, refuse_changes, renew_run
 
 PATIENCE_SECONDS = 5.0
+"""Longest wait for files of another host. Network file systems may show a new file late."""
+LOADING_ATTEMPTS = 3
+"""Number of starts that may die while loading a checkpoint before it is set aside."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,55 +42,69 @@ def open_run(
 ) -> Run:
     """Open ``options.output_dir`` and decide between a start and a resume. All ranks must call it.
 
-    ``resolved`` are values derived at the first start that later starts keep, such as ``schedule.decay_steps``; where
-    the experiment leaves such an option at None, the saved value counts. Raises ``UsageError`` for a directory that
-    cannot be used or belongs to another experiment (naming both values), ``CheckpointsUnusableError`` if checkpoints
-    exist and none verifies. Whatever the main process raises here, every process raises at once.
+    ``resolved`` has the values that the first start derives and later starts keep, such as ``schedule.decay_steps``. If
+    the experiment leaves such an option at None, the saved value counts. Raises ``UsageError`` for an unusable
+    directory or another experiment (naming both values), and ``CheckpointsUnusableError`` if checkpoints exist and none
+    verifies. Errors of the main process are raised on every process.
     """
     directory = expand_path(options.output_dir)
-    held: list[Any] = []  # the lock, which other processes cannot have
+    derived = dict(resolved or {})
+    # Stays empty on other processes: a lock cannot be sent to them.
+    held: list[Any] = []
 
-    def opening() -> dict[str, Any]:
+    def open_on_main() -> dict[str, Any]:
         try:
-            return _open(options, directory, data_fingerprint, dict(resolved or {}), held)
+            return _open(options, directory, data_fingerprint, derived, held)
         except BaseException:
             for lock in held:
                 lock.close()
             raise
 
-    opened = on_main(accelerator, opening)
+    opened = on_main(accelerator, open_on_main)
     _check_shared(directory, opened["checkpoint"], accelerator)
-    timeout, lock = options.collective_timeout_seconds, held[0] if held else None
-    return Run(directory=directory, timeout_seconds=timeout, **opened, _lock=lock)
+    lock = None
+    if held:
+        lock = held[0]
+    return Run(directory=directory, timeout_seconds=options.collective_timeout_seconds, **opened, _lock=lock)
 
 
 def _open(
     options: RunOptions, directory: Path, data_fingerprint: str, resolved: dict[str, Any], held: list[Any]
 ) -> dict[str, Any]:
-    """Main process: everything that is known only when it is done. Puts the lock into ``held``."""
+    """Open the directory on the main process and return the fields of ``Run``. Puts the lock into ``held``."""
     _refuse_lost_links(directory)
     if options.hub is not None and not options.evaluate_only:
         check_repository(options.hub)
-    begins = options.overwrite or not manifest.committed(directory / "checkpoints")  # else nobody asks for weights
-    weights, notes = fetch.find_weights(options.init_from if begins else None)
+    # A resumed run has weights of its own and ignores `init_from`.
+    init_from = None
+    if options.overwrite or not manifest.committed(directory / "checkpoints"):
+        init_from = options.init_from
+    weights, notes = fetch.find_weights(init_from)
     if options.overwrite and weights is not None and weights.resolve().is_relative_to(directory.resolve()):
         raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
     held.append(_prepare_directory(directory, overwrite=options.overwrite))
-    opened = _decide(options, directory, data_fingerprint, resolved)
-    return opened | {"initial_weights": weights, "decision": "; ".join([opened["decision"], *notes])}
+    experiment = dict(options.experiment) | {"data_fingerprint": data_fingerprint}
+    if _is_used(directory):
+        opened = _resume(options, directory, experiment)
+    else:
+        opened = _start(options, directory, experiment, resolved)
+    decision = "; ".join([opened["decision"], *notes])
+    return opened | {"initial_weights": weights, "decision": decision}
 
 
 def _refuse_lost_links(directory: Path) -> None:
-    """A disk that is not mounted must not look like a run that has saved nothing."""
-    for place in (directory, directory / "checkpoints"):
-        if lost := commit.describe_broken_link(place):
+    """Raise ``UsageError`` for links without a target: an unmounted disk must not look like a run without saves."""
+    checkpoints = directory / "checkpoints"
+    for place in (directory, checkpoints):
+        lost = commit.describe_broken_link(place)
+        if lost:
             raise UsageError(f"output_dir: {lost}; mount it, or remove the link to start without what it held")
-    if (directory / "checkpoints").exists() and not (directory / "checkpoints").is_dir():
-        raise UsageError(f"output_dir: {directory / 'checkpoints'} is no directory; move it away")
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise UsageError(f"output_dir: {checkpoints} is no directory; move it away")
 
 
 def _prepare_directory(directory: Path, overwrite: bool) -> Any:
-    """Make it, check that it can be written, take its lock; returns the lock, held until the process ends."""
+    """Create the directory, check write access, and take its lock. Returns the lock, held until the process ends."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"output_dir: {directory} is a file; give a directory")
     try:
@@ -111,34 +128,43 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
             "ask for the right to write, or give another --output_dir"
         ) from None
     if overwrite:
-        shutil.rmtree(directory / REPORT, ignore_errors=True)
-        if (directory / "checkpoints").exists():
-            try:
-                for _, path in manifest.committed(directory / "checkpoints"):
-                    commit.remove(path)  # whole, so that a crash leaves no half ones
-                shutil.rmtree(directory / "checkpoints")
-                shutil.rmtree(directory / "hub", ignore_errors=True)  # what was pushed was another run's
-            except OSError as error:
-                raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
-        for name in (run.LOADING_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE):
-            atomic_files.delete_file(directory / name)
+        _empty(directory)
     commit.sweep(directory / "checkpoints")
-    for left in (*directory.glob(".probe-*"), *directory.glob(".shared-*")):  # of starts that were killed
-        left.unlink(missing_ok=True)
+    # Left by starts that were killed.
+    for leftover in (*directory.glob(".probe-*"), *directory.glob(".shared-*")):
+        leftover.unlink(missing_ok=True)
     return lock
 
 
-def _decide(options: RunOptions, directory: Path, data_fingerprint: str, resolved: dict[str, Any]) -> dict[str, Any]:
-    """Main process: compare with what is there, choose the checkpoint, write run.json and config.yaml."""
-    experiment = dict(options.experiment) | {"data_fingerprint": data_fingerprint}
-    evaluating = options.evaluate_only
-    if not _is_used(directory):
-        if options.resume == "must" or evaluating:
-            asked = "evaluate_only: true" if evaluating else "resume: must"
-            raise UsageError(
-                f"{asked}, but {directory} holds no run; give the --output_dir of one that has a checkpoint"
-            )
-        return _start(options, directory, experiment, resolved)
+def _empty(directory: Path) -> None:
+    """Delete the checkpoints, report and records of the run in a directory."""
+    checkpoints = directory / "checkpoints"
+    shutil.rmtree(directory / REPORT, ignore_errors=True)
+    if checkpoints.exists():
+        try:
+            for _, path in manifest.committed(checkpoints):
+                # Each disappears as a whole, so that a crash leaves no half-deleted checkpoint.
+                commit.remove(path)
+            shutil.rmtree(checkpoints)
+            # The record of pushes belongs to the deleted run.
+            shutil.rmtree(directory / "hub", ignore_errors=True)
+        except OSError as error:
+            raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
+    for name in (run.LOADING_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE):
+        atomic_files.delete_file(directory / name)
+
+
+def _demand(options: RunOptions) -> str | None:
+    """Return the option that requires an existing checkpoint, for error messages, or None."""
+    if options.evaluate_only:
+        return "evaluate_only: true"
+    if options.resume == "must":
+        return "resume: must"
+    return None
+
+
+def _resume(options: RunOptions, directory: Path, experiment: dict[str, Any]) -> dict[str, Any]:
+    """Compare the experiment with a used directory, choose the checkpoint, write ``run.json`` and ``config.yaml``."""
     if options.resume == "never":
         raise UsageError(
             f"resume: never, but {directory} is already used; give another --output_dir, or --overwrite to delete "
@@ -148,102 +174,150 @@ def _decide(options: RunOptions, directory: Path, data_fingerprint: str, resolve
     refuse_changes(saved, experiment, options.allow, options.free_to_change, directory)
     if options.resume not in POLICIES:
         _refuse_another_origin(options.resume, saved, directory)
+    # An evaluation needs no optimizer state, and leaves the run unchanged.
+    evaluating = options.evaluate_only
     checkpoint, reasons = newest_loadable(directory, with_state=not evaluating)
-    if checkpoint is None and (reasons := reasons or set_aside(directory)):
+    if checkpoint is None:
+        _refuse_without_checkpoint(options, directory, reasons)
+    if not evaluating:
+        if options.loads_with is not None:
+            saved["loads_with"] = options.loads_with
+        saved = renew_run(directory, options.config_text, saved, experiment)
+    decision = f"{directory} has no checkpoint yet"
+    if checkpoint is not None:
+        decision = f"resuming {directory} at step {checkpoint.step}"
+    if reasons:
+        decision += "; newer checkpoints were refused: " + "; ".join(reasons)
+    if checkpoint is not None:
+        _warn_about_unlisted(checkpoint)
+    return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
+
+
+def _refuse_without_checkpoint(options: RunOptions, directory: Path, reasons: list[str]) -> None:
+    """Raise if checkpoints exist and none is loadable, or if the options require one."""
+    reasons = reasons or set_aside(directory)
+    if reasons:
         raise CheckpointsUnusableError(
             f"{directory}: checkpoints exist and none can be loaded; training does not start again by itself:\n  "
             + "\n  ".join(reasons)
         )
-    if checkpoint is None and (options.resume == "must" or evaluating):
-        asked = "evaluate_only: true" if evaluating else "resume: must"
-        raise UsageError(f"{asked}, but {directory} holds no checkpoint yet; train first, with --resume auto")
-    if not evaluating:  # looking at a run leaves it as it is
-        saved = renew_run(directory, options.config_text, _with_loader(saved, options), experiment)
-    decision = f"resuming {directory} at step {checkpoint.step}" if checkpoint else f"{directory} has no checkpoint yet"
-    if reasons:
-        decision += "; newer checkpoints were refused: " + "; ".join(reasons)
-    if checkpoint is not None and (extra := commit.unlisted(checkpoint)):
+    demand = _demand(options)
+    if demand is not None:
+        raise UsageError(f"{demand}, but {directory} holds no checkpoint yet; train first, with --resume auto")
+
+
+def _warn_about_unlisted(checkpoint: Checkpoint) -> None:
+    extra = commit.unlisted(checkpoint)
+    if extra:
         logger.warning("%s holds files that its manifest does not list; they are not read: %s", checkpoint.path, extra)
-    return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
-
-
-def _with_loader(saved: Mapping[str, Any], options: RunOptions) -> dict[str, Any]:
-    return dict(saved) | ({} if options.loads_with is None else {"loads_with": options.loads_with})
 
 
 def _start(
     options: RunOptions, directory: Path, experiment: dict[str, Any], resolved: dict[str, Any]
 ) -> dict[str, Any]:
-    """An unused directory: from nothing, or from a checkpoint that ``resume`` names."""
-    checkpoint, origin = None, None
+    """Start in an unused directory, from step 0 or from the checkpoint named by ``resume``."""
+    demand = _demand(options)
+    if demand is not None:
+        raise UsageError(f"{demand}, but {directory} holds no run; give the --output_dir of one that has a checkpoint")
+    checkpoint = None
+    origin = None
+    decision = f"fresh start in {directory}"
     if options.resume not in POLICIES:
         origin = options.resume
-        checkpoint = fetch.fetch(origin, directory / "checkpoints")  # raises before anything else is written
-        resolved = dict(checkpoint.manifest.get("resolved", resolved))
-        there = {"experiment": checkpoint.manifest["experiment"], "resolved": resolved}
-        try:
-            refuse_changes(there, experiment, options.allow, options.free_to_change, checkpoint.path)
-        except UsageError:
-            commit.remove(checkpoint.path)
-            raise
-        resolved |= {key: experiment[key] for key in resolved if experiment.get(key) is not None}  # as allowed
+        # Raises before anything else is written.
+        checkpoint = fetch.fetch(origin, directory / "checkpoints")
+        resolved = _check_fetched(checkpoint, options, experiment, resolved)
+        decision = f"fresh start in {directory} from step {checkpoint.step} of {origin}"
     facts = {"origin": origin, "loads_with": options.loads_with}
     saved = new_run(directory, options.config_text, experiment, resolved, facts)
-    decision = f"fresh start in {directory}"
-    if checkpoint is not None:
-        decision = f"fresh start in {directory} from step {checkpoint.step} of {origin}"
     return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
 
 
+def _check_fetched(
+    checkpoint: Checkpoint, options: RunOptions, experiment: dict[str, Any], resolved: dict[str, Any]
+) -> dict[str, Any]:
+    """Compare the experiment with that of a fetched checkpoint and return the resolved values of the new run.
+
+    Deletes the checkpoint and raises ``UsageError`` if it is of another experiment.
+    """
+    resolved = dict(checkpoint.manifest.get("resolved", resolved))
+    saved = {"experiment": checkpoint.manifest["experiment"], "resolved": resolved}
+    try:
+        refuse_changes(saved, experiment, options.allow, options.free_to_change, checkpoint.path)
+    except UsageError:
+        commit.remove(checkpoint.path)
+        raise
+    # Differences that were not refused are allowed.
+    resolved |= {key: experiment[key] for key in resolved if experiment.get(key) is not None}
+    return resolved
+
+
 def _refuse_another_origin(resume: str, saved: Mapping[str, Any], directory: Path) -> None:
-    """The same command again, after a crash, goes on; a used directory takes no other checkpoint."""
-    newest = max(manifest.committed(directory / "checkpoints"), default=(0, None))[1]
-    if resume == saved.get("origin") or (newest is not None and fetch.is_path_of(resume, newest)):
+    """Raise ``UsageError`` if a used directory would have to take another checkpoint.
+
+    The same command continues the run after a crash.
+    """
+    name = "none"
+    checkpoints = manifest.committed(directory / "checkpoints")
+    if checkpoints:
+        _, newest = checkpoints[-1]
+        if fetch.is_path_of(resume, newest):
+            return
+        name = newest.name
+    if resume == saved.get("origin"):
         return
     raise UsageError(
-        f"resume: {resume}, but {directory} already holds a run whose newest checkpoint is "
-        f"{newest.name if newest else 'none'}; give an unused --output_dir, or --resume auto to go on here"
+        f"resume: {resume}, but {directory} already holds a run whose newest checkpoint is {name}; give an unused "
+        "--output_dir, or --resume auto to go on here"
     )
 
 
 def _is_used(directory: Path) -> bool:
-    """Whether a run is there that could be lost: it has trained, has a checkpoint, or one that was set aside."""
-    return has_trained(directory) or bool(manifest.committed(directory / "checkpoints") or set_aside(directory))
+    """Return True if the directory has a run to lose: a trained one, a checkpoint, or one that was set aside."""
+    if has_trained(directory):
+        return True
+    return bool(manifest.committed(directory / "checkpoints") or set_aside(directory))
 
 
 def kept(options: RunOptions) -> Mapping[str, Any]:
-    """What an earlier start derived and this one keeps, such as ``schedule.decay_steps``: of the run in ``output_dir``,
-    else of the checkpoint that ``resume`` names; nothing for a start from step 0. Main process, before ``open_run``.
-    Raises as ``fetch`` where there is no such checkpoint."""
+    """Return the values derived by an earlier start and kept by this one, such as ``schedule.decay_steps``.
+
+    They come from the run in ``output_dir``, else from the checkpoint named by ``resume``. A start from step 0 has
+    none. Main process, before ``open_run``. Raises like ``fetch`` if there is no such checkpoint.
+    """
     directory = expand_path(options.output_dir)
     if options.overwrite:
         return {}
     if not _is_used(directory):
-        return {} if options.resume in POLICIES else fetch.read_manifest(options.resume).get("resolved", {})
-    with suppress(UsageError):  # `open_run` says it
+        if options.resume in POLICIES:
+            return {}
+        return fetch.read_manifest(options.resume).get("resolved", {})
+    # `open_run` reports this error.
+    with suppress(UsageError):
         saved, _ = recall(directory)
-        return saved["resolved"] if saved is not None else {}
+        if saved is not None:
+            return saved["resolved"]
     return {}
 
 
 def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: Accelerator) -> None:
-    """Every host must see the directory and what is to be loaded; network file systems may show a new file late."""
+    """Raise ``UsageError`` on every rank unless all hosts see the directory and the files to load. Collective."""
     if accelerator.num_processes == 1:
         return
 
-    def mark() -> Path:
-        made = directory / f".shared-{uuid.uuid4().hex}"
-        made.touch()
-        return made
+    def create_marker() -> Path:
+        marker = directory / f".shared-{uuid.uuid4().hex}"
+        marker.touch()
+        return marker
 
-    marker = on_main(accelerator, mark)
-    unseen = [marker]
+    marker = on_main(accelerator, create_marker)
+    required = [marker]
     if checkpoint is not None:
-        unseen += [checkpoint.path, *(checkpoint.file(name) for name in checkpoint.manifest["files"])]
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while (unseen := [path for path in unseen if not path.exists()]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    blind = [host for host in gather_object([socket.gethostname() if unseen else None]) if host]
+        required += [checkpoint.path, *(checkpoint.file(name) for name in checkpoint.manifest["files"])]
+    host = None
+    if not _wait_until_visible(required):
+        host = socket.gethostname()
+    blind = [name for name in gather_object([host]) if name]
     accelerator.wait_for_everyone()
     on_main(accelerator, lambda: marker.unlink(missing_ok=True))
     if blind:
@@ -253,14 +327,20 @@ def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: A
         )
 
 
-LOADING_ATTEMPTS = 3
-"""A checkpoint under which the process died this often while loading is set aside."""
+def _wait_until_visible(paths: list[Path]) -> bool:
+    """Wait for files of another host. Returns False after ``PATIENCE_SECONDS``."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    unseen = [path for path in paths if not path.exists()]
+    while unseen and time.monotonic() < deadline:
+        time.sleep(0.1)
+        unseen = [path for path in unseen if not path.exists()]
+    return not unseen
 
 
 def newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest verified checkpoint that no three starts died of, and why newer ones are passed over.
+    """Return the newest verified checkpoint, and the reasons against newer ones.
 
-    The others are set aside.
+    Checkpoints during whose loading ``LOADING_ATTEMPTS`` starts died are set aside.
     """
     checkpoint, reasons = commit.newest_verified(directory / "checkpoints", with_state=with_state)
     if checkpoint is None or run.attempts(directory, checkpoint) < LOADING_ATTEMPTS:
@@ -274,6 +354,6 @@ def newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | 
 
 
 def set_aside(directory: Path) -> list[str]:
-    """Say of each checkpoint set aside how to bring it back: without these a run would start again from step 0."""
+    """List the checkpoints set aside, with advice. They keep a run from starting again at step 0."""
     found = sorted((directory / "checkpoints").glob("checkpoint_*.bad"))
     return [f"{path}: set aside, because starts ended while it was loaded; rename it to try again" for path in found]

@@ -16,7 +16,8 @@ from accel_train.wording import did_you_mean, nearest
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MINUTES = 10.0  # the most work that a crash loses unless an option says otherwise
+DEFAULT_MINUTES = 10.0
+"""Default limit on the work lost in a crash."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,12 @@ class CheckpointConfig:
 
     @property
     def minutes(self) -> float:
-        """Minutes between saves by the clock; 0 is off. By default a long run is never saved at its end alone."""
+        """Minutes between saves by the clock, 0 if off."""
         if self.save_every_minutes is not None:
             return self.save_every_minutes
         if self.save_every or self.save_every_epochs:
             return 0.0
+        # Without any option a long run must not be saved at its end alone.
         return DEFAULT_MINUTES
 
     def __post_init__(self) -> None:
@@ -126,32 +128,32 @@ def refuse_uncovered(names: Sequence[str]) -> None:
 
 
 POLICIES = ("auto", "must", "never")
-"""What ``resume`` may be beside the place of a checkpoint."""
+"""Values of ``resume`` other than the place of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of ``open_run``; ``experiment.ExperimentConfig`` says what those of the same name do.
+    """Options of ``open_run``. ``experiment.ExperimentConfig`` documents those of the same name.
 
-    Raises ``UsageError`` for options that contradict each other.
+    Raises ``UsageError`` for contradictory options.
     """
 
     output_dir: str
     experiment: Mapping[str, Any]
-    """Every option of the experiment by its dotted name: what the directory is held to from the first step on."""
+    """All options of the experiment by dotted name. The directory is bound to them from the first step on."""
     config_text: str = ""
     """The config as YAML, kept as config.yaml."""
     free_to_change: tuple[str, ...] = ()
-    """Options, or groups of them, that do not change the trajectory or only prolong it."""
+    """Options and groups of options without an effect on the trajectory, except for its length."""
     loads_with: str | None = None
-    """``module.Class`` whose ``from_pretrained`` loads a checkpoint: for the card on the Hub."""
+    """``module.Class`` with a ``from_pretrained`` that loads a checkpoint, shown in the card on the Hub."""
     resume: str = "auto"
     allow: tuple[str, ...] = ()
     overwrite: bool = False
     evaluate_only: bool = False
     init_from: str | None = None
     hub: HubConfig | None = None
-    """Its repository is checked, unless nothing is trained."""
+    """Options of the Hub. The repository is checked unless ``evaluate_only`` is set."""
     collective_timeout_seconds: float = 1800.0
 
     def __post_init__(self) -> None:

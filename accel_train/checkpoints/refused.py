@@ -1,4 +1,4 @@
-"""What a refused start leaves behind: nothing that it made itself, and everything that was there before it."""
+"""Clean up after a refused start: remove the files that it created, and nothing older."""
 
 from __future__ import annotations
 
@@ -13,40 +13,46 @@ from accel_train.store.names import RUN_FILE
 from accel_train.store.run_file import has_trained
 
 FILES = ("metrics.jsonl", "config.yaml", RUN_FILE, ".lock")
-"""What the main process writes before the first step, beside its log. The lock last: it is held here."""
+"""Files written by the main process before the first step, in addition to its log. The lock, held here, comes last."""
 
 
 def present(directory: Path) -> frozenset[Path]:
-    """What is there of a run directory, its logs and its parents: to be asked before a start makes any of it."""
+    """Return the existing files of a run directory and its parents. Call it before a start creates any of them."""
     places = (directory, *directory.parents, *directory.glob("*"), *directory.glob("logs/*"))
     return frozenset(place for place in places if os.path.lexists(place))
 
 
 def remove_new(directory: Path, before: frozenset[Path], rank: int) -> None:
-    """Remove what this start made of a directory that holds no run. Every process, once its log and lock are closed.
+    """Remove the files that this start created in a directory without a run.
 
-    Only files that a start writes and that were not there ``before``, and not while another process has the directory;
-    folders only where nothing is left in them. Of several processes the main one is waited for, some seconds, because
-    torchrun ends all when the first leaves. Never raises: what cannot be removed stays.
+    Every process calls it, after closing its log and lock. Only files of a start, absent from ``before``, are removed,
+    and only if no other process holds the lock. Folders are removed if they are empty. Never raises: anything that
+    cannot be removed stays.
     """
     with suppress(OSError, locks.LockedError):
-        if rank:
-            deadline = time.monotonic() + SECONDS_TO_BE_HEARD
-            while _of_main(directory, before) and not _holds_run(directory) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            _unlink(directory / "logs" / f"rank_{rank}.log", before)
-        else:
+        if rank == 0:
             _remove_all_files(directory, before)
+        else:
+            _wait_for_main(directory, before)
+            _unlink(directory / "logs" / f"rank_{rank}.log", before)
     for folder in (directory / "logs", directory, *directory.parents):
         _rmdir(folder, before)
 
 
+def _wait_for_main(directory: Path, before: frozenset[Path]) -> None:
+    """Wait some seconds for the main process, because torchrun ends all processes once the first exits."""
+    deadline = time.monotonic() + SECONDS_TO_BE_HEARD
+    while _of_main(directory, before) and not _holds_run(directory) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def _remove_all_files(directory: Path, before: frozenset[Path]) -> None:
     with closing(locks.acquire(directory)):
-        if not _holds_run(directory):
-            _rmdir(directory / "checkpoints", before)
-            for file in (*directory.glob("logs/rank_*.log"), *_of_main(directory, before)):
-                _unlink(file, before)
+        if _holds_run(directory):
+            return
+        _rmdir(directory / "checkpoints", before)
+        for file in (*directory.glob("logs/rank_*.log"), *_of_main(directory, before)):
+            _unlink(file, before)
 
 
 def _holds_run(directory: Path) -> bool:
@@ -54,6 +60,7 @@ def _holds_run(directory: Path) -> bool:
 
 
 def _of_main(directory: Path, before: frozenset[Path]) -> list[Path]:
+    """List the files created by the main process since ``before``."""
     files = (directory / name for name in ("logs/rank_0.log", *FILES))
     return [file for file in files if file not in before and os.path.lexists(file)]
 
@@ -66,5 +73,6 @@ def _unlink(file: Path, before: frozenset[Path]) -> None:
 
 def _rmdir(folder: Path, before: frozenset[Path]) -> None:
     if folder not in before:
-        with suppress(OSError):  # not empty, or another process was faster
+        # It may not be empty, or another process was faster.
+        with suppress(OSError):
             folder.rmdir()

@@ -1,4 +1,4 @@
-"""The opened directory of a run, which every part of the training holds."""
+"""Opened run directory, shared by all parts of training, and the counter of starts that died while loading."""
 
 from __future__ import annotations
 
@@ -33,24 +33,26 @@ class Run:
     checkpoint: Checkpoint | None
     """The newest verified checkpoint, None for a fresh start."""
     decision: str
-    """Whether it starts or resumes, and why: for the log."""
+    """Log line on the start or the resume, with the reason."""
     saved: Mapping[str, Any]
-    """``run.json`` as it stands."""
+    """Current content of ``run.json``."""
     timeout_seconds: float = 1800.0
-    """How long a process waits for the others when it saves: ``collective_timeout_seconds`` of the config."""
+    """Longest wait for the other ranks during a save: ``collective_timeout_seconds`` of the config."""
     initial_weights: Path | None = None
-    """Where ``init_from`` has its weights; the same on every rank."""
+    """Directory of the weights named by ``init_from``. The same on every rank."""
     _lock: Any = field(default=None, repr=False)
 
     def close(self) -> None:
-        """Give the directory free before the process ends."""
+        """Release the lock on the run directory."""
         if self._lock is not None:
             self._lock.close()
 
     @contextmanager
     def loading(self, *, last: bool) -> Generator[None]:
-        """Count the starts that die while they read the checkpoint (``run.counted``). Main process; ``last`` is for
-        the last part of it to be read."""
+        """Count an attempt to read a part of the checkpoint, as ``counted`` does. Main process.
+
+        ``last`` marks the last part. Does nothing without a checkpoint.
+        """
         if self._lock is None or self.checkpoint is None:
             yield
         else:
@@ -58,15 +60,16 @@ class Run:
                 yield
 
     def note_training(self) -> None:
-        """From now on the directory is held to this experiment. Main process, after the first step; cheap afterwards.
-        A disk that fails is left to the next save, which says so."""
-        if not self.saved.get("trained"):
-            self.saved = dict(self.saved) | {"trained": True}
-            with suppress(OSError):
-                write_run(self.directory, self.saved)
+        """Bind the directory to this experiment. Main process, after a step. Only the first call writes."""
+        if self.saved.get("trained"):
+            return
+        self.saved = dict(self.saved) | {"trained": True}
+        # The next save reports a disk that fails.
+        with suppress(OSError):
+            write_run(self.directory, self.saved)
 
     def restore_directory(self) -> None:
-        """Make the directory again if somebody deleted it while the run went on. Main process; raises ``OSError``."""
+        """Recreate the directory if it was deleted during the run. Main process. Raises ``OSError``."""
         if not (self.directory / RUN_FILE).exists() or not self.checkpoints.is_dir():
             logger.warning("%s or part of it was deleted while the run went on; it is made again", self.directory)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -74,33 +77,38 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
+        """Folder of the checkpoints."""
         return self.directory / "checkpoints"
 
     def resolved(self, key: str) -> Any:
-        """A value that the first start derived and later starts keep, such as ``schedule.decay_steps``."""
+        """Return a value derived by the first start and kept by later ones, such as ``schedule.decay_steps``."""
         return self.saved["resolved"][key]
 
     @property
     def start_step(self) -> int:
-        """Optimizer steps already done."""
-        return self.checkpoint.step if self.checkpoint is not None else 0
+        """Number of optimizer steps already done."""
+        if self.checkpoint is None:
+            return 0
+        return self.checkpoint.step
 
 
 @contextmanager
 def counted(directory: Path, checkpoint: Checkpoint, *, last: bool) -> Generator[None]:
-    """Count this reading of the checkpoint until it ends. Main process.
+    """Count an attempt to read the checkpoint, and take the count back once the block ends. Main process.
 
-    What was read, or refused with a reason, does not count; the ``last`` part to be read forgets earlier crashes.
+    Any other end, such as a crash, remains counted. Reading the ``last`` part resets the count to 0.
     """
     before = attempts(directory, checkpoint)
-    _note(directory, checkpoint, before + 1)
+    _write_count(directory, checkpoint, before + 1)
     try:
         yield
-    except (UsageError, torch.OutOfMemoryError):  # a device that is too full is not the checkpoint's fault
-        _note(directory, checkpoint, before)
+    except (UsageError, torch.OutOfMemoryError):
+        # Refused options and a full device are no fault of the checkpoint.
+        _write_count(directory, checkpoint, before)
         raise
-    _note(directory, checkpoint, 0 if last else before)
+    if last:
+        before = 0
+    _write_count(directory, checkpoint, before)
 
 
 def attempts(directory: Path, checkpoint: Checkpoint) -> int:
@@ -109,14 +117,15 @@ def attempts(directory: Path, checkpoint: Checkpoint) -> int:
         note = strict_json.read_object(directory / LOADING_FILE, MAX_NOTE_BYTES)
         strict_json.check_seal(note)
     except (FileNotFoundError, ValueError):
-        return 0  # one that was torn or changed counts no crash: the checkpoint itself was verified
+        # A damaged count says nothing against the checkpoint, which was verified.
+        return 0
     count = note.get("attempts")
     if isinstance(count, int) and note.get("checkpoint") == checkpoint.path.name:
         return count
     return 0
 
 
-def _note(directory: Path, checkpoint: Checkpoint, count: int) -> None:
+def _write_count(directory: Path, checkpoint: Checkpoint, count: int) -> None:
     if count:
         note = {"checkpoint": checkpoint.path.name, "attempts": count}
         atomic_files.replace_json(directory / LOADING_FILE, strict_json.sealed(note))

@@ -1,4 +1,4 @@
-"""``run.json``: the experiment that a directory is held to, and what may change between two starts in it."""
+"""``run.json``: the experiment of a run directory, and the changes allowed between two starts."""
 
 from __future__ import annotations
 
@@ -18,42 +18,57 @@ from accel_train.store.names import CONFIG_FILE, RUN_FILE
 logger = logging.getLogger(__name__)
 
 RUN_SCHEMA = 2
-"""2 carries a hash of itself; 1, of the first versions, has none."""
+"""Version 2 contains its own hash. Version 1, written by the first releases, has none."""
 MAX_BYTES = 16 << 20
 
 
 def has_trained(directory: Path) -> bool:
-    """Whether a start got beyond its first step. One that was refused before binds nobody to its options."""
+    """Return True if a start got beyond its first step. Without one, the directory is not bound to any options."""
     try:
         saved = load(directory)
-        return bool(saved.get("trained")) or any(key not in saved for key in _NEEDED)
     except FileNotFoundError:
+        # A broken link: the file exists, its target does not.
         return (directory / RUN_FILE).is_symlink()
     except ValueError:
-        return True  # somebody's run, which `read_run` makes again or refuses
+        # Somebody's run, which `read_run` recreates or refuses.
+        return True
+    return bool(saved.get("trained")) or any(key not in saved for key in _NEEDED)
 
 
 def refuse_changes(
     saved: Mapping[str, Any], experiment: Mapping[str, Any], allow: Sequence[str], free: Sequence[str], directory: Path
 ) -> None:
-    """Refuse a different experiment in a used directory, with both values of each difference."""
-    if unknown := [k for k in allow if not any(name == k or name.startswith(f"{k}.") for name in experiment)]:
-        raise UsageError(f"allow: {unknown[0]!r} is no option of this experiment; name the option that has changed")
-    before = dict(saved["experiment"]) | dict(saved.get("resolved", {}).items())
-    changed: list[str] = []
+    """Raise ``UsageError`` for a different experiment in a used directory, with both values of each difference.
+
+    ``allow`` and ``free`` are options or groups of options that may differ.
+    """
+    for name in allow:
+        if not any(_is_covered(key, name) for key in experiment):
+            raise UsageError(f"allow: {name!r} is no option of this experiment; name the option that has changed")
+    resolved = saved.get("resolved", {})
+    before = dict(saved["experiment"]) | dict(resolved)
+    changed: dict[str, str] = {}
     for key in sorted(before.keys() | experiment.keys()):
+        was = before.get(key)
         now = experiment.get(key)
-        if before.get(key) == now or (now is None and key in saved.get("resolved", {})):
+        if was == now or any(_is_covered(key, name) for name in (*free, *allow)):
             continue
-        if any(key == name or key.startswith(f"{name}.") for name in (*free, *allow)):
-            continue
-        changed.append(f"{key}: {before.get(key)!r} there, {now!r} now")
+        if now is None and key in resolved:
+            continue  # derived by the first start and kept
+        changed[key] = f"{key}: {was!r} there, {now!r} now"
     if changed:
-        keys = " ".join([*allow, *(line.split(":", 1)[0] for line in changed)])  # --allow takes all of them at once
+        # --allow takes all options at once, so the advice repeats those allowed already.
+        keys = " ".join([*allow, *changed])
         raise UsageError(
-            f"output_dir: {directory} holds a different experiment:\n  " + "\n  ".join(changed) + "\ngive another "
-            f"--output_dir, go back to the saved values, or take the change on purpose with --allow {keys}"
+            f"output_dir: {directory} holds a different experiment:\n  " + "\n  ".join(changed.values()) + "\n"
+            "give another --output_dir, go back to the saved values, or take the change on purpose with "
+            f"--allow {keys}"
         )
+
+
+def _is_covered(key: str, name: str) -> bool:
+    """Return True if ``name`` is the option ``key`` or a group that contains it."""
+    return key == name or key.startswith(f"{name}.")
 
 
 def new_run(
@@ -63,9 +78,9 @@ def new_run(
     resolved: dict[str, Any],
     facts: Mapping[str, str | None],
 ) -> dict[str, Any]:
-    """Write config.yaml and run.json of a start. Main process.
+    """Write ``config.yaml`` and ``run.json`` of a new run and return the content of the latter. Main process.
 
-    ``facts``: ``origin``, the checkpoint that it starts from, and ``loads_with``, the class that loads its checkpoints.
+    ``facts`` are ``origin``, the checkpoint to start from, and ``loads_with``, the class for loading its checkpoints.
     """
     saved: dict[str, Any] = {
         "run_id": uuid.uuid4().hex[:12],
@@ -83,15 +98,19 @@ def new_run(
 def renew_run(
     directory: Path, config_text: str, saved: Mapping[str, Any], experiment: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Take over the free changes, so that config.yaml always says how the last start was made."""
-    given = {key: experiment[key] for key in saved["resolved"] if experiment.get(key) is not None}
-    renewed = dict(saved) | {"experiment": dict(experiment), "resolved": saved["resolved"] | given}
+    """Write the allowed changes, so that ``config.yaml`` always has the options of the last start. Main process."""
+    resolved = dict(saved["resolved"])
+    for key in saved["resolved"]:
+        if experiment.get(key) is not None:
+            resolved[key] = experiment[key]
+    renewed = dict(saved) | {"experiment": dict(experiment), "resolved": resolved}
     write_config(config_text, directory / CONFIG_FILE)
     try:
         load(directory)
     except FileNotFoundError:
         pass
-    except ValueError:  # what `saved` stands in for stays, for whoever wants to look at it
+    except ValueError:
+        # `saved` was recalled from a checkpoint. The damaged file is kept for inspection.
         atomic_files.set_aside(directory / RUN_FILE)
     write_run(directory, renewed)
     return renewed
@@ -104,8 +123,11 @@ def write_run(directory: Path, saved: Mapping[str, Any]) -> None:
 
 
 def load(directory: Path) -> dict[str, Any]:
-    """``run.json`` as it stands. Raises ``FileNotFoundError``, ``ValueError`` with the reason for what is damaged, and
-    ``UsageError`` for one that a newer version wrote."""
+    """Read and check ``run.json``.
+
+    Raises ``FileNotFoundError``, ``ValueError`` with the reason for a damaged file, and ``UsageError`` for a file of a
+    newer version.
+    """
     saved = strict_json.read_object(directory / RUN_FILE, MAX_BYTES)
     schema = saved.get("schema")
     if type(schema) is int and schema > RUN_SCHEMA:
@@ -137,14 +159,16 @@ _NEEDED = ("run_id", "experiment", "resolved")
 
 
 def recall(directory: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """What a used directory is held to: ``run.json``, else what the newest checkpoint's manifest says of the run.
+    """Return the content of ``run.json``, recreated from the newest usable manifest if the file is unusable.
 
-    With the reason why ``run.json`` does not serve. Raises ``UsageError`` for one of a newer version.
+    Returns it with the reason why ``run.json`` is unusable, or with None. Raises ``UsageError`` for a file of a newer
+    version.
     """
     try:
         saved = load(directory)
-        if missing := [key for key in _NEEDED if key not in saved]:
-            raise ValueError(f"it has no {missing[0]!r}")
+        for key in _NEEDED:
+            if key not in saved:
+                raise ValueError(f"it has no {key!r}")
         return saved, None
     except UsageError:
         raise
@@ -152,17 +176,20 @@ def recall(directory: Path) -> tuple[dict[str, Any] | None, str | None]:
         reason = str(error)
     for _, path in reversed(manifests.committed(directory / "checkpoints")):
         try:
-            found = manifests.read(path)
+            manifest = manifests.read(path)
         except ValueError:
             continue
-        if all(found.get(key) is not None for key in _NEEDED) and found["experiment"]:
-            kept = {key: found[key] for key in _NEEDED}
+        if all(manifest.get(key) is not None for key in _NEEDED) and manifest["experiment"]:
+            kept = {key: manifest[key] for key in _NEEDED}
             return kept | {"trained": True, "made_again_from": path.name}, reason
     return None, reason
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """``run.json``, or one made again from the newest checkpoint, with a warning; ``UsageError`` where none serves."""
+    """Read ``run.json``, or recreate its content from the newest checkpoint with a warning.
+
+    Raises ``UsageError`` if neither is usable.
+    """
     saved, reason = recall(directory)
     if saved is None:
         raise UsageError(
@@ -181,5 +208,5 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def write_config(text: str, path: Path) -> None:
-    """Write what ``config_text`` returned. Main process only."""
+    """Write the text returned by ``config_text``. Main process only."""
     replace_file(path, text.encode())
