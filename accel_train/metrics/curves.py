@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, isfinite
 from pathlib import Path
@@ -16,10 +16,10 @@ from accel_train.metrics.records import Records, last_pass, read_metrics
 from accel_train.store.atomic_files import replace_file
 
 HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
-# Last word of evaluation values that say how an evaluation was done, not what came out.
+# Last words of the names of evaluation values that describe the evaluation itself, not its result.
 NOT_DRAWN = ("seconds", "samples", "steps", "tokens", "count")
 
-# Points from which a noisy curve gets a smoothed one over it.
+# Points from which a noisy curve is drawn with a smoothed one on top.
 SMOOTH_FROM = 40
 
 
@@ -92,7 +92,7 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
 
 
 def panels_of(records: Records) -> list[Panel]:
-    """What there is to draw, in order: losses, evaluations, then how the run went."""
+    """Return the panels with content, in order: losses, evaluations, then the other training metrics."""
     labels = labels_of(records)
     losses, course = _train_panels(last_pass(records, "train"), labels)
     evaluations = _evaluation_panels(last_pass(records, "evaluation"), labels)
@@ -100,9 +100,12 @@ def panels_of(records: Records) -> list[Panel]:
 
 
 def labels_of(records: Records) -> Labels:
-    """As the run recorded them when it started; empty for one that did not."""
-    found = next((r["labels"] for r in reversed(records) if r.get("event") == "environment" and r.get("labels")), {})
-    return Labels(found.get("loss_of"), found.get("units", {}), found.get("titles", {}))
+    """Return the labels recorded by the last start with any, or empty ones."""
+    for record in reversed(records):
+        labels = record.get("labels")
+        if record.get("event") == "environment" and labels:
+            return Labels(labels.get("loss_of"), labels.get("units", {}), labels.get("titles", {}))
+    return Labels()
 
 
 def _column(lines: Records, key: str, scale: float = 1.0) -> Series:
@@ -119,29 +122,35 @@ def _keys(lines: Records) -> list[str]:
 
 
 def _by_kind(lines: Records, key: str, label: str, of: str | None) -> dict[str, Series]:
-    """A line for each value of the field ``of``, where the steps have several: their losses have nothing in common."""
-    kinds = sorted({str(line[of]) for line in lines if of in line}) if of else []
-    if len(kinds) < 2:
+    """Return one line per value of the field ``of``, because their losses are not comparable."""
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        if of is not None and of in line:
+            by_kind.setdefault(str(line[of]), []).append(line)
+    if len(by_kind) < 2:
         return {label: _column(lines, key)}
-    return {kind: _column([line for line in lines if str(line.get(of or "")) == kind], key) for kind in kinds}
+    return {kind: _column(by_kind[kind], key) for kind in sorted(by_kind)}
 
 
 def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Panel]]:
+    """Return the panels of the losses, and those of the other training metrics."""
     terms = [key for key in _keys(lines) if key.startswith("loss_") or key.endswith("_loss")]
     memory = [key for key in _keys(lines) if key.endswith("_gib")]
     losses = [
         Panel("Loss", "loss", _by_kind(lines, "loss", "training loss", labels.loss_of), smooth=True),
         Panel("Loss terms", "loss", {key: _column(lines, key) for key in terms}, smooth=True),
     ]
-    norm, lr = _by_kind(lines, "grad_norm", "grad_norm", labels.loss_of), _column(lines, "lr")
+    norm = _by_kind(lines, "grad_norm", "grad_norm", labels.loss_of)
+    lr = _column(lines, "lr")
     used = {_words(key.removesuffix("_gib")): _column(lines, key) for key in memory}
-    return losses, [
+    others = [
         Panel("Gradient norm", "L2 norm before clipping", norm, smooth=True),
         Panel("Learning rate", "learning rate", {"lr": lr}, from_zero=True),
         _throughput_panel(lines),
         _step_time_panel(lines),
         Panel("Memory", "GiB", used, from_zero=True),
     ]
+    return losses, others
 
 
 def _step_time_panel(lines: Records) -> Panel:
@@ -167,19 +176,28 @@ def _throughput_panel(lines: Records) -> Panel:
 
 
 def _evaluation_panels(lines: Records, labels: Labels) -> list[Panel]:
-    """One panel for each last word of a name: ``a_loss`` and ``a_loss_shuffled`` are compared in one. Of a single
-    evaluation the values in words."""
-    panels: dict[str, Panel] = {}
-    names = {key: key.removesuffix("_shuffled").rsplit("_", 1)[-1] for key in _keys(lines)}
-    names = {key: kind for key, kind in names.items() if kind not in NOT_DRAWN}
+    """Return one panel per last word of a name, so that ``a_loss`` and ``a_loss_shuffled`` share one.
+
+    A single evaluation becomes a panel of text.
+    """
+    kinds = {key: key.removesuffix("_shuffled").rsplit("_", 1)[-1] for key in _keys(lines)}
+    kinds = {key: kind for key, kind in kinds.items() if kind not in NOT_DRAWN}
     if len(lines) == 1:
-        values = [f"{_words(k)}: {lines[0][k]:.4g}" for k in names if isinstance(lines[0][k], (int, float))]
-        return [Panel(f"Evaluation at step {lines[0]['step']:,}", "", {}, text="\n".join(values))] if values else []
-    for key, kind in names.items():
-        title = f"Evaluation: {labels.titles.get(kind, kind)}"
-        panel = panels.setdefault(kind, Panel(title, labels.units.get(kind, kind), {}, last_value=True))
-        panel.lines[_words(key)] = _column(lines, key)
+        return _text_panels(lines[0], list(kinds))
+    panels: dict[str, Panel] = {}
+    for key, kind in kinds.items():
+        if kind not in panels:
+            title = f"Evaluation: {labels.titles.get(kind, kind)}"
+            panels[kind] = Panel(title, labels.units.get(kind, kind), {}, last_value=True)
+        panels[kind].lines[_words(key)] = _column(lines, key)
     return list(panels.values())
+
+
+def _text_panels(line: Mapping[str, Any], keys: Sequence[str]) -> list[Panel]:
+    values = [f"{_words(key)}: {line[key]:.4g}" for key in keys if isinstance(line[key], (int, float))]
+    if not values:
+        return []
+    return [Panel(f"Evaluation at step {line['step']:,}", "", {}, text="\n".join(values))]
 
 
 def _marks(records: Records) -> list[tuple[int, str, str]]:
@@ -196,15 +214,18 @@ def _marks(records: Records) -> list[tuple[int, str, str]]:
 def _columns(panels: int) -> int:
     if panels > 4:
         return 3
-    return 2 if panels > 1 else 1
+    if panels > 1:
+        return 2
+    return 1
 
 
 def _add_legend(axis: Any) -> None:
     _, labels = axis.get_legend_handles_labels()
     if len(labels) <= 1 and axis.get_title() == "Learning rate":
         return
+    size = 7.5 if len(labels) <= 5 else 5.5
     # loc is also the default, but the default warns if the search for a place is slow.
-    axis.legend(fontsize=7.5 if len(labels) <= 5 else 5.5, loc="best", framealpha=0.85)
+    axis.legend(fontsize=size, loc="best", framealpha=0.85)
 
 
 def _draw(axis: Any, panel: Panel) -> None:
@@ -216,11 +237,13 @@ def _draw(axis: Any, panel: Panel) -> None:
         return
     colors: dict[str, str] = {}
     for label, series in lines.items():
-        partner = label.removesuffix(" shuffled")  # the same color, dashed
+        # A shuffled metric has the color of its partner, dashed.
+        partner = label.removesuffix(" shuffled")
         color = colors.setdefault(partner, f"C{len(colors)}")
-        style = {"color": color, "linestyle": "-" if label == partner else "--"}
-        _draw_series(axis, series, panel, label, style)
-    _set_scale(axis, panel, [value for series in lines.values() for value in series.values])
+        linestyle = "-" if label == partner else "--"
+        _draw_series(axis, series, panel, label, {"color": color, "linestyle": linestyle})
+    values = [value for series in lines.values() for value in series.values]
+    _set_scale(axis, panel, values)
     axis.set_xlabel("step", fontsize=8)
     axis.set_ylabel(panel.unit, fontsize=8)
     axis.tick_params(labelsize=8)
@@ -253,8 +276,10 @@ def _draw_marks(axes: Sequence[Any], marks: Iterable[tuple[int, str, str]]) -> N
     labelled: set[str] = set()
     for step, label, color in marks:
         for axis in axes:
-            is_first = axis is axes[0] and label not in labelled
-            axis.axvline(step, color=color, linestyle=":", linewidth=1.2, label=label if is_first else None)
+            shown = None
+            if axis is axes[0] and label not in labelled:
+                shown = label
+            axis.axvline(step, color=color, linestyle=":", linewidth=1.2, label=shown)
         labelled.add(label)
 
 
@@ -269,7 +294,8 @@ def _set_scale(axis: Any, panel: Panel, values: Sequence[float]) -> None:
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
     elif panel.from_zero and low >= 0:
-        axis.set_ylim(0, 1.25 * high if high > 0 else 1.0)
+        top = 1.25 * high if high > 0 else 1.0
+        axis.set_ylim(0, top)
     if panel.title == "Learning rate":
         axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
         axis.yaxis.get_offset_text().set_fontsize(8)
@@ -289,7 +315,8 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _title(records: Records, path: Path) -> str:
-    facts = next((r for r in reversed(records) if r.get("event") == "environment"), {})
+    environments = [record for record in records if record.get("event") == "environment"]
+    facts = environments[-1] if environments else {}
     about = [f"step {_last_step(records):,}"]
     if "strategy" in facts:
         about.append(f"{facts['strategy']} × {facts.get('world_size', 1)}")

@@ -176,7 +176,8 @@ def decide(gate: Gate, values: Sequence[float]) -> Decision:
         reason = "a value is infinite"
         if len(values) == 1:
             reason = "one value, so no interval: it decides"
-        return Decision(gate, value, "passed" if gate.holds(value.median) else "FAILED", reason)
+        verdict = "passed" if gate.holds(value.median) else "FAILED"
+        return Decision(gate, value, verdict, reason)
     ends = [gate.holds(value.low), gate.holds(value.high)]
     if all(ends):
         return Decision(gate, value, "passed", "the whole interval meets the target")

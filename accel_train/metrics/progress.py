@@ -20,11 +20,11 @@ FILE_ONLY = "file_only"
 
 @dataclass(frozen=True)
 class Labels:
-    """How a recipe's metrics are shown: on the console and in the curves."""
+    """Presentation of a recipe's metrics on the console and in the curves."""
 
     loss_of: str | None = None
-    """Field of a training line that says which of several losses this step had: those of two steps may be of two
-    kinds. None: there is one loss."""
+    """Field of a training line with the kind of its loss, if losses of different steps are of different kinds. None:
+    there is one loss."""
     units: Mapping[str, str] = field(default_factory=dict[str, str])
     """Unit of evaluation metrics, by the last word of their name."""
     titles: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -44,10 +44,12 @@ class Progress:
     def __init__(
         self, bar: Literal["auto", "on", "off"], max_steps: int, start_step: int, loss_of: str | None = None
     ) -> None:
-        self._max_steps, self._loss_of = max_steps, loss_of
+        self._max_steps = max_steps
+        self._loss_of = loss_of
         self._bar: tqdm[NoReturn] | None = None
         if bar == "on" or (bar == "auto" and _on_terminal()):
-            from tqdm import tqdm  # not tqdm.auto: it warns in notebooks that lack ipywidgets
+            # Not tqdm.auto, which warns in notebooks without ipywidgets.
+            from tqdm import tqdm
 
             self._bar = tqdm(
                 total=max_steps, initial=start_step, bar_format=BAR_FORMAT, unit="step", dynamic_ncols=True
@@ -87,8 +89,10 @@ def describe(fields: Mapping[str, object], loss_of: str | None = None) -> list[s
     shown: list[str] = []
     loss = fields.get("loss")
     if isinstance(loss, (int, float)):
-        kind = f" ({fields[loss_of]})" if loss_of is not None and loss_of in fields else ""
-        shown.append(f"loss {loss:#.4g}{kind}")
+        text = f"loss {loss:#.4g}"
+        if loss_of is not None and loss_of in fields:
+            text += f" ({fields[loss_of]})"
+        shown.append(text)
     lr = fields.get("lr")
     if isinstance(lr, (int, float)):
         shown.append(f"lr {short_exponent(lr)}")

@@ -107,13 +107,13 @@ class Recorder:
         facts: Mapping[str, object] = NOTHING,
         labels: Labels = NO_LABELS,
     ) -> None:
-        """Make ``metrics.jsonl`` that of a run which stands at ``start_step`` (training and evaluation lines
-        beyond it are dropped: not for looking at an older checkpoint), write the environment, the config and,
-        if ``start_step`` > 0, a resume line; start the trackers, which may raise ``UsageError``.
+        """Rewind ``metrics.jsonl`` to ``start_step``, write the first lines, and start the trackers.
 
-        ``config`` is the resolved config, nested. ``facts`` are added to the environment line, over what is
-        found here; a ``run_id`` among them lets W&B go on with the same run. ``labels`` say how metrics are shown, and
-        are kept in that line for who draws the curves.
+        Training and evaluation lines beyond ``start_step`` are dropped, so an older checkpoint must not be inspected
+        with a recorder. The first lines are the environment, the config and, after a resume, a resume line. ``config``
+        is the nested, resolved config. ``facts`` extend and override the environment line. Their ``run_id`` lets W&B
+        continue the same run. ``labels`` are kept in that line for drawing curves. Raises ``UsageError`` if a tracker
+        cannot start.
         """
         self._every = options.log_every
         self._max_steps = max_steps
@@ -126,14 +126,19 @@ class Recorder:
         if not self._main:
             return
         self._writer = _open_metrics(output_dir, start_step)
-        shown = {"labels": asdict(labels)} if labels != NO_LABELS else {}
-        self.record("environment", describe_environment(accelerator) | dict(facts) | shown)
+        environment = describe_environment(accelerator) | dict(facts)
+        if labels != NO_LABELS:
+            environment["labels"] = asdict(labels)
+        self.record("environment", environment)
         if config:
             self.record("config", {"config": config})
         if start_step:
             self.record("resume", step=start_step)
         name = options.run_name or output_dir.resolve().name
-        run = RunName(options.project, name, str(facts["run_id"]) if facts.get("run_id") else None)
+        run_id = None
+        if facts.get("run_id"):
+            run_id = str(facts["run_id"])
+        run = RunName(options.project, name, run_id)
         self._trackers = Trackers(accelerator, names, output_dir, run=run, config=config)
         self._progress = Progress(options.progress_bar, max_steps, start_step, labels.loss_of)
 
@@ -152,15 +157,18 @@ class Recorder:
 
         Raises ``ValueError`` if the recipe left out one of ``TRAIN_FIELDS``.
         """
-        if missing := [name for name in TRAIN_FIELDS if name not in fields]:
+        missing = [name for name in TRAIN_FIELDS if name not in fields]
+        if missing:
             raise ValueError(f"the training line of step {step} lacks {', '.join(missing)}; add them")
         if self._main:
             self.record("train", fields, step=step)
             self._trackers.log({f"train/{name}": value for name, value in fields.items()}, step)
             self._progress.show(step, fields)
-        from accel_train.runtime import step_overhead  # imports accelerate, which reading a run does not need
+        # Imported here because it imports accelerate, which reading a run does not need.
+        from accel_train.runtime import step_overhead
 
-        step_overhead.collect_garbage()  # the device is idle: the host has just waited for the loss
+        # The device is idle now, since the host has just waited for the loss.
+        step_overhead.collect_garbage()
 
     def evaluation(self, step: int, values: Mapping[str, object]) -> None:
         """Write an evaluation line to file, trackers and console, and update the report."""
@@ -214,7 +222,8 @@ def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
     path = output_dir / METRICS_FILE
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        if dropped := repair_metrics(path, start_step):
+        dropped = repair_metrics(path, start_step)
+        if dropped:
             logger.info("%s: dropped %d lines that are torn or beyond step %d", path, dropped, start_step)
     except OSError as error:
         text = "%s could not be repaired (%s); lines beyond step %d stay in it"
@@ -229,7 +238,8 @@ def write_report(accelerator: Accelerator, directory: Path, step: int, metrics: 
     """
     if not accelerator.is_main_process:
         return
-    report, records = directory / REPORT, directory / METRICS_FILE
+    report = directory / REPORT
+    records = directory / METRICS_FILE
     try:
         report.mkdir(exist_ok=True)
         write_json(report / EVALUATION_FILE, {"step": step, **metrics})

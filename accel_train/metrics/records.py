@@ -77,8 +77,8 @@ class LineWriter:
     """Appends records to a file, each with a single ``os.write``. Never raises for a failing disk.
 
     After ``write`` a line is in the kernel: it survives a crash of the process, but not a loss of power. Each write
-    opens the file, so that a directory can disappear and return. Make it while nothing else writes to the file: a line
-    that is being written looks like one that a crash cut short.
+    opens the file, so that a directory can disappear and return. Build it before other writers of the file start, since
+    a half-written line looks like one torn by a crash.
     """
 
     def __init__(self, path: Path) -> None:
