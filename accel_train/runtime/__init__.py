@@ -1,1 +1,1 @@
-"""The machine as it really is: launch files, processes, devices, signals."""
+"""The running machine: the Accelerator, processes, devices, signals."""

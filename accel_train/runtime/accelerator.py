@@ -1,8 +1,8 @@
-"""Build the ``Accelerator`` and compare what was asked with what came up.
+"""Build the ``Accelerator`` and compare it with the launch request.
 
-Accelerate falls back in silence: an FSDP2 file on a machine without a GPU gives N independent trainers, a
-MULTI_CPU file gives one process, ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` beats the script. Each of these
-stops here, before a model exists, with the remedy in the message.
+Accelerate falls back silently: an FSDP2 file on a machine without a GPU starts N independent trainers, a MULTI_CPU file
+starts one process, and ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` overrides the script. Each of these raises here,
+before a model is built, with the remedy in the message.
 """
 
 from __future__ import annotations
@@ -54,99 +54,110 @@ def build_accelerator(
     collective_timeout_seconds: int = 1800,
     distributed: DistributedConfig | None = None,
 ) -> Accelerator:
-    """The verified ``Accelerator`` of this process. All ranks must call it, once, before anything heavy.
+    """Build the ``Accelerator`` of this process and verify it. All ranks call it, once, before any heavy work.
 
-    ZeRO's own settings (clipping, accumulation, batch sizes, precision) are generated from the arguments.
-    Raises ``UsageError`` where the machine is not what the launch request says, naming both.
+    ZeRO's own settings (clipping, accumulation, batch sizes, precision) are generated from the arguments. Raises
+    ``UsageError`` if the machine differs from the launch request, and names both.
     """
     begin_run().callback(_forget_accelerator())
     end_with_the_launcher()
     requested = read_request(os.environ, parent_command_lines())
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    pieces = accumulation_steps(global_batch_size, world_size, micro_batch_size)
+    accumulation = accumulation_steps(global_batch_size, world_size, micro_batch_size)
     refuse_experiment_settings(requested, os.environ, precision)
-    refuse_accumulation(requested, os.environ, pieces)
+    refuse_accumulation(requested, os.environ, accumulation)
     _refuse_wrong_machine(requested, world_size, precision)
-    clear_environment(os.environ)  # what would beat an explicit constructor argument
+    # Accelerate prefers these variables to explicit constructor arguments.
+    clear_environment(os.environ)
 
     plugin = None
     if requested.strategy == "deepspeed":
         plugin = zero_plugin(requested, precision, max_grad_norm, micro_batch_size, world_size)
-    kind = {"fsdp": "fsdp2", "deepspeed": "zero", None: "ddp" if world_size > 1 else "single"}[requested.strategy]
-    exchange, on_device = distributed or DistributedConfig(), not _on_cpu()
-    handlers = ddp_handlers(exchange, kind, precision=precision, on_device=on_device, accumulation_steps=pieces)
+    handlers = ddp_handlers(
+        distributed or DistributedConfig(),
+        _strategy_family(requested, world_size),
+        precision=precision,
+        on_device=not _on_cpu(),
+        accumulation_steps=accumulation,
+    )
     _silence_known_warnings()
     _connect(requested, timedelta(seconds=collective_timeout_seconds))
     accelerator = Accelerator(
         mixed_precision=ACCELERATE_PRECISION[precision],
         gradient_accumulation_steps=1,
         deepspeed_plugin=plugin,
-        kwargs_handlers=[*handlers],
+        kwargs_handlers=list(handlers),
     )
     _verify(accelerator, requested, world_size, precision)
     _keep_fsdp_in_fp32(accelerator)
     return accelerator
 
 
-def _forget_accelerator() -> Callable[[], None]:
-    """What puts Accelerate's shared state back as it is now; call it before ``build_accelerator``.
+def _strategy_family(requested: Requested, world_size: int) -> str:
+    """Return "single", "ddp", "fsdp2" or "zero"."""
+    if requested.strategy == "fsdp":
+        return "fsdp2"
+    if requested.strategy == "deepspeed":
+        return "zero"
+    return "ddp" if world_size > 1 else "single"
 
-    The function leaves the state alone where there was one already, for it is not ours, and with several processes,
-    whose group outlives it.
+
+def _forget_accelerator() -> Callable[[], None]:
+    """Return a function that resets Accelerate's shared state. Call it before ``build_accelerator``.
+
+    The reset does nothing if Accelerate had state already, which belongs to somebody else, or with several processes,
+    whose process group outlives the run.
     """
-    process, state, gradients = (cast("Any", kind) for kind in (PartialState, AcceleratorState, GradientState))
-    if process._shared_state:
-        return lambda: None
+    process_state = cast("Any", PartialState)
+    accelerator_state = cast("Any", AcceleratorState)
+    gradient_state = cast("Any", GradientState)
+    had_state = bool(process_state._shared_state)
 
     def forget() -> None:
-        if process._shared_state.get("num_processes", 1) == 1:
-            state._reset_state(True)
-            gradients._reset_state()
+        num_processes = process_state._shared_state.get("num_processes", 1)
+        if not had_state and num_processes == 1:
+            accelerator_state._reset_state(True)
+            gradient_state._reset_state()
 
     return forget
 
 
 def log_notices() -> None:
-    """Log what was asked of the machine and is not followed, and packages that are newer than tested.
-
-    Every process, once logging is set up.
-    """
+    """Log launch settings without effect, and packages newer than tested. Every process, once logging is set up."""
     command_lines = parent_command_lines()
     machine = read_request(os.environ, command_lines).machine
     for sentence in notices(machine, os.environ, launcher_flags(command_lines)):
         logger.warning("%s", sentence)
-    if (newer := tested_versions.notice()) is not None:
+    newer = tested_versions.notice()
+    if newer is not None:
         logger.warning("%s", newer)
 
 
 def _silence_known_warnings() -> None:
-    """Warnings that torch and Accelerate raise about their own calls, and that nobody here can act on."""
+    """Ignore warnings of torch and Accelerate about their own calls. Nobody here can act on them."""
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def _keep_fsdp_in_fp32(accelerator: Accelerator) -> None:
-    """FSDP2 in low precision: gradients are reduced in fp32, and inputs reach the model as they are.
+    """Let FSDP2 in low precision reduce gradients in fp32 and pass inputs to the model uncast.
 
-    torch's default casts every floating input of the model, so that times would lose all but three digits; a model
-    casts what it computes on itself, as under autocast and DeepSpeed.
+    torch's default casts every floating input of the model, and timesteps would keep only three digits. A model casts
+    its own inputs, as under autocast and DeepSpeed.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
     plugin: Any = accelerator.state.fsdp_plugin
-    if plugin.mixed_precision_policy is not None:
-        policy = plugin.mixed_precision_policy
+    policy = plugin.mixed_precision_policy
+    if policy is not None:
         plugin.mixed_precision_policy = dataclasses.replace(
             policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
         )
 
 
 def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Precision) -> None:
-    """Differences that can be seen before the processes are connected."""
+    """Refuse differences that are visible before the processes are connected."""
     _refuse_half_a_launch(world_size)
-    machine = requested.machine
-    has_device = torch.accelerator.is_available()
-    sharded = requested.strategy is not None or (machine is not None and machine.strategy not in ("single", "ddp"))
     if requested.num_processes is not None and requested.num_processes != world_size:
         raise UsageError(
             f"num_processes: {requested.num_processes} was asked for by {requested.source}, but WORLD_SIZE is "
@@ -154,26 +165,43 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
             f"process whatever the file says; use `python -m torch.distributed.run --nproc_per_node "
             f"{requested.num_processes} RECIPE` or `accel-train rehearse`"
         )
-    wants_device = sharded or (machine is not None and machine.distributed_type == "MULTI_GPU" and not machine.use_cpu)
-    if wants_device and not has_device and not requested.rehearsal:
-        strategy = machine.strategy if machine is not None else requested.strategy
-        raise UsageError(
-            f"distributed_type: {strategy} was asked for by {requested.source}, but this machine shows no "
-            "accelerator device, where Accelerate would ignore the setting; run it on GPUs, or try it here with "
-            "`accel-train rehearse --config_file FILE --num_processes N RECIPE ...`"
-        )
+    _refuse_missing_device(requested)
+    machine = requested.machine
     if machine is not None and machine.fsdp is not None and machine.fsdp.activation_checkpointing:
         raise UsageError(
             f"fsdp_activation_checkpointing: true in {requested.source} would rename the model's parameters, and "
             "checkpoints with them; remove it from the file"
         )
-    if precision == "fp16" and not has_device:
+    _refuse_unsupported_precision(precision)
+
+
+def _refuse_missing_device(requested: Requested) -> None:
+    """Refuse FSDP, ZeRO and MULTI_GPU on a machine without an accelerator, unless it is a rehearsal."""
+    if requested.rehearsal or torch.accelerator.is_available():
+        return
+    machine = requested.machine
+    strategy = requested.strategy
+    needs_device = strategy is not None
+    if machine is not None:
+        strategy = machine.strategy
+        multi_gpu = machine.distributed_type == "MULTI_GPU" and not machine.use_cpu
+        needs_device = needs_device or multi_gpu or strategy not in ("single", "ddp")
+    if needs_device:
+        raise UsageError(
+            f"distributed_type: {strategy} was asked for by {requested.source}, but this machine shows no "
+            "accelerator device, where Accelerate would ignore the setting; run it on GPUs, or try it here with "
+            "`accel-train rehearse --config_file FILE --num_processes N RECIPE ...`"
+        )
+
+
+def _refuse_unsupported_precision(precision: Precision) -> None:
+    """Refuse a precision that this machine cannot compute in."""
+    if precision == "fp16" and not torch.accelerator.is_available():
         raise UsageError("precision: fp16 needs a GPU (loss scaling has no CPU form); use --precision bf16 or fp32")
-    if (
-        precision == "bf16"
-        and torch.cuda.is_available()
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    if precision != "bf16" or not torch.cuda.is_available():
+        return
+    # By default torch counts emulated bf16 as supported.
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UsageError(
             f"precision: bf16 is not supported by {torch.cuda.get_device_name()} (compute capability "
             f"{torch.cuda.get_device_capability()}; 8.0 is needed); use --precision fp16 or fp32"
@@ -181,7 +209,7 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
 
 
 def _refuse_half_a_launch(world_size: int) -> None:
-    """``WORLD_SIZE`` without a rank: on a GPU machine Accelerate would train that many copies, each alone."""
+    """Refuse ``WORLD_SIZE`` without a rank: on a GPU machine Accelerate would train that many independent copies."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if world_size > 1 and missing:
         raise UsageError(
@@ -193,10 +221,11 @@ def _refuse_half_a_launch(world_size: int) -> None:
 def _connect(requested: Requested, timeout: timedelta) -> None:
     """Start the process group with our timeout.
 
-    ``InitProcessGroupKwargs`` drops a timeout that equals its own default (accelerate#2611), so it goes to
-    ``PartialState`` directly; DeepSpeed's later subgroups read theirs from the environment (accelerate#3711).
+    ``InitProcessGroupKwargs`` drops a timeout equal to its own default (accelerate#2611), so ``PartialState`` gets it
+    directly. DeepSpeed's later subgroups read theirs, in minutes, from the environment (accelerate#3711).
     """
-    os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, math.ceil(timeout.total_seconds() / 60)))
+    minutes = math.ceil(timeout.total_seconds() / 60)
+    os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, minutes))
     if requested.rehearsal:
         rehearsal.connect(requested.strategy, timeout)
         return
@@ -204,19 +233,21 @@ def _connect(requested: Requested, timeout: timedelta) -> None:
 
 
 def _on_cpu() -> bool:
-    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.accelerator.is_available()
+    asked_for_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    return asked_for_cpu or not torch.accelerator.is_available()
 
 
 def zero_plugin(
     requested: Requested, precision: Precision, max_grad_norm: float, micro_batch_size: int, world_size: int
 ) -> DeepSpeedPlugin:
-    """DeepSpeed's settings, generated from the experiment so that nothing is written twice.
+    """Build DeepSpeed's plugin, with settings generated from the experiment. Nothing is written twice.
 
-    Accumulation is 1 because the loop weighs micro-batches itself and marks the boundary; clipping is ours
-    because ZeRO clips in its own step and ignores ``clip_grad_norm_`` (an omitted value means 1.0 there).
-    A DeepSpeed file that says otherwise is refused.
+    Accumulation is 1 because the loop weights micro-batches itself and marks the boundary. Clipping is set because
+    ZeRO clips in its own step and ignores ``clip_grad_norm_``: an omitted value means 1.0 there. A DeepSpeed file with
+    other values is refused.
     """
-    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # one path for every strategy: built, loaded, then sharded
+    # Under every strategy the model is built, loaded, then sharded. ZeRO-3 would shard it while it is built.
+    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
     try:
         plugin = DeepSpeedPlugin()
     except ImportError as error:
@@ -234,33 +265,40 @@ def zero_plugin(
     refuse_zero_contradictions(settings, generated, precision, requested.source)
     settings.update(generated)
     settings["zero_allow_untested_optimizer"] = True
-    settings["zero_force_ds_cpu_optimizer"] = False  # torch's fused CPU AdamW: the same arithmetic as everywhere
+    # torch's fused CPU AdamW keeps the arithmetic of the other strategies.
+    settings["zero_force_ds_cpu_optimizer"] = False
     for name in ("fp16", "bf16"):
         settings[name] = {**settings.get(name, {}), "enabled": precision == name}
     if precision == "bf16":
-        settings["bf16"]["check_grad_overflow"] = True  # a non-finite gradient must not reach the optimizer
+        # A non-finite gradient must not reach the optimizer.
+        settings["bf16"]["check_grad_overflow"] = True
     if precision != "fp32":
-        settings.setdefault("communication_data_type", "fp32")  # as the other strategies reduce
+        # The other strategies reduce in fp32 as well.
+        settings.setdefault("communication_data_type", "fp32")
     return plugin
 
 
 def refuse_zero_contradictions(
     settings: Mapping[str, Any], generated: Mapping[str, Any], precision: Precision, source: str
 ) -> None:
-    """Values in a DeepSpeed file that the experiment decides differently (1 and 'auto' say nothing)."""
+    """Refuse values of a DeepSpeed file that contradict the experiment.
+
+    "auto" and null leave the value to the experiment, and so does an accumulation of 1, Accelerate's default.
+    """
     for key in ("optimizer", "scheduler"):
         if key in settings:
             raise UsageError(f"{key!r} in the DeepSpeed settings of {source} contradicts the recipe's own; remove it")
     for key, ours in generated.items():
         value = settings.get(key)
-        said_nothing = value in (None, "auto") or (key == "gradient_accumulation_steps" and value == 1)
-        if not said_nothing and value != ours:
+        is_default = key == "gradient_accumulation_steps" and value == 1
+        if value not in (None, "auto", ours) and not is_default:
             raise UsageError(
                 f"{key}: {value} in the DeepSpeed settings of {source} contradicts the experiment, which gives "
                 f"{ours}; remove it from the file, it is generated from the recipe's options"
             )
     for name in ("fp16", "bf16"):
-        if str(settings.get(name, {}).get("enabled", "auto")).lower() == "true" and name != precision:
+        enabled = settings.get(name, {}).get("enabled", "auto")
+        if str(enabled).lower() == "true" and name != precision:
             raise UsageError(
                 f"{name}.enabled: true in the DeepSpeed settings of {source} contradicts precision: {precision}; "
                 f"remove it from the file or give --precision {name}"
@@ -268,7 +306,7 @@ def refuse_zero_contradictions(
 
 
 def _verify(accelerator: Accelerator, requested: Requested, world_size: int, precision: Precision) -> None:
-    """Compare the finished Accelerator with the request; each difference is a silent fallback of some layer."""
+    """Compare the finished Accelerator with the request. Each difference is a silent fallback of some layer."""
     state: Any = accelerator.state
     if accelerator.distributed_type == DistributedType.FSDP and state.fsdp_plugin.fsdp_version != 2:
         raise UsageError(
@@ -295,10 +333,10 @@ def _verify(accelerator: Accelerator, requested: Requested, world_size: int, pre
 
 
 def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_norm: float) -> str:
-    """Check that ``prepare`` really wrapped the model as the strategy says; returns one line for the log.
+    """Check that ``prepare`` wrapped the model as the strategy requires, and return a line for the log.
 
-    All ranks must call it, right after ``prepare``. An FSDP2 wrap policy that matches no block, for example,
-    shards the root alone and gathers the whole model at once.
+    All ranks call it, right after ``prepare``. An FSDP2 wrap policy without a matching block, for example, shards only
+    the root and gathers the whole model at once.
     """
     strategy = strategy_of(accelerator)
     if strategy == "ddp":

@@ -1,7 +1,7 @@
-"""Compile what DeepSpeed needs on CPUs, audibly, and past what an interrupted compilation left behind.
+"""Compile DeepSpeed's CPU communication with progress messages, and recover from an interrupted compilation.
 
-DeepSpeed would do it by itself, in silence, inside `init_distributed`; torch's extensions guard a build with a file
-that whoever finds it waits for, for ever: a process that is killed leaves it there.
+DeepSpeed would compile it silently inside `init_distributed`. torch guards the build of an extension with a lock file
+and waits for it without a limit. A killed process leaves that file behind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMPILERS = {"ninja", "c++", "g++", "cc1plus", "as", "collect2", "ld", "clang", 
 def load_communication() -> None:
     """Load DeepSpeed's shared-memory communication, compiled on first use. Every process, before they are connected.
 
-    Takes a minute or more where it compiles. Raises ``UsageError`` with the compiler's own words where that fails.
+    A compilation takes a minute or more. Raises ``UsageError`` with the compiler's error if it fails.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -42,7 +42,7 @@ def load_communication() -> None:
 
     try:
         folder = Path(_get_build_directory(builder.NAME, verbose=False))
-        with _told(folder, builder.NAME), one_at_a_time(folder):
+        with _report_progress(folder, builder.NAME), one_at_a_time(folder):
             builder.load()
     except (RuntimeError, ImportError, OSError) as error:
         raise UsageError(_failure(builder.NAME, error)) from error
@@ -50,10 +50,10 @@ def load_communication() -> None:
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Generator[None]:
-    """Keep other processes out of the build in ``folder``, and clear away what an interrupted one left there.
+    """Keep other processes out of the build in ``folder``, and remove the leftovers of an interrupted one.
 
-    The lock goes with its process, so that a failed build is tried, and its error seen, by each process in turn. On a
-    file system without locks torch's own file is all there is, and it is left alone.
+    The kernel releases the lock when its process ends, so after a failed build each process in turn tries it and sees
+    the error. On a file system without locks only torch's lock file protects the build, and it is left alone.
     """
     with (folder / "accel_train.lock").open("w") as lock:
         with suppress(OSError):
@@ -63,63 +63,71 @@ def one_at_a_time(folder: Path) -> Generator[None]:
 
 
 def clear(folder: Path) -> None:
-    """Delete torch's lock file in ``folder`` if the process that made it is dead; say so, or who holds it.
+    """Delete torch's lock file in ``folder`` if its process is dead, else print the process that holds it.
 
-    torch keeps the file open while it builds (torch.utils.file_baton). Only processes of this user on this machine can
-    be looked at, so another user's file stays. What a dead process left compiling goes on alone, and is waited for.
+    torch keeps the file open while it builds (torch.utils.file_baton). Only processes of this user on this machine are
+    visible, so another user's file stays. Compilers that outlive a dead process are waited for.
     """
     baton = folder / "lock"
     if not baton.exists() or baton.stat().st_uid != os.getuid():
         return
-    if owners := _with_open(baton):
-        _say(f"process {owners[0]} is compiling in {folder}: waiting for it")
+    owners = _with_open(baton)
+    if owners:
+        _print(f"process {owners[0]} is compiling in {folder}: waiting for it")
         return
-    if left := _compiling_in(folder):
-        _say(f"an interrupted start left process {left[0]} compiling in {folder}: waiting for it")
+    left = _compiling_in(folder)
+    if left:
+        _print(f"an interrupted start left process {left[0]} compiling in {folder}: waiting for it")
     while _compiling_in(folder):
         time.sleep(0.1)
     baton.unlink(missing_ok=True)
-    _say(f"an interrupted compilation left the lock {baton}, which no process holds: deleted")
+    _print(f"an interrupted compilation left the lock {baton}, which no process holds: deleted")
 
 
 def _with_open(file: Path) -> list[int]:
-    """Processes of this user that have the file open."""
-    own, found = file.stat(), list[int]()
+    """List the processes of this user that have the file open."""
+    own = file.stat()
+    found: list[int] = []
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # gone meanwhile, or another user's
+        # The process may have ended, or belong to another user.
+        with suppress(OSError):
             opened = descriptor.stat()
-            if (opened.st_dev, opened.st_ino) == (own.st_dev, own.st_ino):
+            if opened.st_dev == own.st_dev and opened.st_ino == own.st_ino:
                 found.append(int(descriptor.parts[2]))
     return found
 
 
 def _compiling_in(folder: Path) -> list[int]:
-    """Compilers that work in ``folder``: a person's shell may stand there too."""
+    """List the compilers that work in ``folder``. A person's shell may be there too and does not count."""
     found: list[int] = []
     for process in psutil.process_iter():
+        # A process may end between the questions.
         with suppress(psutil.Error, OSError):
-            compiler = process.name() in COMPILERS or "-g++" in process.name()
-            if compiler and Path(process.cwd()) == folder.resolve() and process.status() != psutil.STATUS_ZOMBIE:
+            name = process.name()
+            if name not in COMPILERS and "-g++" not in name:
+                continue
+            if Path(process.cwd()) == folder.resolve() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 
 
 @contextmanager
-def _told(folder: Path, name: str) -> Generator[None]:
-    """Say on the main process that it compiles, and every 20 s that it still does. Logging is not set up yet."""
+def _report_progress(folder: Path, name: str) -> Generator[None]:
+    """Print the start of a compilation on the main process, and a line every 20 s. Logging is not set up yet."""
     if os.environ.get("RANK", "0") != "0":
         yield
         return
-    started, done = time.monotonic(), threading.Event()
+    started = time.monotonic()
+    done = threading.Event()
     fresh = not (folder / f"{name}.so").exists()
 
-    def still() -> None:
+    def report() -> None:
         while not done.wait(SECONDS_BETWEEN_LINES):
-            _say(f"{name} of DeepSpeed is being compiled: {time.monotonic() - started:.0f} s so far")
+            _print(f"{name} of DeepSpeed is being compiled: {time.monotonic() - started:.0f} s so far")
 
     if fresh:
-        _say(f"compiling {name} of DeepSpeed in {folder}, once on this machine: a minute or more")
-    thread = threading.Thread(target=still, name="compilation", daemon=True)
+        _print(f"compiling {name} of DeepSpeed in {folder}, once on this machine: a minute or more")
+    thread = threading.Thread(target=report, name="compilation", daemon=True)
     thread.start()
     try:
         yield
@@ -127,19 +135,21 @@ def _told(folder: Path, name: str) -> Generator[None]:
         done.set()
         thread.join()
     if fresh:
-        _say(f"compiled {name} of DeepSpeed in {time.monotonic() - started:.0f} s")
+        _print(f"compiled {name} of DeepSpeed in {time.monotonic() - started:.0f} s")
 
 
 def _failure(name: str, error: BaseException) -> str:
-    cause = compiler_error(str(error)) or " ".join(str(error).split())[:400]
+    cause = compiler_error(str(error))
+    if not cause:
+        cause = " ".join(str(error).split())[:400]
     if isinstance(error, RuntimeError):
         remedy = "; ".join(paths_with_a_space(inductor=False)) or "install what it misses (apt install g++)"
     elif isinstance(error, ImportError):
-        remedy = "delete the folder of this file, and the next start compiles it anew"
+        remedy = "delete the folder of this file, and the next start compiles it again"
     else:
         remedy = "set TORCH_EXTENSIONS_DIR to a folder that this user can write"
     return f"distributed_type: DEEPSPEED: {name} of DeepSpeed cannot be compiled or loaded: {cause}. {remedy}"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"rehearsal: {text}", flush=True)

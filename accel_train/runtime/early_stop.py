@@ -1,6 +1,6 @@
-"""A stop before there is anything to save: imports are over, data is prepared, a model is built. It ends the process.
+"""Stop before there is anything to save, while data is prepared or a model is built.
 
-Nothing of this start is lost by it, and an interrupted file in a cache is no worse than after a crash.
+The process ends at once. Nothing is lost, and an interrupted file in a cache is no worse than after a crash.
 """
 
 from __future__ import annotations
@@ -21,37 +21,55 @@ from accel_train.runtime.exiting import EXIT_PREEMPTED, report_exit_code
 STOP_FILE = "STOP"
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SECONDS_FOR_THE_HANDLER = 2.0
-"""Python runs a handler between two bytecodes: within a long call of a C library it would come too late."""
+"""Python runs a handler between two bytecodes. Within a long call of a C library that would be too late."""
 LAUNCHERS = {
-    *("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli"),
-    *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
-    *("accel-train", "accel_train.cli", "deepspeed", "deepspeed.launcher.launch"),
+    "accelerate",
+    "accelerate-launch",
+    "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli",
+    "torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accel-train",
+    "accel_train.cli",
+    "deepspeed",
+    "deepspeed.launcher.launch",
 }
-"""Programs and modules of the parent's command line that are launchers: a shell may end while training goes on."""
+"""Launchers in the parent's command line, by program or module. Any other parent, such as a shell, may end first."""
 
 
 def end_with_the_launcher() -> None:
-    """From now on the death of this process's launcher, if it has one, counts as SIGTERM."""
-    parent = next(iter(parent_command_lines(1)), [])
-    if LAUNCHERS & {Path(word).name for word in parent[:6]}:  # interpreter and its options, then the program
+    """Let the death of this process's launcher, if it has one, count as SIGTERM."""
+    parents = parent_command_lines(1)
+    if not parents:
+        return
+    # The program comes after the interpreter and its options.
+    names = {Path(word).name for word in parents[0][:6]}
+    if names & LAUNCHERS:
         end_with_parent()
 
 
 def _launcher_is_gone() -> bool:
     """Return True if a launcher started this process and died during its imports: nobody would watch it train.
 
-    Call it before Accelerate sets some of these variables itself. A launcher leads this process's group, or a shell
-    does that has ended since (``ssh host 'nohup accelerate launch ... &'``). All launchers are Python programs.
+    Must be called before Accelerate sets some of the launcher's variables itself.
     """
-    known = ({"TORCHELASTIC_RUN_ID"}, {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"})
-    launched = any(names <= os.environ.keys() for names in known)
-    if not launched or not Path("/proc/self").exists() or Path(f"/proc/{os.getpgrp()}").exists():
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    by_accelerate = {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"} <= os.environ.keys()
+    if not by_torchrun and not by_accelerate:
+        return False
+    # A launcher leads the process group of this process, or a shell does that may have ended since, as with
+    # `ssh host 'nohup accelerate launch ... &'`. Every launcher is a Python program.
+    if not Path("/proc/self").exists() or Path(f"/proc/{os.getpgrp()}").exists():
         return False
     return not any(Path(line[0]).name.startswith("python") for line in parent_command_lines() if line)
 
 
 def leave(number: int) -> NoReturn:
-    """End this process with exit code 75, at once: there is nothing to save. Safe in a handler and in any thread."""
+    """End this process at once with exit code 75. Safe in a handler and in any thread.
+
+    ``number`` is the signal, or 0 for the ``STOP`` file.
+    """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         name = signal.Signals(number).name if number else f"the file {STOP_FILE}"
         text = f"asked to stop ({name}) while there is nothing to save; start again to go on (exit code 75)\n"
@@ -61,7 +79,7 @@ def leave(number: int) -> NoReturn:
 
 
 class EarlyStop:
-    """Obeys a stop from the start of a recipe to its first step: imports are over, nothing has been trained."""
+    """Obeys a stop from the start of a recipe, after its imports, until its first step."""
 
     def __init__(self) -> None:
         self.installed = False
@@ -70,54 +88,67 @@ class EarlyStop:
         self._pipe: tuple[int, int] | None = None
 
     def install(self) -> None:
-        """Main thread, once a process."""
-        self.installed, self._owner = True, os.getpid()
+        """Install the handlers and start the thread. Main thread, once a process."""
+        self.installed = True
+        self._owner = os.getpid()
         for number in listened():
             signal.signal(number, self._on_signal)
         self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
-        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(self._pipe[0],), name="early stop", daemon=True).start()
+        reader, writer = self._pipe
+        # Python writes the number of each signal to the pipe at once, even while the main thread is inside a C library.
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._watch, args=(reader,), name="early stop", daemon=True)
+        thread.start()
 
     def look_for(self, stop_file: Path) -> None:
-        """From now on ``stop_file`` is a request as well."""
+        """Treat ``stop_file`` as a request as well."""
         self._stop_file = stop_file
 
     def end(self) -> None:
-        """Somebody else obeys from now on. The handlers stay until they are replaced."""
+        """Hand over to ``StopRequests``. The handlers stay until they are replaced."""
         if self._pipe is not None and self._owner == os.getpid():
             signal.set_wakeup_fd(-1)
-            os.close(self._pipe[1])  # ends the thread
+            # Closing the pipe ends the thread.
+            os.close(self._pipe[1])
             self._pipe = None
 
     def forget(self) -> None:
-        """In a forked child: its signals are not its parent's."""
+        """Keep the signals of a forked child out of its parent's pipe. Called in the child."""
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if os.getpid() != self._owner:  # a worker that somebody forked meanwhile
+        if os.getpid() != self._owner:
+            # A worker that was forked meanwhile dies of the signal, as it would without this handler.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         leave(number)
 
     def _watch(self, pipe: int) -> None:
-        """In a thread: for the file, and for signals while the main thread is inside a C library."""
+        """Obey the file, and signals while the main thread is inside a C library. Runs in a thread."""
         while True:
-            if select.select([pipe], [], [], 1.0)[0]:
-                read = os.read(pipe, 1)
-                if not read:
-                    os.close(pipe)
-                    return
-                if read[0] in STOPPING:
-                    time.sleep(SECONDS_FOR_THE_HANDLER)
-                    if self._pipe is not None:
-                        leave(read[0])
-            elif self._pipe is not None and self._stop_file is not None and self._stop_file.exists():
-                with suppress(OSError):
-                    self._stop_file.unlink()  # obeyed: the next start is to train
-                leave(0)
+            readable, _, _ = select.select([pipe], [], [], 1.0)
+            if not readable:
+                self._obey_file()
+                continue
+            read = os.read(pipe, 1)
+            if not read:
+                os.close(pipe)
+                return
+            number = read[0]
+            if number in STOPPING:
+                time.sleep(SECONDS_FOR_THE_HANDLER)
+                if self._pipe is not None:
+                    leave(number)
+
+    def _obey_file(self) -> None:
+        if self._pipe is not None and self._stop_file is not None and self._stop_file.exists():
+            # The next start must train.
+            with suppress(OSError):
+                self._stop_file.unlink()
+            leave(0)
 
 
 EARLY = EarlyStop()
@@ -125,8 +156,10 @@ os.register_at_fork(after_in_child=EARLY.forget)
 
 
 def leave_when_asked() -> None:
-    """From now on a stop ends this process at once with exit code 75. For a recipe's start, on its main thread, before
-    anything that takes time; ``StopRequests`` takes over where there is something to save."""
+    """Let a stop end this process at once with exit code 75, until ``StopRequests`` takes over.
+
+    Call it at the start of a recipe, on its main thread, before anything slow. Does nothing on another thread.
+    """
     if threading.current_thread() is threading.main_thread():
         if _launcher_is_gone():
             leave(signal.SIGTERM)
@@ -135,10 +168,13 @@ def leave_when_asked() -> None:
 
 
 def look_for_stop_file(directory: Path) -> None:
-    """The ``STOP`` file of a run directory counts from now on. Main process; for the time before ``StopRequests``."""
+    """Obey the ``STOP`` file of a run directory until ``StopRequests`` takes over. Main process."""
     EARLY.look_for(directory / STOP_FILE)
 
 
 def listened() -> list[signal.Signals]:
-    """The signals that ask for a stop: SIGHUP unless it is ignored, as under nohup."""
-    return [s for s in STOPPING if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
+    """Return the signals that ask for a stop. SIGHUP is left out if it is ignored, as under nohup."""
+    numbers: list[signal.Signals] = list(STOPPING)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    return numbers

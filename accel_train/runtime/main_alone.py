@@ -1,10 +1,10 @@
-"""What one process does and the others depend on: all get its result, or all end with its error."""
+"""Run a task on one process for all: every process gets its result, or raises its error."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from accelerate import Accelerator
@@ -14,68 +14,76 @@ T = TypeVar("T")
 
 
 class OtherProcessError(RuntimeError):
-    """Another process could not do its part; the text is that of its error."""
+    """Error of another process, with the text of the original."""
 
 
 def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
-    """Call ``act`` on the main process; returns its result on every process. Collective.
+    """Call ``act`` on the main process and return its result on every process. Collective.
 
-    Whatever it raises is raised on every process: an exception of the same type where it can be pickled, else, and for
-    what ends a process (``SystemExit``, ``KeyboardInterrupt``), ``OtherProcessError`` with its text. So no process is
-    left waiting in a collective that the main one never reaches.
+    An error of ``act`` is raised on every process, so that none waits in a collective that the main process never
+    reaches. The others get an exception of the same type if it can be pickled. Otherwise, and for ``SystemExit`` and
+    ``KeyboardInterrupt``, they get ``OtherProcessError`` with its text.
     """
     if accelerator.num_processes == 1:
         return act()
     result: Any = None
-    sent: Any = None
+    message: Any = None
     failed: BaseException | None = None
     if accelerator.is_main_process:
+        # BaseException: the others must not wait for a process that ends by SystemExit or KeyboardInterrupt.
         try:
             result = act()
-            sent = {"result": pickle.dumps(result)}
-        except (
-            BaseException
-        ) as error:  # KeyboardInterrupt and SystemExit too: nobody is to wait for a process that ends
-            failed, sent = error, {"error": _portable(error)}
-    sent = broadcast_object_list([sent])[0]
+            message = {"result": pickle.dumps(result)}
+        except BaseException as error:
+            failed = error
+            message = {"error": _portable(error)}
+    message = broadcast_object_list([message])[0]
     if failed is not None:
         raise failed
-    if "error" in sent:
-        raise sent["error"]
-    return result if accelerator.is_main_process else pickle.loads(sent["result"])
+    if "error" in message:
+        raise message["error"]
+    if accelerator.is_main_process:
+        return result
+    return pickle.loads(message["result"])
 
 
 @contextmanager
 def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
-    """Give a barrier to what every process does inside; an error of any process leaves the block on all of them.
+    """Yield a barrier for work that every process does. An error of one process is raised on all of them.
 
-    A process that fails meets the others at their next barrier, or at the end of the block, and tells them. All
-    processes must enter the block and, unless one fails, call the barrier equally often.
+    A failing process reports to the others at their next barrier, or at the end of the block. All processes must enter
+    the block and, unless one fails, call the barrier equally often.
     """
     if accelerator.num_processes == 1:
         yield lambda: None
         return
-    heard: list[Exception] = []
+    reported: list[Exception] = []
 
     def meet(own: Exception | None = None) -> None:
-        told = gather_object([_portable(own, accelerator.process_index) if own is not None else None])
-        heard.extend(error for error in told if error is not None)
-        if heard and own is None:
-            raise heard[0]
+        report = None
+        if own is not None:
+            report = _portable(own, accelerator.process_index)
+        reports = gather_object([report])
+        reported.extend(error for error in reports if error is not None)
+        if reported and own is None:
+            raise reported[0]
 
     try:
         yield meet
     except Exception as error:
-        if error not in heard:
+        # An error that came from the barrier is known to all.
+        if error not in reported:
             meet(error)
         raise
     meet()
 
 
 def _portable(error: BaseException, rank: int = 0) -> Exception:
-    try:
-        if isinstance(error, Exception) and type(pickle.loads(pickle.dumps(error))) is type(error):
-            return error
-    except Exception:  # of a class that cannot be built from its arguments
-        pass
+    """Return the error itself if it survives pickling, else an ``OtherProcessError``."""
+    if isinstance(error, Exception):
+        # Pickle fails on an exception whose class cannot be built from `args`.
+        with suppress(Exception):
+            copy = pickle.loads(pickle.dumps(error))
+            if type(copy) is type(error):
+                return error
     return OtherProcessError(f"process {rank}: {type(error).__name__}: {error}")

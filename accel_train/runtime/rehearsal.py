@@ -1,8 +1,7 @@
-"""Run the user's own launch file for real on CPU processes: DDP, FSDP2 and DeepSpeed ZeRO over gloo.
+"""Run the user's own launch file on CPU processes: DDP, FSDP2 and DeepSpeed ZeRO over gloo.
 
-Accelerate has no CPU form of FSDP2 and ZeRO, and drops both in silence. The code paths themselves run on CPU
-once its shared state says so, which is done here and nowhere else. It touches private state of Accelerate:
-``check_version`` refuses versions that the tests have not seen.
+Accelerate has no CPU form of FSDP2 and ZeRO, and drops both silently. Their code runs on CPU once Accelerate's shared
+state names the strategy. Only this module sets that private state. ``check_version`` refuses untested versions.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ TESTED = (Version("1.15"), Version("1.16"))
 
 
 def connect(strategy: str | None, timeout: timedelta) -> None:
-    """Start gloo and mark the state so that ``Accelerator`` takes the path of ``strategy``. All ranks.
+    """Start gloo and set the state so that ``Accelerator`` takes the path of ``strategy``. All ranks.
 
-    ``AcceleratorState`` decides between its branches by the distributed type of ``PartialState``: with the type
-    of a GPU machine it follows FSDP and DeepSpeed as it does there, while the device stays CPU.
+    ``AcceleratorState`` chooses its branch by the distributed type of ``PartialState``. With the type of a GPU machine
+    it sets up FSDP and DeepSpeed as on GPUs, while the device stays CPU.
     """
     check_version()
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # would make AcceleratorState take its CPU branch
+    # With this variable AcceleratorState takes its CPU branch.
+    os.environ.pop("ACCELERATE_USE_CPU", None)
     if strategy == "deepspeed":
         os.environ["DS_ACCELERATOR"] = "cpu"
         from deepspeed import comm
@@ -46,8 +46,9 @@ def connect(strategy: str | None, timeout: timedelta) -> None:
 
 
 def adapt(machine: MachineConfig, environment: dict[str, str], num_processes: int) -> list[str]:
-    """Change what has no CPU form, in ``environment``, and return the banner that says so. Launcher only."""
-    changes = [f"{num_processes} CPU process(es) over gloo instead of {machine.num_processes or 'all'} device(s)"]
+    """Adapt ``environment`` to CPU processes and return the lines of a banner with the changes. Launcher only."""
+    devices = machine.num_processes or "all"
+    changes = [f"{num_processes} CPU process(es) over gloo instead of {devices} device(s)"]
     if environment.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
         environment["FSDP_OFFLOAD_PARAMS"] = "false"
         changes.append("fsdp_offload_params: false, because the shards are in host memory already")
@@ -55,17 +56,20 @@ def adapt(machine: MachineConfig, environment: dict[str, str], num_processes: in
     environment["ACCELERATE_USE_CPU"] = "true"
     environment["DS_ACCELERATOR"] = "cpu"
     environment.setdefault("OMP_NUM_THREADS", "1")
-    width = 78
-    place = "output_dir is that of the recipe: give --output_dir to keep the rehearsal apart from the real run"
-    title = f"REHEARSAL of {machine.path}: {machine.strategy} for real, not at its speed"
-    return ["=" * width, title, *(f"  changed: {change}" for change in changes), f"  {place}", "=" * width]
+    rule = "=" * 78
+    lines = [rule, f"REHEARSAL of {machine.path}: {machine.strategy} for real, not at its speed"]
+    lines += [f"  changed: {change}" for change in changes]
+    lines.append("  output_dir is that of the recipe: give --output_dir to keep the rehearsal apart from the real run")
+    lines.append(rule)
+    return lines
 
 
 def check_version() -> None:
-    """Refuse an accelerate whose private state may have moved."""
+    """Refuse an untested accelerate, whose private state may have changed."""
     installed = Version(version("accelerate"))
-    if not TESTED[0] <= installed < TESTED[1]:
+    first, untested = TESTED
+    if not first <= installed < untested:
         raise UsageError(
-            f"accelerate {installed} is installed; rehearsals are tested with >= {TESTED[0]}, < {TESTED[1]} because "
-            f"they prime its private state; install such a version: pip install 'accelerate>={TESTED[0]},<{TESTED[1]}'"
+            f"accelerate {installed} is installed; rehearsals are tested with >= {first}, < {untested} because they "
+            f"prime its private state; install such a version: pip install 'accelerate>={first},<{untested}'"
         )

@@ -1,4 +1,4 @@
-"""How the processes share a model, as the project names it."""
+"""Name the strategy by which the processes share a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 def strategy_of(accelerator: Accelerator) -> Strategy:
-    """What really runs, as the project names it."""
+    """Return the strategy of the running Accelerator."""
     kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
         plugin: Any = accelerator.state.deepspeed_plugin
@@ -21,15 +21,20 @@ def strategy_of(accelerator: Accelerator) -> Strategy:
         return names[stage]
     if kind == DistributedType.FSDP:
         return "fsdp2"
-    return "single" if kind == DistributedType.NO else "ddp"
+    if kind == DistributedType.NO:
+        return "single"
+    return "ddp"
 
 
 def layout_of(accelerator: Accelerator) -> dict[str, Any]:
     """Describe the machine and the sharding. A bit-exact continuation requires the same."""
+    device = accelerator.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name()
     return {
         "strategy": strategy_of(accelerator),
         "world_size": accelerator.num_processes,
-        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type,
+        "device": device,
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
     }

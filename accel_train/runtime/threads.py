@@ -1,7 +1,7 @@
-"""How many threads torch takes on a CPU: those that the machine has to spare, unless somebody said a number.
+"""Number of torch threads on a CPU: the cores that the machine can spare, unless a person set a number.
 
-More threads than free cores collapse: each parallel region waits for the thread that is not running. Two threads on two
-cores under a load of eight were 30 times slower than one.
+With more threads than free cores speed collapses, because each parallel region waits for the thread that is not
+running. Two threads on two cores under a load of eight were 30 times slower than one.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from accel_train.launch_files.requested import THREADS_UNASKED_VARIABLE, THREADS
 
 
 def asked(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> bool:
-    """Whether a person said how many. ``flags`` are those of ``accelerate launch``, None where it is not the launcher.
+    """Return True if a person set the number of threads. ``flags`` are those of ``accelerate launch``, None without it.
 
-    Launchers set the variable of their children by themselves, so what counts is the launcher's own environment.
+    Launchers set the variable of their children themselves, so the launcher's own environment counts.
     """
     if environment.get(THREADS_UNASKED_VARIABLE):
         return False
     if flags is not None and flags.get("num_cpu_threads_per_process") is not None:
         return True
-    if flags is None and "TORCHELASTIC_RUN_ID" not in environment:
+    has_launcher = flags is not None or "TORCHELASTIC_RUN_ID" in environment
+    launcher = psutil.Process().parent() if has_launcher else None
+    if launcher is None:
         return THREADS_VARIABLE in environment
-    launcher = psutil.Process().parent()
     try:
-        return THREADS_VARIABLE in (environment if launcher is None else launcher.environ())
+        return THREADS_VARIABLE in launcher.environ()
     except psutil.Error:
         return THREADS_VARIABLE in environment
 
@@ -42,9 +43,12 @@ def _asked() -> bool:
 
 
 def choose(cores: int, local_processes: int, load: float, all_cores: int) -> int:
-    """Threads for each of ``local_processes``. ``load`` is the system's average over the last minute, of which about
-    one is this start itself; ``all_cores`` are those of the machine, to which it refers."""
-    # A quarter of a core is no work but the end of the command before this one: it must not cost a thread.
+    """Return the number of threads for each of ``local_processes``.
+
+    ``load`` is the system's average over the last minute, on ``all_cores`` of the machine. About 1 of it is this start
+    itself.
+    """
+    # A quarter of a core is the tail of the previous command and must not cost a thread.
     spare = math.floor(all_cores - max(0.0, load - 1) + 0.25)
     return max(1, min(cores, spare) // local_processes)
 
@@ -54,15 +58,17 @@ def _local_processes() -> int:
 
 
 def resolve_threads(device: str) -> str:
-    """Set torch's number where nobody asked for one; returns one line for the log."""
+    """Set torch's number of threads unless a person set one, and return a line for the log."""
     if _asked():
         return f"{torch.get_num_threads()} torch thread(s), as {THREADS_VARIABLE} or the launcher's flag says"
     cores, reason = usable_cores()
     local_processes = _local_processes()
-    load, all_cores = os.getloadavg()[0], os.cpu_count() or 1
+    load, _, _ = os.getloadavg()
+    all_cores = os.cpu_count() or 1
     if device == "cpu":
         torch.set_num_threads(choose(cores, local_processes, load, all_cores))
-    elif torch.get_num_threads() > cores:  # the host's part is small, and none of its sums are the model's
+    elif torch.get_num_threads() > cores:
+        # With a GPU the host computes little, and no sum of the model: the number cannot change a result.
         torch.set_num_threads(cores)
     return (
         f"{torch.get_num_threads()} torch thread(s): {cores} core(s) usable ({reason}), {local_processes} process(es) "
@@ -71,16 +77,18 @@ def resolve_threads(device: str) -> str:
 
 
 def keep_threads(manifest: Mapping[str, Any], device: str) -> list[str]:
-    """On a resume, take the number that the checkpoint was computed with: another one sums in another order.
+    """Restore the number of threads of the checkpoint on a resume: another number sums in another order.
 
-    A number that somebody asked for stays, and so does one that this machine has no cores for; the comparison of
-    layouts names the difference. Returns the line for the log.
+    Nothing changes if a person set a number, or if this machine lacks the cores. The comparison of layouts then names
+    the difference. Returns at most one line for the log.
     """
     before = manifest.get("layout", {}).get("threads")
     now = torch.get_num_threads()
     if device != "cpu" or not isinstance(before, int) or before == now or _asked():
         return []
-    if before < 1 or before > max(1, usable_cores()[0] // _local_processes()):
+    cores, _ = usable_cores()
+    available = max(1, cores // _local_processes())
+    if before < 1 or before > available:
         return [f"{now} torch thread(s): the checkpoint was computed with {before}, for which cores are missing here"]
     torch.set_num_threads(before)
     return [f"{before} torch thread(s) instead of {now}, as the checkpoint was computed: the same bits"]
