@@ -1,1 +1,1 @@
-"""Launch files: what the machine was asked for. Files only, no torch."""
+"""Launch files and the launch request, without torch."""

@@ -1,4 +1,7 @@
-"""A process that does not outlive its parent. Standard library only: small programs begin with it."""
+"""Parents of this process: end with them, and read their command lines. Small programs import it first.
+
+Only the standard library is imported at the top.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,20 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's ``prctl``."""
+"""Option of Linux's ``prctl``."""
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """From now on, the end of the parent (even by SIGKILL) sends this process a signal; it is kept by ``exec``.
+    """Let the kernel send this process a signal when its parent ends, even by SIGKILL. ``exec`` keeps the setting.
 
-    Linux only; elsewhere nothing happens. A parent that has ended already sends none.
+    Does nothing outside Linux. No signal is sent if the parent has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def parent_command_lines(levels: int = 4) -> list[list[str]]:
-    """Command lines of the parents, nearest first; empty where the system does not show them."""
+    """Return the command lines of the parents, nearest first. Empty if the system hides them."""
     import psutil
 
     try:

@@ -1,7 +1,7 @@
-"""How gradients travel between the processes, and weights ahead of their use. What would have no effect is refused.
+"""Options of the exchange of gradients under DDP and of prefetching under FSDP2. Options without effect are refused.
 
-Whether FSDP2 frees what it gathered (``fsdp_reshard_after_forward``) and ZeRO's buckets are the launch file's business.
-The search for unused parameters is off and no option: every parameter takes part in every step.
+The launch file sets FSDP2's resharding (``fsdp_reshard_after_forward``) and ZeRO's buckets. The search for unused
+parameters is off and has no option, because every parameter takes part in every step.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How DDP exchanges gradients and FSDP2 gathers weights. Each is refused under a strategy that does not read it."""
+    """Exchange of gradients under DDP, prefetching of weights under FSDP2. Refused under any other strategy."""
 
     gradient_as_bucket_view: bool | None = None
-    """DDP: gradients are views of the buckets in which they travel, 4 bytes per parameter less memory and no copy.
+    """DDP: gradients are views of the communication buckets, which saves 4 bytes per parameter and a copy.
     None = True."""
 
     bucket_cap_mb: PositiveInt | None = None
-    """DDP: MiB of gradients per reduction. Smaller ones start earlier in the backward, larger ones are fewer.
+    """DDP: MiB of gradients per reduction. Smaller buckets start earlier in the backward pass, larger ones are fewer.
     None = 25."""
 
     comm_hook: Literal["none", "bf16", "powersgd"] = "none"
-    """DDP, for slow links between hosts: bf16 halves the bytes and rounds gradients to 8 bits of fraction, GPUs only;
-    powersgd sends low-rank factors and keeps what they miss for the next step, in memory as large as the gradients; not
-    with precision fp16. Both change the result with the number of processes."""
+    """DDP, for slow links between hosts. bf16 halves the bytes and rounds gradients to 8 bits of fraction, GPUs only.
+    powersgd sends low-rank factors and carries their error over to the next step, in memory as large as the gradients,
+    and not with precision fp16. Both make the result depend on the number of processes."""
 
     powersgd_rank: PositiveInt | None = None
-    """powersgd: rank of the factors of each matrix; twice the rank is twice the bytes. None = 1."""
+    """powersgd: rank of the factors of each matrix. Twice the rank is twice the bytes. None = 1."""
 
     powersgd_start_step: PositiveInt | None = None
-    """powersgd: reductions of whole gradients before the first factors: one in each optimizer step, one for each
-    micro-batch with sync every. Counted anew from each start, for what the hook has kept is in no checkpoint. At least
-    2. None = 1000."""
+    """powersgd: reductions of full gradients before the first factors: one per optimizer step, or one per micro-batch
+    with sync every. The count starts over at each start, because the state of the hook is not in the checkpoint. At
+    least 2. None = 1000."""
 
     static_graph: bool = False
-    """DDP: promise that the same parameters take part in the same way in every step. Not with accumulation."""
+    """DDP: promise that every step uses the same parameters in the same way. Not with accumulation."""
 
     fsdp2_prefetch: PositiveInt | None = None
-    """FSDP2: blocks whose weights are gathered ahead of the one that computes, in forward and backward, each in memory
-    until it is used. For slow links. None = torch's own way: the next one, as far as the host runs ahead."""
+    """FSDP2: blocks whose weights are gathered ahead of the computing one, in forward and backward, each in memory
+    until its use. For slow links. None = torch's default: the next block, as far as the host runs ahead."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("powersgd_rank", "powersgd_start_step") if getattr(self, name) is not None]
@@ -70,30 +70,21 @@ class DistributedConfig:
             raise UsageError(f"{values}: comm_hook {self.comm_hook} does not read it; leave it out, or use powersgd")
         if self.powersgd_start_step is not None and self.powersgd_start_step < 2:
             raise UsageError(
-                f"distributed.powersgd_start_step: {self.powersgd_start_step}: at least 2 is needed, because DDP sorts "
-                "its buckets anew after the first reduction; give 2 or more, 1000 is usual"
+                f"distributed.powersgd_start_step: {self.powersgd_start_step}: at least 2 is needed, because DDP "
+                "rebuilds its buckets after the first reduction; give 2 or more, 1000 is usual"
             )
 
 
 def ddp_handlers(
     config: DistributedConfig, strategy: str, *, on_device: bool, accumulation_steps: int, precision: str = "fp32"
 ) -> list[DistributedDataParallelKwargs]:
-    """What ``Accelerator(kwargs_handlers=...)`` takes: one handler for DDP, none elsewhere.
+    """Return the value of ``Accelerator(kwargs_handlers=...)``: one handler for DDP, none otherwise.
 
-    ``strategy`` is "single", "ddp", "fsdp2" or "zero". Raises ``UsageError`` for what would be ignored, fail or spoil
-    the training.
+    ``strategy`` is "single", "ddp", "fsdp2" or "zero". Raises ``UsageError`` for options that would be ignored, fail or
+    spoil the training.
     """
-    set_here = {f.name: value for f in fields(config) if (value := getattr(config, f.name)) != f.default}
-    if strategy != "fsdp2" and (ahead := set_here.pop("fsdp2_prefetch", None)) is not None:
-        raise UsageError(
-            f"distributed.fsdp2_prefetch: {ahead}: acts on FSDP2, and {strategy} runs, which gathers no blocks; leave "
-            "it out, or launch with accelerate_configs/fsdp2.yaml"
-        )
+    _refuse_ignored(config, strategy)
     if strategy != "ddp":
-        set_here.pop("fsdp2_prefetch", None)
-        if set_here:
-            values = ", ".join(f"distributed.{name}: {value}" for name, value in set_here.items())
-            raise UsageError(f"{values}: acts on DDP, and {strategy} runs: {_ELSEWHERE[strategy]}")
         return []
     if config.comm_hook == "bf16" and not on_device:
         raise UsageError(
@@ -113,35 +104,58 @@ def ddp_handlers(
             "the first backward, which no_sync leaves out, and stops on an assertion (accelerate#3679); leave it out, "
             "or raise --micro_batch_size until one micro-batch is enough"
         )
+    return [_ddp_handler(config)]
+
+
+def _refuse_ignored(config: DistributedConfig, strategy: str) -> None:
+    """Refuse options that ``strategy`` does not read."""
+    changed: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            changed[field.name] = value
+    ahead = changed.pop("fsdp2_prefetch", None)
+    if ahead is not None and strategy != "fsdp2":
+        raise UsageError(
+            f"distributed.fsdp2_prefetch: {ahead}: acts on FSDP2, and {strategy} runs, which gathers no blocks; leave "
+            "it out, or launch with accelerate_configs/fsdp2.yaml"
+        )
+    if changed and strategy != "ddp":
+        values = ", ".join(f"distributed.{name}: {value}" for name, value in changed.items())
+        raise UsageError(f"{values}: acts on DDP, and {strategy} runs: {_ELSEWHERE[strategy]}")
+
+
+def _ddp_handler(config: DistributedConfig) -> DistributedDataParallelKwargs:
     state: dict[str, int] = {}
     if config.comm_hook == "powersgd":
         state = {
             "matrix_approximation_rank": config.powersgd_rank or POWERSGD_RANK,
             "start_powerSGD_iter": config.powersgd_start_step or POWERSGD_START,
         }
-    return [
-        DistributedDataParallelKwargs(
-            bucket_cap_mb=config.bucket_cap_mb or BUCKET_MIB,
-            gradient_as_bucket_view=config.gradient_as_bucket_view is not False,
-            static_graph=config.static_graph,
-            comm_hook=_HOOKS[config.comm_hook],
-            comm_state_option=state,
-        )
-    ]
+    return DistributedDataParallelKwargs(
+        bucket_cap_mb=config.bucket_cap_mb or BUCKET_MIB,
+        gradient_as_bucket_view=config.gradient_as_bucket_view is not False,
+        static_graph=config.static_graph,
+        comm_hook=_HOOKS[config.comm_hook],
+        comm_state_option=state,
+    )
 
 
 def verify_ddp(model: nn.parallel.DistributedDataParallel, asked: DistributedDataParallelKwargs | None) -> str:
-    """Compare what DDP has with what was asked, after ``prepare``; returns words for the log. Raises ``UsageError``."""
+    """Compare the settings of DDP with those asked for, and return a description for the log. After ``prepare``.
+
+    Raises ``UsageError`` for a difference, and for powersgd with several buckets on CPU processes.
+    """
     if asked is None:
         return "torch's own settings"
     wrapped: Any = model
     hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in wrapped._comm_hooks]
-    name = {v: k for k, v in _HOOKS.items()}[asked.comm_hook]
+    expected_hooks = 0 if asked.comm_hook == DDPCommunicationHookType.NO else 1
     checks = (
         ("bucket_cap_mb", asked.bucket_cap_mb, wrapped.bucket_bytes_cap / 2**20),
         ("gradient_as_bucket_view", asked.gradient_as_bucket_view, wrapped.gradient_as_bucket_view),
         ("static_graph", asked.static_graph, wrapped.static_graph),
-        ("comm_hook", int(name != "none"), len(hooks)),
+        ("comm_hook", expected_hooks, len(hooks)),
         ("find_unused_parameters", False, wrapped.find_unused_parameters),
     )
     for option, wanted, real in checks:
@@ -150,25 +164,36 @@ def verify_ddp(model: nn.parallel.DistributedDataParallel, asked: DistributedDat
                 f"distributed.{option}: {wanted} was asked for, but DDP has {real}; this version of accelerate or "
                 "torch does not pass it on: leave it out, or install the versions that the project names"
             )
-    needed = sum(p.numel() * p.element_size() for p in wrapped.module.parameters() if p.requires_grad) / 2**20
-    if name == "powersgd" and wrapped.device_type == "cpu" and needed > asked.bucket_cap_mb:
+    if asked.comm_hook == DDPCommunicationHookType.POWER_SGD and wrapped.device_type == "cpu":
+        _refuse_several_buckets(wrapped.module, asked)
+    description = f"buckets of {asked.bucket_cap_mb} MiB, "
+    description += "gradients as views" if asked.gradient_as_bucket_view else "gradients beside them"
+    if hooks:
+        description += f", {hooks[0]}"
+    return description
+
+
+def _refuse_several_buckets(model: nn.Module, asked: DistributedDataParallelKwargs) -> None:
+    """Refuse powersgd on gloo with more gradients than fit into one bucket."""
+    gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    needed = gradient_bytes / 2**20
+    if needed > asked.bucket_cap_mb:
         raise UsageError(
             f"distributed.comm_hook: powersgd on CPU processes with buckets of {asked.bucket_cap_mb} MiB for "
             f"{needed:.1f} MiB of gradients: torch's hook starts reductions of several buckets from gloo's threads, in "
             f"no order that the processes share; give --distributed.bucket_cap_mb {math.ceil(needed)}, or leave it out"
         )
-    views = "gradients as views" if asked.gradient_as_bucket_view else "gradients beside them"
-    return f"buckets of {asked.bucket_cap_mb} MiB, {views}" + (f", {hooks[0]}" if hooks else "")
 
 
 def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[str]:
-    """Tell each sharded block which blocks to gather while it computes; a line for the log where that was asked.
+    """Let each sharded block gather the following ones while it computes. Returns a line for the log if asked for.
 
-    After ``prepare``, every process. Blocks of one ``nn.ModuleList`` run one after another; beyond its end nothing is
-    gathered, for a part that does not run next would later use the weights of then: of the average, after an
-    evaluation. Raises ``UsageError`` where there are no two blocks.
+    Every process calls it, after ``prepare``. Blocks of one ``nn.ModuleList`` run one after another. Nothing is
+    gathered beyond the end of the list: a module that does not run next would later compute with outdated weights, such
+    as the EMA weights of an evaluation. Raises ``UsageError`` if the model has fewer than two blocks.
     """
-    if (ahead := config.fsdp2_prefetch) is None:
+    ahead = config.fsdp2_prefetch
+    if ahead is None:
         return []
     from torch.distributed.fsdp import FSDPModule
 
@@ -180,13 +205,16 @@ def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[st
         )
     for chain in _chains(model):
         for place, block in enumerate(chain):
-            block.set_modules_to_forward_prefetch(chain[place + 1 : place + 1 + ahead])
-            block.set_modules_to_backward_prefetch(chain[max(0, place - ahead) : place][::-1])
+            following = chain[place + 1 : place + 1 + ahead]
+            preceding = chain[max(0, place - ahead) : place]
+            block.set_modules_to_forward_prefetch(following)
+            # The backward pass runs through the blocks in reverse.
+            block.set_modules_to_backward_prefetch(preceding[::-1])
     return [f"fsdp2: {ahead} of {len(blocks)} blocks are gathered ahead of their use"]
 
 
 def _chains(model: nn.Module) -> list[list[Any]]:
-    """Sharded blocks that run one after another, in order."""
+    """Return lists of sharded blocks in the order in which they run."""
     from torch.distributed.fsdp import FSDPModule
 
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]

@@ -1,4 +1,4 @@
-"""Versions of other packages that the tests have passed with, and their private names that are used here.
+"""Tested versions of other packages, and their private names used here.
 
 A private name may change in any release. Where one is used, its public counterpart does not exist or lacks what is
 needed. ``tests/runtime/test_tested_versions.py`` keeps the table complete and looks up each dotted name.
@@ -15,38 +15,38 @@ from packaging.version import Version
 
 @dataclass(frozen=True)
 class Tested:
-    """One package: the newest release that the tests have passed with, and what is used of its inside."""
+    """One package: the newest release with which the tests have passed, and its private names in use."""
 
     newest: str
-    """Release line, such as 2.13: any patch release of it is taken to be the same."""
+    """Release line, such as 2.13. Patch releases are assumed to be alike."""
 
     private: Mapping[str, str]
-    """Private or undocumented name -> what it is used for. A dotted name can be looked up in the package."""
+    """Purpose of each private or undocumented name. A dotted name can be looked up in the package."""
 
 
 TESTED: Mapping[str, Tested] = {
     "torch": Tested(
         "2.13",
         {
-            "torch._amp_foreach_non_finite_check_and_unscale_": "step guard: finite or not, without a wait",
+            "torch._amp_foreach_non_finite_check_and_unscale_": "step guard: finite check without a device wait",
             "torch._foreach_copy_": "snapshot: one call for many tensors",
             "torch._foreach_lerp_": "EMA: one call for many tensors",
             "torch._foreach_norm": "gradient norm: one call for many tensors",
             "torch._dynamo.exc.FailOnRecompileLimitHit": "compile: the remedy in the message",
             "torch._dynamo.exc.TorchDynamoException": "compile: the remedy in the message",
-            "torch._dynamo.utils.counters": "compile: what was compiled, said at the start",
-            "torch._dynamo.utils.get_compilation_metrics": "compile: what was compiled, said at the start",
+            "torch._dynamo.utils.counters": "compile: summary in the log at the start",
+            "torch._dynamo.utils.get_compilation_metrics": "compile: summary in the log at the start",
             "torch._inductor.cpp_builder.get_cpp_compiler": "compile: the compiler's own error",
             "torch.nn.Module._call_impl": "compile: a block in place, its parameter names unchanged",
             "torch.nn.Module._compiled_call_impl": "compile: a block in place, its parameter names unchanged",
             "torch.nn.modules.conv._ConvNd": "parameter kinds: every convolution",
             "torch.utils._python_dispatch.TorchDispatchMode": "attention: which kernel ran",
-            "torch.utils.cpp_extension._get_build_directory": "DeepSpeed's build: where a stale lock lies",
-            "_comm_hooks": "DistributedDataParallel: which hook was registered",
-            "_has_rebuilt_buckets": "DistributedDataParallel: whether the order of reduction is final",
+            "torch.utils.cpp_extension._get_build_directory": "DeepSpeed's build: folder of a stale lock",
+            "_comm_hooks": "DistributedDataParallel: registered hooks",
+            "_has_rebuilt_buckets": "DistributedDataParallel: final order of reduction",
             "_orig_mod": "OptimizedModule: the module that was compiled",
-            "_step_supports_amp_scaling": "optimizers that can be stopped on the device",
-            "_workers": "the DataLoader's iterator: processes to end where one hangs",
+            "_step_supports_amp_scaling": "optimizers with a skip of the step on the device",
+            "_workers": "the DataLoader's iterator: processes to end if one hangs",
         },
     ),
     "accelerate": Tested(
@@ -65,21 +65,21 @@ TESTED: Mapping[str, Tested] = {
         "0.19",
         {
             "__compatible_ops__": "rehearsal: whether the CPU communication can be compiled",
-            "coalesce_grad_reduction": "engine: one reduction a step",
+            "coalesce_grad_reduction": "engine: one reduction per step",
             "ds_id": "ZeRO-3 parameter",
             "ds_numel": "ZeRO-3 parameter",
             "ds_shape": "ZeRO-3 parameter",
             "ds_tensor": "ZeRO-3 parameter: this rank's shard",
             "fp32_partitioned_groups_flat": "ZeRO-3: fp32 masters",
-            "get_param_id": "ZeRO-3: where a master lies",
-            "grad_position": "ZeRO-3: where a master lies",
-            "_hp_mapping": "ZeRO-1 and -2 parameter: where its master lies",
+            "get_param_id": "ZeRO-3: location of a master",
+            "grad_position": "ZeRO-3: location of a master",
+            "_hp_mapping": "ZeRO-1 and -2 parameter: location of its master",
             "lp_fragment_address": "ZeRO-1 and -2: this rank's part of a parameter",
-            "hp_fragment_address": "ZeRO-1 and -2: where it lies in the group's fp32 shard",
+            "hp_fragment_address": "ZeRO-1 and -2: its location in the group's fp32 shard",
             "param_group_index": "ZeRO-1 and -2: the group of a parameter",
             "single_partition_of_fp32_groups": "ZeRO-1 and -2: fp32 masters",
             "overflow": "fp16: whether the last step was skipped",
-            "zero_optimization_stage": "engine: told from other models by it",
+            "zero_optimization_stage": "engine: told apart from other models by it",
         },
     ),
     "huggingface-hub": Tested(
@@ -92,20 +92,21 @@ TESTED: Mapping[str, Tested] = {
 
 
 def newer_than_tested() -> list[str]:
-    """Installed packages of the table that are newer than tested, such as ``torch 2.15.0 (tested up to 2.13)``."""
+    """List installed packages that are newer than tested, such as ``torch 2.15.0 (tested up to 2.13)``."""
     found: list[str] = []
     for name, tested in TESTED.items():
         try:
             installed = Version(version(name))
         except PackageNotFoundError:
             continue
-        if installed.release[:2] > Version(tested.newest).release[:2]:
+        newest = Version(tested.newest)
+        if installed.release[:2] > newest.release[:2]:
             found.append(f"{name} {installed} (tested up to {tested.newest})")
     return found
 
 
 def notice() -> str | None:
-    """One line for the start of a run; None where nothing is newer than tested."""
+    """Return a line for the start of a run, or None if no package is newer than tested."""
     newer = ", ".join(newer_than_tested())
     if not newer:
         return None

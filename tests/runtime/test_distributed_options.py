@@ -130,7 +130,7 @@ def test_torch_counts_reductions_and_the_option_says_so() -> None:
                 model(torch.randn(2, 8)).sum().backward()
         assert (state.iter, len(state.error_dict)) == ((1, 0), (2, 0), (4, 0), (6, 1))[step]
     text = " ".join(texts(DistributedConfig)["powersgd_start_step"].split())
-    assert "one in each optimizer step, one for each micro-batch with sync every" in text
+    assert "one per optimizer step, or one per micro-batch with sync every" in text
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero"])
