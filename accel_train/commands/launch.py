@@ -22,12 +22,12 @@ from typing import Any
 from accel_train.config import UsageError, expand_path
 from accel_train.launch_files.machine_config import (
     MachineConfig,
-    check_rendezvous,
     default_machine_config_path,
     read_machine_config,
     visible_machine,
 )
 from accel_train.launch_files.parents import end_with_parent
+from accel_train.launch_files.rendezvous import check_rendezvous
 from accel_train.launch_files.requested import (
     MACHINE_FILE_VARIABLE,
     REHEARSAL_VARIABLE,

@@ -1,10 +1,9 @@
-"""The strict reader of `accelerate launch` files.
+"""Strict reader of `accelerate launch` files.
 
-Accelerate reads such a file as a bag of values: a misspelt `fsdp_version` gives FSDP1, `zero_stage: 5` and
-`num_processes: two` pass, the second of two equal keys wins. Here every key must be one that Accelerate knows
-(its own launch parser and dataclasses are asked), every value must have its type and range, and what
-Accelerate would ignore is refused, or named in `MachineConfig.notes` where the wizard `accelerate config`
-writes it.
+Accelerate itself checks little: a misspelt `fsdp_version` gives FSDP1, `zero_stage: 5` and `num_processes: two` pass,
+and the second of two equal keys wins. Here every key must be known to Accelerate's launch parser or dataclasses, and
+every value must have its type and range. Settings that Accelerate would ignore are refused. Those that the wizard
+`accelerate config` writes go to `MachineConfig.notes` instead.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
@@ -27,9 +25,9 @@ from accel_train.wording import did_you_mean, nearest
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 MachinePrecision = Literal["no", "fp16", "bf16", "fp8"]
 NO_FILE = "no launch file"
-"""In messages, in place of a path."""
+"""Stands in messages for the path."""
 DEFAULT_PORT = 29500
-"""Where Accelerate meets when the file names no port."""
+"""Accelerate's rendezvous port if the file has none."""
 
 _INSTEAD = {
     "FSDP1": "write FSDP, with `fsdp_version: 2` under fsdp_config",
@@ -60,10 +58,10 @@ _SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_L
 
 @dataclass(frozen=True)
 class DynamoSettings:
-    """`dynamo_config`."""
+    """Settings of `dynamo_config`."""
 
     backend: str
-    """'no', or the name of a backend in capitals."""
+    """'no', or a backend in capitals."""
     mode: str
     use_fullgraph: bool
     use_dynamic: bool
@@ -72,52 +70,52 @@ class DynamoSettings:
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """A launch file, checked. Whether the machine is like this, `runtime.accelerator` compares."""
+    """A checked launch file. `runtime.accelerator` compares it with the running machine."""
 
     path: Path
     distributed_type: str
-    """As written."""
+    """Spelling of the file."""
     strategy: Strategy
     num_processes: int | None
-    """Over all machines; None where the file leaves it to the command line."""
+    """Total over all machines. None if the file leaves it to the command line."""
     num_machines: int
     machine_rank: int
     main_process_ip: str | None
     main_process_port: int | None
-    """None: 29500; 0: any free port (one machine only)."""
+    """None stands for 29500, 0 for any free port (one machine only)."""
     rdzv_backend: str
     gpu_ids: tuple[str, ...] | None
-    """None: all."""
+    """None stands for all."""
     use_cpu: bool
     debug: bool
     enable_cpu_affinity: bool
     mixed_precision: MachinePrecision | None
-    """None where the file does not say."""
+    """None if the file has no such key."""
     fsdp: FsdpSettings | None
     deepspeed: DeepSpeedSettings | None
     dynamo: DynamoSettings
     mpirun_hostfile: str | None
     notes: Mapping[str, str]
-    """What no launcher obeys in this file unless a flag says it again: key and sentence."""
+    """Sentences by key, for settings that no launcher obeys unless a flag repeats them."""
     raw: Mapping[str, object]
-    """The file as read."""
+    """Content of the file."""
     places: Places
-    """Where each key stands in it."""
+    """Position of each key in the file."""
 
 
 def default_machine_config_path() -> Path | None:
-    """The wizard's file, if it exists: what `accelerate launch` takes without --config_file."""
+    """Return the file of `accelerate config` if it exists. `accelerate launch` reads it without --config_file."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = os.path.expanduser(os.environ.get("HF_HOME", os.path.join(cache, "huggingface")))
-    path = Path(home) / "accelerate" / "default_config.yaml"
+    home = os.environ.get("HF_HOME", os.path.join(cache, "huggingface"))
+    path = Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
     return path if path.is_file() else None
 
 
 def read_machine_config(path: str | os.PathLike[str], *, num_processes: int | None = None) -> MachineConfig:
-    """Read and check a launch file; `num_processes` stands for a flag that overrides the file's number.
+    """Read and check a launch file. `num_processes`, from a flag, overrides the number of the file.
 
-    Raises `UsageError` with file, line, key, what is required and what to do. Touches neither devices nor the
-    network. The first call imports accelerate, later ones cost about 5 ms.
+    Raises `UsageError` with file, line, key, requirement and remedy. Uses neither devices nor the network. The first
+    call imports accelerate, later ones take about 5 ms.
     """
     path = Path(path)
     try:
@@ -128,19 +126,24 @@ def read_machine_config(path: str | os.PathLike[str], *, num_processes: int | No
 
 
 def visible_machine(num_processes: int | None = None) -> MachineConfig:
-    """What starts without a launch file: DDP over the visible accelerators, else on the CPU; one process unless there
-    are more accelerators, or `num_processes` is given. Imports torch.
+    """Return the machine of a start without a launch file: DDP over the visible accelerators, else on the CPU.
+
+    Without `num_processes` there is one process per accelerator, or one on the CPU. Imports torch.
     """
     import torch
 
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    processes = num_processes if num_processes is not None else max(count, 1)
+    processes = num_processes
+    if processes is None:
+        processes = max(count, 1)
     if count and processes > count:
         raise UsageError(
             f"num_processes: {processes} without a launch file: one accelerator for each process is required, and "
             f"{count} are visible; give --num_processes {count} or fewer"
         )
-    kind = "NO" if processes == 1 else "MULTI_GPU" if count else "MULTI_CPU"
+    kind = "MULTI_GPU" if count else "MULTI_CPU"
+    if processes == 1:
+        kind = "NO"
     values: dict[str, object] = {"distributed_type": kind, "num_processes": processes, "use_cpu": count == 0}
     return _read(Path(NO_FILE), Document(values, {}), None)
 
@@ -152,7 +155,9 @@ def _read(path: Path, document: Document, num_processes: int | None) -> MachineC
     _refuse_unused_sections(top, sections, kind)
     machines = top.integer("num_machines", 1, low=1)
     processes = _processes(top, kind, machines, num_processes)
-    deepspeed = read_deepspeed(sections["deepspeed_config"], top, machines) if kind == "DEEPSPEED" else None
+    deepspeed = None
+    if kind == "DEEPSPEED":
+        deepspeed = read_deepspeed(sections["deepspeed_config"], top, machines)
     fsdp = None
     if kind == "FSDP":
         fsdp = read_fsdp(sections["fsdp_config"], sections["parallelism_config"], processes)
@@ -165,7 +170,7 @@ def _read(path: Path, document: Document, num_processes: int | None) -> MachineC
         machine_rank=_machine_rank(top, machines),
         main_process_ip=_main_process_ip(top, machines),
         main_process_port=_main_process_port(top, machines),
-        rdzv_backend=top.text("rdzv_backend") or "static",
+        rdzv_backend=str(top.text("rdzv_backend", "static")),
         gpu_ids=_gpu_ids(top, kind, processes, machines),
         use_cpu=_use_cpu(top, kind),
         debug=top.boolean("debug", False),
@@ -181,41 +186,8 @@ def _read(path: Path, document: Document, num_processes: int | None) -> MachineC
     )
 
 
-def check_rendezvous(machine: MachineConfig) -> None:
-    """Refuse a meeting point that cannot work: an unknown host, or a port in use on the main machine.
-
-    Asks the name service and binds the port for a moment: call it once per machine, before processes start.
-    """
-    section = Section(
-        machine.path, "", dict(machine.raw) | {"main_process_port": machine.main_process_port}, machine.places
-    )
-    port = machine.main_process_port if machine.main_process_port is not None else DEFAULT_PORT
-    if machine.num_machines > 1:
-        host = str(machine.main_process_ip)
-        try:
-            socket.getaddrinfo(host, port)
-        except OSError as error:
-            raise section.refuse(
-                "main_process_ip",
-                "an address that this machine can resolve",
-                f"write the address of machine 0 (here: {error.strerror or error})",
-            ) from error
-    if machine.machine_rank != 0 or port == 0 or (machine.num_machines == 1 and not machine.main_process_port):
-        return  # accelerate and torchrun look for a free port themselves where none was asked for
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise section.refuse(
-                "main_process_port",
-                f"a free port on the main machine, but {port} cannot be bound ({error.strerror})",
-                "end the process that holds it, or give another --main_process_port, the same on every machine",
-            ) from error
-
-
 def _refuse_other_environments(top: Section) -> None:
-    if (top.text("compute_environment") or "LOCAL_MACHINE") != "LOCAL_MACHINE":
+    if top.text("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise top.refuse("compute_environment", "LOCAL_MACHINE", "start the processes on the machines themselves")
     for key in _TPU_KEYS:
         if top.values.get(key) not in (None, False, "no", "", [], [""], {}):
@@ -234,8 +206,13 @@ def _distributed_type(top: Section) -> str:
         raise top.refuse("distributed_type", f"a value, one of {', '.join(supported)}", "add the line")
     if kind in supported:
         return kind
-    name = re.sub(r"\d$", "", kind.upper()) if kind.upper().startswith("ZERO") else kind.upper()
-    remedy = _INSTEAD.get(name) or did_you_mean(nearest(kind.upper(), supported), before="") or "write one of them"
+    name = kind.upper()
+    if name in _INSTEAD:
+        remedy = _INSTEAD[name]
+    elif re.fullmatch(r"ZERO\d?", name):
+        remedy = _INSTEAD["ZERO"]
+    else:
+        remedy = did_you_mean(nearest(name, supported), before="") or "write one of them"
     raise top.refuse("distributed_type", f"one of {', '.join(supported)}", remedy)
 
 
@@ -265,13 +242,18 @@ def _refuse_unused_sections(top: Section, sections: Mapping[str, Section], kind:
 def _strategy(kind: str, deepspeed: DeepSpeedSettings | None) -> Strategy:
     if deepspeed is not None:
         return cast(Strategy, f"zero{deepspeed.zero_stage}")
-    return "single" if kind == "NO" else "fsdp2" if kind == "FSDP" else "ddp"
+    if kind == "FSDP":
+        return "fsdp2"
+    return "single" if kind == "NO" else "ddp"
 
 
 def _processes(top: Section, kind: str, machines: int, override: int | None) -> int | None:
-    written = top.values.get("num_processes")
-    count = top.integer("num_processes", 1, low=1) if written is not None else (1 if kind == "NO" else None)
-    count = override if override is not None else count
+    """Return the number of processes over all machines, or None if neither file nor flag has one."""
+    count = 1 if kind == "NO" else None
+    if top.values.get("num_processes") is not None:
+        count = top.integer("num_processes", 1, low=1)
+    if override is not None:
+        count = override
     if count is None:
         return None
     if kind == "NO" and (count > 1 or machines > 1):
@@ -280,11 +262,12 @@ def _processes(top: Section, kind: str, machines: int, override: int | None) -> 
             "1 with `distributed_type: NO`, which starts one process whatever the number",
             "write MULTI_GPU (or FSDP, DEEPSPEED) as distributed_type, or 1 here",
         )
-    if count % machines:
+    here, rest = divmod(count, machines)
+    if rest:
         raise top.refuse(
             "num_processes",
             f"a multiple of num_machines ({machines}): it counts the processes of all machines",
-            f"write {max(1, count // machines) * machines} or {(count // machines + 1) * machines}",
+            f"write {max(1, here) * machines} or {(here + 1) * machines}",
         )
     return count
 
@@ -318,7 +301,9 @@ def _main_process_ip(top: Section, machines: int) -> str | None:
 def _main_process_port(top: Section, machines: int) -> int | None:
     if top.values.get("main_process_port") is None:
         return None
-    return top.integer("main_process_port", DEFAULT_PORT, low=1 if machines > 1 else 0, high=65535)
+    # Several machines cannot agree on "any free port".
+    lowest = 1 if machines > 1 else 0
+    return top.integer("main_process_port", DEFAULT_PORT, low=lowest, high=65535)
 
 
 def _use_cpu(top: Section, kind: str) -> bool:
@@ -341,10 +326,12 @@ def _gpu_ids(top: Section, kind: str, processes: int | None, machines: int) -> t
     if text is None or text == "all":
         return None
     ids = tuple(text.split(","))
-    if not all(re.fullmatch(r"[A-Za-z0-9:/.-]+", item) for item in ids) or len(set(ids)) < len(ids):
+    repeated = len(set(ids)) < len(ids)
+    if repeated or not all(re.fullmatch(r"[A-Za-z0-9:/.-]+", item) for item in ids):
         raise top.refuse("gpu_ids", "`all`, or different ids with commas and no spaces", "write it as '0,1'")
-    here = (processes or machines) // machines
-    needed = max(here, 2) if kind.startswith("MULTI_") and machines == 1 else here
+    needed = (processes or machines) // machines
+    if kind.startswith("MULTI_") and machines == 1:
+        needed = max(needed, 2)
     if len(ids) < needed:
         raise top.refuse(
             "gpu_ids",
@@ -371,18 +358,17 @@ def _dynamo(section: Section) -> DynamoSettings:
     return DynamoSettings(
         backend="no" if backend == "NO" else str(backend),
         mode=str(section.choice("dynamo_mode", TORCH_DYNAMO_MODES, "default")),
-        **{
-            name: section.boolean(f"dynamo_{name}", False)
-            for name in (f.name for f in fields(DynamoSettings))
-            if name.startswith("use_")
-        },
+        use_fullgraph=section.boolean("dynamo_use_fullgraph", False),
+        use_dynamic=section.boolean("dynamo_use_dynamic", False),
+        use_regional_compilation=section.boolean("dynamo_use_regional_compilation", False),
     )
 
 
 def _notes(top: Section) -> dict[str, str]:
     notes: dict[str, str] = {}
     ignored = "is not obeyed: `accelerate launch` 1.15 reads it from the command line only; give it"
-    if (backend := top.text("rdzv_backend") or "static") != "static":
+    backend = top.text("rdzv_backend", "static")
+    if backend != "static":
         notes["rdzv_backend"] = (
             f"rdzv_backend: {backend} {ignored} `--rdzv_backend {backend}` (`accel-train launch` always takes static)"
         )

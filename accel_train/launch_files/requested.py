@@ -1,8 +1,8 @@
-"""What the person asked of the machine: the launch file, the launcher's flags, the environment.
+"""The launch request: the launch file, the launcher's flags, the environment.
 
-Accelerate hands a script only environment variables, and drops what it does not understand. The file itself is
-read again here, strictly, from wherever it was named: our own launcher says so in the environment, plain
-``accelerate launch`` leaves it in its arguments, which a child finds in its parents' command lines.
+Accelerate hands a script only environment variables, and drops unknown settings. This module reads the file again,
+strictly. Our own launcher names it in the environment. For plain ``accelerate launch`` its path is found in the command
+lines of the parents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MACHINE_FILE_VARIABLE = "ACCEL_TRAIN_MACHINE_FILE"
 REHEARSAL_VARIABLE = "ACCEL_TRAIN_REHEARSAL"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 THREADS_UNASKED_VARIABLE = "ACCEL_TRAIN_THREADS_UNASKED"
-"""Set by ``accel-train launch`` where its user gave no number: Accelerate's own rule sets one for the processes."""
+"""Set by ``accel-train launch`` if its user gave no number, because Accelerate then sets one for the processes."""
 
 MISLEADING_VARIABLES = {
     "NCCL_TIMEOUT": "is read by neither NCCL nor torch; use --collective_timeout_seconds",
@@ -33,33 +33,40 @@ MISLEADING_VARIABLES = {
     "NCCL_SOCKET_NTHREADS": "affects the socket transport only and costs CPU time; unset it on NVLink or InfiniBand",
     "NCCL_NSOCKS_PERTHREAD": "affects the socket transport only and costs CPU time; unset it on NVLink or InfiniBand",
 }
-"""Advice in circulation that does nothing or harm (torch 2.13 headers, NCCL documentation)."""
+"""Widespread advice without effect or with harm (torch 2.13 headers, NCCL documentation)."""
 
 
 @dataclass(frozen=True)
 class Requested:
-    """The launch request as written, before anything came up."""
+    """The launch request as written."""
 
     machine: MachineConfig | None
-    """The strictly read launch file, or None where no file was named and the wizard left none."""
+    """The strictly read launch file. None if no file was named and `accelerate config` has written none."""
     source: str
-    """Where the request stands, for messages."""
+    """Origin of the request, for messages."""
     num_processes: int | None
-    """Over all machines; None where nobody said."""
+    """Total over all machines. None if not given."""
     strategy: str | None
-    """'fsdp' or 'deepspeed' as the launcher's environment says, else None."""
+    """'fsdp' or 'deepspeed' according to the launcher's environment, else None."""
     rehearsal: bool
 
 
 def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequence[str]]) -> Requested:
-    """Collect the request. Every process reads the same; raises ``UsageError`` for a bad file."""
+    """Collect the request. It is the same on every process. Raises ``UsageError`` for a bad file."""
     flags = launcher_flags(command_lines)
-    named = environment.get(MACHINE_FILE_VARIABLE) or (flags.get("config_file") if flags is not None else None)
     override = _overriding_processes(environment, flags)
-    machine, source = None, "the environment" if flags is None else "the command line of `accelerate launch`"
-    if named:
-        machine, source = read_machine_config(expand_path(named), num_processes=override), str(named)
-    elif flags is not None and (default := default_machine_config_path()) is not None:
+    file = environment.get(MACHINE_FILE_VARIABLE)
+    default = None
+    source = "the environment"
+    if flags is not None:
+        file = file or flags.get("config_file")
+        default = default_machine_config_path()
+        source = "the command line of `accelerate launch`"
+    machine = None
+    if file:
+        machine = read_machine_config(expand_path(file), num_processes=override)
+        source = str(file)
+    elif default is not None:
         machine = read_machine_config(default, num_processes=override)
         source = f"{default}, the default file of `accelerate config`"
     return Requested(
@@ -72,7 +79,7 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
 
 
 def launcher_flags(command_lines: Sequence[Sequence[str]]) -> dict[str, Any] | None:
-    """The parsed flags of the nearest ``accelerate launch`` among the parents, None where there is none."""
+    """Return the parsed flags of the nearest ``accelerate launch`` among the parents, or None."""
     for line in command_lines:
         rest = _after_launch(line)
         if rest is None:
@@ -80,15 +87,19 @@ def launcher_flags(command_lines: Sequence[Sequence[str]]) -> dict[str, Any] | N
         from accelerate.commands.launch import launch_command_parser
 
         try:
-            return vars(launch_command_parser().parse_known_args(rest)[0])
-        except SystemExit:  # accelerate itself refused these flags, so this child is not of that command
+            flags, _ = launch_command_parser().parse_known_args(rest)
+        except SystemExit:
+            # Accelerate refuses these flags, so this command did not start the process.
             return None
+        return vars(flags)
     return None
 
 
 def _after_launch(line: Sequence[str]) -> list[str] | None:
-    """What follows `accelerate launch`, `accelerate-launch` or `-m accelerate.commands.launch`, with or without
-    the interpreter and its options before it; None where the command is another."""
+    """Return the arguments of an `accelerate launch` in any spelling, or None for another command.
+
+    The interpreter and its options may come first.
+    """
     head = [Path(word).name for word in line[:6]]
     for name in ("accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli", "accelerate"):
         if name not in head:
@@ -102,7 +113,7 @@ def _after_launch(line: Sequence[str]) -> list[str] | None:
 
 
 def _overriding_processes(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> int | None:
-    """A number of processes that beats the file's: our own launcher's, a rehearsal's, or a flag's."""
+    """Return the number of processes of our own launcher, a rehearsal or a flag. It overrides the file."""
     if environment.get(MACHINE_FILE_VARIABLE) or environment.get(REHEARSAL_VARIABLE):
         return int(environment.get("WORLD_SIZE", "1"))
     if flags is not None and flags.get("num_processes") is not None:
@@ -111,20 +122,25 @@ def _overriding_processes(environment: Mapping[str, str], flags: Mapping[str, An
 
 
 def _asked_processes(override: int | None, machine: MachineConfig | None) -> int | None:
-    if override is not None:
+    if override is not None or machine is None:
         return override
-    return machine.num_processes if machine is not None else None
+    return machine.num_processes
 
 
 def _asked_strategy(environment: Mapping[str, str]) -> str | None:
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         return "deepspeed"
-    return "fsdp" if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true" else None
+    if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        return "fsdp"
+    return None
 
 
 def misleading_variables(environment: Mapping[str, str]) -> list[str]:
-    """One sentence for each set variable that older guides recommend to no or bad effect."""
-    found = [f"{name}={environment[name]} {why}" for name, why in MISLEADING_VARIABLES.items() if name in environment]
+    """Return a sentence for each set variable that older guides recommend without or with bad effect."""
+    found: list[str] = []
+    for name, problem in MISLEADING_VARIABLES.items():
+        if name in environment:
+            found.append(f"{name}={environment[name]} {problem}")
     found += [
         f"{name}=0 enables nothing, and defeats the guard that `accelerate launch` sets; unset it"
         for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
@@ -140,19 +156,27 @@ def misleading_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def refuse_experiment_settings(requested: Requested, environment: Mapping[str, str], precision: str) -> None:
-    """Precision and compilation belong to the experiment: a launch request that names another is refused."""
-    in_file = requested.machine.mixed_precision if requested.machine is not None else None
-    said = [(in_file or "no").lower(), environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()]
-    others = [named for named in said if named not in ("no", {"fp32": "no"}.get(precision, precision))]
-    if others:
-        named = others[0]
-        raise UsageError(
-            f"mixed_precision: {named} in {requested.source} contradicts precision: {precision} of the experiment; "
-            f"precision belongs to the experiment: remove it from the launch file and give --precision {named} "
-            "if that is what you want (fp32, bf16 and fp16 exist)"
-        )
-    in_file = requested.machine.dynamo.backend if requested.machine is not None else "no"
-    backend = (in_file if in_file != "no" else environment.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower()
+    """Refuse another precision, or compilation, in the launch request. Both belong to the experiment."""
+    precisions = [environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()]
+    if requested.machine is not None and requested.machine.mixed_precision is not None:
+        precisions.insert(0, requested.machine.mixed_precision.lower())
+    # "no" is the default of every launcher, and Accelerate's name for fp32.
+    allowed = {"no"}
+    if precision != "fp32":
+        allowed.add(precision)
+    for named in precisions:
+        if named not in allowed:
+            raise UsageError(
+                f"mixed_precision: {named} in {requested.source} contradicts precision: {precision} of the experiment; "
+                f"precision belongs to the experiment: remove it from the launch file and give --precision {named} "
+                "if that is what you want (fp32, bf16 and fp16 exist)"
+            )
+    backend = "no"
+    if requested.machine is not None:
+        backend = requested.machine.dynamo.backend
+    if backend == "no":
+        backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    backend = backend.lower()
     if backend != "no":
         raise UsageError(
             f"dynamo backend {backend!r} in {requested.source}: compilation would be switched on behind the "
@@ -161,42 +185,42 @@ def refuse_experiment_settings(requested: Requested, environment: Mapping[str, s
 
 
 def refuse_accumulation(requested: Requested, environment: Mapping[str, str], accumulation_steps: int) -> None:
-    """Accumulation is derived from the batch sizes; 1 is every launcher's default and says nothing."""
-    keys = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
-    for key in keys:
-        value = environment.get(key, "1")
-        if value not in ("1", "auto", str(accumulation_steps)):
-            raise UsageError(
-                f"gradient_accumulation_steps: {value} ({key}, {requested.source}) contradicts the experiment, "
-                f"whose batch sizes give {accumulation_steps}; remove it: global_batch_size and micro_batch_size decide"
-            )
+    """Refuse a number of accumulation steps that contradicts the batch sizes. 1, every launcher's default, passes."""
+    key = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    value = environment.get(key, "1")
+    if value not in ("1", "auto", str(accumulation_steps)):
+        raise UsageError(
+            f"gradient_accumulation_steps: {value} ({key}, {requested.source}) contradicts the experiment, "
+            f"whose batch sizes give {accumulation_steps}; remove it: global_batch_size and micro_batch_size decide"
+        )
 
 
 def notices(
     machine: MachineConfig | None, environment: Mapping[str, str], flags: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """What is asked for in vain, one sentence each: settings of the launch file that neither the launcher nor the
-    recipe follows, and variables set to no good effect. A start and `accel-train check` name the same.
+    """Return a sentence for each setting of the launch file without effect, and for each misleading variable.
 
-    `flags` are those of `accelerate launch`, which obeys there what it does not read from the file.
+    `flags` are those of `accelerate launch`, which obeys some settings as flags only. A start and `accel-train check`
+    print the same sentences.
     """
-    said: list[str] = []
-    if machine is not None:
-        said += [text for key, text in machine.notes.items() if (flags or {}).get(key) != machine.raw.get(key)]
-    if machine is not None and machine.fsdp is not None and machine.fsdp.cpu_ram_efficient_loading:
-        said.append(
+    if machine is None:
+        return misleading_variables(environment)
+    given = flags or {}
+    sentences = [text for key, text in machine.notes.items() if given.get(key) != machine.raw.get(key)]
+    if machine.fsdp is not None and machine.fsdp.cpu_ram_efficient_loading:
+        sentences.append(
             "fsdp_cpu_ram_efficient_loading: true is off here: every process builds the same weights from the seed"
         )
-    if machine is not None and machine.deepspeed is not None and machine.deepspeed.zero3_init:
-        said.append("zero3_init_flag: true is off here: the whole model is built or loaded, then sharded")
-    return said + misleading_variables(environment)
+    if machine.deepspeed is not None and machine.deepspeed.zero3_init:
+        sentences.append("zero3_init_flag: true is off here: the whole model is built or loaded, then sharded")
+    return sentences + misleading_variables(environment)
 
 
 def clear_environment(environment: MutableMapping[str, str]) -> None:
-    """Take out what would override an explicit choice of ours.
+    """Remove variables that would override our own arguments, and switch RAM-efficient loading off.
 
-    RAM-efficient loading is the launcher's default for FSDP: every process here builds the same weights anyway, and
-    with it transformers encoders would load empty on all processes but the first.
+    RAM-efficient loading is the launcher's default for FSDP. With it transformers encoders would load empty on all
+    processes but the first. Every process builds the same weights anyway.
     """
     environment.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

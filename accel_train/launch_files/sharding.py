@@ -1,6 +1,6 @@
-"""`fsdp_config` and `deepspeed_config` of a launch file, checked against each other's rules.
+"""Read `fsdp_config` and `deepspeed_config` of a launch file, and check their keys against each other.
 
-What means something only under FSDP1 or another ZeRO stage is refused here: Accelerate drops it in silence.
+Keys for FSDP1 or for another ZeRO stage are refused here. Accelerate drops them silently.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ _REPLACED_BY_DEEPSPEED_FILE = (
     "offload_param_nvme_path",
     "zero3_save_16bit_model",
 )
-"""What `DeepSpeedPlugin` refuses beside a deepspeed_config_file, but only once the processes run."""
+"""Keys that `DeepSpeedPlugin` refuses beside a deepspeed_config_file, but only once the processes run."""
 _NO_NVME = "optimizer and weights are offloaded to host memory only, from where checkpoints are written"
-_MESH = "parallelism_config_"
+_REPLICATE = "parallelism_config_dp_replicate_size"
+_SHARD = "parallelism_config_dp_shard_size"
+_UNSUPPORTED_AXES = ("parallelism_config_tp_size", "parallelism_config_cp_size", "parallelism_config_sp_size")
 
 
 @dataclass(frozen=True)
@@ -38,39 +40,39 @@ class FsdpSettings:
     auto_wrap_policy: str
     """TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP (Accelerate's default)."""
     transformer_layers: tuple[str, ...]
-    """Class names to wrap; empty: those of the model's `_no_split_modules`."""
+    """Class names to wrap. Empty stands for the model's `_no_split_modules`."""
     min_num_params: int
     """For SIZE_BASED_WRAP."""
     state_dict_type: str
     cpu_ram_efficient_loading: bool
-    """Whether the file asks for it; the launcher's own default is True as well."""
+    """True if the file asks for it. The launcher's own default is True as well."""
     activation_checkpointing: bool
     activation_checkpointing_offload: bool
     dp_replicate_size: int | None
     dp_shard_size: int | None
-    """Both None without a parallelism_config: one shard group of all processes."""
+    """Both are None without a parallelism_config: all processes form one shard group."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """`deepspeed_config`, with the stage and the offload of a deepspeed_config_file taken in."""
+    """`deepspeed_config`, including the stage and offload of a deepspeed_config_file."""
 
     zero_stage: int
     offload_optimizer_device: str
     offload_param_device: str
-    """none or cpu."""
+    """Both devices are none or cpu."""
     gradient_accumulation_steps: int | None
     gradient_clipping: float | None
-    """None where the file leaves them out or says `auto`."""
+    """Both are None if the file omits them or has `auto`."""
     zero3_init: bool
-    """Whether the file asks for it, at any stage; Accelerate's own default is on for stage 3."""
+    """True if the file asks for it, at any stage. Accelerate's own default is on for stage 3."""
     config_file: Path | None
     config_values: Mapping[str, object]
-    """Content of the deepspeed_config_file; empty without one."""
+    """Content of the deepspeed_config_file. Empty without one."""
 
 
 def read_fsdp(section: Section, mesh: Section, processes: int | None) -> FsdpSettings:
-    """`fsdp_config` and `parallelism_config`; `processes` over all machines, None where not known yet."""
+    """Read `fsdp_config` and `parallelism_config`. `processes` counts all machines and is None if not known yet."""
     from accelerate.utils.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
 
     _require_version_2(section)
@@ -114,11 +116,13 @@ def _require_version_2(section: Section) -> None:
     from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
 
     version = section.values.get("fsdp_version", 1)
-    convert = f"`accelerate to-fsdp2 --config_file {shlex.quote(str(section.file))} --overwrite`"
+    file = shlex.quote(str(section.file))
+    convert = f"`accelerate to-fsdp2 --config_file {file} --overwrite`"
     if isinstance(version, bool) or str(version) not in ("1", "2"):
         raise section.refuse("fsdp_version", "1 or 2, of which 2 is supported here", "write `fsdp_version: 2`")
     if str(version) == "1":
         raise section.refuse("fsdp_version", "2: FSDP1 is not supported here", f"convert the file with {convert}")
+    # Keys that Accelerate's own converter renames or drops.
     of_version_1 = [key for key, replacement in ARGUMENT_KEY_MAPPING.items() if replacement != key]
     for key in section.values:
         if key in of_version_1:
@@ -132,11 +136,10 @@ def _require_version_2(section: Section) -> None:
 def _reshard(section: Section) -> bool:
     key = "fsdp_reshard_after_forward"
     value = section.values.get(key, True)
+    # Under FSDP1 the value is the name of a sharding strategy, such as SHARD_GRAD_OP.
     if isinstance(value, str) and value.isupper() and "_" in value:
-        shards = value in ("FULL_SHARD", "HYBRID_SHARD")
-        raise section.refuse(
-            key, "true or false with `fsdp_version: 2`", f"for {value} write `{key}: {str(shards).lower()}`"
-        )
+        new = "true" if value in ("FULL_SHARD", "HYBRID_SHARD") else "false"
+        raise section.refuse(key, "true or false with `fsdp_version: 2`", f"for {value} write `{key}: {new}`")
     return section.boolean(key, True)
 
 
@@ -162,32 +165,21 @@ def _transformer_layers(section: Section, policy: str) -> tuple[str, ...]:
 
 
 def _mesh_sizes(mesh: Section, processes: int | None) -> tuple[int | None, int | None]:
-    """`dp_replicate_size, dp_shard_size`; refuses other axes and a product that is not `processes`."""
+    """Return `dp_replicate_size` and `dp_shard_size`. Refuses other axes, and a product other than `processes`."""
     if not mesh.values:
         return None, None
-    for key in mesh.values:
-        if not key.endswith("_size"):
-            raise mesh.refuse(key, "absent: it acts with context or sequence parallelism only", "delete the line")
-    sizes = {key: mesh.integer(key, 1, low=1) for key in (f"{_MESH}{axis}_size" for axis in ("tp", "cp", "sp"))}
-    for key, size in sizes.items():
-        if size > 1:
-            raise mesh.refuse(
-                key,
-                "1: tensor, context and sequence parallelism are not supported",
-                f"write 1, and {_MESH}dp_shard_size {size} times as large",
-            )
-    replicate = mesh.integer(f"{_MESH}dp_replicate_size", 1, low=1)
-    shard = mesh.integer(f"{_MESH}dp_shard_size", 1, low=1)
-    key = f"{_MESH}dp_shard_size" if f"{_MESH}dp_shard_size" in mesh.values else f"{_MESH}dp_replicate_size"
+    _refuse_other_axes(mesh)
+    replicate = mesh.integer(_REPLICATE, 1, low=1)
+    shard = mesh.integer(_SHARD, 1, low=1)
     if shard == 1:
         raise mesh.refuse(
-            f"{_MESH}dp_shard_size",
+            _SHARD,
             "2 or more: FSDP has nothing to shard over otherwise",
             "delete parallelism_config to shard over all processes, or use `distributed_type: MULTI_GPU`",
         )
     if processes is not None and replicate * shard != processes:
         raise mesh.refuse(
-            key,
+            _SHARD if _SHARD in mesh.values else _REPLICATE,
             f"such that dp_replicate_size x dp_shard_size ({replicate} x {shard} = {replicate * shard}) is "
             f"num_processes ({processes})",
             "correct one of the three, or delete parallelism_config to shard over all processes",
@@ -195,11 +187,29 @@ def _mesh_sizes(mesh: Section, processes: int | None) -> tuple[int | None, int |
     return replicate, shard
 
 
+def _refuse_other_axes(mesh: Section) -> None:
+    for key in mesh.values:
+        if not key.endswith("_size"):
+            raise mesh.refuse(key, "absent: it acts with context or sequence parallelism only", "delete the line")
+    sizes = {key: mesh.integer(key, 1, low=1) for key in _UNSUPPORTED_AXES}
+    for key, size in sizes.items():
+        if size > 1:
+            raise mesh.refuse(
+                key,
+                "1: tensor, context and sequence parallelism are not supported",
+                f"write 1, and {_SHARD} {size} times as large",
+            )
+
+
 def read_deepspeed(section: Section, top: Section, machines: int) -> DeepSpeedSettings:
-    """`deepspeed_config`; reads the deepspeed_config_file it names."""
-    document = _deepspeed_file(section, top)
+    """Read `deepspeed_config` and the deepspeed_config_file in it."""
+    found = _deepspeed_file(section, top)
     _check_multinode(section, machines)
-    settings = _settings_of_keys(section) if document is None else _settings_of_file(section, *document)
+    if found is None:
+        settings = _settings_of_keys(section)
+    else:
+        file, document = found
+        settings = _settings_of_file(section, file, document)
     for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
         if section.text(key) not in (None, "none"):
             raise section.refuse(key, f"absent or none: {_NO_NVME}", "delete the line")
@@ -213,24 +223,22 @@ def read_deepspeed(section: Section, top: Section, machines: int) -> DeepSpeedSe
 
 
 def _settings_of_keys(section: Section) -> DeepSpeedSettings:
-    accumulation = section.values.get("gradient_accumulation_steps")
-    clipping = section.values.get("gradient_clipping")
-    if isinstance(clipping, int | float) and clipping <= 0:
+    clipping = _number_or_none(section.values.get("gradient_clipping"))
+    if clipping is not None and clipping <= 0:
         raise section.refuse(
             "gradient_clipping",
             "above 0: Accelerate drops 0 and DeepSpeed then clips at 1.0",
             "delete the line",
         )
-    stage, offload_params = _stage(section, "zero_stage", 2), _device(section, "offload_param_device")
+    stage = _stage(section, "zero_stage", 2)
+    offload_params = _device(section, "offload_param_device")
     _refuse_offload(section, "offload_param_device", offload_params, stage)
     return DeepSpeedSettings(
         zero_stage=stage,
         offload_optimizer_device=_device(section, "offload_optimizer_device"),
         offload_param_device=offload_params,
-        gradient_accumulation_steps=None
-        if accumulation in (None, "auto")
-        else section.integer("gradient_accumulation_steps", 1, low=1),
-        gradient_clipping=float(clipping) if isinstance(clipping, int | float) else None,
+        gradient_accumulation_steps=_accumulation(section),
+        gradient_clipping=clipping,
         zero3_init=section.boolean("zero3_init_flag", False),
         config_file=None,
         config_values={},
@@ -238,38 +246,54 @@ def _settings_of_keys(section: Section) -> DeepSpeedSettings:
 
 
 def _settings_of_file(section: Section, file: Path, document: Document) -> DeepSpeedSettings:
-    values, places = document.values, document.places
-    top = Section(file, "", values, places)
-    zero = values.get("zero_optimization")
-    if not isinstance(zero, dict):
+    top = Section(file, "", document.values, document.places)
+    content = document.values.get("zero_optimization")
+    if not isinstance(content, dict):
         raise top.refuse("zero_optimization", 'a mapping such as {"stage": 2}', "add it")
-    inner = Section(file, "zero_optimization", dict[str, object](zero), places)
-    offload: dict[str, Section] = {}
-    for name in ("offload_optimizer", "offload_param"):
-        part = inner.values.get(name) or {}
-        if not isinstance(part, dict):
-            raise inner.refuse(name, 'a mapping such as {"device": "cpu"}', "correct it, or delete it")
-        offload[name] = Section(file, f"zero_optimization.{name}", dict[str, object](part), places)
-        if offload[name].text("nvme_path") is not None:
-            raise offload[name].refuse("nvme_path", f"absent: {_NO_NVME}", "delete it")
-    accumulation, clipping = values.get("gradient_accumulation_steps"), values.get("gradient_clipping")
-    stage, offload_params = _stage(inner, "stage", 0), _device(offload["offload_param"], "device")
-    _refuse_offload(inner, "offload_param", offload_params, stage)
+    zero = Section(file, "zero_optimization", dict[str, object](content), document.places)
+    offload_optimizer = _offload_section(zero, "offload_optimizer")
+    offload_param = _offload_section(zero, "offload_param")
+    stage = _stage(zero, "stage", 0)
+    offload_params = _device(offload_param, "device")
+    _refuse_offload(zero, "offload_param", offload_params, stage)
     return DeepSpeedSettings(
         zero_stage=stage,
-        offload_optimizer_device=_device(offload["offload_optimizer"], "device"),
+        offload_optimizer_device=_device(offload_optimizer, "device"),
         offload_param_device=offload_params,
-        gradient_accumulation_steps=None
-        if accumulation in (None, "auto")
-        else top.integer("gradient_accumulation_steps", 1, low=1),
-        gradient_clipping=float(clipping) if isinstance(clipping, int | float) else None,
+        gradient_accumulation_steps=_accumulation(top),
+        gradient_clipping=_number_or_none(top.values.get("gradient_clipping")),
         zero3_init=section.boolean("zero3_init_flag", False),
         config_file=file,
-        config_values=values,
+        config_values=document.values,
     )
 
 
+def _offload_section(zero: Section, name: str) -> Section:
+    content = zero.values.get(name) or {}
+    if not isinstance(content, dict):
+        raise zero.refuse(name, 'a mapping such as {"device": "cpu"}', "correct it, or delete it")
+    section = Section(zero.file, f"{zero.name}.{name}", dict[str, object](content), zero.places)
+    if section.text("nvme_path") is not None:
+        raise section.refuse("nvme_path", f"absent: {_NO_NVME}", "delete it")
+    return section
+
+
+def _accumulation(section: Section) -> int | None:
+    key = "gradient_accumulation_steps"
+    if section.values.get(key) in (None, "auto"):
+        return None
+    return section.integer(key, 1, low=1)
+
+
+def _number_or_none(value: object) -> float | None:
+    """Return None for null and `auto`."""
+    if isinstance(value, int | float):
+        return float(value)
+    return None
+
+
 def _deepspeed_file(section: Section, top: Section) -> tuple[Path, Document] | None:
+    """Read the deepspeed_config_file, if there is one. Refuses keys that the file decides."""
     name = section.text("deepspeed_config_file")
     if name is None or name == "none":
         return None
@@ -286,8 +310,9 @@ def _deepspeed_file(section: Section, top: Section) -> tuple[Path, Document] | N
             "absent beside deepspeed_config_file",
             "delete the line; the experiment sets precision",
         )
+    file = Path(name)
     try:
-        return Path(name), read_document(Path(name))
+        return file, read_document(file)
     except YamlError as error:
         raise UsageError(f"{section.file}: `deepspeed_config.deepspeed_config_file: {name}`: {error}") from error
 

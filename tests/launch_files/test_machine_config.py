@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from accel_train.config import UsageError
 from accel_train.launch_files.machine_config import (
     MachineConfig,
-    check_rendezvous,
     default_machine_config_path,
     read_machine_config,
 )
+from accel_train.launch_files.rendezvous import check_rendezvous
 from accel_train.launch_files.requested import notices
 from accel_train.launch_files.section import known_keys
 
