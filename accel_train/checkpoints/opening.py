@@ -27,7 +27,7 @@ from accel_train.store import atomic_files, commit, manifest
 from accel_train.store import lock as locks
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import CONFIG_FILE, METRICS_FILE, REPORT, RUN_FILE
-from accel_train.store.run_file import has_trained, new_run, read_run, recall, refuse_changes, renew_run
+from accel_train.store.run_file import has_trained, new_run, read_run, recall, refuse_changes, with_changes
 
 PATIENCE_SECONDS = 5.0
 """Longest wait for files of another host. Network file systems may show a new file late."""
@@ -164,7 +164,10 @@ def _demand(options: RunOptions) -> str | None:
 
 
 def _resume(options: RunOptions, directory: Path, experiment: dict[str, Any]) -> dict[str, Any]:
-    """Compare the experiment with a used directory, choose the checkpoint, write ``run.json`` and ``config.yaml``."""
+    """Compare the experiment with a used directory and choose the checkpoint.
+
+    Allowed changes are written after the first step (``Run.note_training``), because this start can still be refused.
+    """
     if options.resume == "never":
         raise UsageError(
             f"resume: never, but {directory} is already used; give another --output_dir, or --overwrite to delete "
@@ -182,7 +185,7 @@ def _resume(options: RunOptions, directory: Path, experiment: dict[str, Any]) ->
     if not evaluating:
         if options.loads_with is not None:
             saved["loads_with"] = options.loads_with
-        saved = renew_run(directory, options.config_text, saved, experiment)
+        saved = with_changes(saved, experiment)
     decision = f"{directory} has no checkpoint yet"
     if checkpoint is not None:
         decision = f"resuming {directory} at step {checkpoint.step}"
@@ -190,7 +193,13 @@ def _resume(options: RunOptions, directory: Path, experiment: dict[str, Any]) ->
         decision += "; newer checkpoints were refused: " + "; ".join(reasons)
     if checkpoint is not None:
         _warn_about_unlisted(checkpoint)
-    return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
+    return {
+        "run_id": saved["run_id"],
+        "checkpoint": checkpoint,
+        "saved": saved,
+        "decision": decision,
+        "unwritten_config": None if evaluating else options.config_text,
+    }
 
 
 def _refuse_without_checkpoint(options: RunOptions, directory: Path, reasons: list[str]) -> None:

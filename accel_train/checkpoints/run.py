@@ -15,7 +15,7 @@ from accel_train.config import UsageError
 from accel_train.store import atomic_files, strict_json
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import RUN_FILE
-from accel_train.store.run_file import write_run
+from accel_train.store.run_file import renew_run, write_run
 
 LOADING_FILE = "loading.json"
 """Counts the starts that died while they read a checkpoint."""
@@ -40,6 +40,8 @@ class Run:
     """Longest wait for the other ranks during a save: ``collective_timeout_seconds`` of the config."""
     initial_weights: Path | None = None
     """Directory of the weights named by ``init_from``. The same on every rank."""
+    unwritten_config: str | None = None
+    """``config.yaml`` of a resume, to be written with ``saved`` after the first step."""
     _lock: Any = field(default=None, repr=False)
 
     def close(self) -> None:
@@ -61,12 +63,17 @@ class Run:
 
     def note_training(self) -> None:
         """Bind the directory to this experiment. Main process, after a step. Only the first call writes."""
-        if self.saved.get("trained"):
+        if self.saved.get("trained") and self.unwritten_config is None:
             return
         self.saved = dict(self.saved) | {"trained": True}
+        config_text = self.unwritten_config
+        self.unwritten_config = None
         # The next save reports a disk that fails.
         with suppress(OSError):
-            write_run(self.directory, self.saved)
+            if config_text is None:
+                write_run(self.directory, self.saved)
+            else:
+                renew_run(self.directory, config_text, self.saved)
 
     def restore_directory(self) -> None:
         """Recreate the directory if it was deleted during the run. Main process. Raises ``OSError``."""

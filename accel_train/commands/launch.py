@@ -253,6 +253,9 @@ def _run(command: Sequence[str], environment: dict[str, str], relay: _SignalRela
         reported = reported_exit_code(report, stopped=relay.stopped)
     if code == 0:
         return 0
+    if reported == 0 and relay.stopped:
+        # torchrun answers a signal with 1, even if every process finished its run.
+        return 0
     if reported:
         return reported
     if reported is None and relay.stopped:

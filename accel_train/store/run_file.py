@@ -95,15 +95,17 @@ def new_run(
     return saved
 
 
-def renew_run(
-    directory: Path, config_text: str, saved: Mapping[str, Any], experiment: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write the allowed changes, so that ``config.yaml`` always has the options of the last start. Main process."""
+def with_changes(saved: Mapping[str, Any], experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``run.json`` with the allowed changes of a resume."""
     resolved = dict(saved["resolved"])
     for key in saved["resolved"]:
         if experiment.get(key) is not None:
             resolved[key] = experiment[key]
-    renewed = dict(saved) | {"experiment": dict(experiment), "resolved": resolved}
+    return dict(saved) | {"experiment": dict(experiment), "resolved": resolved}
+
+
+def renew_run(directory: Path, config_text: str, saved: Mapping[str, Any]) -> None:
+    """Write ``config.yaml`` and ``run.json`` of a resume. Main process. Raises ``OSError``."""
     write_config(config_text, directory / CONFIG_FILE)
     try:
         load(directory)
@@ -112,8 +114,7 @@ def renew_run(
     except ValueError:
         # `saved` was recalled from a checkpoint. The damaged file is kept for inspection.
         atomic_files.set_aside(directory / RUN_FILE)
-    write_run(directory, renewed)
-    return renewed
+    write_run(directory, saved)
 
 
 def write_run(directory: Path, saved: Mapping[str, Any]) -> None:

@@ -106,6 +106,24 @@ def test_another_experiment_is_refused_and_can_be_allowed(
     start(accelerator, changed, data)  # what was allowed once is the experiment from then on
 
 
+def test_a_resume_that_is_refused_before_its_first_step_changes_nothing(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    config = Config(str(tmp_path / "run"))
+    first = start(accelerator, config)
+    make(first.checkpoints, 7)
+    written = [first.directory / name for name in ("run.json", "config.yaml")]
+    before = [file.read_bytes() for file in written]
+    changed = replace(config, seed=1, allow=("seed",))
+    start(accelerator, changed, trains=False)
+    assert [file.read_bytes() for file in written] == before
+    assert start(accelerator, config).start_step == 7
+    start(accelerator, changed)
+    assert "seed: 1" in (first.directory / "config.yaml").read_text()
+    with pytest.raises(UsageError, match="seed: 1 there, 0 now"):
+        start(accelerator, config)
+
+
 RUN_JSON = [
     ("cut", lambda p: p.write_text(p.read_text()[:100])),
     ("emptied", lambda p: p.write_text("")),

@@ -153,6 +153,11 @@ def main(argv):
         signal.signal(signal.SIGINT, save)
         os.write(1, b"ready\\n")
         time.sleep(60)
+    if argv[0] == "finish":  # a stop after the last step: there is nothing left to do
+        import signal, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        os.write(1, b"ready\\n")
+        time.sleep(1800)
     if argv[0] == "wait":
         import signal, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
@@ -232,6 +237,22 @@ def test_a_signal_reaches_the_recipe(number: signal.Signals, file: str, files: P
             waiting -= line == "ready\n"
         child.send_signal(number)
         assert child.wait(timeout=PATIENCE_SECONDS) == 75
+
+
+@pytest.mark.distributed
+def test_a_stop_that_finds_the_run_finished_is_no_failure(files: Path, worker: str) -> None:
+    """torchrun answers every signal with 1, also where both processes end with 0."""
+    head = [sys.executable, "-m", "accel_train.cli", "rehearse", "--config_file", str(files / "two.yaml")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([*head, worker, "finish"], env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        waiting = 2
+        while waiting:
+            line = child.stdout.readline()
+            assert line, "it ended before it was ready"
+            waiting -= line == "ready\n"
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=PATIENCE_SECONDS) == 0
 
 
 def test_ctrl_c_gives_the_prompt_back_after_the_save(files: Path, worker: str) -> None:
