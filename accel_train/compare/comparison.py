@@ -130,7 +130,8 @@ def _result(plan: report.Plan, gates: Sequence[Gate], rounds: Sequence[Sequence[
     a, *others = values
     found = [effects(a, b, plan.rounds, plan.tolerance) for b in others]
     decisions = [decide_gates(gates, a, b) for b in others]
-    if plan.is_ablation:  # gates are for B, not for its options one by one
+    if plan.is_ablation:
+        # Gates are for B, not for its options one by one.
         decisions[:-1] = [[] for _ in decisions[:-1]]
     return report.Result(plan, rounds, window, values, found, decisions)
 
@@ -186,7 +187,8 @@ def _sides(request: Request, bases: Mapping[str, Options]) -> tuple[str | None, 
         key, values = _read_vary(request.vary, bases[first])
         varied: list[_Side] = []
         for value in values:
-            words = shlex.split(value)  # an option of several values takes several words
+            # An option of several values takes several words.
+            words = shlex.split(value)
             varied.append(_Side(f"{key}={value}", first, (f"--{key}", *words)))
         return key, varied
     sides = [_Side(source, source) for source in request.sources]
@@ -275,7 +277,7 @@ def _refuse_equal_values(key: str, variants: Sequence[Variant]) -> None:
 
 
 def refuse_unequal_configs(variants: Sequence[Variant], key: str | None) -> None:
-    """Refuse an unfair comparison as far as the options alone show it, before anything runs."""
+    """Raise ``UsageError`` for an unfair comparison, if the options alone show it. Called before anything runs."""
     first, *others = variants
     for name in EQUAL:
         if name == key:
@@ -285,7 +287,8 @@ def refuse_unequal_configs(variants: Sequence[Variant], key: str | None) -> None
             b = other.config.get(name)
             if a != b:
                 remedy = f"give --{name} for both"
-                if name == "global_batch_size":  # no flag of `compare`
+                # `compare` has no flag for it.
+                if name == "global_batch_size":
                     remedy = "make it the same in both"
                 raise UsageError(
                     f"{name}: {a!r} in {first.name}, {b!r} in {other.name}: a fair comparison needs the same; "
@@ -340,7 +343,8 @@ class _Runner:
             seconds, cpu_seconds = run_once(command, folder / f"{variant.letter}.log", self.request.gates)
         except UsageError:
             if not directory.exists() and len(list(folder.iterdir())) == 1:
-                shutil.rmtree(folder)  # nothing has run, so the same --output can be given again
+                # Nothing has run, so the same --output can be given again.
+                shutil.rmtree(folder)
             raise
         run = read_run(variant.letter, number, directory, seconds, cpu_seconds)
         if not self.request.keep_checkpoints:
@@ -356,7 +360,7 @@ def _check_gate_names(gates: Sequence[Gate], runs: Sequence[Run]) -> None:
 
 
 def refuse_unequal_runs(first: Run, run: Run, key: str | None) -> None:
-    """Refuse differences invisible in the options: other data, number of steps or global batch size."""
+    """Raise ``UsageError`` for differences invisible in the options: data, number of steps, global batch size."""
     may_change_data = key is not None and key.startswith("data.")
     batches = [one.lines[-1].get("global_batch_size") for one in (first, run)]
     if first.fingerprint != run.fingerprint and not may_change_data:

@@ -75,7 +75,8 @@ def window_of(runs: Sequence[Run]) -> Window:
     warmup = math.ceil(WARMUP_SHARE * last)
     earlier = [p for p in common if p < last] or [0]
     first = next((p for p in earlier if p >= warmup), earlier[-1])
-    if first == 0:  # no common line before the last: the whole run is measured
+    if first == 0:
+        # No common line before the last: the whole run is measured.
         return Window(0, last, (0, *common[-1:]))
     return Window(first, last, tuple(p for p in common if p >= first))
 
@@ -113,10 +114,12 @@ def run_metrics(run: Run, window: Window, equal_seconds: float) -> dict[str, flo
     values["run_cpu_seconds"] = run.cpu_seconds
     measured = [line for step, line in lines.items() if step > window.first]
     for name in ("data_wait_fraction", "mfu"):
-        if column := _column(measured, name):
+        column = _column(measured, name)
+        if column:
             values[name] = median(column)
     for name in ("memory_peak_gib", "process_rss_gib"):
-        if column := _column(run.lines, name):
+        column = _column(run.lines, name)
+        if column:
             values[name] = max(column)
     values |= _losses(run, lines, window, equal_seconds)
     evaluation: dict[str, float] = {}
@@ -152,7 +155,10 @@ def _losses(run: Run, lines: Mapping[int, Line], window: Window, equal_seconds: 
         "loss_last_tenth": _column([lines[p] for p in window.tail()], "loss"),
     }
     for name in last_line:
-        if name.startswith("loss_") and (column := _column([last_line], name)):
+        if not name.startswith("loss_"):
+            continue
+        column = _column([last_line], name)
+        if column:
             losses[name] = column
     reached = [line for line in run.lines if line.get("elapsed_seconds", math.inf) <= equal_seconds]
     step_reached = max((int(line["step"]) for line in reached), default=0)
@@ -239,7 +245,8 @@ def describe_effect(found: Estimate, neutral: float, tolerated: float) -> str:
     else:
         low = found.low
         high = found.high
-    if low == high == neutral:  # bit for bit, as losses of one seed often are
+    # Losses of one seed are often equal bit for bit.
+    if low == high == neutral:
         return "equal"
     if tolerated and neutral - tolerated <= low and high <= neutral + tolerated:
         return "equal within the tolerance"
@@ -248,6 +255,7 @@ def describe_effect(found: Estimate, neutral: float, tolerated: float) -> str:
     if found.includes(neutral):
         return "no effect"
     direction = "lower" if found.median < neutral else "higher"
-    if neutral == 0.0:  # a difference, whose size depends on the metric's unit
+    # The size of a difference depends on the metric's unit.
+    if neutral == 0.0:
         return direction
     return f"{direction} by {abs(found.median - 1):.1%}"

@@ -77,7 +77,8 @@ def header(plan: Plan, output: Path) -> list[str]:
     lines = [f"{plan.recipe}: {plan.rounds} round(s) of {len(plan.variants)} runs in turns, {runs} runs, in {output}"]
     lines += [f"  {v.letter}  {v.name}" for v in plan.variants]
     differences = plan.differences()
-    if not plan.is_ablation:  # its variants are named after the differences
+    # The variants of an ablation are named after the differences already.
+    if not plan.is_ablation:
         lines += [f"differs  {name}: {' | '.join(map(repr, values))}" for name, values in differences.items()]
     if not differences:
         lines.append("differs  nothing: the result is the noise of this machine")
@@ -111,7 +112,8 @@ def _pair_table(result: Result) -> list[str]:
     (found,) = result.effects
     interval = f"[{LEVEL:.0%} interval]"
     if 1 < result.plan.rounds < ROUNDS_FOR_LEVEL:
-        interval = "[range]"  # of so few values, the bootstrap interval is the range
+        # The bootstrap interval of so few values is their range.
+        interval = "[range]"
     rows = [["metric", "A", "B", "B against A", interval, "reading"]]
     for effect in found:
         sides = [_short(effect.a), _short(effect.b)]
@@ -173,7 +175,8 @@ def _vary_table(result: Result) -> list[str]:
     note = "* differs from the first value: the interval of their ratio or difference excludes none"
     lines = [f"{result.plan.key}; {note}", "", *_aligned(rows), ""]
     for variant, effect_of in zip(others, effects, strict=True):
-        if effect := effect_of.get("samples_per_second"):
+        effect = effect_of.get("samples_per_second")
+        if effect is not None:
             cell = f"{_size(effect)} {_interval(effect)}"
             lines.append(f"{variant.name}: {cell} the samples per second of {first.name} ({effect.reading})")
     return [*lines, *best_lines(result)]

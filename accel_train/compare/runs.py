@@ -108,7 +108,8 @@ def read_config(recipe: Path, arguments: Sequence[str]) -> dict[str, Any]:
         raise UsageError(USAGE_ERROR.sub("", output.strip()))
     options: dict[str, Any] = {}
     for line in done.stdout.splitlines():
-        if match := OPTION.fullmatch(line):
+        match = OPTION.fullmatch(line)
+        if match:
             options[match["name"]] = _literal(match["value"])
     if done.returncode or not options:
         raise UsageError(
@@ -142,7 +143,8 @@ def run_once(command: Sequence[str], log: Path, gates: Sequence[str] = ()) -> tu
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, GATES_VARIABLE: "\n".join(gates)},
-            start_new_session=True,  # its group can be ended as a whole, and Ctrl-C reaches this process alone
+            # Its group can be ended as a whole, and Ctrl-C reaches this process alone.
+            start_new_session=True,
         )
         try:
             code = child.wait()
@@ -155,7 +157,9 @@ def run_once(command: Sequence[str], log: Path, gates: Sequence[str] = ()) -> tu
             f"the run ended with exit code {code}: {shlex.join(command)}\nthe last lines of {log}:\n"
             f"{_tail(log.read_text(errors='replace'))}"
         )
-    return time.perf_counter() - started, _cpu_seconds_of_children() - cpu_before
+    seconds = time.perf_counter() - started
+    cpu_seconds = _cpu_seconds_of_children() - cpu_before
+    return seconds, cpu_seconds
 
 
 def _cpu_seconds_of_children() -> float:
@@ -177,8 +181,11 @@ def _end_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def _tail(text: str) -> str:
+    """Return the last lines of an output, indented."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(f"  {line}" for line in lines[-LINES_SHOWN:]) or "  (it printed nothing)"
+    if not lines:
+        return "  (it printed nothing)"
+    return "\n".join(f"  {line}" for line in lines[-LINES_SHOWN:])
 
 
 @contextmanager
@@ -193,7 +200,8 @@ def stop_signals_raise() -> Generator[None]:
 
 
 def _interrupt(number: int, _: FrameType | None) -> NoReturn:
-    for other in STOP_SIGNALS:  # a second signal must not interrupt the cleanup
+    # A second signal must not interrupt the cleanup.
+    for other in STOP_SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     raise InterruptedRunError(signal.Signals(number).name)
 
@@ -208,6 +216,8 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
     if not lines:
         raise RunFailedError(f"{path} has no training line with step_seconds; docs/metrics.md lists the fields")
     environment = next((r for r in records if r.get("event") == "environment"), {})
+    hardware = {name: value for name, value in environment.items() if name not in NOT_HARDWARE}
+    evaluation = _read_json(directory / REPORT / EVALUATION_FILE)
     experiment = _read_json(directory / "run.json").get("experiment", {})
     return Run(
         letter=letter,
@@ -216,9 +226,9 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
         seconds=seconds,
         cpu_seconds=cpu_seconds,
         lines=lines,
-        evaluation=_numbers(_read_json(directory / REPORT / EVALUATION_FILE)),
+        evaluation=_numbers(evaluation),
         fingerprint=experiment.get("data_fingerprint"),
-        environment={name: value for name, value in environment.items() if name not in NOT_HARDWARE},
+        environment=hardware,
     )
 
 

@@ -64,20 +64,33 @@ def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
     eighth of the texts. The log-linear map is softmax(W latent + b), fitted by Adam in two epochs. It is left out
     above a million weights. Deterministic. Call it on one process: the demo takes about 8 seconds of one core.
     """
-    rows = torch.linspace(0, len(train) - 1, min(len(train), MAX_TRAINING_ROWS)).round().long()
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    rows = _training_rows(len(train))
     counts = torch.zeros(vocabulary_size)
     for batch in _blocks(train, rows):
         counts.scatter_add_(0, batch["tokens"].flatten(), batch["maskable"].flatten().float())
-    features = min(MAX_FEATURES, int((counts > 0).sum()))
-    kept = counts.argsort(descending=True, stable=True)[:features]
-    columns = torch.full((vocabulary_size,), len(kept)).index_copy_(0, kept, torch.arange(len(kept)))
+    columns = _feature_columns(counts)
     unigram = (counts + 0.5).log().log_softmax(0)
     log_linear = None
     if fits_log_linear(train, vocabulary_size):
         log_linear = _fit_log_linear(train, rows, unigram)
     linear = _fit_linear(train, rows, columns)
     return TextBaselines(len(rows), columns, linear, unigram, log_linear)
+
+
+def _training_rows(total: int) -> Tensor:
+    """Choose rows at even distances, in a fixed random order."""
+    rows = torch.linspace(0, total - 1, min(total, MAX_TRAINING_ROWS)).round().long()
+    generator = torch.Generator().manual_seed(0)
+    return rows[torch.randperm(len(rows), generator=generator)]
+
+
+def _feature_columns(counts: Tensor) -> Tensor:
+    """Map each token to a column: (V,) counts -> (V,) int64. The rarest tokens share the last one."""
+    features = min(MAX_FEATURES, int((counts > 0).sum()))
+    kept = counts.argsort(descending=True, stable=True)[:features]
+    columns = torch.full((len(counts),), features)
+    columns[kept] = torch.arange(features)
+    return columns
 
 
 def fits_log_linear(train: Rows, vocabulary_size: int) -> bool:
@@ -135,7 +148,9 @@ def _fit_log_linear(train: Rows, rows: Tensor, unigram: Tensor) -> Tensor:
     Adam is written out because the gradient is known in closed form. The learning rate decays linearly to 0.
     """
     width = train.batch([0])["latent"].numel() + 1
-    weights = torch.zeros(width, len(unigram)).index_copy_(0, torch.tensor([width - 1]), unigram[None])
+    weights = torch.zeros(width, len(unigram))
+    # The weights of the appended 1.
+    weights[-1] = unigram
     first = torch.zeros_like(weights)
     second = torch.zeros_like(weights)
     batches = torch.cat([rows] * EPOCHS).split(BATCH_ROWS)

@@ -68,8 +68,9 @@ def resolve_path(option: str, value: str) -> Path:
     try:
         path.stat()
     except (OSError, ValueError) as error:
-        looped = isinstance(error, OSError) and error.errno == errno.ELOOP
-        reason = "is a loop of symbolic links" if looped else "does not exist"
+        reason = "does not exist"
+        if isinstance(error, OSError) and error.errno == errno.ELOOP:
+            reason = "is a loop of symbolic links"
         raise UsageError(f"{option} {value!r}: {path} {reason}. Give a file or folder that exists.") from None
     return path
 
@@ -151,8 +152,10 @@ def _jsonl_files(path: str, text_column: str) -> list[Path]:
 
 def _is_hub_id(path: str) -> bool:
     """Return True if no local file has this name and it looks like an id rather than a file."""
+    if os.path.lexists(expand_path(path)):
+        return False
     known = (*LINE_FILES, *TABLE_FILES, ".json", ".py")
-    return not os.path.lexists(expand_path(path)) and bool(HUB_ID.match(path)) and not path.endswith(known)
+    return HUB_ID.match(path) is not None and not path.endswith(known)
 
 
 def _is_saved_dataset(source: Path) -> bool:
@@ -192,7 +195,8 @@ def _lines(file: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
     with stream:
         for number, raw in enumerate(stream, 1):
             if number == 1:
-                if code := CODES.get(raw[:2]):
+                code = CODES.get(raw[:2])
+                if code is not None:
                     raise UsageError(f"--data.path: {file} is {code}, UTF-8 is required. Convert it first.")
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             place = f"{file}:{number}"
@@ -225,7 +229,9 @@ def _json_rows(file: Path, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]
 def _text_fault(row: dict[str, Any], column: str) -> str | None:
     if column not in row:
         near = nearest(column, row) or next(iter(row), None)
-        hint = f"; set --data.text_column {near}" if near else ""
+        hint = ""
+        if near:
+            hint = f"; set --data.text_column {near}"
         return f"no field {column!r} among {sorted(row)}{hint}"
     text = row[column]
     if not isinstance(text, str):
@@ -240,7 +246,9 @@ def _text_fault(row: dict[str, Any], column: str) -> str | None:
 
 
 def _reference_fault(row: dict[str, Any]) -> str | None:
-    shard, idx = row.get("shard"), row.get("idx")
+    shard = row.get("shard")
+    idx = row.get("idx")
+    # In Python a bool is an int.
     if isinstance(shard, bool) or not isinstance(shard, int | str):
         return f"'shard' is {shard!r}; the number or file name of a latent shard is required"
     if isinstance(idx, bool) or not isinstance(idx, int) or idx < 0:
@@ -255,7 +263,8 @@ def _hub_dataset(path: str, split: str) -> Any:
     name, _, configuration = path.partition(":")
     try:
         return datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:  # name, network, permission, split or script: all are the user's to fix
+    except Exception as error:
+        # Name, network, permission, split or script: the user can fix all of them.
         raise UsageError(
             f"--data.path {path!r}, --data.split {split!r}: no such file or folder, and the hub answered "
             f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give a file, or a hub id "
@@ -269,7 +278,8 @@ def _saved_dataset(folder: Path, split: str) -> Any:
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # damaged arrow files raise half a dozen types
+    except Exception as error:
+        # Damaged Arrow files raise half a dozen types.
         raise UsageError(
             f"--data.path {str(folder)!r} cannot be read as a saved dataset ({type(error).__name__}: "
             f"{error}). Save it again with dataset.save_to_disk."
@@ -282,7 +292,8 @@ def _saved_dataset(folder: Path, split: str) -> Any:
 
 
 def _table(file: Path) -> Any:
-    """Read a whole table, bypassing the cache of `datasets`: its keys are path and time, not the content."""
+    """Read a whole table."""
+    # Not with `datasets.load_dataset`: its cache is keyed by path and time, not by content.
     import datasets
     from pyarrow import csv, parquet
 

@@ -91,28 +91,34 @@ class TransformerEncoder:
             tokenizer = json.loads(settings.read_text("utf-8"))
         positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
         limits = [int(limit) for limit in (tokenizer.get("model_max_length"), positions) if limit]
-        if self.max_length and self.max_length > min(limits, default=self.max_length):
+        if self.max_length is None:
+            return min([*limits, MAX_LENGTH])
+        if limits and self.max_length > min(limits):
             raise UsageError(
                 f"--data.encoder_max_length {self.max_length}: {self.name!r} reads at most {min(limits)} tokens. "
                 f"Give 1 to {min(limits)}, or null for the most it can."
             )
-        return self.max_length or min([*limits, MAX_LENGTH])
+        return self.max_length
 
     @property
     def dim(self) -> int:
         width: int = self._config.get_text_config().hidden_size
-        if (self.latent_dim or 0) > width:
+        if self.latent_dim is None:
+            return width
+        if self.latent_dim > width:
             raise UsageError(
                 f"--data.latent_dim {self.latent_dim}: {self.name!r} gives {width} dimensions. "
                 f"Give 1 to {width}, or null for all."
             )
-        return self.latent_dim or width
+        return self.latent_dim
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
-        _ = self.files_hash  # refuse other weights before they are used
+        # Computing the hash refuses other weights before they are used.
+        _ = self.files_hash
         model = load_model(self.name, self.folder, self._config)
-        return model.to(self.device), load_tokenizer(self.name, self.folder)
+        tokenizer = load_tokenizer(self.name, self.folder)
+        return model.to(self.device), tokenizer
 
     def release(self) -> None:
         """Free the model's memory on the device. `encode` loads it again."""
@@ -177,7 +183,8 @@ def local_folder(name: str) -> Path | None:
 
 def model_folder(name: str) -> Path:
     """Return the local directory of a model: itself, or the Hub's snapshot, downloaded once."""
-    if folder := local_folder(name):
+    folder = local_folder(name)
+    if folder is not None:
         return folder
     from huggingface_hub import snapshot_download
 
@@ -235,6 +242,7 @@ def load_model(name: str, folder: Path, config: Any) -> Any:
     """
     from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoModel, AutoModelForTextEncoding
 
+    # For encoder-decoders such as T5, AutoModel would load the decoder too.
     encoder_only = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     loader = AutoModelForTextEncoding if encoder_only else AutoModel
     try:

@@ -81,7 +81,8 @@ class LatentTable:
     def blocks(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield (first index, latents (n, L, Dz)) in order. `size` None: as many rows as fit into 64 MiB."""
         row_bytes = 4 * math.prod(self.shape)
-        size = size or max(1, BLOCK_BYTES // row_bytes)
+        if size is None:
+            size = max(1, BLOCK_BYTES // row_bytes)
         for start in range(0, len(self), size):
             stop = min(start + size, len(self))
             yield start, self.rows(torch.arange(start, stop))
@@ -154,7 +155,7 @@ def _build(folder: Path, shards: Sequence[int], texts: Sequence[str], encoder: L
     missing = [number for number in shards if not _intact(folder, number, len(texts), encoder.dim)]
     if not missing:
         return
-    rows = sum(min(ROWS_PER_SHARD, len(texts) - number * ROWS_PER_SHARD) for number in missing)
+    rows = sum(_rows_of_shard(number, len(texts)) for number in missing)
     with Progress("latents", rows, progress) as bar:
         for number in missing:
             # Another process may have finished this shard in the meantime.
@@ -183,7 +184,9 @@ def check_finite(latents: Tensor, start: int, texts: Sequence[str]) -> None:
     wrong = (~finite).nonzero().flatten().tolist()
     if wrong:
         index = start + wrong[0]
-        more = f", so do {len(wrong) - 1} after it" if len(wrong) > 1 else ""
+        more = ""
+        if len(wrong) > 1:
+            more = f", so do {len(wrong) - 1} after it"
         raise UsageError(
             f"--data.path: the latent of sample {index} ({texts[index][:60]!r}) holds NaN or infinity{more}. Finite "
             "latents are required: check the encoder's weights and that text."
@@ -216,11 +219,16 @@ def open_shard(file: Path) -> Tensor:
         return shard.get_tensor("latents")
 
 
+def _rows_of_shard(number: int, total: int) -> int:
+    """Return the number of rows of a shard. The last shard may have fewer than the others."""
+    return min(ROWS_PER_SHARD, total - number * ROWS_PER_SHARD)
+
+
 def _intact(folder: Path, number: int, total: int, dim: int) -> bool:
     """Check shape, dtype, checksum and finiteness of a shard. False for an unreadable file."""
     from safetensors import SafetensorError, safe_open
 
-    rows = min(ROWS_PER_SHARD, total - number * ROWS_PER_SHARD)
+    rows = _rows_of_shard(number, total)
     try:
         with safe_open(shard_file(folder, number), framework="np") as shard:
             latents: NDArray[Any] = shard.get_tensor("latents")

@@ -142,7 +142,7 @@ def prepare_data(
     tokenizer, encoder, mean and std are read from there. Each process holds texts and ids in memory. Latents are
     memory-mapped. Raises `UsageError`.
     """
-    processes = _Processes(rank, world_size, barrier or (lambda: None), progress, device)
+    processes = _Processes(rank, world_size, barrier or _no_barrier, progress, device)
     cache = open_cache(config.cache_dir, rank, world_size)
     train, heldout, notices = _read_splits(config)
     saved = load_assets(assets, device) if assets else None
@@ -151,11 +151,16 @@ def prepare_data(
     heldout, heldout_tokens = _tokenise(heldout, tokenizer, config)
     encoder = saved.encoder if saved else _build_encoder(config, train.texts, cache, processes)
     table = _latents(config, train, encoder, cache, processes)
-    mean, std = (saved.latent_mean, saved.latent_std) if saved else statistics(table)
+    if saved:
+        mean = saved.latent_mean
+        std = saved.latent_std
+    else:
+        mean, std = statistics(table)
     own = DataAssets(tokenizer, encoder, config.max_length, mean, std, table.shape[0])
     heldout_table = _latents(config, heldout, encoder, cache, processes)
     if isinstance(encoder, TransformerEncoder):
-        encoder.release()  # training does not encode
+        # Training does not encode.
+        encoder.release()
     train_data = _dataset(train.texts, train_tokens, table, own)
     heldout_data = _dataset(heldout.texts, heldout_tokens, heldout_table, own)
     if train_tokens.truncated:
@@ -163,6 +168,10 @@ def prepare_data(
         notices.append(f"{share:.1%} of training texts are cut to {config.max_length} tokens")
     fingerprint = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
     return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices))
+
+
+def _no_barrier() -> None:
+    """Do nothing, as the barrier of a single process."""
 
 
 def _dataset(texts: Sequence[str], tokens: Tokens, table: LatentTable, assets: DataAssets) -> TextLatentDataset:
@@ -175,6 +184,7 @@ def _dataset(texts: Sequence[str], tokens: Tokens, table: LatentTable, assets: D
 
 
 def _read_splits(config: DataConfig) -> tuple[Corpus, Corpus, list[str]]:
+    """Return the training and the held-out texts, and notices for the log about both."""
     check_options_have_effect(config.path, config.split, config.text_column)
     corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:
@@ -204,6 +214,7 @@ def _read_splits(config: DataConfig) -> tuple[Corpus, Corpus, list[str]]:
 
 
 def _read(config: DataConfig, path: str, split: str) -> tuple[Corpus, int]:
+    """Read a source. Returns its texts of at least `min_words` words, and the number of shorter ones."""
     corpus = read_corpus(
         path,
         split=split,
