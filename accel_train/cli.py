@@ -30,7 +30,8 @@ def _main(argv: Sequence[str]) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from accel_train.commands.doctor import attention_report, report
 
-    print(attention_report() if arguments.attention else report())
+    text = attention_report() if arguments.attention else report()
+    print(text)
     return 0
 
 

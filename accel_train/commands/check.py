@@ -36,17 +36,19 @@ def check(request: Launch) -> str:
     processes = machine.num_processes or 1
     accumulation = accumulation_steps(config.global_batch_size, processes, config.micro_batch_size)
     _refuse_contradictions(machine, config, accumulation, str(machine.path))
-    notes = [*notices(machine, os.environ), *_multi_cpu_note(machine)]
+    notes = notices(machine, os.environ) + _multi_cpu_note(machine)
     lines = [
         f"machine: {assumption or path}",
         f"  strategy {machine.strategy}, {processes} process(es) on {machine.num_machines} machine(s)",
-        *(f"  note: {note}" for note in notes),
+    ]
+    lines += [f"  note: {note}" for note in notes]
+    lines += [
         f"experiment: {shlex.join([request.recipe, *request.arguments])}",
         f"  global batch {config.global_batch_size} = {processes} process(es) x {accumulation} micro-batch(es) of at "
         f"most {config.micro_batch_size}; precision {config.precision}",
-        *(f"  {line}" for line in loaded.describe().splitlines()),
-        "nothing was run; everything that can be read is consistent",
     ]
+    lines += [f"  {line}" for line in loaded.describe().splitlines()]
+    lines.append("nothing was run; everything that can be read is consistent")
     return "\n".join(lines)
 
 
@@ -89,7 +91,8 @@ def _import(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up to resolve annotations
+    # Dataclasses look their module up there to resolve annotations.
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     if not hasattr(module, "main"):
         raise UsageError(f"recipe {str(path)!r}: it defines no main; a recipe has a function main(argv)")

@@ -63,7 +63,8 @@ class Launch:
 
 def launch(request: Launch, *, rehearsal: bool = False) -> int:
     """Run the recipe to its end and return its exit code (0 done, 2 usage error, 75 preempted, else 1)."""
-    with _SignalRelay() as relay:  # before the slow import of Accelerate
+    # Entered before the slow import of Accelerate, so that a signal meanwhile gives exit code 75.
+    with _SignalRelay() as relay:
         command, environment = _prepare(request, rehearsal=rehearsal)
         return _run(command, environment, relay)
 
@@ -85,7 +86,8 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
         environment["ACCELERATE_USE_CPU"] = "true"
     if THREADS_VARIABLE not in os.environ:
         environment[THREADS_UNASKED_VARIABLE] = "1"
-    environment.pop(MACHINE_FILE_VARIABLE, None)  # inherited if a launch started this one
+    # Inherited if another launch started this one.
+    environment.pop(MACHINE_FILE_VARIABLE, None)
     if path is not None:
         environment[MACHINE_FILE_VARIABLE] = str(path)
     if rehearsal:
@@ -138,6 +140,7 @@ def accelerate_settings(path: Path | None, machine: MachineConfig, request: Laun
     )
 
     flags = _explicit_flags(machine) if path is None else ["--config_file", str(path)]
+    # The experiment sets the precision. The recipe compares it with the file by itself.
     flags += ["--mixed_precision", "no"]
     for name in ("num_processes", "machine_rank", "main_process_ip", "main_process_port"):
         value = getattr(request, name)
@@ -148,7 +151,8 @@ def accelerate_settings(path: Path | None, machine: MachineConfig, request: Laun
     if settings.num_processes in (None, 0):
         settings.num_processes = machine.num_processes or 1
     if settings.main_process_port is None and settings.num_machines == 1:
-        settings.main_process_port = free_port()  # a fixed port would join several launches on one machine
+        # A fixed port would join several launches on one machine.
+        settings.main_process_port = free_port()
     deepspeed: Any = machine.raw.get("deepspeed_config") or {}
     settings.deepspeed_fields_from_accelerate_config = ",".join(deepspeed)
     return settings
@@ -169,7 +173,7 @@ def accelerate_environment(settings: Any) -> dict[str, str]:
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     if settings.use_deepspeed:
-        # torchrun on each machine, as for the other strategies; the default is pdsh over SSH
+        # torchrun runs on each machine, as for the other strategies. The default is pdsh over SSH.
         settings.deepspeed_multinode_launcher = "standard"
         _, environment = prepare_deepspeed_cmd_env(settings)
     else:
@@ -186,7 +190,8 @@ def torchrun_command(settings: Any, single: bool) -> list[str]:
     if settings.num_machines > 1:
         command += ["--nnodes", str(settings.num_machines), "--node_rank", str(settings.machine_rank)]
         address = str(settings.main_process_ip)
-    port = settings.main_process_port or 29500  # torchrun's own default
+    # Without a port torchrun takes 29500.
+    port = settings.main_process_port or 29500
     return [*command, "--master_addr", address, "--master_port", str(port)]
 
 
@@ -221,7 +226,8 @@ class _SignalRelay:
 
     def __enter__(self) -> _SignalRelay:
         numbers = set(FORWARDED)
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started by nohup
+        # nohup ignores SIGHUP for its child.
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
         self._previous = {number: signal.signal(number, self._on_signal) for number in numbers}
         return self
@@ -237,7 +243,8 @@ class _SignalRelay:
 
     def _on_signal(self, number: int, _: object) -> None:
         self.stopped = True
-        if self._child is None:  # a child being started right now dies with this process
+        # A child being started right now dies with this process.
+        if self._child is None:
             print(STOPPED_EARLY, file=sys.stderr, flush=True)
             raise SystemExit(EXIT_PREEMPTED)
         self._child.send_signal(FORWARDED[signal.Signals(number)])
@@ -248,7 +255,8 @@ def _run(command: Sequence[str], environment: dict[str, str], relay: _SignalRela
     with tempfile.TemporaryDirectory(prefix="accel-train-") as folder:
         report = Path(folder) / "exit_codes"
         environment = environment | {EXIT_CODE_VARIABLE: str(report)}
-        child = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)  # even if we end by SIGKILL
+        # The child must end with this process, even if SIGKILL ends it.
+        child = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
         code = relay.wait_for(child)
         reported = reported_exit_code(report, stopped=relay.stopped)
     if code == 0:
@@ -261,4 +269,5 @@ def _run(command: Sequence[str], environment: dict[str, str], relay: _SignalRela
     if reported is None and relay.stopped:
         print(STOPPED_EARLY, file=sys.stderr, flush=True)
         return EXIT_PREEMPTED
-    return code if code > 0 else 1  # negative: killed by a signal
+    # A negative code means that a signal killed the child.
+    return code if code > 0 else 1

@@ -257,8 +257,9 @@ def _processes(top: Section, kind: str, machines: int, override: int | None) -> 
     if count is None:
         return None
     if kind == "NO" and (count > 1 or machines > 1):
+        key = "num_processes" if count > 1 else "num_machines"
         raise top.refuse(
-            "num_processes" if count > 1 else "num_machines",
+            key,
             "1 with `distributed_type: NO`, which starts one process whatever the number",
             "write MULTI_GPU (or FSDP, DEEPSPEED) as distributed_type, or 1 here",
         )
@@ -355,8 +356,10 @@ def _dynamo(section: Section) -> DynamoSettings:
     from accelerate.utils.constants import TORCH_DYNAMO_MODES
 
     backend = section.choice("dynamo_backend", [str(b.value) for b in DynamoBackend], "NO")
+    if backend == "NO":
+        backend = "no"
     return DynamoSettings(
-        backend="no" if backend == "NO" else str(backend),
+        backend=str(backend),
         mode=str(section.choice("dynamo_mode", TORCH_DYNAMO_MODES, "default")),
         use_fullgraph=section.boolean("dynamo_use_fullgraph", False),
         use_dynamic=section.boolean("dynamo_use_dynamic", False),

@@ -178,8 +178,9 @@ def _mesh_sizes(mesh: Section, processes: int | None) -> tuple[int | None, int |
             "delete parallelism_config to shard over all processes, or use `distributed_type: MULTI_GPU`",
         )
     if processes is not None and replicate * shard != processes:
+        key = _SHARD if _SHARD in mesh.values else _REPLICATE
         raise mesh.refuse(
-            _SHARD if _SHARD in mesh.values else _REPLICATE,
+            key,
             f"such that dp_replicate_size x dp_shard_size ({replicate} x {shard} = {replicate * shard}) is "
             f"num_processes ({processes})",
             "correct one of the three, or delete parallelism_config to shard over all processes",

@@ -84,6 +84,7 @@ def build_accelerator(
     _connect(requested, timedelta(seconds=collective_timeout_seconds))
     accelerator = Accelerator(
         mixed_precision=ACCELERATE_PRECISION[precision],
+        # The loop accumulates by itself. With more steps Accelerate would rescale the loss.
         gradient_accumulation_steps=1,
         deepspeed_plugin=plugin,
         kwargs_handlers=list(handlers),
@@ -264,6 +265,7 @@ def zero_plugin(
     }
     refuse_zero_contradictions(settings, generated, precision, requested.source)
     settings.update(generated)
+    # DeepSpeed refuses optimizers outside its own list otherwise.
     settings["zero_allow_untested_optimizer"] = True
     # torch's fused CPU AdamW keeps the arithmetic of the other strategies.
     settings["zero_force_ds_cpu_optimizer"] = False

@@ -71,8 +71,11 @@ def leave(number: int) -> NoReturn:
     ``number`` is the signal, or 0 for the ``STOP`` file.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        name = signal.Signals(number).name if number else f"the file {STOP_FILE}"
+        name = f"the file {STOP_FILE}"
+        if number:
+            name = signal.Signals(number).name
         text = f"asked to stop ({name}) while there is nothing to save; start again to go on (exit code 75)\n"
+        # A print is not safe in a handler.
         os.write(2, text.encode())
     report_exit_code(EXIT_PREEMPTED)
     os._exit(EXIT_PREEMPTED)

@@ -190,6 +190,7 @@ def report_exit_code(code: int) -> None:
     """
     path = os.environ.get(EXIT_CODE_VARIABLE)
     if path:
+        # All ranks of a host append to the same file, each line in one write.
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.write(file, f"{_rank()} {code}\n".encode())
         os.close(file)

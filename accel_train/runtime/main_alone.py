@@ -38,6 +38,7 @@ def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
             failed = error
             message = {"error": _portable(error)}
     message = broadcast_object_list([message])[0]
+    # The main process keeps the original error with its traceback.
     if failed is not None:
         raise failed
     if "error" in message:

@@ -32,6 +32,7 @@ def connect(strategy: str | None, timeout: timedelta) -> None:
     # With this variable AcceleratorState takes its CPU branch.
     os.environ.pop("ACCELERATE_USE_CPU", None)
     if strategy == "deepspeed":
+        # DeepSpeed reads the variable during its import.
         os.environ["DS_ACCELERATOR"] = "cpu"
         from deepspeed import comm
 
@@ -55,6 +56,7 @@ def adapt(machine: MachineConfig, environment: dict[str, str], num_processes: in
     environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["ACCELERATE_USE_CPU"] = "true"
     environment["DS_ACCELERATOR"] = "cpu"
+    # All processes share the cores of this machine.
     environment.setdefault("OMP_NUM_THREADS", "1")
     rule = "=" * 78
     lines = [rule, f"REHEARSAL of {machine.path}: {machine.strategy} for real, not at its speed"]

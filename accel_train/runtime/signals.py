@@ -76,13 +76,14 @@ class StopRequests:
         if self._leaves and not self.begun:
             leave(number)
         now = time.monotonic()
-        # The kernel sends this signal when the launcher dies; by then the process has a new parent.
+        # The kernel sends a signal when the launcher dies. By then the process has a new parent.
         orphaned = os.getppid() != self._parent
         self._parent = os.getppid()
         if self._since is None:
             self._since = now
             self.reason = signal.Signals(number).name
         elif not orphaned and now - self._since > SAME_REQUEST_SECONDS:
+            # A print is not safe in a handler.
             os.write(2, b"second signal: stopping at once; the last committed checkpoint stands\n")
             os._exit(128 + number)
 
