@@ -1,4 +1,4 @@
-"""What every recipe declares and which options it has, whatever it trains."""
+"""Options of every recipe, and the declarations that a recipe makes to the mechanism."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ FREE_TO_CHANGE = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe declares of itself, so that no mechanism names it."""
+    """Declarations of a recipe. The mechanism reads them here and names no recipe."""
 
     free_to_change: tuple[str, ...] = ()
-    """Its own options (or groups) that may differ on resume: they do not change the trajectory."""
+    """Its own options, or groups of them, that may differ on resume because they do not change the trajectory."""
     labels: Labels = field(default_factory=Labels)
-    """How its metrics are shown."""
+    """Units and titles of its metrics."""
     loads_with: type | None = None
-    """The class whose ``from_pretrained`` loads a checkpoint: for the card on the Hub."""
+    """Class whose ``from_pretrained`` loads a checkpoint, named by the card on the Hub."""
 
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """What a run is, where it is kept and how it is computed. A recipe's config adds its model, data and objective.
+    """Options of a run. A recipe's config extends it with its model, data and objective.
 
-    The one place where a class is extended rather than composed: flags and YAML keep the short names (``--seed``,
-    not ``--run.seed``), and two recipes cannot drift apart in what they mean.
+    The one class that is extended rather than composed: flags and YAML keep short names (``--seed``, not
+    ``--run.seed``), and they mean the same in every recipe.
     """
 
     recipe: ClassVar[Recipe] = Recipe()
@@ -87,7 +87,7 @@ class ExperimentConfig:
     max_epochs: PositiveFloat | None = None
     """Passes over the training split, instead of max_steps."""
     precision: Precision = "fp32"
-    """Of the computation; weights, optimizer and average stay fp32."""
+    """Compute dtype. Weights, optimizer state and EMA stay fp32."""
     attention: str = "auto"
     """Kernel of attention. auto: by a table of what each can do. tune: the fastest on these shapes, measured at the
     start. Else a name that `accel-train doctor --attention` lists, or module:function of your own. Each is proven
@@ -124,11 +124,11 @@ class ExperimentConfig:
 
     @property
     def report_directory(self) -> Path:
-        """Of what people look at: curves, metrics, samples. May not exist yet."""
+        """Directory for curves, metrics and samples, to be looked at. May not exist yet."""
         return expand_path(self.output_dir) / REPORT
 
     def run_options(self) -> RunOptions:
-        """What ``open_run`` needs to know of this config."""
+        """Return the options of ``open_run``."""
         loader = self.recipe.loads_with
         return RunOptions(
             output_dir=self.output_dir,

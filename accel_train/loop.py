@@ -28,14 +28,14 @@ from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.opened import Opened, Prepared
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
-from accel_train.store.commit import checkpoint_name
+from accel_train.store.manifest import checkpoint_name
 from accel_train.store.names import REPORT
 from accel_train.training.step_guard import StepResult
 
 logger = logging.getLogger(__name__)
 CALLS = ("report", "save_if_due")
 SAMPLES = "samples"
-"""Name of the sum of the weights, which divides the others."""
+"""Name of the sum of the weights, the denominator of the other sums."""
 
 
 @contextmanager
@@ -46,23 +46,25 @@ def training(
     order: Sampler,
     write_extras: Callable[[Path], None],
 ) -> Generator[Training]:
-    """One run from the step that it stands at. Every process enters it, iterates it and calls it.
+    """Run the training loop from the step reached so far. Every process enters, iterates and calls it.
 
     ::
 
         with loop.training(opened, prepared, data, order, write_extras) as training:
-            for batches in training:                # ends at max_steps, at a stop, at an early end
+            for batches in training:                # ends at max_steps, at a stop or at an early end
                 ...                                 # forward, backward, optimizer, EMA
                 training.report(batches, result)
-                training.save_if_due(result)        # before the evaluation: one that fails loses nothing
+                training.save_if_due(result)        # before the evaluation, so that a failing one loses nothing
                 if config.evaluation.due(batches.done, opened.max_steps):
                     training.evaluate(evaluation)
         return loop.finish(training)
 
-    Leaving it finishes the last save and ends readers and trackers, whatever the reason. ``write_extras(directory)``
-    puts beside the weights of a checkpoint what their use needs; the main process calls it.
+    Leaving it for any reason finishes the last save and ends readers and trackers. The main process calls
+    ``write_extras(directory)`` to add files to a checkpoint, such as a tokenizer.
     """
-    config, accelerator, run = opened.config, opened.accelerator, opened.run
+    config = opened.config
+    accelerator = opened.accelerator
+    run = opened.run
     log = Recorder(
         accelerator,
         run.directory,
@@ -101,7 +103,7 @@ def training(
 
 @dataclass
 class Training:
-    """What `training` gives: iterated for the batches of each step, and told what came of it."""
+    """A running training: iterate it for the batches of each step, and report their result to it."""
 
     opened: Opened
     order: Sampler
@@ -111,13 +113,13 @@ class Training:
     steps: Iterator[StepBatches]
     throughput: Throughput
     done: int = field(init=False)
-    """Optimizer steps done, with those of earlier starts."""
+    """Optimizer steps done, including those of earlier starts."""
     stopped: bool = False
-    """The run was asked to stop, and what it has done is saved."""
+    """The run was asked to stop, and its work is saved."""
     _ended: bool = False
     _result: StepResult | None = None
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Of an evaluation after the present step."""
+    """Metrics of an evaluation after the current step."""
     _called: set[str] = field(default_factory=set[str])
     _counts: LocalCounts = field(default_factory=LocalCounts)
 
@@ -125,12 +127,18 @@ class Training:
         self.done = self.opened.start_step
 
     def __iter__(self) -> Iterator[StepBatches]:
-        """The micro-batches of each step. Raises ``RuntimeError`` where the step before was not reported or saved."""
+        """Yield the micro-batches of each step.
+
+        Raises ``RuntimeError`` if the previous step was not reported or saved.
+        """
         for batches in self.steps:
-            self._called, self._metrics, self.done = set(), {}, batches.done
+            self._called = set()
+            self._metrics = {}
+            self.done = batches.done
             yield batches
-            if missing := [name for name in CALLS if name not in self._called]:
-                raise RuntimeError(f"step {batches.step}: the loop did not call training.{missing[0]}; add the call")
+            for name in CALLS:
+                if name not in self._called:
+                    raise RuntimeError(f"step {batches.step}: the loop did not call training.{name}; add the call")
             if self._ended and not self.stopped:
                 self._save()
             if self.stopped or self._ended:
@@ -146,17 +154,19 @@ class Training:
         flops: Count = 0.0,
         **fields: object,
     ) -> None:
-        """Count the step for the throughput and, at a log point, write a training line; that waits for the device.
+        """Count the step for the throughput. At a log point, wait for the device and write a training line.
 
-        ``tokens``, ``padded_tokens`` and ``flops`` are what this process computed in this step, as numbers or tensors;
-        they are summed over the processes at the log point (``Throughput.update`` says what each is). ``fields`` join
-        the line as they are.
+        ``tokens``, ``padded_tokens`` and ``flops`` count the work of this process in this step, as numbers or tensors.
+        They are summed over the processes at the log point. ``Throughput.update`` defines each. ``fields`` are added to
+        the line unchanged.
         """
         self._called.add("report")
         self.saver.begin()
         self._counts.add(tokens=tokens, padded_tokens=padded_tokens, flops=flops)
         logs = self.log.due(self.done)
-        totals = self._counts.take(self.opened.accelerator) if logs else {}
+        totals: Mapping[str, float] = {}
+        if logs:
+            totals = self._counts.take(self.opened.accelerator)
         self.throughput.update(
             samples=self.opened.config.global_batch_size, data_wait_seconds=batches.data_wait_seconds, **totals
         )
@@ -166,7 +176,7 @@ class Training:
             self.log.train(self.done, line | fields)
 
     def save_if_due(self, result: StepResult) -> None:
-        """Save if a save is due or somebody asked to stop: all processes learn of it at one step."""
+        """Save if a save is due or a stop was requested. All processes learn of it at the same step."""
         self._called.add("save_if_due")
         self._result = result
         self.stopped = self.saver.boundary(self.done)
@@ -176,8 +186,8 @@ class Training:
     def evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
         """Call ``evaluate``, record its metrics, and add them to the checkpoint of this step, if there is one.
 
-        What was saved is committed first, so that an evaluation that raises, hangs or is killed loses nothing. A stop
-        ends it at its next ``stopping_point``, on all processes, and saves. Returns the metrics; empty after a stop.
+        A pending save is committed first, so that an evaluation that raises, hangs or is killed loses nothing. A stop
+        ends it at its next ``stopping_point``, on all processes, and saves. Returns the metrics, empty after a stop.
         """
         if self.stopped:
             return {}
@@ -197,7 +207,7 @@ class Training:
         return metrics
 
     def end(self) -> None:
-        """Let this step be the last: save it and leave the loop. The same on every process."""
+        """Make this step the last: save it and leave the loop. The same on every process."""
         self._ended = True
 
     def _save(self) -> None:
@@ -213,9 +223,9 @@ def heldout_means(
     batch_size: int,
     metrics_of: Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, float]:
-    """Mean of each metric over a held-out set, with the EMA weights; the same on any number of processes.
+    """Return the mean of each metric over a held-out set, with the EMA weights, the same on any number of processes.
 
-    ``metrics_of(model, batch)`` gives the metrics of each sample, (B,). All processes call it; a stop ends it between
+    ``metrics_of(model, batch)`` returns the metrics of each sample, (B,). All processes call it. A stop ends it between
     two batches.
     """
 
@@ -231,15 +241,15 @@ def heldout_means(
 
 
 def evaluate_only(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> int:
-    """Evaluate the checkpoint that was restored and write the report; train nothing. All processes. Returns exit code
-    0."""
+    """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0."""
     write_report(opened.accelerator, opened.run.directory, opened.start_step, evaluate())
     return 0
 
 
 def finish(training: Training) -> int:
-    """End the trackers, log where the results are, and return the exit code: 75 where the run was asked to stop."""
-    opened, step = training.opened, training.done
+    """End the trackers, log where the results are, and return the exit code: 75 if the run was asked to stop."""
+    opened = training.opened
+    step = training.done
     opened.accelerator.end_training()
     if training.stopped and step >= opened.max_steps:
         info(logger, f"stopped in the evaluation after the last step, {step}, which is saved (exit code 75)")
@@ -248,10 +258,7 @@ def finish(training: Training) -> int:
     if training.stopped:
         info(logger, f"stopped at step {step} of {opened.max_steps} and saved; start again to go on (exit code 75)")
         return EXIT_PREEMPTED
-    place, report = opened.run.directory, opened.config.report_directory
-    there = [
-        f"checkpoints/{checkpoint_name(step)}",
-        *(f"{REPORT}/{file.name}" for file in sorted(report.glob("[!.]*"))),
-    ]
-    info(logger, f"finished: {place} holds {', '.join(there)}")
+    reports = sorted(opened.config.report_directory.glob("[!.]*"))
+    results = [f"checkpoints/{checkpoint_name(step)}", *(f"{REPORT}/{file.name}" for file in reports)]
+    info(logger, f"finished: {opened.run.directory} holds {', '.join(results)}")
     return 0

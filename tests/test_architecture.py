@@ -1,4 +1,4 @@
-"""The house stays liveable: import layers, optional packages, budgets of size, docstrings. Read with ``ast``."""
+"""Architecture: import layers, optional packages, budgets of size, docstrings. Read with ``ast``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LIBRARY = ROOT / "accel_train"
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
-GROUND = {
+VALUES = {
     *("config", "config_loading", "config_tree", "cores", "flags", "precision", "rng", "strict_yaml", "wording"),
 }
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
 TOOLS = {"commands", "compare"}
 DOMAINS = {"domains.models", "domains.diffusion", "domains.text", "domains.pde"}
 ROWS = (
-    GROUND,
+    VALUES,
     {"launch_files"},
     {"store", "training", "data", "runtime", "speed"},
     {"hub", "checkpoints", "metrics"},
@@ -59,7 +59,7 @@ NEIGHBOURS_ALLOWED = {
 }
 """Imports along a row, each with its reason; a dotted target allows that module only."""
 
-ACCELERATE_ROOMS = {
+ACCELERATE_PACKAGES = {
     *("launch_files", "runtime", "training", "checkpoints", "metrics"),
     *("opened", "startup", "experiment", "preparation", "loop", "recipes"),
     "commands",  # starts its launcher
@@ -135,7 +135,7 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def room_of(path: Path) -> str:
+def package_of_file(path: Path) -> str:
     """``runtime``, ``domains.text``, ``experiment``, ``recipes``."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return parts[0] if parts[0] != "accel_train" else package_of(parts[1:])
@@ -171,13 +171,13 @@ def every_import() -> list[Import]:
     return [item for path in (*MODULES, *RECIPES) for item in imports(path)]
 
 
-def row_of(room: str) -> int:
-    return next(index for index, row in enumerate(ROWS) if room in row)
+def row_of(package: str) -> int:
+    return next(index for index, row in enumerate(ROWS) if package in row)
 
 
-def test_every_module_is_in_a_room_of_the_house() -> None:
-    rooms = set().union(*ROWS)
-    strangers = [p for p in MODULES if room_of(p) not in rooms | {"__init__", "domains"}]
+def test_every_module_is_in_a_row() -> None:
+    packages = set().union(*ROWS)
+    strangers = [p for p in MODULES if package_of_file(p) not in packages | {"__init__", "domains"}]
     assert not strangers
     assert len(MODULES) > 40
     assert len(RECIPES) >= 1
@@ -189,7 +189,7 @@ def test_imports_point_down() -> None:
         if not item.target.startswith("accel_train."):
             continue
         target = item.target.removeprefix("accel_train.")
-        ours, theirs = room_of(item.path), package_of(tuple(target.split(".")))
+        ours, theirs = package_of_file(item.path), package_of(tuple(target.split(".")))
         if theirs.startswith("__") or ours == theirs:
             continue
         along = any(
@@ -222,7 +222,7 @@ def test_packages_keep_their_budget() -> None:
     sizes: dict[str, int] = {}
     for path in MODULES:
         if path.stem != "__init__" and path.parent != LIBRARY:
-            sizes[room_of(path)] = sizes.get(room_of(path), 0) + 1
+            sizes[package_of_file(path)] = sizes.get(package_of_file(path), 0) + 1
     wrong = over(sizes, {name: DOMAIN_FILES if name in DOMAINS else PACKAGE_FILES for name in sizes})
     assert not wrong, wrong
 
@@ -242,12 +242,12 @@ NAMED_AS_EXAMPLES = {
 
 
 def test_mechanism_names_no_domain() -> None:
-    rooms = GROUND | MECHANISM | {"experiment_options", "opened", "experiment", "preparation", "startup", "loop"}
+    mechanism = VALUES | MECHANISM | {"experiment_options", "opened", "experiment", "preparation", "startup", "loop"}
     found: list[str] = []
     for path in MODULES:
         allowed = NAMED_AS_EXAMPLES.get(str(path.relative_to(ROOT)))
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            named = room_of(path) in rooms and DOMAIN_WORDS.search(line)
+            named = package_of_file(path) in mechanism and DOMAIN_WORDS.search(line)
             if named and (allowed is None or allowed not in line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
     assert not found, "\n".join(found)
@@ -258,11 +258,11 @@ def test_nothing_imports_a_recipe() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_accelerate_stays_in_its_rooms() -> None:
+def test_accelerate_stays_in_its_packages() -> None:
     wrong = [
         str(i)
         for i in every_import()
-        if i.target.split(".")[0] == "accelerate" and room_of(i.path) not in ACCELERATE_ROOMS
+        if i.target.split(".")[0] == "accelerate" and package_of_file(i.path) not in ACCELERATE_PACKAGES
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -270,7 +270,7 @@ def test_accelerate_stays_in_its_rooms() -> None:
 def test_pydantic_and_tyro_are_imported_in_one_module() -> None:
     found = [i for i in every_import() if i.target.split(".")[0] in ONLY_IN_LOADING]
     assert {i.target.split(".")[0] for i in found} == ONLY_IN_LOADING
-    wrong = [str(i) for i in found if room_of(i.path) != "config_loading"]
+    wrong = [str(i) for i in found if package_of_file(i.path) != "config_loading"]
     assert not wrong, "\n".join(wrong)
 
 
