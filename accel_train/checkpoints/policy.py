@@ -25,14 +25,14 @@ class CheckpointConfig:
     """Options of saving: how often, in which form, and which checkpoints are kept."""
 
     save_every: NonNegativeInt = 0
-    """Optimizer steps between saves; 0 is off. The final state is always saved."""
+    """Optimizer steps between saves. 0 is off. The final state is always saved."""
     save_every_minutes: NonNegativeFloat | None = None
-    """Minutes between saves, by the main process's clock; 0 is off. null: 10, or off if save_every or
+    """Minutes between saves, by the main process's clock. 0 is off. null: 10, or off if save_every or
     save_every_epochs is set."""
     save_every_epochs: NonNegativeFloat = 0.0
-    """Epochs (passes over the data) between saves; 0 is off."""
+    """Epochs (passes over the data) between saves. 0 is off."""
     save_state: bool = True
-    """Save optimizer state. false: weights and EMA only; a run cannot resume from them."""
+    """Save optimizer state. false: weights and EMA only, from which a run cannot resume."""
     save_precision: Precision = "fp32"
     """Dtype of model.safetensors and ema.safetensors. Exact fp32 copies are kept with the optimizer state."""
     asynchronous: bool = True

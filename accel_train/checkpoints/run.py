@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """An opened run directory. Every rank holds one; only the main process writes to it."""
+    """Opened run directory. Every rank holds one. Only the main process writes to it."""
 
     directory: Path
     run_id: str
     checkpoint: Checkpoint | None
-    """The newest verified checkpoint, None for a fresh start."""
+    """Newest verified checkpoint, None for a fresh start."""
     decision: str
     """Log line on the start or the resume, with the reason."""
     saved: Mapping[str, Any]

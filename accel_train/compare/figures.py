@@ -237,7 +237,7 @@ def _effect(name: str, a: Sequence[float], b: Sequence[float], rounds: int, tole
 
 
 def describe_effect(found: Estimate, neutral: float, tolerated: float) -> str:
-    """Describe an effect in words. ``neutral`` means no effect; within ``tolerated`` of it, values count as equal."""
+    """Describe an effect in words. ``neutral`` means no effect. Within ``tolerated`` of it, values count as equal."""
     if not isfinite(found.median):
         return "not a number"
     if found.low is None or found.high is None:

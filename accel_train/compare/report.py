@@ -60,7 +60,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a comparison. Lists follow the variants; ``effects`` and ``decisions`` leave out the first."""
+    """Outcome of a comparison. Lists follow the variants. ``effects`` and ``decisions`` leave out the first."""
 
     plan: Plan
     rounds: Sequence[Sequence[Run]]

@@ -168,10 +168,10 @@ class _Place:
         return name
 
     def _free_name(self, oid: str | None = None) -> str | None:
-        """Return the first candidate name without a target, with the target ``oid``, or with one we may replace.
+        """Return the first candidate name that is unused, points at ``oid``, or may be replaced.
 
-        Names used by another run or a person are left alone. A run that went back and trained the step again replaces
-        its earlier commit, provided that main still has that.
+        Names used by another run or a person are left alone. A run that went back and trained the step again moves the
+        name from its earlier commit, provided that main still has that commit.
         """
         branches, tags = self._targets()
         in_main = {found.commit_id for found in self.main}

@@ -76,7 +76,7 @@ class Logs:
 def setup_logging(output_dir: Path, rank: int, world_size: int) -> Logs:
     """Send Python's logging, warnings and uncaught exceptions to ``output_dir/logs/rank_N.log``.
 
-    Every process calls it once ``output_dir`` is known; no collective. A restart appends to the file after a header
+    Every process calls it once ``output_dir`` is known. No collective. A restart appends to the file after a header
     line. Only the main process writes to the console (stdout): messages of this project and its recipes from INFO,
     others from WARNING. A second call replaces the first. A ``UsageError`` is logged without traceback, a
     ``SystemExit`` not at all.

@@ -234,7 +234,7 @@ def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
 def write_report(accelerator: Accelerator, directory: Path, step: int, metrics: Mapping[str, object]) -> None:
     """Write ``report/evaluation.json``, and ``report/curves.png`` if there are metrics.
 
-    Every process may call it; only the main process writes.
+    Every process may call it. Only the main process writes.
     """
     if not accelerator.is_main_process:
         return

@@ -60,7 +60,7 @@ class LocalCounts:
 
 
 class Throughput:
-    """Throughput of training alone over the last log intervals. Every process may have one; no collective.
+    """Throughput of training alone over the last log intervals. Every process may have one. No collective.
 
     The window ends at reads for a reason. On CUDA a step returns to the host long before the device finishes it, so a
     clock in ``update`` would time the queue. ``read`` is called at a log point, after the host has fetched the loss
@@ -148,7 +148,7 @@ class Throughput:
     def read(self) -> dict[str, float]:
         """Close the interval and return its metrics. Call it right after the host has waited for the loss.
 
-        Metrics without suffix are global; memory is of this process. Before the first step only memory is there.
+        Metrics without suffix are global. Memory is of this process. Before the first step only memory is there.
         ``model_tflops_per_second`` needs counted FLOPs, and ``mfu`` a known peak.
         """
         self._close_interval()

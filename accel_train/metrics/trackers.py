@@ -124,7 +124,7 @@ class Trackers:
             ) from error
 
     def log(self, values: Mapping[str, object], step: int) -> None:
-        """Send the numbers in ``values``; the rest is in ``metrics.jsonl`` only. Never raises.
+        """Send the numbers in ``values``. The rest is in ``metrics.jsonl`` only. Never raises.
 
         After ``MAX_FAILURES`` consecutive failures a tracker is switched off with one warning.
         """
