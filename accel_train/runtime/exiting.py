@@ -211,7 +211,7 @@ def reported_exit_code(path: Path, *, stopped: bool) -> int | None:
     for code in preference:
         if code in codes:
             return code
-    return max(codes)
+    return max(codes, default=None)
 
 
 def _leave(code: int) -> NoReturn:

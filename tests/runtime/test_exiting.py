@@ -155,6 +155,7 @@ def test_a_wrong_usage_is_in_the_log_of_the_run_where_there_is_one(
     ("said", "stopped", "code"),
     [
         (None, True, None),
+        ("", True, None),
         ("0 1\n", True, 1),
         ("0 1\n1 1\n0 75\n1 75\n", False, 75),
         ("0 1\n1 1\n0 2\n1 75\n", False, 2),
@@ -163,7 +164,7 @@ def test_a_wrong_usage_is_in_the_log_of_the_run_where_there_is_one(
         ("0 1\n1 1\n1 0\n0 75\n", True, 75),
         ("0 1\n0 3\n", False, 3),
     ],
-    ids=["imports", "crash", "saved", "usage", "crash of one", "early on one", "last push", "other"],
+    ids=["imports", "torn", "crash", "saved", "usage", "crash of one", "early on one", "last push", "other"],
 )
 def test_the_codes_of_all_ranks_become_one(said: str | None, stopped: bool, code: int | None, tmp_path: Path) -> None:
     if said is not None:
