@@ -60,7 +60,7 @@ def training(
         return loop.finish(training)
 
     Leaving it for any reason finishes the last save and ends readers and trackers. The main process calls
-    ``write_extras(directory)`` to add files to a checkpoint, such as a tokenizer.
+    ``write_extras(directory)`` to add files to a checkpoint, such as the model's config.
     """
     config = opened.config
     accelerator = opened.accelerator
