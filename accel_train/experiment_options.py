@@ -7,23 +7,15 @@ from pathlib import Path
 from typing import ClassVar
 
 from accel_train.checkpoints.policy import CheckpointConfig, RunOptions
-from accel_train.config import (
-    PositiveFloat,
-    PositiveInt,
-    Seed,
-    UsageError,
-    expand_path,
-)
-from accel_train.config_tree import config_text, experiment_tree, flatten
+from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
+from accel_train.config_tree import config_text, experiment_tree, flatten, to_tree
 from accel_train.data.options import LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.metrics.progress import Labels
 from accel_train.metrics.recorder import LogConfig
 from accel_train.precision import Precision
 from accel_train.runtime.distributed_options import DistributedConfig
-from accel_train.speed.activation_checkpointing import ActivationCheckpointingConfig
-from accel_train.speed.compile import CompileConfig
-from accel_train.speed.float8 import Float8
+from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
 from accel_train.store.names import REPORT
 from accel_train.training.accumulation import SyncPolicy
 from accel_train.training.ema import EmaConfig
@@ -126,6 +118,14 @@ class ExperimentConfig:
     def report_directory(self) -> Path:
         """Directory for curves, metrics and samples, to be looked at. May not exist yet."""
         return expand_path(self.output_dir) / REPORT
+
+    def command_line_flags(self, group: str) -> list[str]:
+        """List the flags of the command line that set options of ``group``."""
+        flags: list[str] = []
+        for option, value in flatten(to_tree(self)).items():
+            if option.startswith(f"{group}.") and origin_of(self, option) == "command line":
+                flags.append(f"--{option} {value}")
+        return flags
 
     def run_options(self) -> RunOptions:
         """Return the options of ``open_run``."""

@@ -11,15 +11,11 @@ import torch
 from torch import nn
 
 from accel_train.checkpoints.restore import load_initial_weights, restore
-from accel_train.config import origin_of
-from accel_train.config_tree import flatten, to_tree
-from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import RunInfo
 from accel_train.opened import Opened, Prepared
-from accel_train.runtime.accelerator import verify_prepared
 from accel_train.runtime.distributed_options import apply_fsdp2_prefetch
-from accel_train.runtime.strategy import strategy_of
+from accel_train.runtime.strategy import strategy_of, verify_prepared
 from accel_train.speed import fitting
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
 from accel_train.speed.attention_table import AttentionNeeds
@@ -49,19 +45,10 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
         sharded=strategy_of(accelerator) not in ("single", "ddp"),
         world_size=accelerator.num_processes,
         device=accelerator.device,
-        given=_model_flags(config),
+        given=config.command_line_flags("model"),
     )
     torch.manual_seed(config.seed)
     return model(*shape, **named)
-
-
-def _model_flags(config: ExperimentConfig) -> list[str]:
-    """List the flags of the command line that set the model's size."""
-    flags: list[str] = []
-    for option, value in flatten(to_tree(config)).items():
-        if option.startswith("model.") and origin_of(config, option) == "command line":
-            flags.append(f"--{option} {value}")
-    return flags
 
 
 def prepare(

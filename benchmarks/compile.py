@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig
-from accel_train.speed.compile import CompileConfig, CompiledBlocks, apply_compile
+from accel_train.speed.compile import CompiledBlocks, apply_compile
+from accel_train.speed.options import CompileConfig
 from benchmarks.method import ROOT, Row, in_turns, parser_of, row, write_results
 
 WAYS = {

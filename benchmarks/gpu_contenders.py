@@ -14,11 +14,9 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
 
 from accel_train.runtime.step_overhead import remember_lookups
-from accel_train.speed.activation_checkpointing import ActivationCheckpointingConfig
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
 from accel_train.speed.attention_table import AttentionNeeds
-from accel_train.speed.compile import CompileConfig
-from accel_train.speed.float8 import Float8
+from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.offload import HostAdamW

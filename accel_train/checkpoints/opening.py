@@ -23,10 +23,10 @@ from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError, expand_path
 from accel_train.hub.access import check_repository
 from accel_train.runtime.main_alone import on_main
-from accel_train.store import atomic_files, commit, manifest
+from accel_train.store import atomic_files, commit, manifest, names
 from accel_train.store import lock as locks
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.names import CONFIG_FILE, METRICS_FILE, REPORT, RUN_FILE
+from accel_train.store.names import OF_A_RUN, REPORT
 from accel_train.store.run_file import has_trained, new_run, read_run, recall, refuse_changes, with_changes
 
 PATIENCE_SECONDS = 5.0
@@ -150,7 +150,7 @@ def _empty(directory: Path) -> None:
             shutil.rmtree(directory / "hub", ignore_errors=True)
         except OSError as error:
             raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
-    for name in (run.LOADING_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE):
+    for name in OF_A_RUN:
         atomic_files.delete_file(directory / name)
 
 
@@ -356,7 +356,7 @@ def newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | 
         return checkpoint, reasons
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.bad")
     os.rename(checkpoint.path, aside)
-    atomic_files.delete_file(directory / run.LOADING_FILE)
+    atomic_files.delete_file(directory / names.LOADING_FILE)
     reason = f"{aside}: {LOADING_ATTEMPTS} starts ended while it was being loaded; it is set aside"
     checkpoint, more = newest_loadable(directory, with_state=with_state)
     return checkpoint, [reason, *reasons, *more]

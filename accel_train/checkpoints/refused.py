@@ -9,11 +9,8 @@ from pathlib import Path
 
 from accel_train.runtime.exiting import SECONDS_TO_BE_HEARD
 from accel_train.store import lock as locks
-from accel_train.store.names import RUN_FILE
+from accel_train.store.names import OF_A_START
 from accel_train.store.run_file import has_trained
-
-FILES = ("metrics.jsonl", "config.yaml", RUN_FILE, ".lock")
-"""Files written by the main process before the first step, in addition to its log. The lock, held here, comes last."""
 
 
 def present(directory: Path) -> frozenset[Path]:
@@ -60,8 +57,8 @@ def _holds_run(directory: Path) -> bool:
 
 
 def _of_main(directory: Path, before: frozenset[Path]) -> list[Path]:
-    """List the files created by the main process since ``before``."""
-    files = (directory / name for name in ("logs/rank_0.log", *FILES))
+    """List the files created by the main process since ``before``. The lock, held here, comes last."""
+    files = (directory / name for name in ("logs/rank_0.log", *OF_A_START))
     return [file for file in files if file not in before and os.path.lexists(file)]
 
 

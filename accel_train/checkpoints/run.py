@@ -14,11 +14,9 @@ import torch
 from accel_train.config import UsageError
 from accel_train.store import atomic_files, strict_json
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.names import RUN_FILE
+from accel_train.store.names import LOADING_FILE, RUN_FILE
 from accel_train.store.run_file import renew_run, write_run
 
-LOADING_FILE = "loading.json"
-"""Counts the starts that died while they read a checkpoint."""
 MAX_NOTE_BYTES = 64 << 10
 
 logger = logging.getLogger(__name__)

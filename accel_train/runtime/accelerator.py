@@ -35,7 +35,7 @@ from accel_train.launch_files.requested import (
 )
 from accel_train.precision import Precision
 from accel_train.runtime import rehearsal, tested_versions
-from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers, verify_ddp
+from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers
 from accel_train.runtime.early_stop import end_with_the_launcher
 from accel_train.runtime.exiting import begin_run
 from accel_train.runtime.strategy import strategy_of
@@ -332,39 +332,3 @@ def _verify(accelerator: Accelerator, requested: Requested, world_size: int, pre
                 f"{name}: {' or '.join(map(str, asked))} was asked for by {requested.source}, but {real} came up; "
                 "check the launch command (`accel-train check --config_file FILE RECIPE` explains what it reads)"
             )
-
-
-def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_norm: float) -> str:
-    """Check that ``prepare`` wrapped the model as the strategy requires, and return a line for the log.
-
-    All ranks call it, right after ``prepare``. An FSDP2 wrap policy without a matching block, for example, shards only
-    the root and gathers the whole model at once.
-    """
-    strategy = strategy_of(accelerator)
-    if strategy == "ddp":
-        assert isinstance(model, torch.nn.parallel.DistributedDataParallel), type(model)
-        settings = verify_ddp(model, accelerator.ddp_handler)
-        return f"ddp: {accelerator.num_processes} process(es) on {accelerator.device.type}, {settings}"
-    if strategy == "fsdp2":
-        return f"fsdp2: {_check_fsdp_units(accelerator, model)} sharded units, one a block"
-    if strategy.startswith("zero"):
-        engine: Any = model
-        clip = float(engine.gradient_clipping())
-        if not math.isclose(clip, max_grad_norm):
-            raise UsageError(f"gradient_clipping: ZeRO clips at {clip}, the experiment asks for {max_grad_norm}")
-        return f"{strategy}: clips at {clip:g} in its own step"
-    return f"{strategy}: {accelerator.num_processes} process(es) on {accelerator.device.type}"
-
-
-def _check_fsdp_units(accelerator: Accelerator, model: torch.nn.Module) -> int:
-    from torch.distributed.fsdp import FSDPModule
-
-    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    if len(units) < 2:
-        plugin: Any = accelerator.state.fsdp_plugin
-        raise UsageError(
-            f"fsdp_auto_wrap_policy: {plugin.auto_wrap_policy} wrapped {len(units)} module of {type(model).__name__}, "
-            "so the whole model would be gathered at once; use TRANSFORMER_BASED_WRAP without naming classes "
-            f"(the model names {getattr(model, '_no_split_modules', None)})"
-        )
-    return len(units)

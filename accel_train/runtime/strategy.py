@@ -1,12 +1,16 @@
-"""Name the strategy by which the processes share a model."""
+"""Name the strategy by which the processes share a model, and verify that ``prepare`` applied it."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+
+from accel_train.config import UsageError
+from accel_train.runtime.distributed_options import verify_ddp
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
@@ -38,3 +42,39 @@ def layout_of(accelerator: Accelerator) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
     }
+
+
+def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_norm: float) -> str:
+    """Check that ``prepare`` wrapped the model as the strategy requires, and return a line for the log.
+
+    All ranks call it, right after ``prepare``. An FSDP2 wrap policy without a matching block, for example, shards only
+    the root and gathers the whole model at once.
+    """
+    strategy = strategy_of(accelerator)
+    if strategy == "ddp":
+        assert isinstance(model, torch.nn.parallel.DistributedDataParallel), type(model)
+        settings = verify_ddp(model, accelerator.ddp_handler)
+        return f"ddp: {accelerator.num_processes} process(es) on {accelerator.device.type}, {settings}"
+    if strategy == "fsdp2":
+        return f"fsdp2: {_check_fsdp_units(accelerator, model)} sharded units, one a block"
+    if strategy.startswith("zero"):
+        engine: Any = model
+        clip = float(engine.gradient_clipping())
+        if not math.isclose(clip, max_grad_norm):
+            raise UsageError(f"gradient_clipping: ZeRO clips at {clip}, the experiment asks for {max_grad_norm}")
+        return f"{strategy}: clips at {clip:g} in its own step"
+    return f"{strategy}: {accelerator.num_processes} process(es) on {accelerator.device.type}"
+
+
+def _check_fsdp_units(accelerator: Accelerator, model: torch.nn.Module) -> int:
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if len(units) < 2:
+        plugin: Any = accelerator.state.fsdp_plugin
+        raise UsageError(
+            f"fsdp_auto_wrap_policy: {plugin.auto_wrap_policy} wrapped {len(units)} module of {type(model).__name__}, "
+            "so the whole model would be gathered at once; use TRANSFORMER_BASED_WRAP without naming classes "
+            f"(the model names {getattr(model, '_no_split_modules', None)})"
+        )
+    return len(units)

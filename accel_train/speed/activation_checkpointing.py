@@ -10,28 +10,14 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from accel_train.config import PositiveInt, UsageError
-
-
-@dataclass(frozen=True)
-class ActivationCheckpointingConfig:
-    """Activations to recompute in the backward instead of keeping them. Costs time, changes no result."""
-
-    mode: Literal["none", "full", "every_nth", "attention", "ffn", "selective"] = "none"
-    """full: every block keeps its inputs only: a quarter of the peak memory for a third more time. every_nth: the
-    same for one block in `every`. attention or ffn: only that half of each block. selective: recompute everything
-    except matrix products and attention: half of the memory for 11 % more time. Measured on a CPU by
-    benchmarks/activation_checkpointing.py, without weights and optimizer. Compiled blocks keep the output of
-    attention in every mode."""
-    every: PositiveInt = 2
-    """With mode every_nth: blocks 0, n, 2 n, ... are checkpointed. 1 is the same as full."""
+from accel_train.config import UsageError
+from accel_train.speed.options import ActivationCheckpointingConfig
 
 
 def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpointingConfig) -> str:

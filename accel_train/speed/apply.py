@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.speed.activation_checkpointing import ActivationCheckpointingConfig, apply_activation_checkpointing
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.attention import apply_attention, resolve_attention
 from accel_train.speed.attention_proof import kernels_that_ran
 from accel_train.speed.attention_table import AttentionNeeds
-from accel_train.speed.compile import CompileConfig, CompiledBlocks, apply_compile
-from accel_train.speed.float8 import Float8, apply_float8, refuse_float8
+from accel_train.speed.compile import CompiledBlocks, apply_compile
+from accel_train.speed.float8 import apply_float8, refuse_float8
+from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
 
 
 @dataclass(frozen=True)

@@ -11,36 +11,18 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from accel_train.config import PositiveInt, UsageError
+from accel_train.config import UsageError
 from accel_train.speed.activation_checkpointing import blocks_of
 from accel_train.speed.compiler import compiler_error, paths_with_a_space
+from accel_train.speed.options import CompileConfig
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CompileConfig:
-    """Compilation of the model's blocks by torch.compile, each in place and with fullgraph=True."""
-
-    mode: Literal["off", "auto", "on"] = "off"
-    """on: compile, or stop with the cause. auto: compile where that works, else run uncompiled with a warning. Most
-    useful where launches and elementwise work dominate a step (small models on a GPU, not yet measured), least where
-    matrix products do. Measure with `accel-train compare`. Evaluation and sampling run uncompiled."""
-    optimize: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead"] = "default"
-    """torch's mode. max-autotune-no-cudagraphs tries several kernels on a GPU and compiles longer.
-    reduce-overhead replays CUDA graphs: it needs a GPU and one micro-batch per step."""
-    dynamic: bool = False
-    """False: one compilation per shape. True: one more compilation, at the second shape, for all further shapes. For
-    batches of varying lengths, at some loss of speed."""
-    recompile_budget: PositiveInt = 8
-    """Recompilations before a warning. The warning names the failed guard."""
 
 
 class CompiledBlocks:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -22,9 +22,7 @@ from torch import nn
 
 from accel_train.config import UsageError
 from accel_train.speed.activation_checkpointing import blocks_of
-
-Float8 = Literal["none", "tensorwise", "rowwise"]
-"""torchao's names of its recipes, or none."""
+from accel_train.speed.options import Float8
 
 CAPABILITY: dict[str, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 """Lowest compute capability: float8 matrix units came with Ada, products with a scale per row with Hopper."""

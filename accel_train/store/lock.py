@@ -9,6 +9,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from accel_train.store.names import LOCK_FILE
+
 logger = logging.getLogger(__name__)
 
 
@@ -22,7 +24,7 @@ def acquire(directory: Path, purpose: str = "") -> Any:
     Raises ``LockedError``, or ``OSError`` if the directory cannot be written. A file system without locks (Lustre
     without ``-o flock``, NFS without lockd) is a warning: the user alone then prevents a second process.
     """
-    lock = (directory / ".lock").open("a+")
+    lock = (directory / LOCK_FILE).open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -5,7 +5,14 @@ from __future__ import annotations
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = ".lock"
+LOADING_FILE = "loading.json"
+"""Counts the starts that died while they read a checkpoint."""
+OF_A_START = (METRICS_FILE, CONFIG_FILE, RUN_FILE, LOCK_FILE)
+"""Files that the main process writes before the first step, in addition to its log."""
+OF_A_RUN = (LOADING_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE)
+"""Files that ``overwrite`` deletes, in addition to checkpoints, report and what waits for the Hub."""
 REPORT = "report"
-"""Directory of what people look at: pushed to the Hub as a whole, and emptied by ``overwrite``."""
+"""Directory for people: pushed to the Hub as a whole, and emptied by ``overwrite``."""
 EVALUATION_FILE = "evaluation.json"
 """In the report: the metrics of the last evaluation, with their step."""

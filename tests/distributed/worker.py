@@ -22,10 +22,10 @@ from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
 from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
-from accel_train.runtime.accelerator import build_accelerator, verify_prepared
+from accel_train.runtime.accelerator import build_accelerator
 from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.runtime.exiting import run_main
-from accel_train.runtime.strategy import strategy_of
+from accel_train.runtime.strategy import strategy_of, verify_prepared
 from accel_train.store import atomic_files, commit
 from accel_train.training import muon
 from accel_train.training.accumulation import GradientWindow

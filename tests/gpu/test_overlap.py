@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
-from accel_train.runtime.accelerator import build_accelerator, verify_prepared
+from accel_train.runtime.accelerator import build_accelerator
+from accel_train.runtime.strategy import verify_prepared
 from accel_train.training.accumulation import GradientWindow
 from tests.distributed.launching import ROOT, environment
 

@@ -58,7 +58,7 @@ def test_one_process(precision: str, named: str) -> None:
     assert accelerator.gradient_accumulation_steps == 1
     assert strategy.strategy_of(accelerator) == "single"
     model = accelerator.prepare(torch.nn.Linear(2, 2))
-    assert machine.verify_prepared(accelerator, model, 1.0).startswith("single: 1 process(es) on ")
+    assert strategy.verify_prepared(accelerator, model, 1.0).startswith("single: 1 process(es) on ")
 
 
 def test_accumulation_of_the_environment_does_not_reach_accelerate() -> None:

@@ -25,11 +25,8 @@ from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import MMDiTBlock, MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.domains.models.token_blocks import BlockShape, ModulatedBlock
 from accel_train.domains.pde.tokens import DecoderLayer, DecoderShape
-from accel_train.speed.activation_checkpointing import (
-    ActivationCheckpointingConfig,
-    apply_activation_checkpointing,
-    blocks_of,
-)
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing, blocks_of
+from accel_train.speed.options import ActivationCheckpointingConfig
 
 ROOT = Path(__file__).parents[2]
 MODES = ("none", "full", "every_nth", "attention", "ffn", "selective")
@@ -307,8 +304,10 @@ def test_twice_and_after_compilation_are_refused() -> None:
 COMPILED = """
 import copy, sys, torch
 from accel_train.domains.models import mmdit
-from accel_train.speed.activation_checkpointing import ActivationCheckpointingConfig, apply_activation_checkpointing
-from accel_train.speed.compile import CompileConfig, apply_compile
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
+from accel_train.speed.options import ActivationCheckpointingConfig
+from accel_train.speed.compile import apply_compile
+from accel_train.speed.options import CompileConfig
 
 torch.manual_seed(0)
 shape = mmdit.MultimodalMMDiTConfig(mmdit.MMDiTConfig(width=64, depth=2, heads=2), 300, 64, 32, 1)

@@ -24,10 +24,11 @@ from accel_train.config import UsageError
 from accel_train.domains.models.layers import Float32Linear
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.speed import apply, float8
-from accel_train.speed.activation_checkpointing import ActivationCheckpointingConfig, apply_activation_checkpointing
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.attention_table import AttentionNeeds
-from accel_train.speed.compile import CompileConfig, apply_compile
+from accel_train.speed.compile import apply_compile
 from accel_train.speed.float8 import apply_float8, gains, large_linears, refuse_float8
+from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig
 from accel_train.training.parameters import kinds
 from recipes import mmdit
 from tests.distributed.launching import ROOT, Finished, Layout, command, environment

@@ -28,13 +28,10 @@ from accel_train.domains.pde.transformer import (
     PdeTransformerConfig,
     TaskShape,
 )
-from accel_train.speed.activation_checkpointing import (
-    ActivationCheckpointingConfig,
-    apply_activation_checkpointing,
-    blocks_of,
-)
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing, blocks_of
 from accel_train.speed.attention import apply_attention
 from accel_train.speed.attention_kernels import build_attention
+from accel_train.speed.options import ActivationCheckpointingConfig
 from accel_train.training.parameters import kinds
 
 TASKS = (
