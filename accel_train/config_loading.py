@@ -61,13 +61,7 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     names = preset_names(cls, presets)
     path = find_source(source, presets, names, option_names(cls), arguments)
     tree, places = _read_source(path, source)
-    try:
-        check_keys(cls, tree, str(path), places)
-    except UsageError as error:
-        if path.parent == presets and names:
-            # A preset of another recipe.
-            raise UsageError(f"{error}. Presets of this recipe are {', '.join(names)}") from None
-        raise
+    _check_keys_of_source(cls, tree, path, places, names if path.parent == presets else [])
     # The file is validated before the flags, so that its errors name a position.
     base = from_tree(cls, tree, str(path), places)
     if "--help" in arguments or "-h" in arguments:
@@ -163,6 +157,16 @@ def read_tree(path: Path) -> Tree:
     """Read one YAML file strictly."""
     tree, _ = _read_source(path, str(path))
     return tree
+
+
+def _check_keys_of_source(cls: type, tree: Tree, path: Path, places: Places, names: Sequence[str]) -> None:
+    """Refuse unknown keys. ``names`` are the presets to offer, because the file is a preset of another recipe."""
+    try:
+        check_keys(cls, tree, str(path), places)
+    except UsageError as error:
+        if names:
+            raise UsageError(f"{error}. Presets of this recipe are {', '.join(names)}") from None
+        raise
 
 
 _LAUNCH_FILE_KEYS = {"distributed_type", "compute_environment", "num_machines"}

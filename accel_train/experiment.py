@@ -141,9 +141,7 @@ def open_experiment(
         info(logger, *threads.keep_threads(run.checkpoint.manifest, accelerator.device.type))
     finished = run.start_step >= max_steps and not config.evaluate_only
     if finished:
-        info(logger, f"the run is finished: step {run.start_step} of {max_steps}; raise --max_steps to go on")
-        if not (config.report_directory / EVALUATION_FILE).exists():
-            info(logger, f"{config.report_directory} has no {EVALUATION_FILE}: --evaluate_only writes it")
+        _log_finished(config, run.start_step, max_steps)
     return Opened(
         config=config,
         accelerator=accelerator,
@@ -154,6 +152,12 @@ def open_experiment(
         accumulation_steps=sampler.accumulation_steps(*batch_sizes),
         finished=finished,
     )
+
+
+def _log_finished(config: ExperimentConfig, step: int, max_steps: int) -> None:
+    info(logger, f"the run is finished: step {step} of {max_steps}; raise --max_steps to go on")
+    if not (config.report_directory / EVALUATION_FILE).exists():
+        info(logger, f"{config.report_directory} has no {EVALUATION_FILE}: --evaluate_only writes it")
 
 
 def _refuse_different_data(accelerator: Accelerator, dataset_size: int, fingerprint: str) -> None:

@@ -65,16 +65,7 @@ def training(
     config = opened.config
     accelerator = opened.accelerator
     run = opened.run
-    log = Recorder(
-        accelerator,
-        run.directory,
-        config.log,
-        max_steps=opened.max_steps,
-        start_step=opened.start_step,
-        config=to_tree(config),
-        facts=prepared.run_info.facts,
-        labels=config.recipe.labels,
-    )
+    log = _recorder(opened, prepared)
     saver = Saver(
         accelerator,
         run,
@@ -99,6 +90,20 @@ def training(
     with step_overhead.garbage_frozen(), log, closing(steps), saver:
         yield made
     made.stopped = made.stopped or saver.stopping
+
+
+def _recorder(opened: Opened, prepared: Prepared) -> Recorder:
+    config = opened.config
+    return Recorder(
+        opened.accelerator,
+        opened.run.directory,
+        config.log,
+        max_steps=opened.max_steps,
+        start_step=opened.start_step,
+        config=to_tree(config),
+        facts=prepared.run_info.facts,
+        labels=config.recipe.labels,
+    )
 
 
 @dataclass

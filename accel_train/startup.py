@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
@@ -52,6 +53,17 @@ def start(config: ExperimentConfig) -> Accelerator:
         distributed=config.distributed,
     )
     refuse_float8(config.float8, accelerator.device, config.precision, strategy_of(accelerator))
+    _set_up_directory(directory, before, accelerator)
+    if accelerator.is_main_process:
+        early_stop.look_for_stop_file(directory)
+    log_notices()
+    info(logger, threads.resolve_threads(accelerator.device.type))
+    resolve_loader(config.loader, accelerator.device)
+    return accelerator
+
+
+def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Accelerator) -> None:
+    """Set up logging into the run directory. A ``UsageError`` later on removes what was not there ``before``."""
     rank = accelerator.process_index
 
     def remove_created(kind: type[BaseException] | None, *_: object) -> None:
@@ -71,12 +83,6 @@ def start(config: ExperimentConfig) -> Accelerator:
             logs.__exit__(kind, error, traceback)
 
     current_run.push(end_logging)
-    if accelerator.is_main_process:
-        early_stop.look_for_stop_file(directory)
-    log_notices()
-    info(logger, threads.resolve_threads(accelerator.device.type))
-    resolve_loader(config.loader, accelerator.device)
-    return accelerator
 
 
 def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:
