@@ -97,7 +97,7 @@ def page(folder: Path) -> str:
     parts += ["### Launch files", "", *table_of("presets", results), ""]
     parts += ["## Options one by one", "", *ablations(results), "", "## Muon against AdamW", "", *muon(results), ""]
     parts += ["## Scaling", "", *scaling(results), "", "## Random numbers", "", *table_of("rng", results)]
-    parts += ["", "## Where these figures come from", "", *origins(results)]
+    parts += ["", "## Where these numbers come from", "", *origins(results)]
     return "\n".join(parts) + "\n"
 
 
@@ -105,9 +105,9 @@ HEAD = """<!-- Generated from benchmarks/results/*.json by python -m benchmarks.
 # Performance
 
 Every figure is a ratio, or stands beside its peer, from one run on one machine. All ways of a comparison take turns in
-one process; times are processor time of one thread where nothing else is said; the figure is the median over the
+one process; times are processor time of one thread unless stated otherwise; each value is the median over the
 rounds, with a bootstrap 95 % interval. A target is missed (**FAILED**) only where the whole interval misses it, and not
-decided where the interval includes it. Counts are exact. What has not been run says so.
+decided where the interval includes it. Counts are exact. What has not been run is marked as such.
 
 ```
 python -m benchmarks.suite                    # C1 to C10, scaling, random numbers, then this page
@@ -188,7 +188,7 @@ loop with saves and log lines, by the clock, and by the processor time of the ma
 less and which does not see what readers and writer do beside the loop. Above 1 is faster. "No effect": the interval
 holds 1; with fewer than 5 rounds it is their range, which holds the true median less often than in 95 % of cases.
 Rows "on top" are against the optimised preset, in fewer rounds. On a CPU `num_workers: auto` is 0, so its row shows how
-large the noise is. "Equal": whether the figures of the last columns are the baseline's in every round, within the
+large the noise is. "Equal": yes if the values in the last columns are those of the baseline in every round, within the
 tolerance of `accel-train compare` (1e-5 of them), and the largest difference; options that skip work or take another
 precision need not be. The last columns: how much worse a figure is at the last step, as a share of the baseline's."""
 
