@@ -274,7 +274,9 @@ def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":
         # From a group's own check, with a complete text.
-        return f"{there}: {key}: {message}" if key else f"{there}: {message}"
+        if not key or message.startswith((f"{key}.", f"{key}:", f"{key}=")):
+            return f"{there}: {message}"
+        return f"{there}: {key}: {message}"
     # pydantic names the bound of the range, which is infinite for a positive number.
     value = error.get("input")
     if isinstance(value, float) and not math.isfinite(value):

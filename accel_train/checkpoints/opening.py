@@ -174,7 +174,7 @@ def _resume(options: RunOptions, directory: Path, experiment: dict[str, Any]) ->
             "what is there and start anew"
         )
     saved = read_run(directory)
-    refuse_changes(saved, experiment, options.allow, options.free_to_change, directory)
+    allowed = refuse_changes(saved, experiment, options.allow, options.free_to_change, directory)
     if options.resume not in POLICIES:
         _refuse_another_origin(options.resume, saved, directory)
     # An evaluation needs no optimizer state, and leaves the run unchanged.
@@ -189,6 +189,8 @@ def _resume(options: RunOptions, directory: Path, experiment: dict[str, Any]) ->
     decision = f"{directory} has no checkpoint yet"
     if checkpoint is not None:
         decision = f"resuming {directory} at step {checkpoint.step}"
+    if allowed:
+        decision += "; changed as --allow says: " + "; ".join(allowed)
     if reasons:
         decision += "; newer checkpoints were refused: " + "; ".join(reasons)
     if checkpoint is not None:

@@ -42,10 +42,12 @@ def check(request: Launch) -> str:
         f"  strategy {machine.strategy}, {processes} process(es) on {machine.num_machines} machine(s)",
     ]
     lines += [f"  note: {note}" for note in notes]
+    largest, rest = divmod(config.global_batch_size, processes * accumulation)
+    size = f"at most {largest + 1}" if rest else str(largest)
     lines += [
         f"experiment: {shlex.join([request.recipe, *request.arguments])}",
-        f"  global batch {config.global_batch_size} = {processes} process(es) x {accumulation} micro-batch(es) of at "
-        f"most {config.micro_batch_size}; precision {config.precision}",
+        f"  global batch {config.global_batch_size} = {processes} process(es) x {accumulation} micro-batch(es) of "
+        f"{size}; precision {config.precision}",
     ]
     lines += [f"  {line}" for line in loaded.describe().splitlines()]
     lines.append("nothing was run; everything that can be read is consistent")

@@ -93,7 +93,7 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
     if rehearsal:
         from accel_train.runtime import rehearsal as rehearsals
 
-        for line in rehearsals.adapt(machine, environment, settings.num_processes):
+        for line in rehearsals.adapt(machine, environment, settings.num_processes, request.arguments):
             print(line, flush=True)
         environment[REHEARSAL_VARIABLE] = "1"
     command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)

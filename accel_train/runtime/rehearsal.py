@@ -7,6 +7,7 @@ state names the strategy. Only this module sets that private state. ``check_vers
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from importlib.metadata import version
 
@@ -46,8 +47,13 @@ def connect(strategy: str | None, timeout: timedelta) -> None:
         state["distributed_type"] = DistributedType.DEEPSPEED
 
 
-def adapt(machine: MachineConfig, environment: dict[str, str], num_processes: int) -> list[str]:
-    """Adapt ``environment`` to CPU processes and return the lines of a banner with the changes. Launcher only."""
+def adapt(
+    machine: MachineConfig, environment: dict[str, str], num_processes: int, arguments: Sequence[str] = ()
+) -> list[str]:
+    """Adapt ``environment`` to CPU processes and return the lines of a banner with the changes. Launcher only.
+
+    ``arguments`` are those of the recipe.
+    """
     devices = machine.num_processes or "all"
     changes = [f"{num_processes} CPU process(es) over gloo instead of {devices} device(s)"]
     if environment.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
@@ -61,7 +67,10 @@ def adapt(machine: MachineConfig, environment: dict[str, str], num_processes: in
     rule = "=" * 78
     lines = [rule, f"REHEARSAL of {machine.path}: {machine.strategy} for real, not at its speed"]
     lines += [f"  changed: {change}" for change in changes]
-    lines.append("  output_dir is that of the recipe: give --output_dir to keep the rehearsal apart from the real run")
+    if not any(word.startswith("--output_dir") for word in arguments):
+        lines.append(
+            "  output_dir is that of the recipe: give --output_dir to keep the rehearsal apart from the real run"
+        )
     lines.append(rule)
     return lines
 

@@ -56,7 +56,7 @@ def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_n
         settings = verify_ddp(model, accelerator.ddp_handler)
         return f"ddp: {accelerator.num_processes} process(es) on {accelerator.device.type}, {settings}"
     if strategy == "fsdp2":
-        return f"fsdp2: {_check_fsdp_units(accelerator, model)} sharded units, one a block"
+        return f"fsdp2: {_check_fsdp_units(accelerator, model)} sharded units: each block, and the rest"
     if strategy.startswith("zero"):
         engine: Any = model
         clip = float(engine.gradient_clipping())

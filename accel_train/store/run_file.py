@@ -37,10 +37,10 @@ def has_trained(directory: Path) -> bool:
 
 def refuse_changes(
     saved: Mapping[str, Any], experiment: Mapping[str, Any], allow: Sequence[str], free: Sequence[str], directory: Path
-) -> None:
+) -> list[str]:
     """Raise ``UsageError`` for a different experiment in a used directory, with both values of each difference.
 
-    ``allow`` and ``free`` are options or groups of options that may differ.
+    ``allow`` and ``free`` are options or groups of options that may differ. Returns the differences in ``allow``.
     """
     for name in allow:
         if not any(_is_covered(key, name) for key in experiment):
@@ -48,14 +48,19 @@ def refuse_changes(
     resolved = saved.get("resolved", {})
     before = dict(saved["experiment"]) | dict(resolved)
     changed: dict[str, str] = {}
+    allowed: list[str] = []
     for key in sorted(before.keys() | experiment.keys()):
         was = before.get(key)
         now = experiment.get(key)
-        if was == now or any(_is_covered(key, name) for name in (*free, *allow)):
+        if was == now or any(_is_covered(key, name) for name in free):
             continue
         if now is None and key in resolved:
             continue  # derived by the first start and kept
-        changed[key] = f"{key}: {was!r} there, {now!r} now"
+        difference = f"{key}: {was!r} there, {now!r} now"
+        if any(_is_covered(key, name) for name in allow):
+            allowed.append(difference)
+        else:
+            changed[key] = difference
     if changed:
         # --allow takes all options at once, so the advice repeats those allowed already.
         keys = " ".join([*allow, *changed])
@@ -64,6 +69,7 @@ def refuse_changes(
             "give another --output_dir, go back to the saved values, or take the change on purpose with "
             f"--allow {keys}"
         )
+    return allowed
 
 
 def _is_covered(key: str, name: str) -> bool:

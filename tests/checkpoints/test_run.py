@@ -102,7 +102,8 @@ def test_another_experiment_is_refused_and_can_be_allowed(
     with pytest.raises(UsageError, match=named) as refused:
         start(accelerator, changed, data)
     key = str(refused.value).rsplit("--allow ", 1)[1]
-    start(accelerator, replace(changed, allow=(key,)), data)
+    allowed = start(accelerator, replace(changed, allow=(key,)), data)
+    assert "; changed as --allow says: " + named in allowed.decision
     start(accelerator, changed, data)  # what was allowed once is the experiment from then on
 
 
