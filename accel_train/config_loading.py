@@ -325,6 +325,9 @@ def _origins(
     flags: Mapping[str, Any],
 ) -> dict[str, str]:
     in_file = flatten(tree)
+    # A preset with the name of another origin is shown with its ending.
+    if source in ("default", "command line"):
+        source = f"{source}.yaml"
     origins: dict[str, str] = {}
     for key in flatten(to_tree(config)):
         if key in flags:

@@ -23,7 +23,7 @@ from accel_train.data.sampler import Sampler
 from accel_train.metrics import evaluation
 from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
-from accel_train.metrics.recorder import Recorder, RunInfo, write_report
+from accel_train.metrics.recorder import Recorder, RunInfo, describe_evaluation, write_report
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.opened import Opened, Prepared
 from accel_train.runtime import step_overhead
@@ -247,7 +247,10 @@ def heldout_means(
 
 def evaluate_only(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> int:
     """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0."""
-    write_report(opened.accelerator, opened.run.directory, opened.start_step, evaluate())
+    step = opened.start_step
+    metrics = evaluate()
+    write_report(opened.accelerator, opened.run.directory, step, metrics)
+    info(logger, describe_evaluation(step, metrics), f"written: {opened.config.report_directory}")
     return 0
 
 

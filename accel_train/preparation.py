@@ -27,6 +27,7 @@ from accel_train.training.step_guard import resolve_step_guard
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
@@ -49,6 +50,18 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
     )
     torch.manual_seed(config.seed)
     return model(*shape, **named)
+
+
+def _warn_about_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUTS) and module.p > 0:
+            logger.warning(
+                "%s is %s: it draws from the generator of each process, so losses depend on the number of processes; "
+                "set p to 0, or draw a mask with accel_train.rng",
+                name,
+                module,
+            )
+            return
 
 
 def prepare(
@@ -76,7 +89,8 @@ def prepare(
     optimizer, optimizer_reason = build_optimizer(
         model, config.optimizer, device, freezable, strategy=strategy, precision=config.precision
     )
-    # DeepSpeed rounds the weights in `prepare`.
+    _warn_about_dropout(model)
+    # Copied before `accelerator.prepare`, because DeepSpeed rounds the weights there.
     masters = exact_masters(model, config.precision)
     model, optimizer = accelerator.prepare(model, optimizer)
     weights = Shards(model, optimizer, masters)

@@ -198,9 +198,9 @@ def main(argv: Sequence[str]) -> int:
     prepared = preparation.prepare(opened, model, needs, operator_learning.freezable(config.objective, model))
     model = prepared.model
     optimizer = prepared.optimizer
-    evaluation = partial(evaluate, config, accelerator, prepared, data)
+    run_evaluation = partial(evaluate, config, accelerator, prepared, data)
     if config.evaluate_only:
-        return loop.evaluate_only(opened, evaluation)
+        return loop.evaluate_only(opened, run_evaluation)
 
     write_extras = partial(save_extras, shape, data)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
@@ -226,7 +226,7 @@ def main(argv: Sequence[str]) -> int:
             # Save before the evaluation, so that one that fails loses nothing.
             training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
-                metrics = training.evaluate(evaluation)
+                metrics = training.evaluate(run_evaluation)
                 if early.ended(batches.done, metrics):
                     training.end()
     return loop.finish(training)

@@ -106,6 +106,12 @@ def test_later_sources_win_and_each_value_knows_its_origin(presets: Path) -> Non
     }
 
 
+def test_a_preset_called_default_is_no_default(presets: Path) -> None:
+    (presets / "default.yaml").write_text("steps: 10\n")
+    loaded = load(presets, "default")
+    assert (loaded.origins["steps"], loaded.origins["seed"]) == ("default.yaml", "default")
+
+
 def test_a_flag_is_the_origin_even_where_it_repeats_the_value(presets: Path) -> None:
     loaded = load(presets, "demo", "--steps=10", "--no-verbose", "--optimizer.no_biased")
     assert {k for k, v in loaded.origins.items() if v == "command line"} == {"steps", "verbose", "optimizer.biased"}

@@ -167,7 +167,7 @@ def test_check_reads_the_recipe_of_your_own_as_a_start_does(tmp_path: Path, caps
     machine = str(ROOT / "accelerate_configs" / "ddp.yaml")
     assert cli._main(["check", "--config_file", machine, str(script), "--hidden", "8"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"\n  max_steps: 30 +# default\n", shown), shown  # of the preset that main names
+    assert re.search(r"\n  max_steps: 30 +# default\.yaml\n", shown), shown  # of the preset that main names
     assert re.search(r"\n  hidden: 8 +# command line\n", shown), shown
 
 

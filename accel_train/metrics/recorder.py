@@ -177,8 +177,7 @@ class Recorder:
             self.record("evaluation", values, step=step)
             write_report(self._accelerator, self._directory, step, values)
             self._trackers.log({f"evaluation/{name}": value for name, value in values.items()}, step)
-            numbers = [f"{name} {value:.4g}" for name, value in values.items() if isinstance(value, (int, float))]
-            logger.info("evaluation at step %d: %s", step, "  ".join(numbers))
+            logger.info("%s", describe_evaluation(step, values))
 
     def saved(self, checkpoint: Saved) -> None:
         """Record a committed checkpoint. The saver calls it as ``on_commit``."""
@@ -229,6 +228,12 @@ def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
         text = "%s could not be repaired (%s); lines beyond step %d stay in it"
         logger.warning(text, path, error, start_step)
     return LineWriter(path)
+
+
+def describe_evaluation(step: int, values: Mapping[str, object]) -> str:
+    """Format the numbers of an evaluation as one log line."""
+    numbers = [f"{name} {value:.4g}" for name, value in values.items() if isinstance(value, (int, float))]
+    return f"evaluation at step {step}: {'  '.join(numbers)}"
 
 
 def write_report(accelerator: Accelerator, directory: Path, step: int, metrics: Mapping[str, object]) -> None:
