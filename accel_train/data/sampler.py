@@ -17,6 +17,8 @@ import torch
 from accel_train import rng
 from accel_train.config import UsageError
 
+SHOWN_SAMPLES = 8
+"""Samples named in an error about a request."""
 BLOCK = 4096
 """Indices computed at a time. Has no effect on the order."""
 
@@ -32,6 +34,22 @@ class Draw(NamedTuple):
     """0 to global_batch_size - 1: its place in the batch of the step."""
     weight: float
     """1, or 0 for a repeated sample: it keeps the processes in step and must not count."""
+
+
+class Request(NamedTuple):
+    """One micro-batch to read."""
+
+    step: int
+    micro_batch: int
+    draws: list[Draw]
+    length: int | None = None
+    """Padded length to trim the batch to. None: as the dataset pads it."""
+
+    def __str__(self) -> str:
+        samples = [str(draw.sample) for draw in self.draws[:SHOWN_SAMPLES]]
+        if len(self.draws) > SHOWN_SAMPLES:
+            samples.append("...")
+        return f"step {self.step}, micro-batch {self.micro_batch} (samples {', '.join(samples)})"
 
 
 class BatchShard(NamedTuple):
@@ -206,22 +224,3 @@ def even_settings(global_batch_size: int, world_size: int, micro_batch_size: int
             distance = 4 * abs(math.log(total / global_batch_size)) + math.log(micro_batch_size / micro)
             nearest.setdefault(total, (distance, EvenSetting(total, micro, accumulation)))
     return [setting for _, setting in sorted(nearest.values())[:3]]
-
-
-SHOWN_SAMPLES = 8
-
-
-class Request(NamedTuple):
-    """One micro-batch to read."""
-
-    step: int
-    micro_batch: int
-    draws: list[Draw]
-    length: int | None = None
-    """Padded length to trim the batch to. None: as the dataset pads it."""
-
-    def __str__(self) -> str:
-        samples = [str(draw.sample) for draw in self.draws[:SHOWN_SAMPLES]]
-        if len(self.draws) > SHOWN_SAMPLES:
-            samples.append("...")
-        return f"step {self.step}, micro-batch {self.micro_batch} (samples {', '.join(samples)})"
