@@ -146,10 +146,10 @@ def _empty(directory: Path) -> None:
                 # Each disappears as a whole, so that a crash leaves no half-deleted checkpoint.
                 commit.remove(path)
             shutil.rmtree(checkpoints)
-            # The record of pushes belongs to the deleted run.
-            shutil.rmtree(directory / "hub", ignore_errors=True)
         except OSError as error:
             raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
+    # The record of pushes belongs to the deleted run, also where its checkpoints were deleted by hand.
+    shutil.rmtree(directory / "hub", ignore_errors=True)
     for name in OF_A_RUN:
         atomic_files.delete_file(directory / name)
 

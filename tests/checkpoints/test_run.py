@@ -125,6 +125,16 @@ def test_a_resume_that_is_refused_before_its_first_step_changes_nothing(
         start(accelerator, config)
 
 
+def test_overwrite_forgets_what_was_pushed(accelerator: Accelerator, tmp_path: Path) -> None:
+    """Also where somebody has deleted the checkpoints by hand."""
+    config = Config(str(tmp_path / "run"))
+    first = start(accelerator, config)
+    first.checkpoints.rmdir()
+    (first.directory / "hub" / "queue").mkdir(parents=True)
+    start(accelerator, replace(config, overwrite=True))
+    assert not (first.directory / "hub").exists()
+
+
 RUN_JSON = [
     ("cut", lambda p: p.write_text(p.read_text()[:100])),
     ("emptied", lambda p: p.write_text("")),
