@@ -194,6 +194,7 @@ class Snapshot:
         self._rank = rank
         self._host_group = host_group
         whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        self._whole = whole
         self._views: dict[tuple[int, str], Tensor] = {}
         for slot in planned.tensors:
             if slot.owner == rank:
@@ -238,7 +239,7 @@ class Snapshot:
         sources = [self._collections[slot.collection].read(slot.name).reshape(-1) for slot in own]
         targets = [self._views[slot.collection, slot.name] for slot in own]
         if on_device and sources[0].is_cuda:
-            self._clone(targets, sources)
+            self._clone(own, targets, sources)
         else:
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
 
@@ -259,18 +260,27 @@ class Snapshot:
             self._peak = torch.cuda.max_memory_allocated()  # before the first clone, which would count
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self._peak
 
-    def _clone(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        """Copy on the device now, and to the host on a separate stream. Clones live until that copy is done."""
+    def _clone(self, slots: Sequence[TensorSlot], targets: list[Tensor], sources: list[Tensor]) -> None:
+        """Copy on the device now, and to the host on a separate stream. Clones live until that copy is done.
+
+        The tensors of a bucket lie in one clone as they do in the buffer, because thousands of small copies would
+        take the host longer than the device.
+        """
         assert self._stream is not None
+        first = slots[0].start
+        end = slots[-1].start + slots[-1].bytes
+        base = first - first % ALIGNMENT  # any dtype can be viewed at the same offset as in the buffer
         try:
-            clones = [source.clone() for source in sources]
+            clone = torch.empty(end - base, dtype=torch.uint8, device=sources[0].device)
         except torch.OutOfMemoryError:  # the free memory is fragmented
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
             return
+        places = [clone[slot.start - base :][: slot.bytes].view(self._dtype_of(slot)) for slot in slots]
+        torch._foreach_copy_(places, sources)  # pyright: ignore[reportPrivateUsage]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            torch._foreach_copy_(targets, clones, non_blocking=True)  # pyright: ignore[reportPrivateUsage]
-        self._clones += clones
+            self._whole[first:end].copy_(clone[first - base :], non_blocking=True)
+        self._clones.append(clone)
 
     def _exchange(self, bucket: Sequence[TensorSlot]) -> None:
         """Send this rank's pieces of a bucket to their owners and receive the pieces of its own tensors."""
