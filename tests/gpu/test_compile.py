@@ -1,0 +1,49 @@
+"""CUDA graphs of compiled blocks: replayed in every step, with the numbers of the plain model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
+from accel_train.speed.compile import apply_compile
+from accel_train.speed.options import CompileConfig
+from tests.speed.test_compile import batch, loss_of
+
+STEPS = 8
+
+
+def losses(model: nn.Module, steps: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs = {name: tensor.cuda() for name, tensor in batch().items()}
+    found: list[float] = []
+    for _ in range(steps):
+        loss = loss_of(model, inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        found.append(float(loss))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_are_replayed_in_every_step() -> None:
+    """A block that is recorded anew would warn of it, which is an error in a test."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        plain = MultimodalMMDiT(MultimodalMMDiTConfig(MMDiTConfig(width=64, depth=4, heads=2), 50, 6, 16, 3))
+    compiled = copy.deepcopy(plain)
+    watch = apply_compile(compiled, CompileConfig("on", optimize="reduce-overhead"), torch.device("cuda"))
+    expected = losses(plain, STEPS)
+    first = losses(compiled, STEPS // 2)
+    with torch.profiler.profile(acc_events=True) as profile:
+        rest = losses(compiled, 1)
+    assert watch.blocks == 4
+    assert first == pytest.approx(expected[: STEPS // 2], rel=1e-4)
+    assert rest[0] < first[-1]
+    launches = sum("cudaGraphLaunch" in event.name for event in profile.events())
+    assert launches == 2 * watch.blocks, launches  # forward and backward of each
