@@ -78,12 +78,12 @@ class Machine:
         self.wait()
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
-    def waits(self, work: Callable[[], object]) -> int:
-        """How often one call waits for the device; on a CPU, reads of a number from a tensor."""
+    def waits(self, work: Callable[[], object]) -> list[str]:
+        """Every wait of one call for the device, by the line of Python; on a CPU, reads of a number from a tensor."""
         if self.device.type != "cuda":
             with HostReads() as reads:
                 work()
-            return reads.counts.total()
+            return sorted(reads.counts.elements())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -91,7 +91,7 @@ class Machine:
                 work()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        return sum("synchronizing" in str(w.message) for w in caught)
+        return [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)]
 
     def large(self) -> Shape:
         """SD3-medium with 1024 + 154 tokens; 32 rows where 2 B parameters leave room for them."""

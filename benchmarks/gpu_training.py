@@ -117,8 +117,8 @@ def against_raw(machine: Machine, ours: Ours, found: Found, where: str, target: 
         trainer.append(sum(machine.seconds(ours.step, repeats, warm_up=1)))
     found.add("G2", f"trainer over a raw loop, {where}", ratios(trainer, raw), "x", target)
     waits = machine.waits(ours.step)
-    found.add("G2", f"waits for the device in a step that does not log, {where}", waits, "count", "<= 0")
-    found.details |= {"trainer": trainer, "raw": raw}
+    found.add("G2", f"waits for the device in a step that does not log, {where}", len(waits), "count", "<= 0")
+    found.details |= {"trainer": trainer, "raw": raw, "waits": waits}
 
 
 def same_losses(ours: Ours, found: Found, where: str, steps: int = 4) -> None:

@@ -200,7 +200,7 @@ def kernels_that_ran(attention: Attention, needs: AttentionNeeds) -> tuple[str, 
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         step()
         torch.cuda.synchronize(needs.device)
     events: Any = recorded.events()

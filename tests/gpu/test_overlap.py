@@ -73,7 +73,7 @@ def test_the_next_step_is_copied_while_this_one_trains(tmp_path: Path) -> None:
         Rows(), sampler, BatchShard(0, 1, 64), start_step=0, max_steps=24, device=device, config=loader
     )
     trace = tmp_path / "trace.json"
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         for batches in steps:
             x = batches.micro_batches[0]["x"].view(-1, 4096)
             for _ in range(60):
@@ -148,7 +148,7 @@ def train(folder: Path, width: int, depth: int, rows: int) -> None:
     for step in range(4):
         window = GradientWindow(accelerator, model, micro_batches, {"main": 1.0}, step)
         wait()  # its reduction of the weights is not to be in the trace
-        profile = torch.profiler.profile() if step == 3 else nullcontext()
+        profile = torch.profiler.profile(acc_events=True) if step == 3 else nullcontext()
         with profile:
             for inputs in window:
                 with torch.profiler.record_function("micro-batch"):

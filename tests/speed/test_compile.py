@@ -31,7 +31,7 @@ from tests.compiling import NO_INDUCTOR
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ON = CompileConfig("on")
 pytestmark = pytest.mark.filterwarnings(  # torch's own: when it imports inductor, when it traces
-    "ignore:.*script_method:DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
+    "ignore:The .grad attribute of a Tensor:UserWarning"
 )
 
 
