@@ -25,7 +25,7 @@ def losses(model: nn.Module, steps: int) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        found.append(float(loss))
+        found.append(loss.item())
     return found
 
 
