@@ -91,7 +91,7 @@ class Machine:
                 work()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        return [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)]
+        return [f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)]
 
     def large(self) -> Shape:
         """SD3-medium with 1024 + 154 tokens; 32 rows where 2 B parameters leave room for them."""

@@ -1,6 +1,6 @@
 """G3: saving SD3-medium's weights and AdamW's state, 24.3 GB, while the loop that trains them goes on.
 
-    python -m benchmarks.gpu --only G3
+    python -m benchmarks.gpu --only saving
 
 Each contender runs in a process of its own. The loop is a training step on the very tensors that are saved. It is timed
 before a save and after it; what the steps beside the save take longer than that is the hidden cost. A smaller state is
@@ -182,14 +182,20 @@ class Training:
             torch.cuda.current_stream().synchronize()
 
 
-def window(state: Training, steps: int, poll: Callable[[], bool]) -> tuple[float, int]:
-    """At least so many steps, and on until ``poll``, which is called after each; seconds and steps."""
+def window(state: Training, steps: int, poll: Callable[[], bool], each: list[float] | None = None) -> tuple[float, int]:
+    """At least so many steps, and on until ``poll``, which is called after each; seconds and steps.
+
+    ``each`` gets the seconds of every step, by the host, which runs one step ahead.
+    """
     state.settle()
     began, count, done = time.perf_counter(), 0, False
     while count < steps or not done:
+        last = time.perf_counter()
         state.step()
         count += 1
         done = poll() or done
+        if each is not None:
+            each.append(time.perf_counter() - last)
     state.settle()
     return time.perf_counter() - began, count
 
@@ -227,6 +233,7 @@ def contend(name: str, machine: Machine, shape: Shape, rounds: int, folder: Path
     size = sum(t.numel() * t.element_size() for t in state.tensors().values())
     found: dict[str, Any] = {"state_bytes": size, "blocked_ms": [], "hidden_ms": [], "steps": [], "step_ms": []}
     found["to_host_gb_per_second"] = None
+    found |= {"called_ms": [], "beside_ms": []}
     steps = 3 if machine.tiny else 20
     if name == "accel_train":
         state.settle()
@@ -240,13 +247,16 @@ def contend(name: str, machine: Machine, shape: Shape, rounds: int, folder: Path
         before, _ = window(state, steps, lambda: saving.poll() or True)
         began = time.perf_counter()
         saving.begin()
+        called = time.perf_counter() - began
         state.settle()
         blocked = time.perf_counter() - began
-        seconds, count = window(state, steps, saving.poll)
+        beside: list[float] = []
+        seconds, count = window(state, steps, saving.poll, beside)
         after, _ = window(state, steps, lambda: saving.poll() or True)
         alone = (before + after) / 2 / steps
         values = {"blocked_ms": 1e3 * blocked, "hidden_ms": 1e3 * (seconds - count * alone), "step_ms": 1e3 * alone}
-        for key, value in (values | {"steps": count}).items():
+        values |= {"called_ms": 1e3 * called}
+        for key, value in (values | {"steps": count, "beside_ms": [round(1e3 * s, 1) for s in beside]}).items():
             found[key].append(value)
     saving.close()
     return found

@@ -233,7 +233,8 @@ def compiled_shape(machine: Machine) -> Shape:
 
 def in_own_process(way: str, cache: str, machine: Machine) -> dict[str, Any]:
     """``compile_once`` with this directory as the compiler's cache."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--compile_once", way, *(["--tiny"] if machine.tiny else [])]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--compile_once", way, "--directory", cache]
+    command += ["--tiny"] if machine.tiny else []
     given = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=given, timeout=1200)
     if done.returncode:

@@ -3,21 +3,23 @@
     python -m benchmarks.one_gpu --output benchmarks/results/one_gpu.json
     python -m benchmarks.one_gpu --dry_run            # the same on CPU: rehearsals, three steps each
 
-For every launch file that one GPU can run: 50 steps of the demo in bf16, the time of a step, memory, MFU, which
-AdamW ran and how long the loop waited for data; then fp32 losses of every launch file against one process. DeepSpeed
-files are skipped, and say so, where deepspeed is not installed.
+For every launch file that one GPU can run: fp32 losses against one process, all at once, because no time is taken;
+then, one after the other, 50 steps of the demo in bf16, the time of a step, memory, MFU, which AdamW ran and how long
+the loop waited for data. The file is written after each run. DeepSpeed files are skipped, and say so, where deepspeed
+is not installed; so are runs that ``--limit_seconds`` leaves no time for.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,30 +76,46 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--dry_run", action="store_true", help="on CPU, three steps each")
+    parser.add_argument("--limit_seconds", type=float, default=580.0, help="after which no run begins")
     parser.add_argument("--only", nargs="+", default=list(LAUNCH_FILES), choices=LAUNCH_FILES)
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         parser.error("no CUDA device here; --dry_run shows that the script works")
-    steps = 3 if options.dry_run else options.steps
+    began, steps = time.perf_counter(), 3 if options.dry_run else options.steps
     runs: dict[str, Any] = {}
+    names = list(options.only)
+    if find_spec("deepspeed") is None:
+        for name in [n for n in names if n.startswith("zero")]:
+            names.remove(name)
+            runs |= {f"{name} {p}": {"skipped": "deepspeed is not installed"} for p in ("fp32", "bf16")}
+
+    def record(name: str, result: dict[str, Any]) -> None:
+        runs[name] = result
+        print_run(name, result)
+        if options.output:
+            write(options.output, runs, steps)
+
     with tempfile.TemporaryDirectory() as folder:
-        for precision in ("bf16", "fp32"):
-            for name in options.only:
-                if name.startswith("zero") and find_spec("deepspeed") is None:
-                    runs[f"{name} {precision}"] = {"skipped": "deepspeed is not installed"}
-                else:
-                    runs[f"{name} {precision}"] = run(name, precision, steps, Path(folder), options.dry_run)
-    for name in options.only:
-        runs[f"{name} fp32"]["loss_difference_to_one_process"] = compare(
-            runs[f"{name} fp32"], runs.get("single_gpu fp32", {})
-        )
-    rows = [asdict(found) for found in rows_of(runs)]
+        at_once = 1 if options.dry_run else len(names)
+        with ThreadPoolExecutor(at_once) as pool:
+            started = [pool.submit(run, name, "fp32", steps, Path(folder), options.dry_run) for name in names]
+            found = dict(zip(names, (job.result() for job in started), strict=True))
+        for name, result in found.items():
+            apart = compare(result, found.get("single_gpu", {}))
+            record(f"{name} fp32", result | {"loss_difference_to_one_process": apart})
+        for name in names:
+            if time.perf_counter() - began > options.limit_seconds:
+                record(f"{name} bf16", {"skipped": f"{options.limit_seconds:.0f} s were over"})
+            else:
+                record(f"{name} bf16", run(name, "bf16", steps, Path(folder), options.dry_run))
+    raise SystemExit(any("failed" in r or not finite(r) for r in runs.values()))
+
+
+def write(path: Path, runs: dict[str, Any], steps: int) -> None:
+    """What is known by now."""
     absent = {name: r["skipped"] for name, r in runs.items() if "skipped" in r}
     report = {"schema": SCHEMA, "title": "Launch files on one GPU", "environment": facts(), "absent": absent}
-    if options.output:
-        write_json(options.output, report | {"rows": rows, "steps": steps, "runs": runs})
-    print_table(runs)
-    raise SystemExit(any("failed" in r or not finite(r) for r in runs.values()))
+    write_json(path, report | {"rows": [asdict(found) for found in rows_of(runs)], "steps": steps, "runs": runs})
 
 
 def finite(result: dict[str, Any]) -> bool:
@@ -106,32 +124,34 @@ def finite(result: dict[str, Any]) -> bool:
 
 
 def rows_of(runs: dict[str, Any]) -> list[Row]:
-    """Step time, memory and distance to one process of each run, for the page."""
+    """Step time and memory of each run that was alone, distance to one process of the others, for the page."""
     found: list[Row] = []
     for name, result in runs.items():
         if "step_seconds" not in result:
             continue
-        found.append(row("presets", f"{name}: step", 1e3 * result["step_seconds"], "ms"))
-        if "memory_peak_gib" in result:
-            found.append(row("presets", f"{name}: memory", result["memory_peak_gib"], "GiB"))
-        if result.get("loss_difference_to_one_process") is not None:
+        if "loss_difference_to_one_process" not in result:
+            found.append(row("presets", f"{name}: step", 1e3 * result["step_seconds"], "ms"))
+            if "memory_peak_gib" in result:
+                found.append(row("presets", f"{name}: memory", result["memory_peak_gib"], "GiB"))
+        elif result["loss_difference_to_one_process"] is not None:
             apart = result["loss_difference_to_one_process"]
             found.append(row("presets", f"{name}: largest relative difference of a loss to one process", apart))
     return found
 
 
-def print_table(runs: dict[str, Any]) -> None:
-    """One line a run."""
-    for name, result in runs.items():
-        if "losses" not in result:
-            print(f"{name:<24} {json.dumps(result)[:160]}")
-            continue
-        memory = result.get("memory_peak_gib", result.get("process_rss_gib", float("nan")))
-        print(
-            f"{name:<24} {1000 * result['step_seconds']:8.1f} ms/step  {memory:7.2f} GiB  "
-            f"mfu {result.get('mfu', float('nan')):.3f}  data wait {result['data_wait_fraction']:.3f}  "
-            f"loss {result['losses'][-1]:.3f}  difference {result.get('loss_difference_to_one_process')}"
-        )
+def print_run(name: str, result: dict[str, Any]) -> None:
+    """One line, or why there is none."""
+    if "losses" not in result:
+        print(f"{name:<24} {result.get('failed') or result['skipped']}", flush=True)
+        return
+    memory = result.get("memory_peak_gib", result.get("process_rss_gib", float("nan")))
+    apart = result.get("loss_difference_to_one_process")
+    print(
+        f"{name:<24} {1000 * result['step_seconds']:8.1f} ms/step  {memory:7.2f} GiB  "
+        f"mfu {result.get('mfu', float('nan')):.3f}  data wait {result['data_wait_fraction']:.3f}  "
+        f"loss {result['losses'][-1]:.3f}" + ("" if apart is None else f"  difference {apart:.1e}"),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -119,8 +119,8 @@ python -m benchmarks.muon --output FILE.json
 
 What each option is for, and what it risks: [optimizations.md](optimizations.md)."""
 
-GPU_WORDS = """`python -m benchmarks.gpu --output benchmarks/results/gpu.json` measures these in ten minutes on one
-device; `python -m benchmarks.one_gpu` runs every launch file that one GPU can run."""
+GPU_WORDS = """`python -m benchmarks.gpu` measures these on one device, a file a part; `--only PART` measures one anew.
+`python -m benchmarks.one_gpu` runs every launch file that one GPU can run."""
 
 
 def summary(results: Sequence[Result]) -> list[str]:
