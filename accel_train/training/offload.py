@@ -33,8 +33,6 @@ class HostAdamW(torch.optim.Optimizer):
         self._settings: dict[str, Any] = {"betas": betas, "eps": eps, "fused": True}
         self._hosts: dict[Tensor, _Host] = {}
         self._adamw: torch.optim.AdamW | None = None
-        self._way_back: torch.cuda.Stream | None = None
-        """Weights return while gradients still arrive: a bus carries both ways at once."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -49,9 +47,6 @@ class HostAdamW(torch.optim.Optimizer):
             if arrival is not None:
                 arrival.synchronize()
             self._update(bucket)
-            self._return(bucket)
-        if self._way_back is not None:
-            torch.cuda.current_stream().wait_stream(self._way_back)
         return loss
 
     def _buckets(self) -> Iterator[list[dict[str, Any]]]:
@@ -109,12 +104,5 @@ class HostAdamW(torch.optim.Optimizer):
         defaults: dict[str, Any] = self._adamw.defaults
         self._adamw.param_groups = [{**defaults, **group} for group in groups]
         self._adamw.step()
-
-    def _return(self, bucket: list[dict[str, Any]]) -> None:
-        """Start the copies to the device. Nothing else uses the bucket there: it has arrived on the host."""
-        parameters: list[Tensor] = [p for group in bucket for p in group["params"]]
-        if parameters[0].is_cuda and self._way_back is None:
-            self._way_back = torch.cuda.Stream()
-        with torch.cuda.stream(self._way_back):
-            for parameter in parameters:
-                parameter.copy_(self._hosts[parameter].weights, non_blocking=True)
+        for parameter in parameters:
+            parameter.copy_(self._hosts[parameter].weights, non_blocking=True)
