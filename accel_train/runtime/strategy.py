@@ -16,7 +16,10 @@ Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 def strategy_of(accelerator: Accelerator) -> Strategy:
-    """Return the strategy of the running Accelerator."""
+    """Return the strategy of the running Accelerator.
+
+    A launch of one process with a DDP file is "single": Accelerate does not wrap its model.
+    """
     kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
         plugin: Any = accelerator.state.deepspeed_plugin
@@ -25,7 +28,7 @@ def strategy_of(accelerator: Accelerator) -> Strategy:
         return names[stage]
     if kind == DistributedType.FSDP:
         return "fsdp2"
-    if kind == DistributedType.NO:
+    if accelerator.num_processes == 1:
         return "single"
     return "ddp"
 

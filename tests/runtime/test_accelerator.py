@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 
 from accel_train import experiment, startup
 from accel_train.commands.check import check
@@ -20,6 +21,7 @@ from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.launch_files.requested import Requested
 from accel_train.runtime import accelerator as machine
 from accel_train.runtime import strategy
+from accel_train.training.accumulation import GradientWindow
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT: dict[str, Any] = {
@@ -59,6 +61,25 @@ def test_one_process(precision: str, named: str) -> None:
     assert strategy.strategy_of(accelerator) == "single"
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     assert strategy.verify_prepared(accelerator, model, 1.0).startswith("single: 1 process(es) on ")
+
+
+def test_a_ddp_launch_of_one_process_is_single(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU machine Accelerate names it MULTI_GPU, and wraps no model."""
+
+    def connect(*_: object) -> None:
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    monkeypatch.setattr(machine, "_connect", connect)
+    accelerator = build()
+    assert accelerator.distributed_type == DistributedType.MULTI_GPU
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    assert strategy.verify_prepared(accelerator, model, 1.0).startswith("single: 1 process(es) on ")
+    one = torch.tensor(1.0)
+    window = GradientWindow(accelerator, model, [({"x": torch.ones(1, 2)}, {"main": one})] * 2, {"main": 1.0}, 0)
+    for inputs in window:
+        window.backward({"main": model(inputs["x"]).sum()})
+    assert model.weight.grad is not None
 
 
 def test_accumulation_of_the_environment_does_not_reach_accelerate() -> None:

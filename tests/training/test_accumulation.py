@@ -123,6 +123,18 @@ def test_a_non_finite_loss_names_step_and_samples(accelerator: Accelerator) -> N
         window.finish(1.0)
 
 
+def test_the_norm_of_offloaded_gradients_is_where_the_losses_are(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read together, and torch stacks no tensors of two devices."""
+    model = accelerator.prepare(nn.Linear(6, 2))
+    window = window_over(accelerator, model, 13)
+    for inputs in window:
+        window.backward(sums(model, inputs))
+    monkeypatch.setattr(window, "_totals", torch.zeros(2, device="meta"))
+    assert window._measure().device.type == "meta"
+
+
 def test_terms_must_be_complete(accelerator: Accelerator) -> None:
     model = accelerator.prepare(nn.Linear(6, 2))
     window = window_over(accelerator, model, 13)
