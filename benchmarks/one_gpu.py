@@ -44,7 +44,9 @@ def run(name: str, precision: str, steps: int, folder: Path, dry_run: bool) -> d
     command += ["--precision", precision, "--schedule.warmup_steps", "2", *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode != 0:
-        return {"failed": (done.stdout + done.stderr)[-2000:]}
+        said = (done.stdout + done.stderr).splitlines()
+        own = [text for text in said if text.startswith("[rank")]  # torchrun's own lines come after the recipe's
+        return {"failed": "\n".join(own or said)[-2000:]}
     lines = [r for r in read_metrics(directory / "metrics.jsonl") if r["event"] == "train"]
     log = (directory / "logs" / "rank_0.log").read_text()
     settled = lines[len(lines) // 2 :]
@@ -114,6 +116,7 @@ def main() -> None:
 def write(path: Path, runs: dict[str, Any], steps: int) -> None:
     """What is known by now."""
     absent = {name: r["skipped"] for name, r in runs.items() if "skipped" in r}
+    absent |= dict.fromkeys((name for name, r in runs.items() if "failed" in r), "failed")
     report = {"schema": SCHEMA, "title": "Launch files on one GPU", "environment": facts(), "absent": absent}
     write_json(path, report | {"rows": [asdict(found) for found in rows_of(runs)], "steps": steps, "runs": runs})
 
