@@ -29,6 +29,8 @@ C = TypeVar("C")
 
 NOWHERE: Places = MappingProxyType({})
 """Positions of values from no file."""
+_DEFAULT = "default"
+"""Origin of an option that nobody has set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +40,11 @@ class Loaded(Generic[C]):
     config: C
     origins: Mapping[str, str]
 
-    def describe(self) -> str:
-        """List every option with its value and origin, one per line."""
+    def describe(self, *, with_defaults: bool = True) -> str:
+        """List the options with value and origin, one per line, optionally without those at their defaults."""
         values = flatten(to_tree(self.config))
-        shown = {key: f"{key}: {value!r}" for key, value in values.items()}
+        keys = [key for key in values if with_defaults or self.origins[key] != _DEFAULT]
+        shown = {key: f"{key}: {values[key]!r}" for key in keys}
         # Origins are aligned, except for very long values.
         width = min(max(map(len, shown.values())), 60)
         return "\n".join(f"{text:<{width}}  # {self.origins[key]}" for key, text in shown.items())
@@ -326,7 +329,7 @@ def _origins(
 ) -> dict[str, str]:
     in_file = flatten(tree)
     # A preset with the name of another origin is shown with its ending.
-    if source in ("default", "command line"):
+    if source in (_DEFAULT, "command line"):
         source = f"{source}.yaml"
     origins: dict[str, str] = {}
     for key in flatten(to_tree(config)):
@@ -335,5 +338,5 @@ def _origins(
         elif any(key == given or key.startswith(f"{given}.") for given in in_file):
             origins[key] = source
         else:
-            origins[key] = "default"
+            origins[key] = _DEFAULT
     return origins

@@ -49,7 +49,10 @@ def check(request: Launch) -> str:
         f"  global batch {config.global_batch_size} = {processes} process(es) x {accumulation} micro-batch(es) of "
         f"{size}; precision {config.precision}",
     ]
-    lines += [f"  {line}" for line in loaded.describe().splitlines()]
+    chosen = loaded.describe(with_defaults=False).splitlines()
+    lines += [f"  {line}" for line in chosen]
+    command = shlex.join(["python", request.recipe, *request.arguments, "--print_config"])
+    lines.append(f"  and {len(loaded.origins) - len(chosen)} options at their defaults: {command}")
     lines.append("nothing was run; everything that can be read is consistent")
     return "\n".join(lines)
 

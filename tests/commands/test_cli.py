@@ -15,7 +15,10 @@ from packaging.version import Version
 from accel_train import __version__, cli
 from accel_train.commands import doctor
 from accel_train.config import UsageError
+from accel_train.config_loading import load_config
+from accel_train.config_tree import flatten, to_tree
 from accel_train.speed import attention_table
+from recipes import mmdit
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +51,10 @@ def test_check_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "global batch 60 = 4 process(es) x 4 micro-batch(es) of at most 4; precision bf16" in shown
     assert "optimizer.lr" in shown
     assert "# command line" in shown
+    assert "checkpoints.keep_last" not in shown  # at its default, like the options that the last line counts
+    listed = shown.count("  # ")
+    total = len(flatten(to_tree(load_config(mmdit.Config, ["demo"], presets=ROOT / "recipes" / "presets").config)))
+    assert f"and {total - listed} options at their defaults: python {RECIPE} demo " in shown
 
 
 FILES = {
