@@ -171,7 +171,7 @@ def _resume(options: RunOptions, directory: Path, experiment: dict[str, Any]) ->
     if options.resume == "never":
         raise UsageError(
             f"resume: never, but {directory} is already used; give another --output_dir, or --overwrite to delete "
-            "what is there and start anew"
+            "what is there and start again"
         )
     saved = read_run(directory)
     allowed = refuse_changes(saved, experiment, options.allow, options.free_to_change, directory)

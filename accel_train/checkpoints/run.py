@@ -76,7 +76,7 @@ class Run:
     def restore_directory(self) -> None:
         """Recreate the directory if it was deleted during the run. Main process. Raises ``OSError``."""
         if not (self.directory / RUN_FILE).exists() or not self.checkpoints.is_dir():
-            logger.warning("%s or part of it was deleted while the run went on; it is made again", self.directory)
+            logger.warning("%s or part of it was deleted while the run went on; it is recreated", self.directory)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             write_run(self.directory, self.saved)
 

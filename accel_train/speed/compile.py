@@ -124,17 +124,7 @@ def apply_compile(
             dynamic=None if config.dynamic else False,
         )
         block._compiled_call_impl = _Watched(block, watch)  # pyright: ignore[reportPrivateUsage]
-    if config.optimize == "reduce-overhead":
-        model.register_forward_pre_hook(_begin_step)
     return watch
-
-
-def _begin_step(_model: nn.Module, _arguments: object) -> None:
-    """Tell torch that the CUDA graphs of the last step may be replayed from here on.
-
-    It would take every block for a step of its own, whose backward is still to come, and record graphs anew.
-    """
-    torch.compiler.cudagraph_mark_step_begin()
 
 
 class _Watched:

@@ -140,7 +140,7 @@ def load(directory: Path) -> dict[str, Any]:
     if type(schema) is int and schema > RUN_SCHEMA:
         raise UsageError(
             f"{directory}/{RUN_FILE} has schema {schema}, this version reads 1 and {RUN_SCHEMA}: a newer accel_train "
-            "wrote it, or it is damaged; update accel_train, or move it away to have it made again from the newest "
+            "wrote it, or it is damaged; update accel_train, or move it away to have it rebuilt from the newest "
             "checkpoint"
         )
     if schema == RUN_SCHEMA:
@@ -202,7 +202,7 @@ def read_run(directory: Path) -> dict[str, Any]:
         raise UsageError(
             f"output_dir: {directory} is used, but its {RUN_FILE} cannot be read ({reason}), and no checkpoint there "
             "says what the experiment is; restore it from a backup, give another --output_dir, or --overwrite to "
-            "delete what is there and start anew"
+            "delete what is there and start again"
         )
     if reason is not None:
         logger.warning(

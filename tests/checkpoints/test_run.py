@@ -156,7 +156,7 @@ RUN_JSON = [
     "R1",
     injected="run.json cut, emptied, changed by a bit, of wrong types, nested deeply, gone; a directory, a FIFO, a "
     "link in its place",
-    outcome="made again from the newest checkpoint, with a warning; exit 2 where there is none",
+    outcome="rebuilt from the newest checkpoint, with a warning; exit 2 where there is none",
 )
 @pytest.mark.parametrize("harm", [pytest.param(harm, id=name) for name, harm in RUN_JSON])
 def test_a_damaged_run_json(

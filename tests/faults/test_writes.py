@@ -250,7 +250,7 @@ def test_no_permission(trainers: Trainers, out: Path) -> None:
     goes_on(trainers, out)
 
 
-@pytest.mark.fault("F28", injected="checkpoints deleted while running", outcome="made again at the next save; warned")
+@pytest.mark.fault("F28", injected="checkpoints deleted while running", outcome="recreated at the next save; warned")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_deleted_while_running(trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
     run = trainers.start(out, *EVERY, *SYNC, "--pause_at", "7", ranks=ranks)
@@ -260,7 +260,7 @@ def test_deleted_while_running(trainers: Trainers, out: Path, request: pytest.Fi
     (out / "run.json").unlink()
     run.go()
     assert set(run.wait()) == {0}
-    assert "was deleted while the run went on; it is made again" in run.output()
+    assert "was deleted while the run went on; it is recreated" in run.output()
     assert checkpoints(out) == [15, 20]
     same_run(out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"))
     again = trainers.run(out, *EVERY, ranks=ranks)

@@ -65,7 +65,7 @@ class TransformerEncoder:
             raise UsageError(
                 f"--data.encoder {self.name!r}: its files changed since the latents were made (sha256 "
                 f"{found[:12]}, was {str(self.weights_hash)[:12]}). Give the model that was used, or prepare the "
-                "data anew."
+                "data again."
             )
         return found
 
