@@ -23,6 +23,11 @@ def _main(argv: Sequence[str]) -> int:
         return _checkpoints(arguments)
     if arguments.command == "compare":
         return _compare(arguments)
+    if arguments.command == "init":
+        from accel_train.commands.init import init
+
+        print(init(arguments.directory, arguments.recipe))
+        return 0
     return _launch(arguments)
 
 
@@ -111,8 +116,15 @@ def _parser() -> argparse.ArgumentParser:
         _add_launch(commands.add_parser(name, help=text, description=text), file_required=name == "rehearse")
     text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
     _add_compare(commands.add_parser("compare", help=text, description=text))
+    text = "copy a bundled recipe with its presets and the launch files, ready to change"
+    _add_init(commands.add_parser("init", help=text, description=text))
     _add_checkpoints(commands.add_parser("checkpoints", help="list, verify, compare, delete, convert, export, push"))
     return parser
+
+
+def _add_init(init: argparse.ArgumentParser) -> None:
+    init.add_argument("directory", metavar="DIRECTORY", help="directory that does not exist or is empty")
+    init.add_argument("--recipe", default="mmdit", metavar="NAME", help="default: mmdit")
 
 
 def _add_launch(command: argparse.ArgumentParser, *, file_required: bool) -> None:
@@ -124,7 +136,7 @@ def _add_launch(command: argparse.ArgumentParser, *, file_required: bool) -> Non
     command.add_argument("--machine_rank", type=int, help="number of this machine, from 0")
     command.add_argument("--main_process_ip", help="address of machine 0")
     command.add_argument("--main_process_port", type=int, help="port of machine 0")
-    command.add_argument("recipe", help="path of the recipe")
+    command.add_argument("recipe", help="path of the recipe, or the name of a bundled one, such as mmdit")
     command.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,  # also takes --flags, which the recipe parses
@@ -133,7 +145,7 @@ def _add_launch(command: argparse.ArgumentParser, *, file_required: bool) -> Non
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
-    compare.add_argument("recipe", help="path of the recipe")
+    compare.add_argument("recipe", help="path of the recipe, or the name of a bundled one, such as mmdit")
     compare.add_argument("sources", nargs="+", metavar="PRESET_OR_YAML", help="A and B, or one with --vary")
     compare.add_argument("--config_file", help="accelerate launch file for every run; default: one plain process")
     compare.add_argument("--vary", metavar="KEY=V1,V2", help="values of one option, compared with the first")

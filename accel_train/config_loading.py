@@ -53,14 +53,17 @@ class Loaded(Generic[C]):
 def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_preset: str = "demo") -> Loaded[C]:
     """Read ``[PRESET | FILE.yaml] [--flag value ...]``. Every process reads the same by itself.
 
-    Raises ``UsageError``. Exits with code 0 after ``--help`` or ``--print_config``.
+    With ``--smoke``, ``smoke_values`` of the config sets what no flag sets. Raises ``UsageError``. Exits with code 0
+    after ``--help`` or ``--print_config``.
     """
     arguments = list(argv)
     source = default_preset
     if arguments and not arguments[0].startswith("-"):
         source = arguments.pop(0)
     prints_config = "--print_config" in arguments
-    arguments = [word for word in arguments if word != "--print_config"]
+    is_smoke = "--smoke" in arguments and hasattr(cls, "smoke_values")
+    switches = {"--print_config"} | ({"--smoke"} if is_smoke else set())
+    arguments = [word for word in arguments if word not in switches]
     names = preset_names(cls, presets)
     path = find_source(source, presets, names, option_names(cls), arguments)
     tree, places = _read_source(path, source)
@@ -74,12 +77,19 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     except FlagError as error:
         raise UsageError(str(error)) from None
 
+    smoke: dict[str, Any] = {}
+    if is_smoke:
+        before = flatten(to_tree(base))
+        wanted: dict[str, Any] = cast("Any", base).smoke_values(flags)
+        smoke = {key: value for key, value in wanted.items() if before[key] != value}
+    changes = smoke | flags
     # Set before the flags are validated: a refusal is logged below this directory.
-    set_requested_output_dir(flags.get("output_dir", getattr(base, "output_dir", None)))
+    set_requested_output_dir(changes.get("output_dir", getattr(base, "output_dir", None)))
     config = base
-    if flags:
-        config = from_tree(cls, _overlay(to_tree(base), flags), "command line")
+    if changes:
+        config = from_tree(cls, _overlay(to_tree(base), changes), "command line")
     origins = _origins(tree, source, config, flags)
+    origins |= {key: "--smoke" for key in smoke if key not in flags}
     set_origins(config, origins)
     loaded = Loaded(config, origins)
     if prints_config:
@@ -305,7 +315,7 @@ def _print_help(cls: type, base: object, names: Sequence[str]) -> NoReturn:
 
     usage = (
         f"First argument: a preset ({', '.join(names)}) or a YAML file. Flags override it. "
-        "--print_config shows the result."
+        "--print_config shows the result. --smoke tries everything in seconds, in OUTPUT_DIR-smoke."
     )
     description = f"{inspect.getdoc(cls) or ''}\n\n{usage}"
     # One process of several prints.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from accel_train.checkpoints.policy import CheckpointConfig, RunOptions
 from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
@@ -54,6 +56,8 @@ class Recipe:
     """Units and titles of its metrics."""
     loads_with: type | None = None
     """Class whose ``from_pretrained`` loads a checkpoint, named by the card on the Hub."""
+    smoke: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Values of its own options with ``--smoke``, such as an evaluation of few samples."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,29 @@ class ExperimentConfig:
             if option.startswith(f"{group}.") and origin_of(self, option) == "command line":
                 flags.append(f"--{option} {value}")
         return flags
+
+    def smoke_values(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that ``--smoke`` sets where no flag does: two small steps, an evaluation and a save.
+
+        The run has a directory of its own, which is overwritten, unless ``flags`` name one. It pushes and tracks
+        nothing.
+        """
+        samples = 4
+        values: dict[str, Any] = {
+            "max_steps": 2,
+            "max_epochs": None,
+            # Every process needs a sample.
+            "global_batch_size": samples * int(os.environ.get("WORLD_SIZE", "1")),
+            "micro_batch_size": samples,
+            "log.log_every": 1,
+            "log.trackers": [],
+        }
+        # A schedule of thousands of steps, or a push of some checkpoints only, has no meaning in two steps.
+        for group, defaults in (("schedule", ScheduleConfig("constant")), ("hub", HubConfig())):
+            values |= {f"{group}.{key}": value for key, value in flatten(to_tree(defaults)).items()}
+        if "output_dir" not in flags:
+            values |= {"output_dir": f"{self.output_dir}-smoke", "overwrite": True, "resume": "auto"}
+        return values | dict(self.recipe.smoke)
 
     def run_options(self) -> RunOptions:
         """Return the options of ``open_run``."""

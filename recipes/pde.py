@@ -61,6 +61,7 @@ class Config(experiment.ExperimentConfig):
         free_to_change=("evaluation", "data.cache_dir", "data.workers"),
         labels=Labels(loss_of="task"),
         loads_with=transformer.PdeTransformer,
+        smoke={"evaluation.samples": 2},
     )
 
     output_dir: str = "runs/pde-demo"

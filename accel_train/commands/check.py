@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from accel_train.bundled import find_recipe, import_recipe
 from accel_train.commands.launch import Launch, read_machine
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError
 from accel_train.config_loading import config_of
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files.machine_config import MachineConfig
@@ -25,7 +22,8 @@ def check(request: Launch) -> str:
     Calls the recipe's ``main`` and leaves it once it has read its config, so this is the config of a real start.
     """
     path, machine, assumption = read_machine(request)
-    recipe = _import(expand_path(request.recipe))
+    path_of_recipe = find_recipe(request.recipe)
+    recipe = import_recipe(path_of_recipe)
     loaded = config_of(recipe.main, request.arguments)
     if loaded is None:
         raise UsageError(
@@ -51,7 +49,7 @@ def check(request: Launch) -> str:
     ]
     chosen = loaded.describe(with_defaults=False).splitlines()
     lines += [f"  {line}" for line in chosen]
-    command = shlex.join(["python", request.recipe, *request.arguments, "--print_config"])
+    command = shlex.join(["python", str(path_of_recipe), *request.arguments, "--print_config"])
     lines.append(f"  and {len(loaded.origins) - len(chosen)} options at their defaults: {command}")
     lines.append("nothing was run; everything that can be read is consistent")
     return "\n".join(lines)
@@ -86,19 +84,3 @@ def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: in
     refuse_accumulation(requested, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(steps)}, accumulation)
     generated = {"gradient_clipping": float(config.optimizer.max_grad_norm)}
     refuse_zero_contradictions(values, generated, config.precision, source)
-
-
-def _import(path: Path) -> ModuleType:
-    """Import the recipe as a module."""
-    if not path.is_file():
-        raise UsageError(f"recipe {str(path)!r}: there is no such file; give the path of a recipe")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up there to resolve annotations.
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    if not hasattr(module, "main"):
-        raise UsageError(f"recipe {str(path)!r}: it defines no main; a recipe has a function main(argv)")
-    return module

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from accel_train.bundled import find_recipe
 from accel_train.config import UsageError, expand_path
 from accel_train.launch_files.machine_config import (
     MachineConfig,
@@ -74,8 +75,7 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
     path, machine, assumption = read_machine(request)
     if assumption is not None:
         print(assumption, flush=True)
-    if not expand_path(request.recipe).is_file():
-        raise UsageError(f"recipe {request.recipe!r}: there is no such file; give the path of a recipe")
+    recipe = find_recipe(request.recipe)
     if rehearsal and request.main_process_port is None and machine.num_machines == 1:
         # A real run on this machine may use the port in the file.
         request = replace(request, main_process_port=free_port())
@@ -97,7 +97,7 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
             print(line, flush=True)
         environment[REHEARSAL_VARIABLE] = "1"
     command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)
-    return [*command, str(expand_path(request.recipe)), *request.arguments], environment
+    return [*command, str(recipe), *request.arguments], environment
 
 
 def read_machine(request: Launch) -> tuple[Path | None, MachineConfig, str | None]:

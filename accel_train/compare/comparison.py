@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from accel_train.bundled import find_recipe
 from accel_train.compare import report
 from accel_train.compare.figures import Observations, effects, observations, window_of
 from accel_train.compare.runs import (
@@ -102,9 +103,7 @@ def compare(request: Request) -> int:
 
 
 def _compare(request: Request, gates: Sequence[Gate]) -> int:
-    recipe = expand_path(request.recipe)
-    if not recipe.is_file():
-        raise UsageError(f"recipe {request.recipe!r}: there is no such file; give the path of a recipe")
+    recipe = find_recipe(request.recipe)
     if request.config_file is not None:
         from accel_train.launch_files.machine_config import read_machine_config
 

@@ -1,0 +1,62 @@
+"""Recipes, presets and launch files that come with the package, in a wheel as in a checkout."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from accel_train.config import UsageError, expand_path
+from accel_train.wording import did_you_mean, nearest
+
+_PACKAGE = Path(__file__).parent
+
+
+def folder(name: str) -> Path:
+    """Return the directory ``recipes`` or ``accelerate_configs``. Raises ``UsageError`` if there is none."""
+    # A wheel has them inside the package, a checkout beside it.
+    for place in (_PACKAGE / "bundled" / name, _PACKAGE.parent / name):
+        if place.is_dir():
+            return place
+    raise UsageError(f"{name}: this installation of accel_train has none; install its wheel, or a whole checkout")
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the bundled recipes."""
+    return sorted(path.stem for path in folder("recipes").glob("*.py"))
+
+
+def find_recipe(text: str) -> Path:
+    """Return the path of a recipe, given as a path or as the name of a bundled one.
+
+    A file wins over a name. Raises ``UsageError`` for neither.
+    """
+    path = expand_path(text)
+    if path.is_file():
+        return path
+    names = recipe_names()
+    if text in names:
+        return folder("recipes") / f"{text}.py"
+    hint = ""
+    if os.sep not in text:
+        hint = did_you_mean(nearest(text, names))
+    raise UsageError(
+        f"recipe {text!r}: there is no such file; give the path of a recipe, or the name of a bundled one: "
+        f"{', '.join(names)}{hint}"
+    )
+
+
+def import_recipe(path: Path) -> ModuleType:
+    """Import the recipe as a module. Raises ``UsageError`` for a file without ``main``."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up there to resolve annotations.
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, "main"):
+        raise UsageError(f"recipe {str(path)!r}: it defines no main; a recipe has a function main(argv)")
+    return module

@@ -1,0 +1,54 @@
+"""``accel-train init``: copy a bundled recipe to where it can be changed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_train import bundled
+from accel_train.config import UsageError, expand_path
+from accel_train.config_loading import preset_names
+from accel_train.wording import did_you_mean, nearest, shortened
+
+
+def init(directory: str, name: str) -> str:
+    """Copy recipe ``name``, its presets and the launch files, and return what to do next.
+
+    Raises ``UsageError`` for an unknown recipe, and for a directory with files in it.
+    """
+    names = bundled.recipe_names()
+    if name not in names:
+        hint = did_you_mean(nearest(name, names))
+        raise UsageError(f"--recipe {name}: no such recipe is bundled; there are {', '.join(names)}{hint}")
+    target = expand_path(directory)
+    _refuse_used(target)
+    recipes = bundled.folder("recipes")
+    source = recipes / f"{name}.py"
+    presets = preset_names(bundled.import_recipe(source).Config, recipes / "presets")
+    _copy([source], target)
+    _copy([recipes / "presets" / f"{preset}.yaml" for preset in presets], target / "presets")
+    _copy(sorted(bundled.folder("accelerate_configs").glob("*.yaml")), target / "accelerate_configs")
+    return "\n".join(
+        [
+            f"{target}: {name}.py, presets ({', '.join(presets)}) and accelerate_configs; try it in seconds:",
+            f"  cd {shlex.quote(str(target))} && accelerate launch {name}.py --smoke",
+        ]
+    )
+
+
+def _refuse_used(target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{target} is a file; give a directory that does not exist or is empty")
+    if target.is_dir():
+        there = sorted(path.name for path in target.iterdir())
+        if there:
+            raise UsageError(f"{target} holds {shortened(there, 3)}; give a directory that does not exist or is empty")
+
+
+def _copy(files: Sequence[Path], target: Path) -> None:
+    """Copy text files. Commands in their comments then name the recipe where it is now."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        text = file.read_text(encoding="utf-8").replace(" recipes/", " ")
+        (target / file.name).write_text(text, encoding="utf-8")

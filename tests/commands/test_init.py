@@ -1,0 +1,138 @@
+"""What there is to launch after an install: bundled recipes, a copy to change, a run of two steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from accel_train import bundled, cli
+from accel_train.commands.check import check
+from accel_train.commands.launch import Launch
+from accel_train.config import UsageError
+from accel_train.config_loading import load_config
+from recipes import mmdit, pde
+from tests.distributed.launching import ROOT, environment
+
+PRESETS = ROOT / "recipes" / "presets"
+
+
+def run(words: Sequence[str], folder: Path, **extra: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+# -------------------------------------------------------------------------------------------------------------- init
+@pytest.mark.parametrize(("recipe", "presets"), [("mmdit", "demo"), ("pde", "pde_demo")])
+def test_a_copy_has_the_recipe_its_presets_and_the_launch_files(
+    recipe: str, presets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my copy"
+    assert cli._main(["init", str(folder), "--recipe", recipe]) == 0
+    shown = capsys.readouterr().out
+    assert f"accelerate launch {recipe}.py --smoke" in shown
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert {f"{recipe}.py", f"presets/{presets}.yaml", "accelerate_configs/fsdp2.yaml"} <= files
+    others = {"mmdit": "pde_demo", "pde": "base"}[recipe]
+    assert f"presets/{others}.yaml" not in files
+    assert not any(" recipes/" in path.read_text() for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("kept")
+    with pytest.raises(UsageError, match=r"holds mine\.txt; give a directory that does not exist or is empty"):
+        cli._main(["init", str(tmp_path)])
+    with pytest.raises(UsageError, match="is a file"):
+        cli._main(["init", str(tmp_path / "mine.txt")])
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_unknown_recipe_is_refused_with_the_names(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--recipe mdit: .* there are mmdit, pde: did you mean 'mmdit'\?"):
+        cli._main(["init", str(tmp_path / "x"), "--recipe", "mdit"])
+    assert not (tmp_path / "x").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- by name
+def test_a_bundled_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bundled.find_recipe("mmdit") == ROOT / "recipes" / "mmdit.py"
+    assert "experiment: pde" in check(Launch(None, "pde"))
+    (tmp_path / "mmdit").write_text("")  # a file of that name wins
+    assert bundled.find_recipe("mmdit") == tmp_path / "mmdit"
+
+
+@pytest.mark.parametrize("command", ["launch", "check", "compare"])
+def test_neither_a_file_nor_a_name_is_refused(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sources = ["demo", "base"] if command == "compare" else []
+    with pytest.raises(UsageError, match=r"recipe 'mmdt': .* a bundled one: mmdit, pde: did you mean 'mmdit'\?"):
+        cli._main([command, "mmdt", *sources])
+
+
+# ------------------------------------------------------------------------------------------------------------- smoke
+def test_smoke_is_a_short_run_in_a_directory_of_its_own() -> None:
+    flags = ["pde_optimized", "--smoke", "--optimizer.lr", "0.5", "--max_steps", "3"]
+    loaded = load_config(pde.Config, flags, presets=PRESETS)
+    config = loaded.config
+    assert (config.max_steps, config.global_batch_size, config.micro_batch_size) == (3, 4, 4)
+    assert (config.output_dir, config.overwrite) == ("runs/pde-optimized-smoke", True)
+    assert (config.schedule.kind, config.schedule.warmup_steps) == ("constant", 0)
+    assert (config.optimizer.lr, loaded.origins["optimizer.lr"]) == (0.5, "command line")
+    assert loaded.origins["global_batch_size"] == "--smoke"
+
+
+def test_smoke_overwrites_no_directory_that_was_named() -> None:
+    config = load_config(mmdit.Config, ["--smoke", "--output_dir", "runs/real"], presets=PRESETS).config
+    assert (config.output_dir, config.overwrite) == ("runs/real", False)
+
+
+def test_smoke_pushes_and_tracks_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text((PRESETS / "demo.yaml").read_text() + "hub: {repo_id: me/model, push: last}\n")
+    config = load_config(mmdit.Config, [str(file), "--smoke"], presets=PRESETS).config
+    assert (config.hub.repo_id, config.log.trackers) == (None, ())
+
+
+@pytest.mark.parametrize("recipe", ["mmdit", pytest.param("pde", marks=pytest.mark.slow)])
+def test_smoke_trains_saves_and_evaluates_and_can_be_repeated(recipe: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        said = run([str(ROOT / "recipes" / f"{recipe}.py"), "--smoke"], tmp_path)
+        assert "step 2/2" in said
+        (directory,) = (tmp_path / "runs").iterdir()
+        assert directory.name == f"{recipe}-demo-smoke"
+        assert (directory / "checkpoints" / "checkpoint_00000002" / "manifest.json").exists()
+        assert json.loads((directory / "report" / "evaluation.json").read_text())
+
+
+# ------------------------------------------------------------------------------------------------------------- wheel
+@pytest.mark.slow
+def test_a_wheel_has_everything_to_begin_with(tmp_path: Path) -> None:
+    """Its files alone, in an empty directory: a recipe by name, and a copy of one."""
+    pytest.importorskip("hatchling", reason="pip install -e '.[dev]'")
+    run(["-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")], ROOT)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    installed, empty = tmp_path / "installed", tmp_path / "empty"
+    empty.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        assert "accel_train/py.typed" in archive.namelist()
+        archive.extractall(installed)
+    alone = {"PYTHONPATH": str(installed)}
+    assert "step 2/2" in run(["-m", "accel_train.cli", "launch", "mmdit", "--smoke"], empty, **alone)
+    run(["-m", "accel_train.cli", "init", "demo"], empty, **alone)
+    launch = ["-m", "accelerate.commands.launch", "mmdit.py", "--smoke"]
+    assert "step 2/2" in run(launch, empty / "demo", **alone)
