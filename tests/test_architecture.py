@@ -19,18 +19,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
 VALUES = {
-    *(
-        "config",
-        "config_loading",
-        "config_tree",
-        "bundled",
-        "cores",
-        "flags",
-        "precision",
-        "rng",
-        "strict_yaml",
-        "wording",
-    ),
+    *("config", "config_loading", "config_tree", "cores", "flags", "precision", "rng", "strict_yaml", "wording"),
 }
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
 TOOLS = {"commands", "compare"}
