@@ -23,7 +23,7 @@ from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import Evidence, StepGuard
-from benchmarks.device import GIB, Machine
+from benchmarks.device import Machine
 from benchmarks.gpu_contenders import Found, Options, Ours
 from benchmarks.gpu_training import ratios
 from benchmarks.method import Row, row
@@ -217,8 +217,8 @@ def g8(machine: Machine, rate: float, found: Found) -> None:
         found.add("G8", text, slower, "x", target)
         if pieces > 1:
             continue
-        if machine.device.type == "cuda":  # 16.2 GB
-            found.add("G8", "memory of the device saved", (here["bytes"] - there["bytes"]) / GIB, "GiB", ">= 15.1")
+        if machine.device.type == "cuda":
+            found.add("G8", "memory of the device saved", (here["bytes"] - there["bytes"]) / 1e9, "GB", ">= 16.2")
         else:
             found.absent["G8, memory of the device"] = "a CPU has none to save"
 
