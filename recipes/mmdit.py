@@ -63,6 +63,8 @@ class Config(experiment.ExperimentConfig):
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
+# A batch holds tokens, text_mask, maskable (B, S) and latent (B, L, D). The loader adds weight, sample, occurrence and
+# position (B,). The weight of padding is 0, so that every process runs equally many micro-batches.
 def corrupt(
     config: Config, batch: accumulation.Batch, step: int, mask_id: int
 ) -> tuple[accumulation.Batch, dict[str, Tensor]]:

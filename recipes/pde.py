@@ -79,6 +79,7 @@ class Config(experiment.ExperimentConfig):
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
+# A batch holds input, target (B, C, H, W), parameters (B, P), dt, and what the loader adds: weight, sample ... (B,).
 def prepare(
     config: Config, batch: accumulation.Batch, step: int, learned: StepObjective
 ) -> tuple[accumulation.Batch, Tensor]:
