@@ -173,6 +173,7 @@ class _Round:
         results: list[Tensor] = []
         for owner, matrix in enumerate(self.matrices):
             if owner == self.rank:
+                # The factor of a tall matrix is a transposed view, which a broadcast does not take.
                 results.append(orthogonalise(matrix.direction(), matrix.dtype).contiguous())
             else:
                 results.append(torch.empty(matrix.parameter.shape, dtype=matrix.dtype, device=matrix.buffer.device))
@@ -195,7 +196,7 @@ class _Round:
         received = [n * columns for n in _rows_of_ranks(rows, self.world)]
         outgoing = torch.cat([piece.flatten() for piece in pieces])
         whole = self._exchange(outgoing, sent, received)
-        dtype = self.matrices[0].dtype
+        dtype = self.matrices[0].dtype  # the same for all of them, see `_by_mesh`
         if owns_matrix:
             whole = orthogonalise(whole.view(rows, columns), dtype).flatten()
         parts = self._exchange(whole.to(dtype), received, sent).split(sent[: len(pieces)])

@@ -111,6 +111,7 @@ class StepGuard:
         """Check one step on the device, without a wait. The optimizer's next step clips the gradient to
         ``max_grad_norm`` (0: no clipping), or does nothing after a non-finite step."""
         check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateUsage]
+        # The kernel sets `found` and never clears it, so the optimizer stays stopped in the steps that follow.
         check_and_unscale([evidence.totals, norm], self.found, self._one)  # a scale of 1 changes neither
         if max_grad_norm > 0:
             torch.clamp(norm / max_grad_norm, min=1.0, out=self.scale)
