@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,30 +90,39 @@ def _sample_length(length: int) -> int:
 
 
 def _errors(attention: Attention, needs: AttentionNeeds, masked: bool, more_keys: int) -> tuple[float, float]:
-    length = _sample_length(needs.length)
-    small = replace(needs, batch=3, heads=min(needs.heads, 2), length=length)
+    """Relative errors of the forward and of the worst gradient. NaN for a result that is not even comparable."""
+    small = replace(needs, batch=3, heads=min(needs.heads, 2), length=_sample_length(needs.length))
     q, k, v, weights = _sample(small, more_keys)
-    key_mask: Tensor | None = None
-    valid = torch.ones(3, length, dtype=torch.bool, device=needs.device)
-    if masked:
-        key_mask = _rows(length).to(needs.device)
-        valid = _meaningful(key_mask)
-    valid = valid[:, None, :, None]  # (B, 1, N, 1)
-    weights = weights * valid
+    key_mask, valid = _mask_of_case(small, masked)
     expected = reference(q, k, v, key_mask)
     with torch.set_grad_enabled(needs.backward):
         result = attention(q, k, v, attention.mask(key_mask))
-    if result.shape != expected.shape or result.dtype != needs.dtype or not bool(result.isfinite().all()):
+    is_alike = result.shape == expected.shape and result.dtype == needs.dtype
+    if not is_alike or not bool(result.isfinite().all()):
         return float("nan"), float("nan")
     difference = (result.double() - expected) * valid
     forward = _relative(difference.detach(), expected.detach())
     if not needs.backward:
         return forward, 0.0
-    weights = weights.to(needs.dtype)  # the same rounded weights for both
-    found = torch.autograd.grad(result, (q, k, v), weights)
-    exact = torch.autograd.grad(expected, (q, k, v), weights.double())
+    return forward, _gradient_error(result, expected, (q, k, v), weights * valid)
+
+
+def _gradient_error(result: Tensor, expected: Tensor, inputs: Sequence[Tensor], weights: Tensor) -> float:
+    """The worst relative error of the gradients of ``inputs``. ``weights`` is the gradient of the result."""
+    weights = weights.to(result.dtype)  # the same rounded weights for both
+    found = torch.autograd.grad(result, inputs, weights)
+    exact = torch.autograd.grad(expected, inputs, weights.double())
     errors = [_relative(f.double() - e, e) for f, e in zip(found, exact, strict=True)]
-    return forward, max(errors)
+    return max(errors)
+
+
+def _mask_of_case(needs: AttentionNeeds, masked: bool) -> tuple[Tensor | None, Tensor]:
+    """The mask of keys, None without one, and (B, 1, N, 1) True for the queries with a meaningful result."""
+    if not masked:
+        valid = torch.ones(needs.batch, needs.length, dtype=torch.bool, device=needs.device)
+        return None, valid[:, None, :, None]
+    key_mask = _rows(needs.length).to(needs.device)
+    return key_mask, _meaningful(key_mask)[:, None, :, None]
 
 
 def _sample(needs: AttentionNeeds, more_keys: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
