@@ -115,6 +115,7 @@ def _checkpointed(method: Callable[..., Any], mode: str) -> Callable[..., Any]:
     if mode == "selective":
         policy = _keep_expensive
     compiled: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+    # Outside of compiled code the other modes keep nothing, so they need no policy at every operator.
     if mode == "selective":
         eager = compiled
 
@@ -123,6 +124,7 @@ def _checkpointed(method: Callable[..., Any], mode: str) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return method(self, *arguments, **named)
         extra = compiled if torch.compiler.is_compiling() else eager
+        # torch's reentrant form takes neither a `context_fn` nor named arguments.
         return checkpoint(method, self, *arguments, use_reentrant=False, **extra, **named)
 
     return recomputed
@@ -155,9 +157,11 @@ def _keep_attention(_context: Any, operator: Any, *_arguments: Any, **_named: An
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
+# The last one is the product of float8.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm"}
 
 
+# Cached, because torch asks at every operator of every block, in the forward and again in the recomputation.
 @functools.cache
 def _is_expensive(operator: Any) -> bool:
     """Matrix products, and every operator of attention."""

@@ -65,7 +65,7 @@ def build_attention(name: str) -> Attention:
         return Attention(name, _user_kernel(name), _unchanged)
     if name == "sdpa":
         return Attention(name, sdpa, broadcast_mask)
-    if name == "sdpa_flash" and torch.cuda.is_available():
+    if name == "sdpa_flash" and torch.cuda.is_available():  # the kernel of a CPU takes masks itself
         return _flash_of_torch(name)
     if name in _RESTRICTED:
         return Attention(name, partial(restricted_sdpa, name), broadcast_mask)

@@ -77,6 +77,7 @@ def prove_attention(attention: Attention, needs: AttentionNeeds) -> Proof:
 
 def _tolerance(needs: AttentionNeeds) -> float:
     tf32 = needs.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    # TF32 rounds the operands of an fp32 product to 10 bits of fraction.
     if needs.dtype == torch.float32 and tf32:
         return TOLERANCE_OF_TF32
     return TOLERANCES[needs.dtype]
@@ -127,6 +128,7 @@ def _mask_of_case(needs: AttentionNeeds, masked: bool) -> tuple[Tensor | None, T
 
 def _sample(needs: AttentionNeeds, more_keys: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v in a model's layout, (B, H, N, D) views of (B, N, H, D), and weights of the result."""
+    # On the host, so that every device is tested with the same numbers.
     generator = torch.Generator().manual_seed(0)
 
     def draw(more: int) -> Tensor:
@@ -150,6 +152,7 @@ def _meaningful(key_mask: Tensor) -> Tensor:
 
 
 def _relative(difference: Tensor, expected: Tensor) -> float:
+    # Not 0 / 0, whose NaN would fail the proof of a gradient that is rightly zero.
     return float(difference.norm() / expected.norm().clamp_min(1e-30))
 
 
@@ -182,7 +185,7 @@ def time_attention(attention: Attention, needs: AttentionNeeds, seconds: float =
     step()  # builds plans, fills caches
     until = time.perf_counter() + seconds
     while len(times) < 2 or time.perf_counter() < until:
-        _wait(needs.device)
+        _wait(needs.device)  # or the clock would start with earlier work in the queue
         started = time.perf_counter()
         step()
         _wait(needs.device)
@@ -209,6 +212,7 @@ def kernels_that_ran(attention: Attention, needs: AttentionNeeds) -> tuple[str, 
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    # Without acc_events torch warns that it keeps the events of one cycle only, and here is no second one.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         step()
         torch.cuda.synchronize(needs.device)

@@ -123,7 +123,7 @@ BACKENDS: tuple[Backend, ...] = (
         largest_head=256,
         head_multiple=8,
         capability=(9, 0),
-        majors=(9,),
+        majors=(9,),  # Hopper
         dropout=False,
         requires=("flash_attn_interface", *_VARLEN),
         install="flash-attn 3 (flash_attn_interface, from the hopper directory of flash-attention)",
@@ -136,7 +136,7 @@ BACKENDS: tuple[Backend, ...] = (
         largest_head=128,  # sequences of length 0 and 256 channels: flash-attention#2562
         head_multiple=8,
         capability=(9, 0),
-        majors=(9, 10),
+        majors=(9, 10),  # Hopper and Blackwell
         dropout=False,
         requires=("flash_attn.cute", *_VARLEN),
         install="flash-attn-4",
@@ -181,6 +181,7 @@ PREFERENCE: tuple[tuple[str, bool | None, tuple[str, ...]], ...] = (
 
 def _importable(module: str) -> bool:
     try:
+        # Asked first, because find_spec raises for a loaded module without a __spec__.
         return module in sys.modules or find_spec(module) is not None
     except (ImportError, ValueError):  # the package above it is missing or broken
         return False
