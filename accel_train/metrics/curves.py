@@ -59,36 +59,46 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
     Main process only. Metrics absent from the run get no panel. A run without a training line gets a picture with a
     note. Vertical lines mark resumes and non-finite losses. The file is replaced atomically.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     records = read_metrics(metrics_jsonl)
     panels = panels_of(records)
-    columns = _columns(len(panels))
-    rows = max(ceil(len(panels) / columns), 1)
-    figure = Figure(figsize=(max(4.9 * columns, 7.0), 3.1 * rows + 0.7), dpi=110, layout="constrained")
+    figure, axes = _grid(len(panels))
     figure.suptitle(_title(records, Path(metrics_jsonl)), fontsize=11)
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    with_curves: list[Any] = []
     for axis, panel in zip(axes, panels, strict=False):
         _draw(axis, panel)
-        if not panel.text:
-            with_curves.append(axis)
+    with_curves = [axis for axis, panel in zip(axes, panels, strict=False) if not panel.text]
     _draw_marks(with_curves, _marks(records))
-    for axis in with_curves:
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-        # The same range in every panel, so that events line up.
-        axis.set_xlim(0, 1.02 * max(_last_step(records), 1))
-        _add_legend(axis)
+    _align(with_curves, _last_step(records))
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     if not panels:
         axes[0].text(0.5, 0.5, "no training line yet", ha="center", va="center", color="0.4")
     path = Path(png_path)
+    # Drawn in memory, so that an error in the drawing leaves the last picture.
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     replace_file(path, picture.getvalue())
     return path
+
+
+def _grid(panels: int) -> tuple[Any, Any]:
+    """A figure and its axes, at least one of them."""
+    # Not pyplot, which picks a backend for the process and keeps every figure until it is closed.
+    from matplotlib.figure import Figure
+
+    columns = _columns(panels)
+    rows = max(ceil(panels / columns), 1)
+    figure = Figure(figsize=(max(4.9 * columns, 7.0), 3.1 * rows + 0.7), dpi=110, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).ravel()
+
+
+def _align(axes: Sequence[Any], last_step: int) -> None:
+    """Give all panels the same range of steps, so that events line up, and a legend."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        axis.set_xlim(0, 1.02 * max(last_step, 1))
+        _add_legend(axis)
 
 
 def panels_of(records: Records) -> list[Panel]:

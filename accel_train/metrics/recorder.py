@@ -134,11 +134,7 @@ class Recorder:
             self.record("config", {"config": config})
         if start_step:
             self.record("resume", step=start_step)
-        name = options.run_name or output_dir.resolve().name
-        run_id = None
-        if facts.get("run_id"):
-            run_id = str(facts["run_id"])
-        run = RunName(options.project, name, run_id)
+        run = _run_name(options, output_dir, facts)
         self._trackers = Trackers(accelerator, names, output_dir, run=run, config=config)
         self._progress = Progress(options.progress_bar, max_steps, start_step, labels.loss_of)
 
@@ -215,6 +211,14 @@ class Recorder:
             reason = "stopped"  # a stop request, after its save
         self.record("end", {"reason": reason}, step=self._step)
         self.close()
+
+
+def _run_name(options: LogConfig, output_dir: Path, facts: Mapping[str, object]) -> RunName:
+    name = options.run_name or output_dir.resolve().name
+    run_id = None
+    if facts.get("run_id"):
+        run_id = str(facts["run_id"])
+    return RunName(options.project, name, run_id)
 
 
 def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
