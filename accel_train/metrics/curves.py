@@ -31,6 +31,7 @@ class Series:
     values: list[float] = field(default_factory=list[float])
 
     def add(self, step: int, value: object) -> None:
+        # True would be drawn as 1. A value that is not finite leaves a gap, which `_marks` explains.
         if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value):
             self.steps.append(step)
             self.values.append(float(value))
@@ -194,6 +195,7 @@ def _evaluation_panels(lines: Records, labels: Labels) -> list[Panel]:
     kinds = {key: kind for key, kind in kinds.items() if kind not in NOT_DRAWN}
     if len(lines) == 1:
         return _text_panels(lines[0], list(kinds))
+    # Metrics with the same last word have the same unit, and only such can share an axis.
     panels: dict[str, Panel] = {}
     for key, kind in kinds.items():
         if kind not in panels:
@@ -287,6 +289,7 @@ def _draw_marks(axes: Sequence[Any], marks: Iterable[tuple[int, str, str]]) -> N
     for step, label, color in marks:
         for axis in axes:
             shown = None
+            # Each label once, or the legend would have a line for every resume of a long run.
             if axis is axes[0] and label not in labelled:
                 shown = label
             axis.axvline(step, color=color, linestyle=":", linewidth=1.2, label=shown)
@@ -296,13 +299,14 @@ def _draw_marks(axes: Sequence[Any], marks: Iterable[tuple[int, str, str]]) -> N
 def _set_scale(axis: Any, panel: Panel, values: Sequence[float]) -> None:
     low = min(values)
     high = max(values)
+    # Losses fall fast at first: on a linear axis the rest of a long run is one flat line.
     if panel.smooth and low > 0 and high > 10 * low:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.set_minor_formatter(NullFormatter())  # by default labels in the other notation stand between
     elif panel.from_zero and low >= 0:
         top = 1.25 * high if high > 0 else 1.0
         axis.set_ylim(0, top)

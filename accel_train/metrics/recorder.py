@@ -70,6 +70,7 @@ class RunInfo:
     def fields(self, epoch: float) -> dict[str, Any]:
         """Return learning rate, epoch, batch size and cost of compilation. Does not wait for the device."""
         groups = self.optimizer.param_groups
+        # A frozen group has learning rate 0, which says nothing of the schedule.
         trained = next((group for group in groups if not group["frozen"]), groups[0])
         return {
             **self.compiled.fields(),
@@ -122,9 +123,11 @@ class Recorder:
         self._accelerator = accelerator
         self._directory = output_dir
         self._started = time.perf_counter()
+        # On every process: if one alone raised, the others would wait for it in their next collective.
         names = resolve_trackers(options.trackers)
         if not self._main:
             return
+        # Before anything else writes a line: the repair replaces the file.
         self._writer = _open_metrics(output_dir, start_step)
         environment = describe_environment(accelerator) | dict(facts)
         if labels != NO_LABELS:
