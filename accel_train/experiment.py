@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 
 from accel_train.checkpoints.opening import kept, open_run
 from accel_train.checkpoints.policy import refuse_unknown_metric
+from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError, origin_of
 from accel_train.data import sampler
 from accel_train.experiment_options import ExperimentConfig as ExperimentConfig
@@ -128,17 +129,13 @@ def open_experiment(
         gates.refuse_unknown_gates(metrics)
     length = _resolve_length(config, accelerator, dataset_size)
     max_steps = length.max_steps
-    # The run is saved with the schedule that it trains with.
-    options = replace(config, schedule=length.schedule).run_options()
-    run = open_run(options, accelerator, fingerprint, length.resolved)
-    current_run.callback(run.close)
+    run = _open_run(config, accelerator, fingerprint, length)
     # A resume keeps the schedule of the first start.
     decay_steps = run.resolved("schedule.decay_steps")
     batch_sizes = (config.global_batch_size, accelerator.num_processes, config.micro_batch_size)
     info(logger, *notices, *length.notices, *sampler.notices(*batch_sizes))
     info(logger, *schedules.notices(length.schedule, decay_steps, max_steps), run.decision)
-    if run.checkpoint is not None:
-        info(logger, *threads.keep_threads(run.checkpoint.manifest, accelerator.device.type))
+    _keep_threads(run, accelerator)
     finished = run.start_step >= max_steps and not config.evaluate_only
     if finished:
         _log_finished(config, run.start_step, max_steps)
@@ -152,6 +149,20 @@ def open_experiment(
         accumulation_steps=sampler.accumulation_steps(*batch_sizes),
         finished=finished,
     )
+
+
+def _open_run(config: ExperimentConfig, accelerator: Accelerator, fingerprint: str, length: _Length) -> Run:
+    # The run is saved with the schedule that it trains with.
+    options = replace(config, schedule=length.schedule).run_options()
+    run = open_run(options, accelerator, fingerprint, length.resolved)
+    # The lock is released however this run ends, so that a notebook can open the directory again.
+    current_run.callback(run.close)
+    return run
+
+
+def _keep_threads(run: Run, accelerator: Accelerator) -> None:
+    if run.checkpoint is not None:
+        info(logger, *threads.keep_threads(run.checkpoint.manifest, accelerator.device.type))
 
 
 def _log_finished(config: ExperimentConfig, step: int, max_steps: int) -> None:
