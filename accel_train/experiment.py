@@ -49,6 +49,7 @@ def _max_steps(config: ExperimentConfig, dataset_size: int) -> int:
     if config.max_steps is not None:
         return config.max_steps
     assert config.max_epochs is not None, "ExperimentConfig requires one of the two"
+    # Rounded up, so that the last pass leaves out no sample.
     return math.ceil(config.max_epochs * dataset_size / config.global_batch_size)
 
 
@@ -68,6 +69,7 @@ def _schedule(config: ExperimentConfig, earlier: Mapping[str, Any], steps: int) 
     warmup_origin = origin_of(config, "schedule.warmup_steps")
     if warmup_origin == "command line" or schedule.decay_steps is not None:
         return schedule
+    # A resume warms up as the first start did, even if its own max_steps has room for the whole warm-up.
     asked, used = earlier.get(WARMUP_KEPT) or (None, 0)
     if schedule.warmup_steps == asked:
         return replace(schedule, warmup_steps=used)
@@ -179,7 +181,7 @@ def _refuse_different_data(accelerator: Accelerator, dataset_size: int, fingerpr
     if accelerator.num_processes == 1:
         return
     mine = (fingerprint, dataset_size, socket.gethostname(), accelerator.process_index)
-    all_data: list[tuple[str, int, str, int]] = gather_object([mine])
+    all_data: list[tuple[str, int, str, int]] = gather_object([mine])  # in a list: Accelerate joins the lists of all
     first = all_data[0]
     for other in all_data:
         if other[:2] != first[:2]:

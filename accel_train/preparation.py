@@ -48,6 +48,7 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
         device=accelerator.device,
         given=config.command_line_flags("model"),
     )
+    # Set here, because the count above has built the model once already, on the meta device.
     torch.manual_seed(config.seed)
     return model(*shape, **named)
 
@@ -61,7 +62,7 @@ def _warn_about_dropout(model: nn.Module) -> None:
                 name,
                 module,
             )
-            return
+            return  # one line for the model, not one for each layer
 
 
 def prepare(

@@ -110,6 +110,7 @@ class Trackers:
             return
         folder = output_dir / "trackers"
         folder.mkdir(parents=True, exist_ok=True)
+        # Accelerate passes it to the trackers that write files.
         accelerator.project_configuration.logging_dir = str(folder)
         chosen: list[Any] = list(names)
         accelerator.log_with = chosen

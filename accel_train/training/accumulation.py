@@ -150,6 +150,7 @@ class GradientWindow:
         yield self.inputs[0]
         self.model.zero_grad(set_to_none=True)
         self._forget_losses()
+        # The step draws what it would have drawn without the rehearsal.
         torch.set_rng_state(cpu_state)
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state)

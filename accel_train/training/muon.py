@@ -77,7 +77,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad():  # a closure runs a backward, and this method is without gradients
                 loss = closure()
         matrices: list[_Matrix] = []
         for group in self.param_groups:
@@ -228,6 +228,7 @@ def _shard_group(parameter: Tensor) -> tuple[bool, Any]:
 
     if not isinstance(parameter, DTensor):
         return False, None
+    # Of several dimensions of a mesh only one shards. The others hold replicas.
     for dimension, placement in enumerate(parameter.placements):
         if placement.is_shard():
             assert placement.is_shard(0), f"{placement} is not FSDP2's own sharding by rows"

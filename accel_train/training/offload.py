@@ -39,7 +39,7 @@ class HostAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad():  # a closure runs a backward, and this method is without gradients
                 loss = closure()
         buckets = list(self._buckets())
         # All copies are queued before the first update, so that the bus is busy while the CPU works.

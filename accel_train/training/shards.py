@@ -140,7 +140,7 @@ def plain_module(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP, DeepSpeed or compile wrappers, with the plain parameter names."""
     while True:
         inner = getattr(model, "_orig_mod", None)  # torch.compile
-        is_engine = hasattr(model, "zero_optimization_stage")
+        is_engine = hasattr(model, "zero_optimization_stage")  # DeepSpeed's, whose package need not be installed
         if inner is None and (is_engine or isinstance(model, nn.parallel.DistributedDataParallel)):
             inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):

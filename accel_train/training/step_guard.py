@@ -62,6 +62,7 @@ class Evidence:
         if all(map(math.isfinite, losses)):
             everything = range(len(self.samples))
             raise NonFiniteError(self._explain("gradient", f"norm {values[-1]}", everything))
+        # A wait for each micro-batch, which only a run that ends can afford.
         non_finite: list[int] = []
         for index, sums in enumerate(self.sums):
             if not bool(torch.isfinite(torch.stack(list(sums))).all()):
@@ -113,6 +114,7 @@ class StepGuard:
         check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateUsage]
         # The kernel sets `found` and never clears it, so the optimizer stays stopped in the steps that follow.
         check_and_unscale([evidence.totals, norm], self.found, self._one)  # a scale of 1 changes neither
+        # The optimizer divides by it, and by 1 where the norm is below the limit.
         if max_grad_norm > 0:
             torch.clamp(norm / max_grad_norm, min=1.0, out=self.scale)
         else:
