@@ -191,8 +191,11 @@ def _evaluation_panels(lines: Records, labels: Labels) -> list[Panel]:
 
     A single evaluation becomes a panel of text.
     """
-    kinds = {key: key.removesuffix("_shuffled").rsplit("_", 1)[-1] for key in _keys(lines)}
-    kinds = {key: kind for key, kind in kinds.items() if kind not in NOT_DRAWN}
+    kinds: dict[str, str] = {}
+    for key in _keys(lines):
+        kind = key.removesuffix("_shuffled").rsplit("_", 1)[-1]
+        if kind not in NOT_DRAWN:
+            kinds[key] = kind
     if len(lines) == 1:
         return _text_panels(lines[0], list(kinds))
     # Metrics with the same last word have the same unit, and only such can share an axis.
@@ -214,7 +217,11 @@ def _text_panels(line: Mapping[str, Any], keys: Sequence[str]) -> list[Panel]:
 
 def _marks(records: Records) -> list[tuple[int, str, str]]:
     """Return (step, label, color) of the vertical lines."""
-    resumes = {r["step"] for r in records if r.get("event") == "resume" and isinstance(r.get("step"), int)}
+    resumes: set[int] = set()
+    for record in records:
+        step = record.get("step")
+        if record.get("event") == "resume" and isinstance(step, int):
+            resumes.add(step)
     marks = [(step, "resumed", "0.55") for step in sorted(resumes)]
     for line in last_pass(records, "train"):
         loss = line.get("loss")

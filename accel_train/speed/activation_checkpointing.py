@@ -59,13 +59,22 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     found = [module for module in model.modules() if type(module).__name__ in names]
     if found:
         return found
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(block) for block in m}) == 1]
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and _has_one_class(m)]
     if lists:
-        return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
+        largest = max(lists, key=_count_parameters)
+        return list(largest)
     raise UsageError(
         f"{type(model).__name__}: has no list of blocks to checkpoint or compile one by one. Name the class of its "
         'blocks in an attribute _no_split_modules = ["MyBlock"], or keep them in one nn.ModuleList.'
     )
+
+
+def _has_one_class(blocks: nn.ModuleList) -> bool:
+    return len({type(block) for block in blocks}) == 1
+
+
+def _count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _names(module: nn.Module, attribute: str) -> Sequence[str]:

@@ -157,7 +157,8 @@ def _packed(
     rows = q.shape[0]
     longest = q.shape[2]
     ends = mask.boundaries
-    attended = variable(pack(q, mask), pack(k, mask), pack(v, mask), ends, ends, longest, longest)
+    q, k, v = (pack(x, mask) for x in (q, k, v))
+    attended = variable(q, k, v, ends, ends, longest, longest)
     return unpack(attended, mask, rows)
 
 

@@ -230,7 +230,7 @@ def preferred(needs: AttentionNeeds, machine: Machine) -> tuple[str, ...]:
 def _why_not_device(row: Backend, machine: Machine) -> str | None:
     lowest = row.capability
     found = machine.capability
-    if lowest and (found is None or found < lowest or (row.majors and found[0] not in row.majors)):
+    if lowest and not _is_capable(row, lowest, found):
         wanted = " or ".join(f"{major}.x" for major in row.majors) or f"{lowest[0]}.{lowest[1]} or higher"
         return f"it needs compute capability {wanted}, this device has {found and '.'.join(map(str, found))}"
     missing = [module for module in row.requires if not machine.importable(module)]
@@ -239,6 +239,12 @@ def _why_not_device(row: Backend, machine: Machine) -> str | None:
     if missing:
         return f"{missing[0]} cannot be imported"
     return None
+
+
+def _is_capable(row: Backend, lowest: tuple[int, int], found: tuple[int, int] | None) -> bool:
+    if found is None or found < lowest:
+        return False
+    return not row.majors or found[0] in row.majors
 
 
 def _why_not_numbers(row: Backend, needs: AttentionNeeds) -> str | None:

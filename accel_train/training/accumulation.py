@@ -335,7 +335,8 @@ def _global_weights(accelerator: Accelerator, micro_batches: Sequence[Mapping[st
         local = {k: torch.stack([widest(weights[k]) for weights in micro_batches]).sum() for k in local}
     if accelerator.num_processes == 1:
         return local
-    reduced: Any = accelerator.reduce(torch.stack([widest(w) for w in local.values()]), "sum")
+    stacked = torch.stack([widest(weight) for weight in local.values()])
+    reduced: Any = accelerator.reduce(stacked, "sum")
     return dict(zip(local, reduced.unbind(), strict=True))
 
 

@@ -161,7 +161,8 @@ class StepResult:
     def loss(self) -> Tensor:
         """Loss of the global batch, ``sum_k c_k * S_k / W_k``. Computed on access."""
         factors = [term_factor(c, self.weights[k]) for k, c in self.coefficients.items()]
-        return torch.stack([total * factor for total, factor in zip(self.sums, factors, strict=True)]).sum()
+        parts = [total * factor for total, factor in zip(self.sums, factors, strict=True)]
+        return torch.stack(parts).sum()
 
     @property
     def terms(self) -> dict[str, Tensor]:
