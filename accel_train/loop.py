@@ -173,7 +173,7 @@ class Training:
         self._counts.add(tokens=tokens, padded_tokens=padded_tokens, flops=flops)
         logs = self.log.due(self.done)
         totals: Mapping[str, float] = {}
-        # The sum over processes waits for the device, so in other steps the counts stay there.
+        # The sum over processes waits for the device, so in all other steps the counts stay on it.
         if logs:
             totals = self._counts.take(self.opened.accelerator)
         self.throughput.update(

@@ -31,7 +31,7 @@ class Series:
     values: list[float] = field(default_factory=list[float])
 
     def add(self, step: int, value: object) -> None:
-        # True would be drawn as 1. A value that is not finite leaves a gap, which `_marks` explains.
+        # True would be drawn as 1. Values that are not finite are left out, and `_marks` shows those of the loss.
         if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value):
             self.steps.append(step)
             self.values.append(float(value))
@@ -313,7 +313,7 @@ def _set_scale(axis: Any, panel: Panel, values: Sequence[float]) -> None:
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_minor_formatter(NullFormatter())  # by default labels in the other notation stand between
+        axis.yaxis.set_minor_formatter(NullFormatter())  # the default writes 2 x 10^0 between 1 and 5
     elif panel.from_zero and low >= 0:
         top = 1.25 * high if high > 0 else 1.0
         axis.set_ylim(0, top)

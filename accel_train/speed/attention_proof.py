@@ -212,7 +212,7 @@ def kernels_that_ran(attention: Attention, needs: AttentionNeeds) -> tuple[str, 
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    # Without acc_events torch warns that it keeps the events of one cycle only, and here is no second one.
+    # Without acc_events torch warns that it keeps the events of one cycle only.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         step()
         torch.cuda.synchronize(needs.device)
