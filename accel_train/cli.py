@@ -44,6 +44,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from accel_train.compare.comparison import Request, compare
 
     options = vars(arguments)
+    # What is left has the names of the fields of Request.
     del options["command"]
     options["sources"] = tuple(arguments.sources)
     options["gates"] = tuple(arguments.gates)

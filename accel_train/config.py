@@ -39,6 +39,7 @@ _requested: dict[str, object] = {}
 
 def set_origins(config: object, origins: Mapping[str, str]) -> None:
     """Attach the origin of each dotted option to a frozen config."""
+    # Not a field, so that equality and the saved YAML leave it out.
     object.__setattr__(config, _ORIGINS, origins)
 
 

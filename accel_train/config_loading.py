@@ -132,6 +132,7 @@ def config_of(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> L
 def preset_names(cls: type, presets: Path) -> list[str]:
     """Return the presets of the recipe with config ``cls``: those without unknown options."""
     names: list[str] = []
+    # The recipes share one folder, and no file names its recipe.
     for path in sorted(presets.glob("*.yaml")):
         try:
             check_keys(cls, read_yaml(path), str(path))
@@ -154,6 +155,7 @@ def find_source(
     expanded = expand_path(source)
     if "=" in source or source.replace("-", "_") in options:
         raise UsageError(stray(source, after, options, names))
+    # A bare name is a preset, even where a file or folder of that name lies in the working directory.
     if expanded.suffix in {".yaml", ".yml"} or os.sep in source:
         if not expanded.is_file():
             raise UsageError(f"config {source!r}: there is no such file ({expanded}); give a preset or a YAML file")
@@ -258,6 +260,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
     from pydantic import TypeAdapter, ValidationError
 
     kinds = option_types(cls)
+    # Before pydantic, which would convert what `refusal` refuses.
     for key, value in flatten(tree).items():
         if key not in kinds:
             continue
@@ -280,6 +283,7 @@ def _remedy(where: str, key: str) -> str:
 
 
 def _explain(cls: type, error: Any, where: str, places: Places) -> str:
+    # pydantic puts the members of a union into the location, between the names of fields.
     names = {name for option in option_names(cls) for name in option.split(".")}
     parts = [str(part) for part in error["loc"] if part in names or isinstance(part, int)]
     key = ".".join(parts)

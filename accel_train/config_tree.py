@@ -86,5 +86,6 @@ def is_group(kind: Any) -> TypeGuard[type]:
 
 def field_types(cls: type) -> dict[str, Any]:
     """Map each field of one dataclass to its type."""
+    # The types of the fields themselves are text where a module postpones its annotations.
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}

@@ -36,6 +36,7 @@ def _quotas() -> list[float]:
             continue
         top = ROOT / controllers
         group = top / place.lstrip("/")
+        # The lowest quota holds, and a job may be limited by the group above its own.
         for folder in (group, *group.parents):
             if folder == top or top in folder.parents:
                 found += _quota(folder)

@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 
 from accel_train.checkpoints.opening import kept, open_run
 from accel_train.checkpoints.policy import refuse_unknown_metric
+from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError, origin_of
 from accel_train.data import sampler
 from accel_train.experiment_options import ExperimentConfig as ExperimentConfig
@@ -48,6 +49,7 @@ def _max_steps(config: ExperimentConfig, dataset_size: int) -> int:
     if config.max_steps is not None:
         return config.max_steps
     assert config.max_epochs is not None, "ExperimentConfig requires one of the two"
+    # Rounded up, so that the last pass leaves out no sample.
     return math.ceil(config.max_epochs * dataset_size / config.global_batch_size)
 
 
@@ -67,6 +69,7 @@ def _schedule(config: ExperimentConfig, earlier: Mapping[str, Any], steps: int) 
     warmup_origin = origin_of(config, "schedule.warmup_steps")
     if warmup_origin == "command line" or schedule.decay_steps is not None:
         return schedule
+    # A resume warms up as the first start did, even if its own max_steps has room for the whole warm-up.
     asked, used = earlier.get(WARMUP_KEPT) or (None, 0)
     if schedule.warmup_steps == asked:
         return replace(schedule, warmup_steps=used)
@@ -128,17 +131,13 @@ def open_experiment(
         gates.refuse_unknown_gates(metrics)
     length = _resolve_length(config, accelerator, dataset_size)
     max_steps = length.max_steps
-    # The run is saved with the schedule that it trains with.
-    options = replace(config, schedule=length.schedule).run_options()
-    run = open_run(options, accelerator, fingerprint, length.resolved)
-    current_run.callback(run.close)
+    run = _open_run(config, accelerator, fingerprint, length)
     # A resume keeps the schedule of the first start.
     decay_steps = run.resolved("schedule.decay_steps")
     batch_sizes = (config.global_batch_size, accelerator.num_processes, config.micro_batch_size)
     info(logger, *notices, *length.notices, *sampler.notices(*batch_sizes))
     info(logger, *schedules.notices(length.schedule, decay_steps, max_steps), run.decision)
-    if run.checkpoint is not None:
-        info(logger, *threads.keep_threads(run.checkpoint.manifest, accelerator.device.type))
+    _keep_threads(run, accelerator)
     finished = run.start_step >= max_steps and not config.evaluate_only
     if finished:
         _log_finished(config, run.start_step, max_steps)
@@ -152,6 +151,20 @@ def open_experiment(
         accumulation_steps=sampler.accumulation_steps(*batch_sizes),
         finished=finished,
     )
+
+
+def _open_run(config: ExperimentConfig, accelerator: Accelerator, fingerprint: str, length: _Length) -> Run:
+    # The run is saved with the schedule that it trains with.
+    options = replace(config, schedule=length.schedule).run_options()
+    run = open_run(options, accelerator, fingerprint, length.resolved)
+    # The lock is released however this run ends, so that a notebook can open the directory again.
+    current_run.callback(run.close)
+    return run
+
+
+def _keep_threads(run: Run, accelerator: Accelerator) -> None:
+    if run.checkpoint is not None:
+        info(logger, *threads.keep_threads(run.checkpoint.manifest, accelerator.device.type))
 
 
 def _log_finished(config: ExperimentConfig, step: int, max_steps: int) -> None:
@@ -168,7 +181,7 @@ def _refuse_different_data(accelerator: Accelerator, dataset_size: int, fingerpr
     if accelerator.num_processes == 1:
         return
     mine = (fingerprint, dataset_size, socket.gethostname(), accelerator.process_index)
-    all_data: list[tuple[str, int, str, int]] = gather_object([mine])
+    all_data: list[tuple[str, int, str, int]] = gather_object([mine])  # in a list: Accelerate joins the lists of all
     first = all_data[0]
     for other in all_data:
         if other[:2] != first[:2]:

@@ -87,6 +87,7 @@ def _negated_option(name: str, kinds: Mapping[str, Any]) -> str | None:
 def _take_values(words: list[str], kind: Any) -> list[str]:
     """Remove and return the values of an option at the start of ``words``."""
     taken: list[str] = []
+    # A single dash may begin a negative number.
     while words and not words[0].startswith("--"):
         # A boolean flag needs no value, so any other word belongs to something else.
         if kind is bool and words[0].lower() not in BOOLEAN_WORDS:
@@ -121,7 +122,7 @@ def _scalar(word: str, scalars: set[type]) -> Any:
         value = WORDS[word.lower()]
     elif number is not None:
         value = number
-    if str in scalars and type(value) not in scalars:
+    if str in scalars and type(value) not in scalars:  # such as a run that is named 2024
         return word
     return value
 

@@ -87,8 +87,10 @@ def training(
     )
     throughput = Throughput(accelerator.device, world_size=accelerator.num_processes, precision=config.precision)
     made = Training(opened, order, prepared.run_info, log, saver, steps, throughput)
+    # Left from the right: the saver's last commit is still recorded in the log.
     with step_overhead.garbage_frozen(), log, closing(steps), saver:
         yield made
+    # A request may have ended the saver's wait for the Hub, after the last step.
     made.stopped = made.stopped or saver.stopping
 
 
@@ -141,6 +143,7 @@ class Training:
             self._metrics = {}
             self.done = batches.done
             yield batches
+            # Checked when the loop asks for the next step, after everything that it does with this one.
             for name in CALLS:
                 if name not in self._called:
                     raise RuntimeError(f"step {batches.step}: the loop did not call training.{name}; add the call")
@@ -166,10 +169,11 @@ class Training:
         the line unchanged.
         """
         self._called.add("report")
-        self.saver.begin()
+        self.saver.begin()  # from here on a stop has a step to save, and must not end the process at once
         self._counts.add(tokens=tokens, padded_tokens=padded_tokens, flops=flops)
         logs = self.log.due(self.done)
         totals: Mapping[str, float] = {}
+        # The sum over processes waits for the device, so in all other steps the counts stay on it.
         if logs:
             totals = self._counts.take(self.opened.accelerator)
         self.throughput.update(
@@ -177,6 +181,7 @@ class Training:
         )
         self.log.advance(self.done)
         if logs:
+            # `result.fields` waits for the device, and `throughput.read` times the interval up to that wait.
             line = result.fields() | self.throughput.read() | self.run_info.fields(self.order.epoch(self.done))
             self.log.train(self.done, line | fields)
 
@@ -204,7 +209,7 @@ class Training:
             except EvaluationStopped:
                 info(logger, f"asked to stop: the evaluation after step {self.done} is broken off")
                 self.stopped = True
-                self._save()
+                self._save()  # does nothing if a due save has written this step
                 return {}
             self.log.evaluation(self.done, metrics)
             self.saver.add_metrics(self.done, metrics)
@@ -217,7 +222,7 @@ class Training:
 
     def _save(self) -> None:
         assert self._result is not None, "save_if_due comes first"
-        self._result.check()
+        self._result.check()  # raises after a non-finite step, which no checkpoint may follow
         with self.throughput.pause():
             self.stopped = self.saver.save(self.done, self._metrics) or self.stopped
 
@@ -241,7 +246,7 @@ def heldout_means(
     with evaluation.evaluating(prepared.model, prepared.ema):
         batches = evaluation.heldout_batches(prepared.accelerator, dataset, len(dataset), batch_size)
         sums = evaluation.weighted_sums(prepared.accelerator, batches, sums_of)
-    samples = sums.pop(SAMPLES)
+    samples = sums.pop(SAMPLES)  # less than the rows read: repeated ones have weight 0
     return {name: float(total / samples) for name, total in sums.items()}
 
 
@@ -266,7 +271,7 @@ def finish(training: Training) -> int:
     if training.stopped:
         info(logger, f"stopped at step {step} of {opened.max_steps} and saved; start again to go on (exit code 75)")
         return EXIT_PREEMPTED
-    reports = sorted(opened.config.report_directory.glob("[!.]*"))
+    reports = sorted(opened.config.report_directory.glob("[!.]*"))  # not the temporary files of a killed writer
     results = [f"checkpoints/{checkpoint_name(step)}", *(f"{REPORT}/{file.name}" for file in reports)]
     info(logger, f"finished: {opened.run.directory} holds {', '.join(results)}")
     return 0

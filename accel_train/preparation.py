@@ -17,7 +17,7 @@ from accel_train.opened import Opened, Prepared
 from accel_train.runtime.distributed_options import apply_fsdp2_prefetch
 from accel_train.runtime.strategy import strategy_of, verify_prepared
 from accel_train.speed import fitting
-from accel_train.speed.apply import SpeedOptions, apply_speed_options
+from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.speed.attention_table import AttentionNeeds
 from accel_train.training.accumulation import resolve_sync
 from accel_train.training.ema import Ema
@@ -48,6 +48,7 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
         device=accelerator.device,
         given=config.command_line_flags("model"),
     )
+    # Set here, because the count above has built the model once already, on the meta device.
     torch.manual_seed(config.seed)
     return model(*shape, **named)
 
@@ -61,7 +62,7 @@ def _warn_about_dropout(model: nn.Module) -> None:
                 name,
                 module,
             )
-            return
+            return  # one line for the model, not one for each layer
 
 
 def prepare(
@@ -81,19 +82,17 @@ def prepare(
     """
     config = opened.config
     accelerator = opened.accelerator
-    device = accelerator.device
-    strategy = strategy_of(accelerator)
+    # The sharded module no longer takes a file with whole tensors, and float8 must find the weights in place.
     load_initial_weights(model, opened.run)
-    options = SpeedOptions(config.attention, config.activation_checkpointing, config.compile, config.float8)
-    applied = apply_speed_options(model, options, device, config.precision, needs, opened.accumulation_steps, strategy)
-    optimizer, optimizer_reason = build_optimizer(
-        model, config.optimizer, device, freezable, strategy=strategy, precision=config.precision
-    )
+    applied = _apply_speed_options(opened, model, needs)
+    # Accelerate points the optimizer's groups to the sharded parameters, so it must hold the whole ones before.
+    optimizer, optimizer_reason = _build_optimizer(opened, model, freezable)
     _warn_about_dropout(model)
     # Copied before `accelerator.prepare`, because DeepSpeed rounds the weights there.
     masters = exact_masters(model, config.precision)
     model, optimizer = accelerator.prepare(model, optimizer)
     weights = Shards(model, optimizer, masters)
+    # The EMA of a fresh start begins at these weights. A restore then overwrites both.
     ema = Ema(config.ema, weights)
     restore(opened.run, accelerator, weights, ema)
     wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
@@ -101,6 +100,37 @@ def prepare(
     guard, guard_reason = resolve_step_guard(accelerator, optimizer)
     _, sync_reason = resolve_sync(config.sync, accelerator)
     info(logger, wrapped, *prefetch, *applied.notices, optimizer_reason, sync_reason, guard_reason)
-    facts = applied.facts | {"run_id": opened.run.run_id, "strategy": strategy}
-    run_info = RunInfo(facts, applied.compiled, optimizer, config.global_batch_size)
+    run_info = _run_info(opened, applied, optimizer)
     return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard)
+
+
+def _apply_speed_options(opened: Opened, model: nn.Module, needs: AttentionNeeds | None) -> Applied:
+    config = opened.config
+    options = SpeedOptions(config.attention, config.activation_checkpointing, config.compile, config.float8)
+    return apply_speed_options(
+        model,
+        options,
+        opened.accelerator.device,
+        config.precision,
+        needs,
+        opened.accumulation_steps,
+        strategy_of(opened.accelerator),
+    )
+
+
+def _build_optimizer(
+    opened: Opened, model: nn.Module, freezable: Mapping[str, Sequence[str]]
+) -> tuple[torch.optim.Optimizer, str]:
+    return build_optimizer(
+        model,
+        opened.config.optimizer,
+        opened.accelerator.device,
+        freezable,
+        strategy=strategy_of(opened.accelerator),
+        precision=opened.config.precision,
+    )
+
+
+def _run_info(opened: Opened, applied: Applied, optimizer: torch.optim.Optimizer) -> RunInfo:
+    facts = applied.facts | {"run_id": opened.run.run_id, "strategy": strategy_of(opened.accelerator)}
+    return RunInfo(facts, applied.compiled, optimizer, opened.config.global_batch_size)

@@ -108,6 +108,7 @@ def inverse_cdf(position: Tensor, weights: Tensor) -> Tensor:
     `position` in [0, 1) broadcasts against `weights` (..., K). Indices of weight zero are never returned.
     """
     cumulative = weights.cumsum(-1)
+    # Times the computed sum: with 1 in its place, rounding could leave no index above the threshold.
     threshold = position.to(weights.dtype) * cumulative[..., -1]
     exceeds = cumulative > threshold.unsqueeze(-1)
     # A parallel scan may round two equal sums apart, so the weight itself decides if an index can be drawn.

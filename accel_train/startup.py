@@ -39,6 +39,7 @@ def start(config: ExperimentConfig) -> Accelerator:
     delivers signals to no other.
     """
     step_overhead.remember_lookups()
+    # Wrong usage that needs no other process is refused before the processes wait for each other.
     resolve_trackers(config.log.trackers)
     check_name(config.attention)
     directory = expand_path(config.output_dir)
@@ -70,6 +71,7 @@ def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Acc
         if kind is UsageError:
             refused.remove_new(directory, before, rank)
 
+    # Pushed first, so that it runs last: the log is closed by then.
     current_run.push(remove_created)
     logs = setup_logging(directory, rank, accelerator.num_processes)
 

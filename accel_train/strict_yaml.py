@@ -104,6 +104,7 @@ class _Loader(yaml.BaseLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
         event = self.peek_event()
+        # An alias can name the node that it is in, or repeat one until no memory is left.
         if isinstance(event, yaml.AliasEvent):
             problem = f"alias `*{event.anchor}` is not supported; write the value out"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
@@ -121,7 +122,7 @@ for _name, _pattern in {
 
 def _parse_yaml(path: Path, text: str) -> Document:
     try:
-        root = yaml.compose(text, Loader=_Loader)
+        root = yaml.compose(text, Loader=_Loader)  # not load: values alone have lost their positions
         places: _Places = {}
         return Document(_top_mapping(path, root, places), places)
     except yaml.reader.ReaderError as error:
@@ -134,7 +135,7 @@ def _parse_yaml(path: Path, text: str) -> Document:
         raise YamlError(_syntax(path, error)) from error
     except RecursionError as error:
         raise YamlError(f"{path}: nested too deeply; settings are two or three levels deep") from error
-    except YamlError:
+    except YamlError:  # a ValueError too, with a text that is complete
         raise
     except (OverflowError, ValueError) as error:
         # PyYAML raises these on escapes such as "\\UFFFFFFFF".
@@ -286,14 +287,14 @@ def _parse_json(path: Path, text: str) -> dict[str, object]:
     try:
         values = json.loads(
             text,
-            object_pairs_hook=unique_keys,
+            object_pairs_hook=unique_keys,  # by default the last of two equal keys wins in silence
             parse_constant=finite_float,  # NaN, Infinity
             parse_float=finite_float,
         )
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
         raise YamlError(f"{where}: not valid JSON: {error.msg}; correct it") from error
-    except YamlError:
+    except YamlError:  # raised by the two functions above
         raise
     except (RecursionError, ValueError) as error:
         raise YamlError(f"{path}: not valid JSON: {error}; correct the file") from error

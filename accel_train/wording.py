@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is nearly the same, in any case; None where there is none."""
+    # difflib would count each letter of another case as a difference.
     by_lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None

@@ -107,6 +107,7 @@ def _build_unless_intact(folder: Path, write: Callable[[Path], None]) -> None:
     part.mkdir(parents=True)
     write(part)
     (part / SEAL).write_text(json.dumps(_hashes(part)), "utf-8")
+    # A rename, so that nobody ever sees half of the folder under its name.
     try:
         part.rename(folder)
     except OSError:

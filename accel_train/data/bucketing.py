@@ -119,7 +119,7 @@ def choose_shapes(counts: Mapping[int, int], shapes: int) -> tuple[int, ...]:
     """
     lengths = np.array(sorted(counts))
     samples = np.cumsum([0, *(counts[length] for length in lengths.tolist())])
-    start, stop = np.ogrid[: len(samples), : len(samples)]
+    start, stop = np.ogrid[: len(samples), : len(samples)]  # a column and a row, which broadcast to a table
     # cost[i, j]: tokens of lengths i to j - 1 with all their samples padded to the last of them.
     padded_to = np.append(0, lengths)[stop]
     cost = np.where(start < stop, (samples[stop] - samples[start]) * padded_to, np.inf)

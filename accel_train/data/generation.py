@@ -53,6 +53,7 @@ def _map_in_workers(make: Callable[[int], T], numbers: range, workers: int) -> I
     try:
         yield from pool.map(make, numbers)
     finally:
+        # `pool.map` has queued every block. A caller that stops early would wait for all of them.
         pool.shutdown(cancel_futures=True)
 
 
@@ -66,7 +67,7 @@ def _exit_with_parent() -> None:
 
     def watch() -> None:
         parent.join()
-        os._exit(1)
+        os._exit(1)  # sys.exit would end this thread alone
 
     threading.Thread(target=watch, daemon=True).start()
 

@@ -109,6 +109,7 @@ def _read_steps(
     """Yield steps in host memory."""
     with contextlib.closing(Workers(reader, plan.requests(), settings)) as workers:
         for step in range(plan.start_step, plan.max_steps):
+            # With workers that keep up this is next to nothing, and without any it is the whole time of reading.
             started = time.perf_counter()
             batches = [workers.read() for _ in range(accumulation)]
             yield StepBatches(step, batches, time.perf_counter() - started)
@@ -132,6 +133,7 @@ def _copy_ahead(steps: Generator[StepBatches, None, None], device: torch.device)
     wait_seconds = 0.0
     with contextlib.closing(steps):
         for host in steps:
+            # Two steps are read before the first is yielded, so their waits add up.
             wait_seconds += host.data_wait_seconds
             following = _start_copy(host, stream, device)
             if ahead is not None:

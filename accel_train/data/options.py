@@ -102,6 +102,7 @@ def _auto_workers(device: torch.device) -> tuple[int, str]:
     if device.type == "cpu":
         return 0, "auto: training on the CPU keeps the cores busy"
     cores, _ = usable_cores()
+    # Set by the launcher. The other processes of this host start as many workers each.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # One core is left to the training process itself.
     workers = min(MAX_AUTO_WORKERS, max(0, cores // processes - 1))

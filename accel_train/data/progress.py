@@ -38,6 +38,7 @@ class Progress:
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
+        # Where a bar would be written to a file, each of its redraws would be a line.
         elif self.enabled and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             samples_per_second = self.done / (self._last_line - self._started)

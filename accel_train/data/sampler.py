@@ -184,6 +184,7 @@ def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size
         )
     if micro_batch_size < 1:
         raise UsageError(f"micro_batch_size: {micro_batch_size} must be at least 1; raise it")
+    # By the longest share: a forward of a sharded model is a collective, so all ranks must make equally many.
     return math.ceil(math.ceil(global_batch_size / world_size) / micro_batch_size)
 
 

@@ -103,6 +103,7 @@ class TaskSampler:
         block, slot = divmod(step, len(tasks))
         # Only the slots up to this one are permuted.
         places = torch.arange(slot + 1, device="cpu")
+        # Keyed by the block: any step is found without drawing the blocks before it.
         order = rng.permute(places, len(tasks), rng.key(self.seed, "tasks", block))
         chosen = [tasks[place] for place in order.tolist()]
         task = chosen[slot]
@@ -115,6 +116,7 @@ class TaskSampler:
         renumbered: list[Draw] = []
         for draw in draws:
             epoch = draw.occurrence // self.sizes[task]
+            # Random draws are keyed by the occurrence, which must differ between tasks.
             sample = offset + draw.sample
             occurrence = epoch * self.dataset_size + sample
             renumbered.append(draw._replace(sample=sample, occurrence=occurrence))

@@ -32,6 +32,7 @@ class Workers:
     def __init__(self, reader: Reader, requests: Iterator[Request], settings: LoaderSettings) -> None:
         self._settings = settings
         self._progress = reader.progress
+        # The DataLoader says nothing of the request that it returns, or fails at, so the same list is read alongside.
         requests, expected = itertools.tee(requests)
         self._expected = enumerate(expected)
         has_workers = settings.num_workers > 0
@@ -39,7 +40,7 @@ class Workers:
         poll_seconds = min(POLL_SECONDS, settings.timeout_seconds)
         loader = DataLoader(
             cast(Any, reader),
-            batch_sampler=cast(Any, requests),
+            batch_sampler=cast(Any, requests),  # any iterable will do, and each item goes to __getitems__ as it is
             num_workers=settings.num_workers,
             collate_fn=_identity,
             pin_memory=settings.pin_memory,
@@ -60,7 +61,7 @@ class Workers:
             return next(self._batches)
         batch = self._wait(self._batches, number, request)
         if isinstance(batch, str):
-            self.close()
+            self.close()  # before the error is raised, or the other workers would go on reading
             raise LoadingError(batch)
         return batch
 

@@ -31,6 +31,7 @@ class Series:
     values: list[float] = field(default_factory=list[float])
 
     def add(self, step: int, value: object) -> None:
+        # True would be drawn as 1. Values that are not finite are left out, and `_marks` shows those of the loss.
         if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value):
             self.steps.append(step)
             self.values.append(float(value))
@@ -59,36 +60,46 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
     Main process only. Metrics absent from the run get no panel. A run without a training line gets a picture with a
     note. Vertical lines mark resumes and non-finite losses. The file is replaced atomically.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     records = read_metrics(metrics_jsonl)
     panels = panels_of(records)
-    columns = _columns(len(panels))
-    rows = max(ceil(len(panels) / columns), 1)
-    figure = Figure(figsize=(max(4.9 * columns, 7.0), 3.1 * rows + 0.7), dpi=110, layout="constrained")
+    figure, axes = _grid(len(panels))
     figure.suptitle(_title(records, Path(metrics_jsonl)), fontsize=11)
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    with_curves: list[Any] = []
     for axis, panel in zip(axes, panels, strict=False):
         _draw(axis, panel)
-        if not panel.text:
-            with_curves.append(axis)
+    with_curves = [axis for axis, panel in zip(axes, panels, strict=False) if not panel.text]
     _draw_marks(with_curves, _marks(records))
-    for axis in with_curves:
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-        # The same range in every panel, so that events line up.
-        axis.set_xlim(0, 1.02 * max(_last_step(records), 1))
-        _add_legend(axis)
+    _align(with_curves, _last_step(records))
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     if not panels:
         axes[0].text(0.5, 0.5, "no training line yet", ha="center", va="center", color="0.4")
     path = Path(png_path)
+    # Drawn in memory, so that an error in the drawing leaves the last picture.
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     replace_file(path, picture.getvalue())
     return path
+
+
+def _grid(panels: int) -> tuple[Any, Any]:
+    """A figure and its axes, at least one of them."""
+    # Not pyplot, which picks a backend for the process and keeps every figure until it is closed.
+    from matplotlib.figure import Figure
+
+    columns = _columns(panels)
+    rows = max(ceil(panels / columns), 1)
+    figure = Figure(figsize=(max(4.9 * columns, 7.0), 3.1 * rows + 0.7), dpi=110, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).ravel()
+
+
+def _align(axes: Sequence[Any], last_step: int) -> None:
+    """Give all panels the same range of steps, so that events line up, and a legend."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        axis.set_xlim(0, 1.02 * max(last_step, 1))
+        _add_legend(axis)
 
 
 def panels_of(records: Records) -> list[Panel]:
@@ -180,10 +191,14 @@ def _evaluation_panels(lines: Records, labels: Labels) -> list[Panel]:
 
     A single evaluation becomes a panel of text.
     """
-    kinds = {key: key.removesuffix("_shuffled").rsplit("_", 1)[-1] for key in _keys(lines)}
-    kinds = {key: kind for key, kind in kinds.items() if kind not in NOT_DRAWN}
+    kinds: dict[str, str] = {}
+    for key in _keys(lines):
+        kind = key.removesuffix("_shuffled").rsplit("_", 1)[-1]
+        if kind not in NOT_DRAWN:
+            kinds[key] = kind
     if len(lines) == 1:
         return _text_panels(lines[0], list(kinds))
+    # Metrics with the same last word have the same unit, and only such can share an axis.
     panels: dict[str, Panel] = {}
     for key, kind in kinds.items():
         if kind not in panels:
@@ -202,7 +217,11 @@ def _text_panels(line: Mapping[str, Any], keys: Sequence[str]) -> list[Panel]:
 
 def _marks(records: Records) -> list[tuple[int, str, str]]:
     """Return (step, label, color) of the vertical lines."""
-    resumes = {r["step"] for r in records if r.get("event") == "resume" and isinstance(r.get("step"), int)}
+    resumes: set[int] = set()
+    for record in records:
+        step = record.get("step")
+        if record.get("event") == "resume" and isinstance(step, int):
+            resumes.add(step)
     marks = [(step, "resumed", "0.55") for step in sorted(resumes)]
     for line in last_pass(records, "train"):
         loss = line.get("loss")
@@ -277,6 +296,7 @@ def _draw_marks(axes: Sequence[Any], marks: Iterable[tuple[int, str, str]]) -> N
     for step, label, color in marks:
         for axis in axes:
             shown = None
+            # Each label once, or the legend would have a line for every resume of a long run.
             if axis is axes[0] and label not in labelled:
                 shown = label
             axis.axvline(step, color=color, linestyle=":", linewidth=1.2, label=shown)
@@ -286,13 +306,14 @@ def _draw_marks(axes: Sequence[Any], marks: Iterable[tuple[int, str, str]]) -> N
 def _set_scale(axis: Any, panel: Panel, values: Sequence[float]) -> None:
     low = min(values)
     high = max(values)
+    # Losses fall fast at first: on a linear axis the rest of a long run is one flat line.
     if panel.smooth and low > 0 and high > 10 * low:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.set_minor_formatter(NullFormatter())  # the default writes 2 x 10^0 between 1 and 5
     elif panel.from_zero and low >= 0:
         top = 1.25 * high if high > 0 else 1.0
         axis.set_ylim(0, top)

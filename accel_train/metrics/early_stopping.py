@@ -26,6 +26,7 @@ class EarlyStopping:
         self.metric = metric
         self.after = after
         self._values: list[float] = []
+        # Read on every process, so that all of them end the run at the same step.
         path = directory / "metrics.jsonl"
         if patience is not None and start_step and path.exists():
             by_step: dict[int, float] = {}  # steps repeated after a crash are evaluated again

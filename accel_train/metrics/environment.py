@@ -85,7 +85,8 @@ def command_line(arguments: Sequence[str]) -> str:
     hide_next = False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        is_secret = name.startswith("-") and SECRET.search(name.rsplit(".", 1)[-1]) is not None
+        leaf = name.rsplit(".", 1)[-1]
+        is_secret = name.startswith("-") and SECRET.search(leaf) is not None
         if hide_next and not argument.startswith("-"):  # --token VALUE
             shown.append("***")
         elif is_secret and equals:  # --token=VALUE

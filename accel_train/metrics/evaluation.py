@@ -58,6 +58,7 @@ def heldout_pairs(
 
 def first_samples(accelerator: Accelerator, dataset: MapDataset, samples: int) -> dict[str, Tensor]:
     """Return the first ``samples`` as one batch for display, the same on every process."""
+    # As process 0 of 1, whatever the rank.
     return next(heldout.heldout_batches(dataset, samples, samples, 0, 1, accelerator.device))
 
 
@@ -74,16 +75,17 @@ def weighted_sums(
     totals: dict[str, Tensor] = {}
     with torch.no_grad():
         for batch in batches:
-            stopping_point()
+            stopping_point()  # before the forward, which no process may be left alone in
             for name, value in sums_of(batch).items():
                 wide = widest(value)
                 totals[name] = totals[name] + wide if name in totals else wide
     if not totals:
         raise ValueError("no batch to evaluate: the held-out set is empty, or sums_of returned nothing")
+    # One vector for all names: a reduction costs its latency, whatever its size here.
     local = torch.cat([value.flatten() for value in totals.values()])
     reduced: Any = accelerator.reduce(local, "sum")
     lengths = [value.numel() for value in totals.values()]
-    sums = reduced.cpu().double().split(lengths)
+    sums = reduced.cpu().double().split(lengths)  # on the host first, as Apple's devices have no fp64
     return {name: part.view(totals[name].shape) for name, part in zip(totals, sums, strict=True)}
 
 

@@ -118,7 +118,7 @@ def gate_values(gate: Gate, a: Mapping[str, Sequence[float]], b: Mapping[str, Se
         return list(b[gate.name])
     if gate.name == "speedup" and "step_seconds" in known:
         return [ratio(x, y) for x, y in zip(a["step_seconds"], b["step_seconds"], strict=True)]
-    metric, _, form = gate.name.rpartition("_")
+    metric, _, form = gate.name.rpartition("_")  # from the right: names of metrics have underscores
     if metric not in known or form not in ("delta", "ratio"):
         raise _unknown(gate, known)
     pairs = list(zip(a[metric], b[metric], strict=True))
@@ -138,6 +138,7 @@ def refuse_unknown_gates(metrics: Sequence[str]) -> None:
     for gate in map(read_gate, os.environ.get(GATES_VARIABLE, "").splitlines()):
         if gate.name == "speedup" or gate.name.startswith("loss_"):
             continue
+        # Both readings, because a metric may itself be called NAME_ratio.
         names = {gate.name}
         metric, _, form = gate.name.rpartition("_")
         if form in ("delta", "ratio"):

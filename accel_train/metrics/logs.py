@@ -50,6 +50,7 @@ class Logs:
 
     def close(self) -> None:
         global _active
+        # A later `setup_logging` has closed this one, and its hooks must stay.
         if _active is not self:
             return
         _active = None
@@ -141,7 +142,7 @@ class _Console(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm = sys.modules.get("tqdm")
-        if tqdm is None:
+        if tqdm is None:  # never imported, so no bar can be on the screen
             super().emit(record)
             return
         with tqdm.tqdm.external_write_mode(file=self.stream):
@@ -172,6 +173,7 @@ ThreadHook = Callable[[threading.ExceptHookArgs], object]
 def _logging_hook(previous: SysHook) -> SysHook:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _log_uncaught(error)
+        # Only Python's own hook would print a traceback. One that somebody has set gets the error as it is.
         if isinstance(error, UsageError) and previous is sys.__excepthook__:
             print(f"error (wrong usage): {error}", file=sys.stderr)
         else:

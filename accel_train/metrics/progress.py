@@ -68,7 +68,7 @@ class Progress:
         if left:
             parts.append(f"ETA {left}")
         if self._bar is not None:
-            self._bar.set_postfix_str("  ".join(shown), refresh=False)
+            self._bar.set_postfix_str("  ".join(shown), refresh=False)  # `advance` draws it, not twice
             self.advance(step)
         logger.info("%s", "  ".join(parts), extra={FILE_ONLY: self._bar is not None})
 

@@ -70,6 +70,7 @@ class RunInfo:
     def fields(self, epoch: float) -> dict[str, Any]:
         """Return learning rate, epoch, batch size and cost of compilation. Does not wait for the device."""
         groups = self.optimizer.param_groups
+        # A frozen group has learning rate 0, which says nothing of the schedule.
         trained = next((group for group in groups if not group["frozen"]), groups[0])
         return {
             **self.compiled.fields(),
@@ -122,9 +123,11 @@ class Recorder:
         self._accelerator = accelerator
         self._directory = output_dir
         self._started = time.perf_counter()
+        # On every process: if one alone raised, the others would wait for it in their next collective.
         names = resolve_trackers(options.trackers)
         if not self._main:
             return
+        # Before anything else writes a line: the repair replaces the file.
         self._writer = _open_metrics(output_dir, start_step)
         environment = describe_environment(accelerator) | dict(facts)
         if labels != NO_LABELS:
@@ -134,11 +137,7 @@ class Recorder:
             self.record("config", {"config": config})
         if start_step:
             self.record("resume", step=start_step)
-        name = options.run_name or output_dir.resolve().name
-        run_id = None
-        if facts.get("run_id"):
-            run_id = str(facts["run_id"])
-        run = RunName(options.project, name, run_id)
+        run = _run_name(options, output_dir, facts)
         self._trackers = Trackers(accelerator, names, output_dir, run=run, config=config)
         self._progress = Progress(options.progress_bar, max_steps, start_step, labels.loss_of)
 
@@ -215,6 +214,14 @@ class Recorder:
             reason = "stopped"  # a stop request, after its save
         self.record("end", {"reason": reason}, step=self._step)
         self.close()
+
+
+def _run_name(options: LogConfig, output_dir: Path, facts: Mapping[str, object]) -> RunName:
+    name = options.run_name or output_dir.resolve().name
+    run_id = None
+    if facts.get("run_id"):
+        run_id = str(facts["run_id"])
+    return RunName(options.project, name, run_id)
 
 
 def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:

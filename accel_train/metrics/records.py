@@ -93,6 +93,7 @@ class LineWriter:
             line = b"\n" + line
         try:
             written = _append(self._path, line)
+            # A full disk can take a part of a line without an error.
             if written < len(line):
                 self._torn = True
                 raise OSError(f"wrote {written} of {len(line)} bytes")
@@ -105,6 +106,7 @@ class LineWriter:
 
 
 def _append(path: Path, line: bytes) -> int:
+    # Appending by the kernel: lines of the trainer and of other writers do not overwrite each other.
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         return os.write(descriptor, line)

@@ -53,6 +53,7 @@ class LocalCounts:
         device = accelerator.device
         dtype = widest(torch.zeros((), device=device)).dtype  # FLOPs exceed the integers exact in fp32
         values = [torch.as_tensor(count, dtype=dtype, device=device) for count in self._counts.values()]
+        # In the order of their first `add`, which must be the same on every process: the vector has no names.
         total: Any = accelerator.reduce(torch.stack(values), "sum")
         names = list(self._counts)
         self._counts = {}
@@ -188,6 +189,7 @@ class Throughput:
         tokens = float(self._tokens)
         padded_tokens = float(self._padded_tokens)
         flops = float(self._flops)
+        # Within a pause the interval has ended where the pause began.
         now = self._paused_since if self._pauses else self._clock()
         interval = _Interval(
             seconds=now - self._since - self._excluded,

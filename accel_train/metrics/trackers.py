@@ -26,7 +26,7 @@ INSTALL = {
     "wandb": '"accel-train[wandb]"',
     "mlflow": '"accel-train[mlflow]"',
     "swanlab": '"accel-train[swanlab]"',
-    "aim": '"aim<4"',
+    "aim": '"aim<4"',  # Accelerate takes a newer one for missing
     "clearml": "clearml",
     "comet_ml": "comet_ml",
     "dvclive": "dvclive",
@@ -110,6 +110,7 @@ class Trackers:
             return
         folder = output_dir / "trackers"
         folder.mkdir(parents=True, exist_ok=True)
+        # Accelerate passes it to the trackers that write files.
         accelerator.project_configuration.logging_dir = str(folder)
         chosen: list[Any] = list(names)
         accelerator.log_with = chosen
@@ -117,7 +118,7 @@ class Trackers:
             accelerator.init_trackers(
                 run.project, config=flatten_config(config), init_kwargs=_init_arguments(run, str(folder))
             )
-        except Exception as error:
+        except Exception as error:  # of a network, an account or a package, each with types of its own
             raise UsageError(
                 f"log.trackers: {', '.join(names)} could not start: {type(error).__name__}: {error}. "
                 "Set up its account or offline mode, or leave it out (--log.trackers with no name)"
@@ -129,7 +130,7 @@ class Trackers:
         After ``MAX_FAILURES`` consecutive failures a tracker is switched off with one warning.
         """
         numbers = {name: value for name, value in values.items() if _is_number(value)}
-        for tracker in list(self._accelerator.trackers):
+        for tracker in list(self._accelerator.trackers):  # a copy, because a failure may remove one
             try:
                 tracker.log(numbers, step=step)
                 self._failures[tracker.name] = 0

@@ -59,13 +59,22 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     found = [module for module in model.modules() if type(module).__name__ in names]
     if found:
         return found
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(block) for block in m}) == 1]
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and _has_one_class(m)]
     if lists:
-        return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
+        largest = max(lists, key=_count_parameters)
+        return list(largest)
     raise UsageError(
         f"{type(model).__name__}: has no list of blocks to checkpoint or compile one by one. Name the class of its "
         'blocks in an attribute _no_split_modules = ["MyBlock"], or keep them in one nn.ModuleList.'
     )
+
+
+def _has_one_class(blocks: nn.ModuleList) -> bool:
+    return len({type(block) for block in blocks}) == 1
+
+
+def _count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _names(module: nn.Module, attribute: str) -> Sequence[str]:
@@ -115,6 +124,7 @@ def _checkpointed(method: Callable[..., Any], mode: str) -> Callable[..., Any]:
     if mode == "selective":
         policy = _keep_expensive
     compiled: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+    # Outside of compiled code the other modes keep nothing, so they need no policy at every operator.
     if mode == "selective":
         eager = compiled
 
@@ -123,6 +133,7 @@ def _checkpointed(method: Callable[..., Any], mode: str) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return method(self, *arguments, **named)
         extra = compiled if torch.compiler.is_compiling() else eager
+        # torch's reentrant form takes neither a `context_fn` nor named arguments.
         return checkpoint(method, self, *arguments, use_reentrant=False, **extra, **named)
 
     return recomputed
@@ -155,9 +166,11 @@ def _keep_attention(_context: Any, operator: Any, *_arguments: Any, **_named: An
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
+# The last one is the product of float8.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm"}
 
 
+# Cached, because torch asks at every operator of every block, in the forward and again in the recomputation.
 @functools.cache
 def _is_expensive(operator: Any) -> bool:
     """Matrix products, and every operator of attention."""

@@ -56,6 +56,7 @@ def apply_speed_options(
     attention, and the option must then be auto. Raises `UsageError` for an option that cannot be obeyed.
     """
     refuse_float8(options.float8, device, precision, strategy)
+    # A recipe states the needs of its model alone. Not every kernel can be part of a compiled block.
     if needs is not None:
         needs = replace(needs, compiled=options.compile.mode != "off")
     attention, facts = _attention(model, needs, options.attention)

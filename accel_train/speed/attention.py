@@ -77,6 +77,7 @@ def resolve_attention(name: str, needs: AttentionNeeds) -> tuple[Attention, str]
 def apply_attention(model: nn.Module, attention: Attention) -> None:
     """Set this kernel in every module with an attribute `attend`, in place."""
     parts = [module for module in model.modules() if isinstance(getattr(module, "attend", None), Attention)]
+    # A choice that is logged and reaches no module would be an ignored option.
     if not parts:
         raise UsageError(
             f"attention {attention.name}: no part of {type(model).__name__} has an attribute `attend` to set. "
@@ -124,6 +125,7 @@ def _first_proven(names: tuple[str, ...], needs: AttentionNeeds, why: str, faile
             found = _proven(name, needs, why)
         except (*_CANNOT_RUN, UsageError) as error:
             problem = _failure(name, error)
+        # Gathered also where it failed here, because the others are in the same collective.
         problems = [words for words in _gather(problem) if words]
         if found is not None and not problems:
             attention, notice = found
@@ -158,6 +160,7 @@ def _by_time(names: tuple[str, ...], needs: AttentionNeeds) -> tuple[tuple[str, 
     problems_by_rank = _gather([problem for _, problem in timed])
     failed: list[str] = []
     for problems in zip(*problems_by_rank, strict=True):
+        # One process speaks for all: the notice need not repeat what every rank of a large run has met.
         failed.extend([problem for problem in problems if problem][:1])
     # An infinite time on any process removes the kernel on all of them.
     finite = {name: seconds for name, seconds in zip(names, slowest, strict=True) if seconds != float("inf")}
@@ -185,6 +188,7 @@ def _slowest_of_all_processes(seconds: list[float], device: torch.device) -> lis
     if not _is_distributed():
         return seconds
     times = torch.tensor(seconds, device=device, dtype=torch.float32)
+    # The slowest time counts, since every step waits for its slowest process.
     torch.distributed.all_reduce(times, torch.distributed.ReduceOp.MAX)
     return times.tolist()
 

@@ -65,7 +65,7 @@ def build_attention(name: str) -> Attention:
         return Attention(name, _user_kernel(name), _unchanged)
     if name == "sdpa":
         return Attention(name, sdpa, broadcast_mask)
-    if name == "sdpa_flash" and torch.cuda.is_available():
+    if name == "sdpa_flash" and torch.cuda.is_available():  # the kernel of a CPU takes masks itself
         return _flash_of_torch(name)
     if name in _RESTRICTED:
         return Attention(name, partial(restricted_sdpa, name), broadcast_mask)
@@ -157,7 +157,8 @@ def _packed(
     rows = q.shape[0]
     longest = q.shape[2]
     ends = mask.boundaries
-    attended = variable(pack(q, mask), pack(k, mask), pack(v, mask), ends, ends, longest, longest)
+    q, k, v = (pack(x, mask) for x in (q, k, v))
+    attended = variable(q, k, v, ends, ends, longest, longest)
     return unpack(attended, mask, rows)
 
 

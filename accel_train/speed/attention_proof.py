@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,6 +77,7 @@ def prove_attention(attention: Attention, needs: AttentionNeeds) -> Proof:
 
 def _tolerance(needs: AttentionNeeds) -> float:
     tf32 = needs.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    # TF32 rounds the operands of an fp32 product to 10 bits of fraction.
     if needs.dtype == torch.float32 and tf32:
         return TOLERANCE_OF_TF32
     return TOLERANCES[needs.dtype]
@@ -90,34 +91,44 @@ def _sample_length(length: int) -> int:
 
 
 def _errors(attention: Attention, needs: AttentionNeeds, masked: bool, more_keys: int) -> tuple[float, float]:
-    length = _sample_length(needs.length)
-    small = replace(needs, batch=3, heads=min(needs.heads, 2), length=length)
+    """Relative errors of the forward and of the worst gradient. NaN for a result that is not even comparable."""
+    small = replace(needs, batch=3, heads=min(needs.heads, 2), length=_sample_length(needs.length))
     q, k, v, weights = _sample(small, more_keys)
-    key_mask: Tensor | None = None
-    valid = torch.ones(3, length, dtype=torch.bool, device=needs.device)
-    if masked:
-        key_mask = _rows(length).to(needs.device)
-        valid = _meaningful(key_mask)
-    valid = valid[:, None, :, None]  # (B, 1, N, 1)
-    weights = weights * valid
+    key_mask, valid = _mask_of_case(small, masked)
     expected = reference(q, k, v, key_mask)
     with torch.set_grad_enabled(needs.backward):
         result = attention(q, k, v, attention.mask(key_mask))
-    if result.shape != expected.shape or result.dtype != needs.dtype or not bool(result.isfinite().all()):
+    is_alike = result.shape == expected.shape and result.dtype == needs.dtype
+    if not is_alike or not bool(result.isfinite().all()):
         return float("nan"), float("nan")
     difference = (result.double() - expected) * valid
     forward = _relative(difference.detach(), expected.detach())
     if not needs.backward:
         return forward, 0.0
-    weights = weights.to(needs.dtype)  # the same rounded weights for both
-    found = torch.autograd.grad(result, (q, k, v), weights)
-    exact = torch.autograd.grad(expected, (q, k, v), weights.double())
+    return forward, _gradient_error(result, expected, (q, k, v), weights * valid)
+
+
+def _gradient_error(result: Tensor, expected: Tensor, inputs: Sequence[Tensor], weights: Tensor) -> float:
+    """The worst relative error of the gradients of ``inputs``. ``weights`` is the gradient of the result."""
+    weights = weights.to(result.dtype)  # the same rounded weights for both
+    found = torch.autograd.grad(result, inputs, weights)
+    exact = torch.autograd.grad(expected, inputs, weights.double())
     errors = [_relative(f.double() - e, e) for f, e in zip(found, exact, strict=True)]
-    return forward, max(errors)
+    return max(errors)
+
+
+def _mask_of_case(needs: AttentionNeeds, masked: bool) -> tuple[Tensor | None, Tensor]:
+    """The mask of keys, None without one, and (B, 1, N, 1) True for the queries with a meaningful result."""
+    if not masked:
+        valid = torch.ones(needs.batch, needs.length, dtype=torch.bool, device=needs.device)
+        return None, valid[:, None, :, None]
+    key_mask = _rows(needs.length).to(needs.device)
+    return key_mask, _meaningful(key_mask)[:, None, :, None]
 
 
 def _sample(needs: AttentionNeeds, more_keys: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v in a model's layout, (B, H, N, D) views of (B, N, H, D), and weights of the result."""
+    # On the host, so that every device is tested with the same numbers.
     generator = torch.Generator().manual_seed(0)
 
     def draw(more: int) -> Tensor:
@@ -141,6 +152,7 @@ def _meaningful(key_mask: Tensor) -> Tensor:
 
 
 def _relative(difference: Tensor, expected: Tensor) -> float:
+    # Not 0 / 0, whose NaN would fail the proof of a gradient that is rightly zero.
     return float(difference.norm() / expected.norm().clamp_min(1e-30))
 
 
@@ -173,7 +185,7 @@ def time_attention(attention: Attention, needs: AttentionNeeds, seconds: float =
     step()  # builds plans, fills caches
     until = time.perf_counter() + seconds
     while len(times) < 2 or time.perf_counter() < until:
-        _wait(needs.device)
+        _wait(needs.device)  # or the clock would start with earlier work in the queue
         started = time.perf_counter()
         step()
         _wait(needs.device)
@@ -200,6 +212,7 @@ def kernels_that_ran(attention: Attention, needs: AttentionNeeds) -> tuple[str, 
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    # Without acc_events torch warns that it keeps the events of one cycle only.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         step()
         torch.cuda.synchronize(needs.device)

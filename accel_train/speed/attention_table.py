@@ -123,7 +123,7 @@ BACKENDS: tuple[Backend, ...] = (
         largest_head=256,
         head_multiple=8,
         capability=(9, 0),
-        majors=(9,),
+        majors=(9,),  # Hopper
         dropout=False,
         requires=("flash_attn_interface", *_VARLEN),
         install="flash-attn 3 (flash_attn_interface, from the hopper directory of flash-attention)",
@@ -136,7 +136,7 @@ BACKENDS: tuple[Backend, ...] = (
         largest_head=128,  # sequences of length 0 and 256 channels: flash-attention#2562
         head_multiple=8,
         capability=(9, 0),
-        majors=(9, 10),
+        majors=(9, 10),  # Hopper and Blackwell
         dropout=False,
         requires=("flash_attn.cute", *_VARLEN),
         install="flash-attn-4",
@@ -181,6 +181,7 @@ PREFERENCE: tuple[tuple[str, bool | None, tuple[str, ...]], ...] = (
 
 def _importable(module: str) -> bool:
     try:
+        # Asked first, because find_spec raises for a loaded module without a __spec__.
         return module in sys.modules or find_spec(module) is not None
     except (ImportError, ValueError):  # the package above it is missing or broken
         return False
@@ -229,7 +230,7 @@ def preferred(needs: AttentionNeeds, machine: Machine) -> tuple[str, ...]:
 def _why_not_device(row: Backend, machine: Machine) -> str | None:
     lowest = row.capability
     found = machine.capability
-    if lowest and (found is None or found < lowest or (row.majors and found[0] not in row.majors)):
+    if lowest and not _is_capable(row, lowest, found):
         wanted = " or ".join(f"{major}.x" for major in row.majors) or f"{lowest[0]}.{lowest[1]} or higher"
         return f"it needs compute capability {wanted}, this device has {found and '.'.join(map(str, found))}"
     missing = [module for module in row.requires if not machine.importable(module)]
@@ -238,6 +239,12 @@ def _why_not_device(row: Backend, machine: Machine) -> str | None:
     if missing:
         return f"{missing[0]} cannot be imported"
     return None
+
+
+def _is_capable(row: Backend, lowest: tuple[int, int], found: tuple[int, int] | None) -> bool:
+    if found is None or found < lowest:
+        return False
+    return not row.majors or found[0] in row.majors
 
 
 def _why_not_numbers(row: Backend, needs: AttentionNeeds) -> str | None:

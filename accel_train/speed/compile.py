@@ -76,6 +76,7 @@ class CompiledBlocks:
     def fail(self, error: BaseException) -> None:
         """Handle a failed compilation: stop with mode on, go on uncompiled with auto."""
         cause = _cause(error)
+        # An error of the C++ compiler may have the word in a path, such as that of the environment.
         if "deepspeed" in cause.lower() and not compiler_error(str(_innermost(error))):
             cause = f"ZeRO-3 fetches weights in hooks inside the block, which cannot be compiled as one graph ({cause})"
         torn = _torn_library(error)
@@ -120,9 +121,10 @@ def apply_compile(
         block.compile(
             backend=backend,
             mode=None if config.optimize == "default" else config.optimize,
-            fullgraph=True,
-            dynamic=None if config.dynamic else False,
+            fullgraph=True,  # a graph break is an error: torch would run that part uncompiled in silence
+            dynamic=None if config.dynamic else False,  # None: torch generalises at the second shape, not the first
         )
+        # `Module.__call__` calls this, where it is set, instead of `_call_impl`.
         block._compiled_call_impl = _Watched(block, watch)  # pyright: ignore[reportPrivateUsage]
     return watch
 
@@ -202,6 +204,7 @@ def _set_torch(config: CompileConfig) -> None:
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
+    # A backward compiled later would fail inside autograd, where no plain call can take its place.
     functorch.force_non_lazy_backward_lowering = True
     # With fullgraph=True, torch stops the run at its limit of 8 recompilations.
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64, 4 * config.recompile_budget)
@@ -223,6 +226,7 @@ def _reasons(count: int) -> list[str | None]:
     """The failed guard of each of the last `count` graphs, its first line, or None for code never compiled before."""
     from torch._dynamo.utils import get_compilation_metrics
 
+    # Other code in the process may compile backwards lazily, which have entries of their own.
     frames = [entry for entry in get_compilation_metrics() if entry.is_forward]
     reasons = [entry.recompile_reason for entry in frames[-count:]]
     return [reason.splitlines()[0] if reason else None for reason in reasons]
@@ -238,6 +242,7 @@ def _torn_library(error: BaseException) -> str | None:
 def _innermost(error: BaseException) -> BaseException:
     while (inner := error.__cause__) is not None:
         error = inner
+    # torch's BackendCompilerFailed keeps the compiler's error in an attribute.
     return getattr(error, "inner_exception", None) or error
 
 

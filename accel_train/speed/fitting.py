@@ -43,7 +43,7 @@ def refuse_what_cannot_fit(
     memory as the device's, because of offloading. Each process builds the fp32 weights whole. ``given`` are the
     options set by the user, for the message.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
     host = host_bytes()
     model = f"{', '.join(given) or 'the model'}: {parameters:,} parameters"
     built = local * parameters * FP32_BYTES
@@ -88,7 +88,7 @@ def host_bytes(limits: Sequence[str] = LIMITS) -> int:
     for path in limits:
         if Path(path).is_file():
             limit = Path(path).read_text().strip()
-            if limit.isdigit():  # "max" without a limit
+            if limit.isdigit():  # without a limit "max", or in version 1 a number beyond all memory
                 available = min(available, int(limit))
     return available
 

@@ -121,7 +121,10 @@ def _largest(linears: list[nn.Linear]) -> str:
 def _linears(model: nn.Module) -> Iterator[nn.Linear]:
     """Yield the linear layers of the blocks, except those run once per sample."""
     for block in blocks_of(model):
-        once = {part for m in block.modules() if getattr(m, "once_per_sample", False) for part in m.modules()}
+        once: set[nn.Module] = set()
+        for module in block.modules():
+            if getattr(module, "once_per_sample", False):
+                once.update(module.modules())
         yield from (m for m in block.modules() if type(m) is nn.Linear and m not in once)
 
 

@@ -63,6 +63,7 @@ def no_sync(accelerator: Accelerator, model: nn.Module, *, enabled: bool = True)
         with accelerator.no_sync(model) if enabled else nullcontext():
             yield
     finally:
+        # While it is False, Accelerate's optimizer skips its step without a word.
         accelerator.sync_gradients = True
 
 
@@ -106,19 +107,22 @@ class GradientWindow:
         self.coefficients = dict(coefficients)
         self._zero_stage = _zero_stage(accelerator)
         self.sync = _when(policy, self._zero_stage)
+        # DeepSpeed refuses no_sync where it shards gradients.
         self._coalesced = self.sync == "last" and self._zero_stage >= 2
+        # Accelerate's backward also clips and steps under DeepSpeed, at the boundary that the window sets.
         self._steps_in_backward = self._zero_stage > 0 and not self._coalesced
         weights = [self._by_term(weight, "weights") for _, weight in micro_batches]
         self.weights = _global_weights(accelerator, weights)
-        # The number of processes undoes the averaging of DDP, FSDP2 and ZeRO.
-        self._factors = [
-            term_factor(c * accelerator.num_processes, self.weights[k]) for k, c in self.coefficients.items()
-        ]
-        self._sums: list[list[Tensor]] = []
-        self._totals: Tensor | None = None
-        self._norm: Tensor | None = None
+        self._factors = self._factors_of_terms()
+        self._forget_losses()
         self._is_last = False
         self._overflows = 0
+
+    def _factors_of_terms(self) -> list[Tensor]:
+        """Factors of the sums of a micro-batch, in the order of the coefficients."""
+        # The number of processes undoes the averaging of DDP, FSDP2 and ZeRO.
+        processes = self.accelerator.num_processes
+        return [term_factor(c * processes, self.weights[k]) for k, c in self.coefficients.items()]
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield each micro-batch's inputs; the body of the loop runs without reduction until the last."""
@@ -131,9 +135,10 @@ class GradientWindow:
             yield from self._attempt()
 
     def _forget_losses(self) -> None:
-        self._sums = []
-        self._totals = None
-        self._norm = None
+        """Begin an attempt at the step without anything of an earlier one."""
+        self._sums: list[list[Tensor]] = []
+        self._totals: Tensor | None = None
+        self._norm: Tensor | None = None
 
     def _rehearsal(self) -> Iterator[Batch]:
         """Discarded backward, with its random draws: the first of a process under DDP (``_will_rebuild_buckets``)."""
@@ -145,6 +150,7 @@ class GradientWindow:
         yield self.inputs[0]
         self.model.zero_grad(set_to_none=True)
         self._forget_losses()
+        # The step draws what it would have drawn without the rehearsal.
         torch.set_rng_state(cpu_state)
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state)
@@ -160,8 +166,9 @@ class GradientWindow:
                 self._is_last = i + 1 == len(self.inputs)
                 with self._boundary():
                     yield inputs
+        # The context above reduced on its exit, and the engine refuses to step inside of it.
         if self._coalesced:
-            self._evidence(None).read()
+            self._evidence(None).read()  # raises before a non-finite loss moves the weights
             engine.step()
 
     def _overflowed(self) -> bool:
@@ -178,6 +185,7 @@ class GradientWindow:
         scale = float(scaler.get_scale())
         if norm_is_finite or not loss_is_finite or scale <= 1:
             return False  # finite, or beyond the help of a lower scale: finish raises
+        # It lowers the scale where `unscale_` found an overflow, and permits the `unscale_` of the next attempt.
         scaler.update()
         if float(scaler.get_scale()) >= scale:  # the values are finite but their norm is not
             scaler.update(scale * scaler.get_backoff_factor())
@@ -231,6 +239,7 @@ class GradientWindow:
             self.guard.watch(evidence, norm, max_grad_norm)
         else:
             value = evidence.read()
+            # With the norm at hand, since `clip_grad_norm_` would measure it a second time.
             if 0 < max_grad_norm < value and self._zero_stage == 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
         return StepResult(
@@ -264,6 +273,7 @@ class GradientWindow:
         """Sums of the terms over all ranks and micro-batches, reduced once a step."""
         if self._totals is None:
             local = torch.stack([term for terms in self._sums for term in terms])
+            # In fp64, so that the sum over micro-batches and ranks adds no rounding of its own.
             if len(self._sums) > 1:
                 local = widest(local).unflatten(0, (len(self._sums), -1)).sum(0)
             if self.accelerator.num_processes > 1:
@@ -283,11 +293,12 @@ class GradientWindow:
         clear_gradients(self._optimizers)
         if self.accelerator.scaler is not None:
             for optimizer in self._optimizers:
+                # The inner one: the scaler knows an optimizer by its id, and Accelerate's step passes the inner one.
                 self.accelerator.scaler.unscale_(optimizer.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateUsage]
         norm: Any = torch.linalg.vector_norm(torch.stack(list(norms)))
-        if hasattr(norm, "full_tensor"):
+        if hasattr(norm, "full_tensor"):  # FSDP2: each rank has the norm of its shards
             norm = norm.full_tensor()
         return norm.to(device)
 
@@ -305,6 +316,7 @@ def _will_rebuild_buckets(model: Any, processes: int) -> bool:
 
 
 def _require_prepared(accelerator: Accelerator, model: object) -> None:
+    # Accelerate lists a model before it wraps it, so the module inside of DDP is the listed one.
     known: list[nn.Module] = accelerator._models  # pyright: ignore[reportPrivateUsage]
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     needs_wrapper = accelerator.num_processes > 1 and accelerator.distributed_type in DDP_TYPES
@@ -323,7 +335,8 @@ def _global_weights(accelerator: Accelerator, micro_batches: Sequence[Mapping[st
         local = {k: torch.stack([widest(weights[k]) for weights in micro_batches]).sum() for k in local}
     if accelerator.num_processes == 1:
         return local
-    reduced: Any = accelerator.reduce(torch.stack([widest(w) for w in local.values()]), "sum")
+    stacked = torch.stack([widest(weight) for weight in local.values()])
+    reduced: Any = accelerator.reduce(stacked, "sum")
     return dict(zip(local, reduced.unbind(), strict=True))
 
 

@@ -50,6 +50,7 @@ class Ema:
         if self.config.decay == 0:
             yield
             return
+        # Under DDP and FSDP2 the forward uses the master weights themselves, and `show` overwrites them.
         trained = {name: self.view.master(name).clone() for name in self.shards}
         self.view.show(self.shards)
         try:

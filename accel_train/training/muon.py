@@ -77,7 +77,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad():  # a closure runs a backward, and this method is without gradients
                 loss = closure()
         matrices: list[_Matrix] = []
         for group in self.param_groups:
@@ -173,6 +173,7 @@ class _Round:
         results: list[Tensor] = []
         for owner, matrix in enumerate(self.matrices):
             if owner == self.rank:
+                # The factor of a tall matrix is a transposed view, which a broadcast does not take.
                 results.append(orthogonalise(matrix.direction(), matrix.dtype).contiguous())
             else:
                 results.append(torch.empty(matrix.parameter.shape, dtype=matrix.dtype, device=matrix.buffer.device))
@@ -195,7 +196,7 @@ class _Round:
         received = [n * columns for n in _rows_of_ranks(rows, self.world)]
         outgoing = torch.cat([piece.flatten() for piece in pieces])
         whole = self._exchange(outgoing, sent, received)
-        dtype = self.matrices[0].dtype
+        dtype = self.matrices[0].dtype  # the same for all of them, see `_by_mesh`
         if owns_matrix:
             whole = orthogonalise(whole.view(rows, columns), dtype).flatten()
         parts = self._exchange(whole.to(dtype), received, sent).split(sent[: len(pieces)])
@@ -227,6 +228,7 @@ def _shard_group(parameter: Tensor) -> tuple[bool, Any]:
 
     if not isinstance(parameter, DTensor):
         return False, None
+    # Of several dimensions of a mesh only one shards. The others hold replicas.
     for dimension, placement in enumerate(parameter.placements):
         if placement.is_shard():
             assert placement.is_shard(0), f"{placement} is not FSDP2's own sharding by rows"

@@ -133,6 +133,7 @@ def _build(
         optimizer = MuonAdamW(groups, betas=config.betas, eps=config.eps, fused=fused)
         settings = next(g for g in groups if g["muon"])
         return optimizer, f"Muon (Newton-Schulz in {settings['precision']}) and AdamW, {reason}"
+    # None rather than False, with which torch would take its loop over tensors instead of foreach.
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
     return adamw, f"AdamW, {reason}"
 
@@ -168,29 +169,40 @@ def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:
 def _parameter_groups(
     model: nn.Module, config: OptimizerConfig, freezable: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Any]]:
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise UsageError("model: has no trainable parameter, at least 1 is needed. Set requires_grad on what to train.")
+    trainable = _trainable(model)
     part_of = _part_of_each(trainable, freezable)
     kind_of = kinds(model, muon=config.name == "muon")
     groups: list[dict[str, Any]] = []
     order: tuple[Kind, ...] = ("decay", "no_decay", "muon")
     for part in ("", *freezable):
+        of_part = [p for name, p in trainable.items() if part_of.get(name, "") == part]
+        if part:
+            mark_part(of_part, part)
         for kind in order:
-            members = [p for n, p in trainable.items() if part_of.get(n, "") == part and kind_of[id(p)] == kind]
+            members = [p for p in of_part if kind_of[id(p)] == kind]
             if members:  # DeepSpeed cannot flatten an empty group
                 groups.append(_group(members, part, kind, config))
-                if part:
-                    mark_part(members, part)
     in_groups = [id(p) for group in groups for p in group["params"]]
     assert sorted(in_groups) == sorted(id(p) for p in trainable.values()), "a parameter is in no group or in two"
-    if config.name == "muon" and not any(group["muon"] for group in groups):
+    if config.name == "muon":
+        _refuse_without_matrices(groups, model)
+    return groups
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise UsageError("model: has no trainable parameter, at least 1 is needed. Set requires_grad on what to train.")
+    return trainable
+
+
+def _refuse_without_matrices(groups: list[dict[str, Any]], model: nn.Module) -> None:
+    if not any(group["muon"] for group in groups):
         raise UsageError(
             f"optimizer.name: muon: {type(model).__name__} has no trainable 2-D matrix inside its blocks, at least 1 "
             "is needed. Blocks are the classes in _no_split_modules, else the elements of each nn.ModuleList. Use "
             "--optimizer.name adamw."
         )
-    return groups
 
 
 def _group(members: list[nn.Parameter], part: str, kind: Kind, config: OptimizerConfig) -> dict[str, Any]:
@@ -230,6 +242,7 @@ def _part_of_each(names: Collection[str], freezable: Mapping[str, Sequence[str]]
     part_of: dict[str, str] = {}
     for part, prefixes in freezable.items():
         for prefix in prefixes:
+            # With the dot, so that blocks.1 does not take blocks.10 as well.
             matched = [name for name in names if name == prefix or name.startswith(f"{prefix}.")]
             if not matched:
                 raise ValueError(f"freezable[{part!r}]: no trainable parameter is under {prefix!r}")

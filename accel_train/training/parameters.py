@@ -83,7 +83,8 @@ def _is_hidden(path: str, blocks: dict[str, nn.Module]) -> bool:
     """Return True if ``path`` is inside a block and not below a norm, embedding, modulation or head in it."""
     for prefix, block in blocks.items():
         if path == prefix or path.startswith(f"{prefix}."):
-            return not any(_NOT_HIDDEN.search(name) for name in _names_below(block, path[len(prefix) + 1 :]))
+            inside = path[len(prefix) + 1 :]
+            return not any(_NOT_HIDDEN.search(name) for name in _names_below(block, inside))
     return False
 
 

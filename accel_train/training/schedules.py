@@ -57,6 +57,7 @@ class ScheduleConfig:
     """wsd: share of decay_steps, at its end, over which the learning rate falls, in whole steps. None = 0.2."""
 
     def __post_init__(self) -> None:
+        # The annotated range is checked by pydantic only, which a config built in Python never meets.
         if not 0 <= self.floor <= 1:
             raise UsageError(
                 f"schedule.floor={self.floor}: must be from 0 to 1, it is a fraction of the peak learning rate. "
@@ -142,6 +143,7 @@ def learning_rate_factor(config: ScheduleConfig, step: int, decay_steps: int) ->
         return 1.0
     if config.kind == "inverse_sqrt":
         return max(config.floor, math.sqrt(warmup / step))
+    # The shapes below divide by a span that may be 0 here, and a cycle would begin again at the peak.
     if step >= decay_steps:
         return config.floor
     return config.floor + (1.0 - config.floor) * _shape(config, step - warmup, decay_steps - warmup)
@@ -183,7 +185,7 @@ def _cycle_progress(config: ScheduleConfig, done: int, span: int) -> float:
 
 
 def _wsd_steps(config: ScheduleConfig, decay_steps: int) -> int:
-    return max(1, round(_wsd_fraction(config) * decay_steps))
+    return max(1, round(_wsd_fraction(config) * decay_steps))  # at least 1, because `_shape` divides by it
 
 
 def _wsd_fraction(config: ScheduleConfig) -> float:

@@ -69,7 +69,7 @@ def sharding_of(model: Any, module: nn.Module, first: nn.Parameter, optimizer: A
     """Detect the sharding of a prepared model from its engine and its first trainable parameter."""
     from torch.distributed.tensor import DTensor  # a second of CPU, which --help does not need
 
-    if hasattr(first, "ds_id"):
+    if hasattr(first, "ds_id"):  # asked first, because an engine of stage 3 has zero_optimization_stage as well
         return ZeroStage3(model)
     if hasattr(model, "zero_optimization_stage"):
         return ZeroStage12(model)
@@ -165,8 +165,8 @@ class DTensors:
             shard,
             parameter.device_mesh,
             parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
+            run_check=False,  # the check would be one more collective for each tensor
+            shape=parameter.shape,  # else torch assumes equal shards, and the last ranks may have fewer rows
             stride=parameter.stride(),
         )
         return whole.full_tensor()
@@ -228,7 +228,7 @@ class ZeroStage12:
         """A view of the state of the group's flat shard."""
         mapping = parameter._hp_mapping
         if mapping is None:
-            return self.master(parameter)
+            return self.master(parameter)  # empty, and an empty shard has no state of its own
         address = mapping.hp_fragment_address
         group_state: Tensor = self.optimizer.state[self._flat(mapping)][key]
         return group_state.narrow(0, address.start, address.numel)
@@ -296,7 +296,7 @@ class ZeroStage3:
         """An all-gather, without the padding."""
         size = dist.get_world_size() * parameter.ds_tensor.numel()
         pieces = torch.empty(size, dtype=torch.float32, device=parameter.device)
-        _all_gather(pieces, shard.to(parameter.device))
+        _all_gather(pieces, shard.to(parameter.device))  # with offload the shard is in host memory
         return pieces.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
 
     def shard_of(self, parameter: Any, whole: Tensor) -> Tensor:
@@ -310,6 +310,7 @@ class ZeroStage3:
         """Write whole parameters. DeepSpeed broadcasts rank 0's values when it shards them again."""
         import deepspeed
 
+        # One parameter at a time, so that no rank holds more than one whole.
         for parameter, shard in shards:
             whole = self.full(parameter, shard)
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):

@@ -39,6 +39,7 @@ class Shards:
 
     def uncovered(self) -> list[str]:
         """Names in the module's state besides trainable parameters: persistent buffers, frozen weights."""
+        # With duplicates, because a state dict lists a shared parameter under each of its names.
         trained = {n for n, p in self.module.named_parameters(remove_duplicate=False) if p.requires_grad}
         return [name for name in self.module.state_dict(keep_vars=True) if name not in trained]
 
@@ -104,6 +105,7 @@ class Shards:
         before = optimizer.param_groups
         try:
             optimizer.param_groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in groups]
+            # Zeros rather than None, since an optimizer makes no state for a tensor without gradient.
             for tensor in stepped:
                 tensor.grad = torch.zeros_like(tensor)
             optimizer.step()
@@ -138,7 +140,7 @@ def plain_module(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP, DeepSpeed or compile wrappers, with the plain parameter names."""
     while True:
         inner = getattr(model, "_orig_mod", None)  # torch.compile
-        is_engine = hasattr(model, "zero_optimization_stage")
+        is_engine = hasattr(model, "zero_optimization_stage")  # DeepSpeed's, whose package need not be installed
         if inner is None and (is_engine or isinstance(model, nn.parallel.DistributedDataParallel)):
             inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):

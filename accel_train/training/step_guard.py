@@ -62,6 +62,7 @@ class Evidence:
         if all(map(math.isfinite, losses)):
             everything = range(len(self.samples))
             raise NonFiniteError(self._explain("gradient", f"norm {values[-1]}", everything))
+        # A wait for each micro-batch, which only a run that ends can afford.
         non_finite: list[int] = []
         for index, sums in enumerate(self.sums):
             if not bool(torch.isfinite(torch.stack(list(sums))).all()):
@@ -111,7 +112,9 @@ class StepGuard:
         """Check one step on the device, without a wait. The optimizer's next step clips the gradient to
         ``max_grad_norm`` (0: no clipping), or does nothing after a non-finite step."""
         check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateUsage]
+        # The kernel sets `found` and never clears it, so the optimizer stays stopped in the steps that follow.
         check_and_unscale([evidence.totals, norm], self.found, self._one)  # a scale of 1 changes neither
+        # The optimizer divides by it, and by 1 where the norm is below the limit.
         if max_grad_norm > 0:
             torch.clamp(norm / max_grad_norm, min=1.0, out=self.scale)
         else:
@@ -158,7 +161,8 @@ class StepResult:
     def loss(self) -> Tensor:
         """Loss of the global batch, ``sum_k c_k * S_k / W_k``. Computed on access."""
         factors = [term_factor(c, self.weights[k]) for k, c in self.coefficients.items()]
-        return torch.stack([total * factor for total, factor in zip(self.sums, factors, strict=True)]).sum()
+        parts = [total * factor for total, factor in zip(self.sums, factors, strict=True)]
+        return torch.stack(parts).sum()
 
     @property
     def terms(self) -> dict[str, Tensor]:
