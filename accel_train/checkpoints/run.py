@@ -54,6 +54,7 @@ class Run:
 
         ``last`` marks the last part. Does nothing without a checkpoint.
         """
+        # Only the main process holds the lock, and it counts for all.
         if self._lock is None or self.checkpoint is None:
             yield
         else:
@@ -125,6 +126,7 @@ def counted(directory: Path, checkpoint: Checkpoint, *, last: bool) -> Generator
     Any other end, such as a crash, remains counted. Reading the ``last`` part resets the count to 0.
     """
     before = attempts(directory, checkpoint)
+    # Counted before the attempt, because a process that is killed counts nothing afterwards.
     _write_count(directory, checkpoint, before + 1)
     try:
         yield

@@ -309,11 +309,11 @@ class Snapshot:
                 if is_owner and is_sender:
                     self._target(slot, piece).copy_(self._read(slot, piece))
                 elif is_owner:
-                    landing = self._target(slot, piece)
+                    target = landing = self._target(slot, piece)
                     if device.type != "cpu":
                         # NCCL receives into device memory only, gloo straight into the buffer.
-                        arrivals.append((landing, torch.empty_like(landing, device=device)))
-                        landing = arrivals[-1][1]
+                        landing = torch.empty_like(target, device=device)
+                        arrivals.append((target, landing))
                     operations.append(dist.P2POp(dist.irecv, landing, piece.rank, group))
                 elif is_sender:
                     operations.append(dist.P2POp(dist.isend, self._outgoing(slot, piece), slot.owner, group))
