@@ -353,7 +353,7 @@ def keeps_all(directory: Path, keep: Keep, newest: int) -> bool:
     """True if nothing is to be removed or stripped, so that no file needs to be hashed."""
     if keep.keep_last > 0 or keep.keep_state_last > 0:
         return False
-    # Steps of a future that the run went back from are removed, whatever the options.
+    # Steps of a future that the run went back from are removed even if everything else is kept.
     if any(step > newest for step, _ in manifests.committed(directory)):
         return False
     return not any(facts.leftover for facts in list_facts(directory))
