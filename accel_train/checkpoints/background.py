@@ -53,6 +53,7 @@ class Writer:
         try:
             _allocate(memory, mapped)
             self.buffer = mmap.mmap(memory, mapped)
+            # Our process id tells a writer that starts late whether its trainer is still there.
             arguments = [theirs.fileno(), memory, mapped, os.getpid()]
             # The writer must import this package even if the script's directory alone is on the path.
             package = str(Path(accel_train.__file__).parents[1])
@@ -64,6 +65,7 @@ class Writer:
             )
         finally:
             os.close(memory)
+            # With a copy of the writer's end open here, its death would never reach us as an end of file.
             theirs.close()
         self._connection = Connection(ours.detach())
         self._busy = False
@@ -114,6 +116,7 @@ class Writer:
 
     def close(self, *, kill: bool = False) -> None:
         """End the process, at once with ``kill``. The buffer stays mapped while a tensor views it."""
+        # A second call finds the handle closed, which is no error. The block closes the duplicate that it gets.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             # A forked child may hold a copy of the socket and keep it open. `shutdown` reaches all copies.
             ours.shutdown(socket.SHUT_RDWR)

@@ -16,32 +16,36 @@ from accel_train.checkpoints import snapshot
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.snapshot import Collection
+from accel_train.store import atomic_files
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
 
 
 def collections(
-    shards: Shards, ema: Ema | None, config: CheckpointConfig, state: Mapping[str, Sequence[str]]
+    shards: Shards, ema: Ema, config: CheckpointConfig, state: Mapping[str, Sequence[str]]
 ) -> list[Collection]:
     """List the collections to save: weights, EMA, optimizer state and exact copies of rounded tensors.
 
     ``state`` maps each key of the optimizer state to its parameters.
     """
     precision = config.save_precision
+    has_ema = ema.config.decay > 0
+    # The masters, because under ZeRO in low precision the model's own parameters are rounded.
     found = [Collection("model", shards.master, precision)]
-    if ema is not None:
+    if has_ema:
         found.append(Collection("ema", ema.shards.__getitem__, precision))
     for key, names in state.items():
         found.append(_optimizer_state(shards, key, names))
     # Training resumes from the exact fp32 weights, never from the rounded ones.
     if precision != "fp32" and config.save_state:
         found.append(Collection("optimizer/master", shards.master, spread=True))
-        if ema is not None:
+        if has_ema:
             found.append(Collection("optimizer/master_ema", ema.shards.__getitem__, spread=True))
     return found
 
 
 def _optimizer_state(shards: Shards, key: str, names: Sequence[str]) -> Collection:
+    # A function of its own for each key: closures made in a loop would all read the last one.
     def read(name: str) -> Tensor:
         return shards.state(name, key)
 
@@ -71,6 +75,15 @@ def state_index(planned: snapshot.Plan, step: int) -> dict[str, Any]:
     return {"step": step, "state": state}
 
 
+def texts(planned: snapshot.Plan, step: int, random_states: Sequence[Any] | None) -> dict[str, str]:
+    """Build the small JSON files by name. ``random_states`` of all ranks are None for a save without state."""
+    found = indices(planned)
+    if random_states is not None:
+        found["optimizer/index.json"] = state_index(planned, step)
+        found["trainer_state.json"] = {"step": step, "random_state": random_states}
+    return {name: atomic_files.to_json(value) for name, value in found.items()}
+
+
 def manifest(
     run: Run, config: CheckpointConfig, step: int, epoch: float, layout: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> dict[str, Any]:
@@ -78,6 +91,7 @@ def manifest(
     experiment = dict(run.saved["experiment"])
     return {
         "accel_train": __version__,
+        # run_id, experiment and resolved are enough to rebuild a damaged run.json (`run_file.recall`).
         "run_id": run.run_id,
         "step": step,
         "samples_seen": step * int(experiment.get("global_batch_size", 0)),

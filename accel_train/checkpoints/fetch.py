@@ -54,6 +54,7 @@ def read_manifest(place: str) -> Mapping[str, Any]:
 
             return download.download_manifest(place.removeprefix(HUB))
         path = expand_path(place)
+        # Nothing is hashed for a few options: `fetch` verifies the checkpoint that it copies.
         candidates = [checkpoint for _, checkpoint in reversed(manifests.committed(path / "checkpoints"))]
         for directory in (*candidates, path):
             with suppress(ValueError):
@@ -67,7 +68,7 @@ def read_manifest(place: str) -> Mapping[str, Any]:
 def _explain_errors(place: str) -> Generator[None]:
     try:
         yield
-    except UsageError:
+    except UsageError:  # a ValueError too, but already worded for the user
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointsUnusableError(f"resume: {place} could not be brought here: {error}") from error
@@ -134,9 +135,11 @@ def _content(directory: Path) -> str:
 
 def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
     temporary = directory / commit.temporary_name(source.step, atomic_files.new_nonce())
+    # The next start sweeps this name, should the copy be interrupted.
     shutil.copytree(source.path, temporary)
     for path in temporary.rglob("*"):
         if path.is_file():
+            # `copytree` leaves the data in the page cache, and file modes as they were.
             commit.seal_file(path)
     commit.fsync_folders(temporary)
     final = directory / manifests.checkpoint_name(source.step)

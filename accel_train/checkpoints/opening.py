@@ -56,6 +56,7 @@ def open_run(
         try:
             return _open(options, directory, data_fingerprint, derived, held)
         except BaseException:
+            # Cleaning up after a refused start takes the lock again (`refused.remove_new`).
             for lock in held:
                 lock.close()
             raise
@@ -80,8 +81,10 @@ def _open(
     if options.overwrite or not manifest.committed(directory / "checkpoints"):
         init_from = options.init_from
     weights, notes = fetch.find_weights(init_from)
+    # Asked before `_prepare_directory`, which deletes them.
     if options.overwrite and weights is not None and weights.resolve().is_relative_to(directory.resolve()):
         raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
+    # Held from here on, so that `open_on_main` releases it after any error below.
     held.append(_prepare_directory(directory, overwrite=options.overwrite))
     experiment = dict(options.experiment) | {"data_fingerprint": data_fingerprint}
     if _is_used(directory):
@@ -127,6 +130,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
             f"output_dir: {directory} cannot be locked: {error.filename}: {error.strerror}; it may be another user's: "
             "ask for the right to write, or give another --output_dir"
         ) from None
+    # Under the lock only: another run may be writing here.
     if overwrite:
         _empty(directory)
     commit.sweep(directory / "checkpoints")
@@ -256,6 +260,7 @@ def _check_fetched(
     try:
         refuse_changes(saved, experiment, options.allow, options.free_to_change, checkpoint.path)
     except UsageError:
+        # If it stayed, the next start would find a used directory and resume from it.
         commit.remove(checkpoint.path)
         raise
     # Differences that were not refused are allowed.

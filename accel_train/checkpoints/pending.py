@@ -8,6 +8,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from accel_train.store.manifest import checkpoint_name
+
 REDUCTIONS: Mapping[str, Callable[..., int]] = {
     "stop": max,  # 1 on a process with a request to stop
     "written": min,  # number of the last save written by this rank; min, because every rank must have written it
@@ -55,3 +57,15 @@ class PendingSave:
     def may_advance(self, agreed: Mapping[str, int]) -> bool:
         """Return True once every rank has written, the main process has committed, or any rank has failed."""
         return self.number in (agreed["failed"], agreed[self._success])
+
+    def commit_job(self, keep: Mapping[str, Any], queue: Path) -> dict[str, Any]:
+        """Build the writer's job: commit, then delete checkpoints that neither ``keep`` nor the ``queue`` holds."""
+        return {
+            "do": "commit",
+            "temporary": str(self.temporary),
+            "final": str(self.temporary.with_name(checkpoint_name(self.step))),
+            "manifest": self.manifest,
+            "keep": keep,
+            "queue": str(queue),
+            "needed_bytes": self.needed_bytes,
+        }

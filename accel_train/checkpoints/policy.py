@@ -173,6 +173,7 @@ def invalid_pins(names: Iterable[str]) -> list[str]:
     invalid: list[str] = []
     for name in names:
         match = manifests.NAME.fullmatch(name)
+        # The pattern also fits names with zeros to spare, such as checkpoint_0000000100, which no save writes.
         if not match or manifests.checkpoint_name(int(match[1])) != name:
             invalid.append(name)
     return invalid

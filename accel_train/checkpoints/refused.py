@@ -16,6 +16,7 @@ from accel_train.store.run_file import has_trained
 def present(directory: Path) -> frozenset[Path]:
     """Return the existing files of a run directory and its parents. Call it before a start creates any of them."""
     places = (directory, *directory.parents, *directory.glob("*"), *directory.glob("logs/*"))
+    # `lexists`, because a broken link is somebody's too.
     return frozenset(place for place in places if os.path.lexists(place))
 
 
@@ -45,6 +46,7 @@ def _wait_for_main(directory: Path, before: frozenset[Path]) -> None:
 
 def _remove_all_files(directory: Path, before: frozenset[Path]) -> None:
     with closing(locks.acquire(directory)):
+        # Asked under the lock: another start may have begun to train here meanwhile.
         if _holds_run(directory):
             return
         _rmdir(directory / "checkpoints", before)

@@ -38,8 +38,7 @@ def load_initial_weights(model: nn.Module, run: Run) -> None:
 def restore(run: Run, accelerator: Accelerator, shards: Shards, ema: Ema | None) -> int:
     """Restore fp32 masters, optimizer and EMA after ``prepare``. Returns the number of steps done. All ranks.
 
-    Does nothing for a fresh start. Call ``load_initial_weights`` before ``prepare``. The masters are set again here,
-    because ZeRO builds its own from rounded weights. Random states come last, because building an iterator draws.
+    Does nothing for a fresh start. Call ``load_initial_weights`` before ``prepare``.
     """
     checkpoint = run.checkpoint
     if checkpoint is None:
@@ -56,24 +55,40 @@ def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, e
     if has_state:  # a run cannot go on without it, but can still be evaluated
         index = checkpoint.json("optimizer/index.json")
     state: dict[str, dict[str, str]] = index["state"]
+    # Copies of the weights lie among the optimizer's files, but are no state of the optimizer.
     exact = state.pop("master", None)
     exact_ema = state.pop("master_ema", None)
+    _restore_masters(checkpoint, shards, exact)
+    if state:
+        _restore_optimizer(checkpoint, shards, state, int(index["step"]))
+    if ema is not None and ema.shards:
+        _restore_ema(checkpoint, shards, ema, exact=exact, exact_ema=exact_ema)
+    if has_state:
+        # Last, because building an iterator draws from these generators.
+        _restore_random_state(checkpoint.json("trainer_state.json")["random_state"], accelerator)
+
+
+def _restore_masters(checkpoint: Checkpoint, shards: Shards, exact: Mapping[str, str] | None) -> None:
+    """Set the fp32 masters from their ``exact`` copies, if the weights were saved in low precision."""
+    # Set again although the weights were loaded before `prepare`: ZeRO builds its masters from rounded weights.
     for name, whole in _read_tensors(checkpoint, exact or _weight_map(checkpoint, "model", shards)):
         shards.master(name).copy_(shards.shard_of(name, whole))
     if exact:
         # Before `prepare` the model got the rounded weights, and ZeRO's forward does not read its masters.
         shards.show({name: shards.master(name) for name in shards.parameters})
-    if state:
-        shards.create_state()
-        _refuse_foreign_state(checkpoint, state, shards.state_names())
-        for key, weight_map in state.items():
-            for name, whole in _read_tensors(checkpoint, weight_map):
-                shards.set_state(name, key, shards.shard_of(name, whole))
-        shards.set_step(int(index["step"]))
-    if ema is not None and ema.shards:
-        _restore_ema(checkpoint, shards, ema, exact=exact, exact_ema=exact_ema)
-    if has_state:
-        _restore_random_state(checkpoint.json("trainer_state.json")["random_state"], accelerator)
+
+
+def _restore_optimizer(
+    checkpoint: Checkpoint, shards: Shards, state: Mapping[str, Mapping[str, str]], step: int
+) -> None:
+    # torch's optimizers allocate their state in the first step, so there is nothing to copy into yet.
+    shards.create_state()
+    _refuse_foreign_state(checkpoint, state, shards.state_names())
+    for key, weight_map in state.items():
+        for name, whole in _read_tensors(checkpoint, weight_map):
+            shards.set_state(name, key, shards.shard_of(name, whole))
+    # After `create_state`, whose step without effect has counted as one.
+    shards.set_step(step)
 
 
 def _restore_ema(
@@ -87,6 +102,7 @@ def _restore_ema(
     """Restore the EMA. It starts from the weights if the checkpoint has none."""
     has_ema = any(name.startswith("ema") for name in checkpoint.manifest["files"])
     weight_map = exact_ema
+    # The exact weights stand in only if no EMA was saved at all. A rounded EMA is nearer to it than they are.
     if not weight_map and not has_ema:
         weight_map = exact
     if not weight_map:
@@ -169,10 +185,12 @@ def _restore_random_state(states: Sequence[Any], accelerator: Accelerator) -> No
     mine = states[accelerator.process_index]
     torch.set_rng_state(_from_hex(mine["torch"]))
     version, internal, gauss = mine["python"]
+    # `setstate` insists on the tuple that JSON made a list.
     random.setstate((version, tuple(internal), gauss))
     if "cuda" in mine and torch.cuda.is_available():
         torch.cuda.set_rng_state(_from_hex(mine["cuda"]))
 
 
 def _from_hex(text: str) -> Tensor:
+    # A bytearray, because torch warns about tensors over read-only bytes.
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

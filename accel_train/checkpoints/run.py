@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+import shutil
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from accel_train.config import UsageError
-from accel_train.store import atomic_files, strict_json
+from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import LOADING_FILE, RUN_FILE
 from accel_train.store.run_file import renew_run, write_run
@@ -53,6 +54,7 @@ class Run:
 
         ``last`` marks the last part. Does nothing without a checkpoint.
         """
+        # Only the main process holds the lock, and it counts for all.
         if self._lock is None or self.checkpoint is None:
             yield
         else:
@@ -73,7 +75,27 @@ class Run:
             else:
                 renew_run(self.directory, config_text, self.saved)
 
-    def restore_directory(self) -> None:
+    def begin_checkpoint(
+        self, step: int, write_extras: Callable[[Path], None], *, state: bool
+    ) -> tuple[Path, list[str]]:
+        """Make the temporary directory of a save, with the recipe's files in it. Main process.
+
+        Returns it and the names of these files. Raises whatever ``write_extras`` raises, and leaves nothing then.
+        """
+        temporary = self.checkpoints / commit.temporary_name(step, atomic_files.new_nonce())
+        try:
+            self._restore_directory()
+            folder = temporary / "optimizer" if state else temporary
+            folder.mkdir(parents=True)
+            failpoints.hit("after_mkdir")
+            write_extras(temporary)
+            files = [path for path in temporary.rglob("*") if path.is_file()]
+        except Exception:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return temporary, sorted(path.relative_to(temporary).as_posix() for path in files)
+
+    def _restore_directory(self) -> None:
         """Recreate the directory if it was deleted during the run. Main process. Raises ``OSError``."""
         if not (self.directory / RUN_FILE).exists() or not self.checkpoints.is_dir():
             logger.warning("%s or part of it was deleted while the run went on; it is recreated", self.directory)
@@ -104,6 +126,7 @@ def counted(directory: Path, checkpoint: Checkpoint, *, last: bool) -> Generator
     Any other end, such as a crash, remains counted. Reading the ``last`` part resets the count to 0.
     """
     before = attempts(directory, checkpoint)
+    # Counted before the attempt, because a process that is killed counts nothing afterwards.
     _write_count(directory, checkpoint, before + 1)
     try:
         yield

@@ -26,7 +26,7 @@ from accel_train.hub.options import HubConfig
 from accel_train.hub.pusher import Pusher
 from accel_train.runtime.signals import Agreement, StopRequests, explain
 from accel_train.runtime.strategy import layout_of
-from accel_train.store import atomic_files, commit, failpoints
+from accel_train.store import commit, failpoints
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.store.manifest import Checkpoint, checkpoint_name
 from accel_train.training.ema import Ema
@@ -39,6 +39,7 @@ class _Buffers(NamedTuple):
 
     keys: dict[str, list[str]]
     plan: snapshot.Plan
+    collections: Sequence[snapshot.Collection]
     snapshot: snapshot.Snapshot
 
 
@@ -49,6 +50,20 @@ class Saver:
     ``config.json``, and a folder ``assets`` if there are more. ``on_commit`` is called on the main process with every
     committed checkpoint. ``epoch`` converts a number of steps to epochs.
     """
+
+    _writer: Writer | None = None
+    _snapshot: _Buffers | None = None
+    _extents: list[Any] | None = None
+    _pending: PendingSave | None = None
+    _number = 0
+    """Number of the last save begun."""
+    _saved_step = -1
+    """Step of the last save or of the resume."""
+    _save_by_clock = False
+    _stopping = False
+    _last_failure: str | None = None
+    _unoffered: Checkpoint | None = None
+    """The last commit until it is offered to the Hub. The metrics of an evaluation may still join it."""
 
     def __init__(
         self,
@@ -67,35 +82,20 @@ class Saver:
         self._config = config
         self._shards = ema.view
         policy.refuse_uncovered(self._shards.uncovered())
-        self._ema = ema if ema.config.decay > 0 else None
+        self._ema = ema
         self._write_extras = write_extras
         self._epoch = epoch
         self._on_commit = on_commit
         self._rank = accelerator.process_index
         self._main = accelerator.is_main_process
         self._agreement = Agreement(accelerator, REDUCTIONS, run.timeout_seconds)
-        self._pusher = Pusher(
-            run.directory, hub_config, is_main=self._main, best_metric=config.best_metric, best_mode=config.best_mode
-        )
-        if run.checkpoint is not None:
-            # The last process may have died after the commit and before it offered the checkpoint to the Hub.
-            self._pusher.offer(run.checkpoint)
+        self._pusher = _build_pusher(run, config, hub_config, main=self._main)
         self._requests = StopRequests(run.directory, main=self._main, alone=accelerator.num_processes == 1)
-        self._writer: Writer | None = None
-        self._snapshot: _Buffers | None = None
-        self._pending: PendingSave | None = None
-        self._number = 0
-        """Number of the last save begun."""
         self._status = dict.fromkeys(REDUCTIONS, 0)
         """Values of this rank for the next exchange."""
-        self._saved_step = run.start_step if run.checkpoint is not None else -1
-        self._save_by_clock = False
-        self._stopping = False
-        self._last_failure: str | None = None
-        self._unoffered: Checkpoint | None = None
-        """The last commit until it is offered to the Hub. The metrics of an evaluation may still join it."""
         self._last_save = time.monotonic()
-        self._extents: list[Any] | None = None
+        if run.checkpoint is not None:
+            self._saved_step = run.start_step
         policy.warn_about_grace(run.checkpoint, config, self._main)
 
     # ------------------------------------------------------------------------------------------------ the loop's calls
@@ -116,6 +116,7 @@ class Saver:
             self._run.note_training()
             interval = 60 * self._config.minutes
             if 0 < interval <= time.monotonic() - self._last_save:
+                # By number, because the answer comes a step late and must not ask for a second save.
                 self._status["wanted"] = self._number + 1
         self._status["stop"] = int(self._requests.requested)
         agreed = self._agreement.exchange(self._status)
@@ -151,35 +152,15 @@ class Saver:
         self._last_save = began
         self._number += 1
         self._save_by_clock = False
-        keys = self._shards.state_names() if step > 0 and self._config.save_state else {}
-        collections = contents.collections(self._shards, self._ema, self._config, keys)
-        buffers = self._prepare(keys, collections)
-        needed_bytes = sum(buffers.plan.sizes)
-        temporary, extras = self._make_directory(step, needed_bytes)
-        if temporary is None:
+        self._pending = self._take_snapshot(step, began, metrics or {})
+        if self._pending is None:
             return self._stopping
-        buffers.snapshot.take()
-        failpoints.hit("after_snapshot", self._rank)
-        texts = self._texts(step, buffers.plan)  # a collective
-        job = {
-            "do": "write",
-            "rank": self._rank,
-            "directory": str(temporary),
-            "files": buffers.plan.jobs(self._rank, collections, self._shards.shape),
-            "texts": texts if self._main else {},
-            "extras": extras,
-            "needed_bytes": needed_bytes,
-            "hurry": self._stopping,
-        }
-        manifest = contents.manifest(
-            self._run, self._config, step, self._epoch(step), layout_of(self._accelerator), metrics or {}
-        )
-        self._pending = PendingSave(self._number, step, temporary, manifest, began, needed_bytes, job)
         self._take_answer(wait=False)  # submits the job, unless the device is still copying
         self._saved_step = step
         if not self._config.asynchronous:
             self.finish()
             self._release()
+            # The reduction of `boundary` is a step late, and a stop during this save would ask for a second one.
             self._stopping = any(self._agreement.gather(self._stopping or self._requests.requested))
         return self._stopping
 
@@ -216,6 +197,7 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Finish the current save, unless an error ends the run: other ranks may then wait in another collective."""
         explain(error)
+        # One process waits for nobody: after an error of the loop it still commits the save before.
         is_alone = self._accelerator.num_processes == 1
         try:
             if kind is None or (is_alone and kind is not CheckpointWriteError):
@@ -244,23 +226,53 @@ class Saver:
         if self._writer is not None:
             self._writer.close(kill=self._pending is not None)
         if self._pending is not None and self._main:
+            # Killed halfway, it is of no use to anybody.
             shutil.rmtree(self._pending.temporary, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------------------- beginning
-    def _prepare(self, keys: dict[str, list[str]], collections: Sequence[snapshot.Collection]) -> _Buffers:
+    def _take_snapshot(self, step: int, began: float, metrics: Mapping[str, float]) -> PendingSave | None:
+        """Copy the state and build the writer's job. None if the directory could not be made. A collective."""
+        buffers = self._prepare(step)
+        needed_bytes = sum(buffers.plan.sizes)
+        temporary, extras = self._make_directory(step, needed_bytes)
+        if temporary is None:
+            return None
+        buffers.snapshot.take()
+        failpoints.hit("after_snapshot", self._rank)
+        texts = self._texts(step, buffers.plan)  # a collective, so every rank builds them
+        job = {
+            "do": "write",
+            "rank": self._rank,
+            "directory": str(temporary),
+            "files": buffers.plan.jobs(self._rank, buffers.collections, self._shards.shape),
+            "texts": texts if self._main else {},
+            "extras": extras,
+            "needed_bytes": needed_bytes,
+            "hurry": self._stopping,
+        }
+        layout = layout_of(self._accelerator)
+        manifest = contents.manifest(self._run, self._config, step, self._epoch(step), layout, metrics)
+        return PendingSave(self._number, step, temporary, manifest, began, needed_bytes, job)
+
+    def _prepare(self, step: int) -> _Buffers:
         """Return plan and buffers. They are built at the first save, and again once the optimizer has state."""
+        keys: dict[str, list[str]] = {}
+        if step > 0 and self._config.save_state:
+            keys = self._shards.state_names()
         if self._writer is not None and self._snapshot is not None and self._snapshot.keys == keys:
             return self._snapshot
+        collections = contents.collections(self._shards, self._ema, self._config, keys)
         if self._extents is None and not self._shards.replicated:
             self._extents = self._agreement.gather({n: self._shards.extent(n) for n in self._shards.parameters})
         elements = {n: self._shards.shape(n).numel() for n in self._shards.parameters}
         planned = snapshot.plan(collections, elements, self._accelerator.num_processes)
+        # The old buffers go first: both at once would need twice the host memory.
         self._release()
         self._writer = Writer(planned.sizes[self._rank])
         taken = snapshot.Snapshot(
             planned, collections, self._writer.buffer, self._extents, self._rank, self._agreement.group
         )
-        self._snapshot = _Buffers(keys, planned, taken)
+        self._snapshot = _Buffers(keys, planned, collections, taken)
         return self._snapshot
 
     def _make_directory(self, step: int, needed_bytes: int) -> tuple[Path | None, list[str]]:
@@ -274,28 +286,16 @@ class Saver:
 
     def _begin(self, step: int, needed_bytes: int) -> dict[str, Any]:
         """Make the temporary directory and its extra files. An error is returned, for all ranks to raise."""
-        directory = self._run.checkpoints
-        temporary = directory / commit.temporary_name(step, atomic_files.new_nonce())
         try:
-            self._run.restore_directory()
-            folder = temporary / "optimizer" if self._config.save_state else temporary
-            folder.mkdir(parents=True)
-            failpoints.hit("after_mkdir")
-            self._write_extras(temporary)
-            extras = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+            temporary, extras = self._run.begin_checkpoint(step, self._write_extras, state=self._config.save_state)
         except Exception as error:  # code of the recipe may raise anything, and the other ranks must learn of it
-            shutil.rmtree(temporary, ignore_errors=True)
-            return {"error": commit.describe_write_error(error, directory, needed_bytes)}
+            return {"error": commit.describe_write_error(error, self._run.checkpoints, needed_bytes)}
         return {"temporary": temporary, "extras": extras}
 
     def _texts(self, step: int, planned: snapshot.Plan) -> dict[str, str]:
         """Build the small JSON files. A collective."""
         random_states = self._agreement.gather(contents.random_state())
-        texts = contents.indices(planned)
-        if self._config.save_state:
-            texts["optimizer/index.json"] = contents.state_index(planned, step)
-            texts["trainer_state.json"] = {"step": step, "random_state": random_states}
-        return {name: atomic_files.to_json(value) for name, value in texts.items()}
+        return contents.texts(planned, step, random_states if self._config.save_state else None)
 
     # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:
@@ -340,17 +340,9 @@ class Saver:
         pending.answer = None
         if self._main:
             assert self._writer is not None
-            self._writer.submit(
-                {
-                    "do": "commit",
-                    "temporary": str(pending.temporary),
-                    "final": str(self._run.checkpoints / checkpoint_name(pending.step)),
-                    "manifest": pending.manifest,
-                    "keep": asdict(self._config),
-                    "queue": str(self._run.directory / "hub" / "queue"),
-                    "needed_bytes": pending.needed_bytes,
-                }
-            )
+            # Retention must not delete what the queue of the Hub still names.
+            queue = self._run.directory / "hub" / "queue"
+            self._writer.submit(pending.commit_job(asdict(self._config), queue))
 
     def _acknowledge(self) -> None:
         pending = self._pending
@@ -383,7 +375,7 @@ class Saver:
         assert pending is not None
         self._pending = None
         if self._saved_step == pending.step:
-            self._saved_step = -1
+            self._saved_step = -1  # `save` may try this step again
         if self._writer is not None and self._writer.broken:
             self._release()
         answer = pending.answer or {}
@@ -398,3 +390,11 @@ class Saver:
             raise CheckpointWriteError(reason)
         self._last_failure = reason
         logger.warning("checkpoint of step %d was not saved; training goes on: %s", step, reason)
+
+
+def _build_pusher(run: Run, config: CheckpointConfig, hub_config: HubConfig, *, main: bool) -> Pusher:
+    pusher = Pusher(run.directory, hub_config, is_main=main, best_metric=config.best_metric, best_mode=config.best_mode)
+    if run.checkpoint is not None:
+        # The last process may have died after the commit and before it offered the checkpoint to the Hub.
+        pusher.offer(run.checkpoint)
+    return pusher

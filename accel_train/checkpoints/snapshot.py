@@ -111,11 +111,18 @@ def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_s
         for number, (owner, tensors) in enumerate(assigned, 1):
             suffix = f"-{number:05d}-of-{len(assigned):05d}" if len(assigned) > 1 else ""
             files.append(_File(f"{collection.stem}{suffix}.safetensors", index, owner, tensors))
+    return _place(files, collections, elements, world_size)
 
+
+def _place(
+    files: Sequence[_File], collections: Sequence[Collection], elements: Mapping[str, int], world_size: int
+) -> Plan:
+    """Give every tensor its offset in the buffer of its owner."""
     slots: list[TensorSlot] = []
     filled = [0] * world_size
     for file in files:
         itemsize = dtype_of(collections[file.collection].precision).itemsize
+        # The tensors of a file lie without gaps, because the writer copies a file's data in one piece.
         start = -(-filled[file.owner] // ALIGNMENT) * ALIGNMENT
         for name in file.tensors:
             size = elements[name] * itemsize
@@ -193,13 +200,8 @@ class Snapshot:
         self._collections = collections
         self._rank = rank
         self._host_group = host_group
-        whole = torch.frombuffer(buffer, dtype=torch.uint8)
-        self._whole = whole
-        self._views: dict[tuple[int, str], Tensor] = {}
-        for slot in planned.tensors:
-            if slot.owner == rank:
-                view = whole[slot.start : slot.start + slot.bytes].view(self._dtype_of(slot))
-                self._views[slot.collection, slot.name] = view
+        self._whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        self._views = self._view_own()
         self._pieces: dict[str, list[Piece]] | None = None
         if extents is not None:
             self._pieces = {name: cover([each[name] for each in extents]) for name in extents[0]}
@@ -207,8 +209,17 @@ class Snapshot:
         self._copied: torch.cuda.Event | None = None
         self._peak: int | None = None
         self._stream: torch.cuda.Stream | None = None
-        if torch.cuda.is_available() and len(whole):
-            self._stream = _pinned_stream(self, whole)
+        if torch.cuda.is_available() and len(self._whole):
+            self._stream = _pinned_stream(self, self._whole)
+
+    def _view_own(self) -> dict[tuple[int, str], Tensor]:
+        """Map collection and name of each tensor of this rank to its place in the buffer, in the dtype of its file."""
+        views: dict[tuple[int, str], Tensor] = {}
+        for slot in self._plan.tensors:
+            if slot.owner == self._rank:
+                place = self._whole[slot.start : slot.start + slot.bytes]
+                views[slot.collection, slot.name] = place.view(self._dtype_of(slot))
+        return views
 
     def _dtype_of(self, slot: TensorSlot) -> torch.dtype:
         return dtype_of(self._collections[slot.collection].precision)
@@ -236,7 +247,7 @@ class Snapshot:
         own = [slot for slot in bucket if slot.owner == self._rank]
         if not own:
             return
-        sources = [self._collections[slot.collection].read(slot.name).reshape(-1) for slot in own]
+        sources = [self._shard(slot) for slot in own]
         targets = [self._views[slot.collection, slot.name] for slot in own]
         if on_device and sources[0].is_cuda:
             self._clone(own, targets, sources)
@@ -277,6 +288,7 @@ class Snapshot:
             return
         places = [clone[slot.start - base :][: slot.bytes].view(self._dtype_of(slot)) for slot in slots]
         torch._foreach_copy_(places, sources)  # pyright: ignore[reportPrivateUsage]
+        # The copy to the host reads the clone only once the compute stream has filled it.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._whole[first:end].copy_(clone[first - base :], non_blocking=True)
@@ -285,36 +297,52 @@ class Snapshot:
     def _exchange(self, bucket: Sequence[TensorSlot]) -> None:
         """Send this rank's pieces of a bucket to their owners and receive the pieces of its own tensors."""
         assert self._pieces is not None
-        first = bucket[0]
-        device = self._collections[first.collection].read(first.name).device
+        device = self._shard(bucket[0]).device
         group = self._host_group if device.type == "cpu" else None
         operations: list[dist.P2POp] = []
         arrivals: list[tuple[Tensor, Tensor]] = []
         # Every rank walks the same pieces in the same order, so sends and receives match.
         for slot in bucket:
             for piece in self._pieces[slot.name]:
-                if slot.owner == self._rank:
-                    target = self._views[slot.collection, slot.name][piece.start : piece.start + piece.length]
-                    if piece.rank == self._rank:
-                        target.copy_(self._read(slot, piece))
-                        continue
-                    landing = target if device.type == "cpu" else torch.empty_like(target, device=device)
+                is_owner = slot.owner == self._rank
+                is_sender = piece.rank == self._rank
+                if is_owner and is_sender:
+                    self._target(slot, piece).copy_(self._read(slot, piece))
+                elif is_owner:
+                    target = landing = self._target(slot, piece)
+                    if device.type != "cpu":
+                        # NCCL receives into device memory only, gloo straight into the buffer.
+                        landing = torch.empty_like(target, device=device)
+                        arrivals.append((target, landing))
                     operations.append(dist.P2POp(dist.irecv, landing, piece.rank, group))
-                    arrivals.append((target, landing))
-                elif piece.rank == self._rank:
-                    outgoing = self._read(slot, piece).to(self._dtype_of(slot)).contiguous()
-                    operations.append(dist.P2POp(dist.isend, outgoing, slot.owner, group))
-        if operations:
-            for request in dist.batch_isend_irecv(operations):
-                request.wait()
+                elif is_sender:
+                    operations.append(dist.P2POp(dist.isend, self._outgoing(slot, piece), slot.owner, group))
+        _transfer(operations)
         for target, landing in arrivals:
-            if landing is not target:
-                target.copy_(landing)
+            target.copy_(landing)
+
+    def _target(self, slot: TensorSlot, piece: Piece) -> Tensor:
+        """Return the place of ``piece`` in this rank's buffer, flat."""
+        return self._views[slot.collection, slot.name][piece.start : piece.start + piece.length]
+
+    def _outgoing(self, slot: TensorSlot, piece: Piece) -> Tensor:
+        # Rounded before it travels, because the owner receives in the dtype of the file.
+        return self._read(slot, piece).to(self._dtype_of(slot)).contiguous()
 
     def _read(self, slot: TensorSlot, piece: Piece) -> Tensor:
         """Return this rank's part of ``piece``, flat."""
-        shard = self._collections[slot.collection].read(slot.name).reshape(-1)
-        return shard[piece.skipped : piece.skipped + piece.length]
+        return self._shard(slot)[piece.skipped : piece.skipped + piece.length]
+
+    def _shard(self, slot: TensorSlot) -> Tensor:
+        """Return this rank's live shard of a tensor, flat."""
+        return self._collections[slot.collection].read(slot.name).reshape(-1)
+
+
+def _transfer(operations: list[dist.P2POp]) -> None:
+    if not operations:  # `batch_isend_irecv` fails on an empty list
+        return
+    for request in dist.batch_isend_irecv(operations):
+        request.wait()
 
 
 def _pinned_stream(owner: object, buffer: Tensor) -> torch.cuda.Stream | None:

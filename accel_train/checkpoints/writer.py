@@ -90,6 +90,7 @@ def _open_patiently(path: Path) -> int:
         try:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
+            # If the folder above is missing too, the directory was deleted, and waiting would be in vain.
             if time.monotonic() > deadline or not path.parents[1].exists():
                 raise
             time.sleep(0.1)
@@ -213,6 +214,7 @@ def serve(connection: Connection, buffer: memoryview) -> None:
             job: Json = json.loads(connection.recv_bytes())
         except EOFError:
             return
+        # A scheduler that asked for a stop kills soon, so its save waits for no deletion.
         if job["do"] == "write" and not job.get("hurry"):
             pending.advance(RETENTION_SECONDS)
         started = time.monotonic()

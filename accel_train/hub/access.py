@@ -34,6 +34,7 @@ def check_repository(config: HubConfig) -> None:
             "there (HF_HUB_OFFLINE unset, HF_ENDPOINT or HTTPS_PROXY where one is needed), or leave hub.repo_id out "
             "and push by hand later: accel-train checkpoints push RUN"
         )
+    # The Hub has answered, and the answer will be the same in an hour.
     if not problem.retry:
         raise UsageError(
             f"{option}: the Hub refuses (status {problem.status}: {problem.reason}); give a token that may create and "
@@ -53,5 +54,6 @@ def _try_repository(repo_id: str, private: bool) -> None:
     with limited_silence(30.0):
         api = hub_api()
         api.whoami()
+        # Created first: the rights of a repository that does not exist cannot be asked for.
         api.create_repo(repo_id, private=private, exist_ok=True)
         api.auth_check(repo_id, write=True)

@@ -36,6 +36,7 @@ def download(spec: str, directory: Path) -> Path:
     """
     repo, revision = _parse(spec)
     directory.mkdir(parents=True, exist_ok=True)
+    # The step is not known before the manifest is here.
     temporary = directory / commit.temporary_name(0, atomic_files.new_nonce())
     try:
         with limited_silence(60.0):
@@ -101,6 +102,7 @@ def _resolve(repo: str, revision: str | None) -> str:
         info = _persist(lambda: api.repo_info(repo, revision=revision), repo)
     except RevisionNotFoundError:
         refs = _persist(lambda: api.list_repo_refs(repo), repo)
+        # Names of steps sort by step, so the last ones are the newest.
         names = sorted({ref.name for ref in (*refs.branches, *refs.tags)})
         more = ""
         if len(names) > 12:
@@ -143,6 +145,7 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
     commit.clear_name(final)
     if final.exists():
         return _keep_existing(final, checkpoint, spec)
+    # Otherwise a power loss after the rename could leave a checkpoint of empty files.
     for path in temporary.rglob("*"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -162,6 +165,7 @@ def _keep_existing(final: Path, downloaded: manifests.Checkpoint, spec: str) -> 
     except ValueError as error:
         raise UsageError(f"hub checkpoint: {spec} cannot replace {final} ({error}); delete that one first") from None
     files = downloaded.manifest["files"]
+    # Only what was pushed is compared: the local one may hold its optimizer state as well.
     if any(existing.get(name) != facts for name, facts in files.items()):
         raise UsageError(
             f"hub checkpoint: {final} exists and differs from {spec}; give an --output_dir of its own, or leave "

@@ -84,6 +84,7 @@ def redact(text: str) -> str:
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
+        # Some errors of huggingface_hub have no response, but were raised from one that has.
         error = error.__cause__ or error.__context__
 
 
@@ -111,7 +112,7 @@ def _requested_wait(headers: Mapping[str, str]) -> float:
     try:
         date = parsedate_to_datetime(retry_after)
         return max(0.0, date.timestamp() - time.time())
-    except ValueError:
+    except ValueError:  # no date, or no such header
         limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)

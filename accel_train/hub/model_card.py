@@ -70,6 +70,7 @@ def _metrics(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> dict[str, fl
     metrics: Any = checkpoint.manifest.get("metrics")
     if not metrics:
         metrics = _json(texts.get(f"{REPORT}/{EVALUATION_FILE}"))
+        # The report is of the run, which may have been evaluated again since.
         if metrics.get("step") != checkpoint.step:
             return {}
     if not isinstance(metrics, Mapping):
@@ -83,6 +84,7 @@ def _metrics(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> dict[str, fl
 
 def _summary(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> str:
     manifest = checkpoint.manifest
+    # The pushed manifest lists fewer files than the local one if the state stays here.
     pushed = _json(texts.get("manifest.json")) or manifest
     files: Any = pushed.get("files") or {}
     state = "not included"
@@ -128,6 +130,7 @@ def _loading(checkpoint: Checkpoint, repo_id: str, revision: str, loads_with: st
         module, _, name = loads_with.rpartition(".")
         parts.append(
             f"```python\nfrom {module} import {name}\n\n"
+            # By revision, because main moves on with the next push.
             f'model = {name}.from_pretrained("{repo_id}", revision="{revision}")\n```'
         )
     weights = sorted(str(n) for n in files if str(n).startswith("model") and str(n).endswith(".safetensors"))

@@ -53,6 +53,7 @@ def _check_repo_id(repo_id: str) -> None:
     problem = ""
     try:
         validate_repo_id(repo_id)
+        # The library also accepts a bare name, which would belong to whoever owns the token.
         if repo_id.count("/") != 1:
             problem = "the organisation or user is missing"
     except HFValidationError as error:

@@ -66,6 +66,7 @@ def _push_run(queue: HubQueue, config: HubConfig) -> list[str]:
             raise UsageError(problem)
         entries = [_entry_of(newest.path, config)]
     repositories = {(entry.repo_id, entry.private) for entry in entries}
+    # All of them before the first upload, which may take long.
     for repo_id, private in sorted(repositories):
         check_repository(replace(config, repo_id=repo_id, private=private))
     urls: list[str] = []
@@ -73,6 +74,7 @@ def _push_run(queue: HubQueue, config: HubConfig) -> list[str]:
     for entry in entries:
         try:
             urls.append(_push_queued(queue, entry, config.finish_minutes))
+        # One that cannot be pushed must not keep the others back.
         except (UsageError, HubError) as error:
             problems.append(str(error))
     if problems:

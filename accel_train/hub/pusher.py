@@ -71,6 +71,7 @@ class Pusher:
         self._mode = best_mode
         self._queue = HubQueue(run)
         self._worker: subprocess.Popen[bytes] | None = None
+        # Older events were repeated in the log of their own start.
         self._log_position = self._queue.log_size()
         """Bytes of the worker's log already repeated in the log of training."""
         self._newest: Checkpoint | None = None
@@ -107,6 +108,7 @@ class Pusher:
         finally:
             self.close()
         self._guarded(self._repeat_log)
+        # Counted after the worker has ended, so that nothing moves between the folders meanwhile.
         status = self._status()
         self._guarded(lambda: self._record(status))
         self._log_status(status)
@@ -143,6 +145,7 @@ class Pusher:
                 self._queue.add(new_entry(checkpoint, self._config, self._config.push))
             # Saved after the entry is queued: a crash in between repeats the offer and loses nothing.
             self._queue.save_offers(offers)
+        # Not only for this offer: entries may be left, and the worker may have died since the last one.
         if self._queue.names():
             self._wake()
         self._repeat_log()
@@ -155,6 +158,7 @@ class Pusher:
             return False
         metric = checkpoint.manifest.get("metrics", {}).get(self._metric)
         if not isinstance(metric, (int, float)) or not math.isfinite(metric):
+            # Not an error: with evaluations rarer than saves most checkpoints have no metrics.
             logger.warning("hub.push best: %s has no figure %s and is not pushed", checkpoint.path.name, self._metric)
             return False
         if "best" in offers and not self._is_better(metric, float(offers["best"])):
@@ -265,7 +269,9 @@ def push_the_rest(
 
 def _start_worker(run: Path) -> subprocess.Popen[bytes]:
     """Start a worker that ends with this process."""
+    # Progress bars would fill worker.log.
     variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}
+    # The worker must import this package even if the script's directory alone is on the path.
     package = str(Path(accel_train.__file__).parents[1])
     search_path = [package]
     if os.environ.get("PYTHONPATH"):

@@ -65,6 +65,7 @@ class HubQueue:
 
     def add(self, entry: Entry) -> None:
         """Write the entry to the queue. It is on disk when this returns."""
+        # Queued before the failure is forgotten: a crash in between loses neither.
         self._write("queue", entry.checkpoint, asdict(entry))
         (self.directory / "failed" / f"{entry.checkpoint}.json").unlink(missing_ok=True)
 
@@ -149,6 +150,7 @@ class HubQueue:
     def log(self, event: str, **details: Any) -> None:
         """Append one line to ``log.jsonl``."""
         line = json.dumps({"time": _now(), "event": event} | details, ensure_ascii=False) + "\n"
+        # O_NONBLOCK: a FIFO of this name must not stop the training process until somebody reads it.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         descriptor = os.open(self._folder("") / "log.jsonl", flags, 0o666)
         try:
@@ -190,7 +192,7 @@ class HubQueue:
         try:
             paths = list((self.directory / folder).iterdir())
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return []  # nothing was queued yet, or a file stands in the way
         return sorted(path for path in paths if path.suffix == ".json" and commit.NAME.fullmatch(path.stem))
 
     def _records(self, folder: str) -> dict[str, dict[str, Any]]:
@@ -211,6 +213,7 @@ class HubQueue:
 def _entry(record: Mapping[str, Any], name: str) -> Entry:
     """Parse and check the record of checkpoint ``name``. Raises ``ValueError`` with the problem."""
     for key, (kind, required) in _FIELDS.items():
+        # `type` and not `isinstance`: a step must not be `True`.
         if (required or key in record) and type(record.get(key)) is not kind:
             raise ValueError(f"{key} is {record.get(key)!r:.60}; {kind.__name__} is required")
     entry = Entry(**{key: record[key] for key in _FIELDS if key in record})
@@ -222,6 +225,7 @@ def _entry(record: Mapping[str, Any], name: str) -> Entry:
 
 
 _KINDS = {"str": str, "int": int, "bool": bool}
+# Annotations are texts in this module, and the values of its Literal types are strings.
 _FIELDS = {field.name: (_KINDS.get(str(field.type), str), field.default is MISSING) for field in fields(Entry)}
 """Fields of ``Entry`` with their type in JSON, and True if they are required."""
 

@@ -81,6 +81,7 @@ def pushed_manifest(path: Path, include_state: bool) -> tuple[bytes, list[str]]:
 
 
 def _digest(manifest: bytes) -> str:
+    # Of the files alone: metrics join a manifest later, and it is still the same checkpoint.
     files = manifests.parse(manifest)["files"]
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -126,6 +127,7 @@ class _Place:
     def commit(self, path: Path, run: Path, branch: str | None, commits: Sequence[GitCommitInfo]) -> str:
         """Verify and upload the checkpoint, commit it on top of ``commits`` and return the id of the commit."""
         try:
+            # It may have been damaged while it waited in the queue.
             checkpoint = commit.verify(path)
         except ValueError as error:
             raise NotPushableError(str(error)) from None
@@ -142,7 +144,7 @@ class _Place:
             commit_message=self.title,
             commit_description=f"{state} optimizer state. Written by accel_train {__version__}.",
             revision=branch,
-            parent_commit=head,
+            parent_commit=head,  # the Hub answers 412 if somebody else has committed since
         )
         return created.oid
 
@@ -150,6 +152,7 @@ class _Place:
         """Point the branch or tag of the step at ``oid`` and return its name, or ``oid`` if all names are taken."""
         api = self.api
         repo = self.entry.repo_id
+        # Asked for again: `branch` may have made one, and another process may have pushed meanwhile.
         self._refs = api.list_repo_refs(repo)
         branches, tags = self._targets()
         name = self._free_name(oid)
@@ -158,6 +161,7 @@ class _Place:
         if oid in (branches.get(name), tags.get(name)):
             return name
         if name in tags:
+            # The Hub has no call that moves a tag or a branch.
             api.delete_tag(repo, tag=name)
         elif name in branches:
             api.delete_branch(repo, branch=name)

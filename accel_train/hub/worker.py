@@ -82,6 +82,7 @@ def end_with(trainer: int, woken: threading.Event) -> None:
         if not received:
             break
         woken.set()
+    # This is not the main thread, where `sys.exit` would end the process.
     os._exit(0)
 
 
@@ -107,6 +108,7 @@ def main(arguments: Sequence[str]) -> None:
     with queue.pushing(LOCK_PATIENCE_SECONDS) as holder:
         if holder is None:
             serve(queue, idle)
+        # `serve` never returns, so another process has the lock.
         queue.log("waits", reason=f"{holder} is pushing this run")
 
 

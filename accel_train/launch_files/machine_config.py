@@ -145,22 +145,16 @@ def visible_machine(num_processes: int | None = None) -> MachineConfig:
     if processes == 1:
         kind = "NO"
     values: dict[str, object] = {"distributed_type": kind, "num_processes": processes, "use_cpu": count == 0}
+    # Through the reader, so that a start without a file obeys the rules of one with a file.
     return _read(Path(NO_FILE), Document(values, {}), None)
 
 
 def _read(path: Path, document: Document, num_processes: int | None) -> MachineConfig:
     top, sections = read_sections(path, document)
-    _refuse_other_environments(top)
-    kind = _distributed_type(top)
-    _refuse_unused_sections(top, sections, kind)
+    kind = _supported_type(top, sections)
     machines = top.integer("num_machines", 1, low=1)
     processes = _processes(top, kind, machines, num_processes)
-    deepspeed = None
-    if kind == "DEEPSPEED":
-        deepspeed = read_deepspeed(sections["deepspeed_config"], top, machines)
-    fsdp = None
-    if kind == "FSDP":
-        fsdp = read_fsdp(sections["fsdp_config"], sections["parallelism_config"], processes)
+    fsdp, deepspeed = _read_sharding(top, sections, kind, machines, processes)
     return MachineConfig(
         path=path,
         distributed_type=kind,
@@ -170,7 +164,7 @@ def _read(path: Path, document: Document, num_processes: int | None) -> MachineC
         machine_rank=_machine_rank(top, machines),
         main_process_ip=_main_process_ip(top, machines),
         main_process_port=_main_process_port(top, machines),
-        rdzv_backend=str(top.text("rdzv_backend", "static")),
+        rdzv_backend=_rdzv_backend(top),
         gpu_ids=_gpu_ids(top, kind, processes, machines),
         use_cpu=_use_cpu(top, kind),
         debug=top.boolean("debug", False),
@@ -186,10 +180,29 @@ def _read(path: Path, document: Document, num_processes: int | None) -> MachineC
     )
 
 
+def _supported_type(top: Section, sections: Mapping[str, Section]) -> str:
+    """Read the distributed type. Refuses settings of other environments and sections of other types."""
+    _refuse_other_environments(top)
+    kind = _distributed_type(top)
+    _refuse_unused_sections(top, sections, kind)
+    return kind
+
+
+def _read_sharding(
+    top: Section, sections: Mapping[str, Section], kind: str, machines: int, processes: int | None
+) -> tuple[FsdpSettings | None, DeepSpeedSettings | None]:
+    if kind == "FSDP":
+        return read_fsdp(sections["fsdp_config"], sections["parallelism_config"], processes), None
+    if kind == "DEEPSPEED":
+        return None, read_deepspeed(sections["deepspeed_config"], top, machines)
+    return None, None
+
+
 def _refuse_other_environments(top: Section) -> None:
     if top.text("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise top.refuse("compute_environment", "LOCAL_MACHINE", "start the processes on the machines themselves")
     for key in _TPU_KEYS:
+        # `accelerate config` writes some of them into every file, with these values.
         if top.values.get(key) not in (None, False, "no", "", [], [""], {}):
             raise top.refuse(key, "empty, because it acts on TPUs only", "delete the line")
     if top.values.get("main_training_function") not in (None, "main"):
@@ -331,6 +344,7 @@ def _gpu_ids(top: Section, kind: str, processes: int | None, machines: int) -> t
     if repeated or not all(re.fullmatch(r"[A-Za-z0-9:/.-]+", item) for item in ids):
         raise top.refuse("gpu_ids", "`all`, or different ids with commas and no spaces", "write it as '0,1'")
     needed = (processes or machines) // machines
+    # Accelerate refuses a single id for several GPUs, whatever the number of processes.
     if kind.startswith("MULTI_") and machines == 1:
         needed = max(needed, 2)
     if len(ids) < needed:
@@ -367,10 +381,14 @@ def _dynamo(section: Section) -> DynamoSettings:
     )
 
 
+def _rdzv_backend(top: Section) -> str:
+    return str(top.text("rdzv_backend", "static"))
+
+
 def _notes(top: Section) -> dict[str, str]:
     notes: dict[str, str] = {}
     ignored = "is not obeyed: `accelerate launch` 1.15 reads it from the command line only; give it"
-    backend = top.text("rdzv_backend", "static")
+    backend = _rdzv_backend(top)
     if backend != "static":
         notes["rdzv_backend"] = (
             f"rdzv_backend: {backend} {ignored} `--rdzv_backend {backend}` (`accel-train launch` always takes static)"

@@ -19,6 +19,7 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
     Does nothing outside Linux. No signal is sent if the parent has already ended.
     """
     if sys.platform == "linux":
+        # Python has no call for it.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 

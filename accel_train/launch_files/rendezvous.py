@@ -34,6 +34,7 @@ def check_rendezvous(machine: MachineConfig) -> None:
 
 def _check_port(section: Section, port: int) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # Otherwise a port that was released a moment ago (TIME_WAIT) would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

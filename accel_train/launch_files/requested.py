@@ -60,6 +60,7 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
     source = "the environment"
     if flags is not None:
         file = file or flags.get("config_file")
+        # torchrun reads no such file, so it counts under `accelerate launch` only.
         default = default_machine_config_path()
         source = "the command line of `accelerate launch`"
     machine = None
@@ -206,6 +207,7 @@ def notices(
     if machine is None:
         return misleading_variables(environment)
     given = flags or {}
+    # A flag with the same value is obeyed, and leaves nothing to say.
     sentences = [text for key, text in machine.notes.items() if given.get(key) != machine.raw.get(key)]
     if machine.fsdp is not None and machine.fsdp.cpu_ram_efficient_loading:
         sentences.append(
@@ -219,8 +221,8 @@ def notices(
 def clear_environment(environment: MutableMapping[str, str]) -> None:
     """Remove variables that would override our own arguments, and switch RAM-efficient loading off.
 
-    RAM-efficient loading is the launcher's default for FSDP. With it transformers encoders would load empty on all
-    processes but the first. Every process builds the same weights anyway.
+    RAM-efficient loading is the launcher's default for FSDP. Every process builds the same weights anyway.
     """
     environment.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+    # With it transformers encoders would load empty on all processes but the first.
     environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

@@ -109,6 +109,7 @@ class Section:
         required = f"a whole number, {low} or more"
         if high is not None:
             required = f"a whole number, {low} to {high}"
+        # A bool is an int in Python, and would pass for 0 or 1.
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.refuse(key, required, "write digits only, without quotes")
         if value < low or (high is not None and value > high):
@@ -153,6 +154,7 @@ def known_keys() -> Mapping[str, Mapping[str, KnownKey]]:
         top[field.name] = KnownKey(None, field.default is None or "Optional" in str(field.type))
     top["mixed_precision"] = KnownKey(None, True)
     result = {"": top}
+    # argparse has no public list of the options in a group.
     groups = {group.title: group for group in launch_command_parser()._action_groups}
     for section, title in _GROUPS.items():
         keys: dict[str, KnownKey] = {}
@@ -203,6 +205,7 @@ def _section(path: Path, document: Document, name: str) -> Section:
 def _full_key(section: str, key: str) -> str:
     """Add the prefix that the launcher adds."""
     prefix = _PREFIXES.get(section, "")
+    # As Accelerate does it: the bare `fsdp` or `fp8` counts, without the underscore.
     has_prefix = key.startswith(prefix.rstrip("_"))
     if not has_prefix and prefix + key in known_keys()[section]:
         return prefix + key
@@ -221,9 +224,11 @@ def _check_value(section: Section, key: str, known: KnownKey) -> None:
     value = section.values[key]
     if value is None and not known.null_allowed:
         raise section.refuse(key, "a value", "write one, or delete the line")
+    # The word for a DeepSpeed value that is filled in later. Keys that do not allow it refuse it when they are read.
     if value is None or value == "auto":
         return
     if known.kind is int:
+        # The type only. A key that is interpreted has a range, which its reader checks.
         section.integer(key, 0, low=-(2**62))
     elif known.kind is float:
         if not _is_finite_number(value):

@@ -115,6 +115,7 @@ def read_fsdp(section: Section, mesh: Section, processes: int | None) -> FsdpSet
 def _require_version_2(section: Section) -> None:
     from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
 
+    # A file without the key gets FSDP1 from Accelerate.
     version = section.values.get("fsdp_version", 1)
     file = shlex.quote(str(section.file))
     convert = f"`accelerate to-fsdp2 --config_file {file} --overwrite`"
@@ -254,6 +255,7 @@ def _settings_of_file(section: Section, file: Path, document: Document) -> DeepS
     zero = Section(file, "zero_optimization", dict[str, object](content), document.places)
     offload_optimizer = _offload_section(zero, "offload_optimizer")
     offload_param = _offload_section(zero, "offload_param")
+    # DeepSpeed's own default. Without such a file Accelerate's applies, which is 2.
     stage = _stage(zero, "stage", 0)
     offload_params = _device(offload_param, "device")
     _refuse_offload(zero, "offload_param", offload_params, stage)
@@ -296,6 +298,7 @@ def _number_or_none(value: object) -> float | None:
 def _deepspeed_file(section: Section, top: Section) -> tuple[Path, Document] | None:
     """Read the deepspeed_config_file, if there is one. Refuses keys that the file decides."""
     name = section.text("deepspeed_config_file")
+    # `none` is Accelerate's word for no file, in its environment variable.
     if name is None or name == "none":
         return None
     for key in _REPLACED_BY_DEEPSPEED_FILE:

@@ -67,7 +67,7 @@ def build_accelerator(
     refuse_experiment_settings(requested, os.environ, precision)
     refuse_accumulation(requested, os.environ, accumulation)
     _refuse_wrong_machine(requested, world_size, precision)
-    # Accelerate prefers these variables to explicit constructor arguments.
+    # Accelerate prefers these variables to explicit constructor arguments. The comparisons above have read them.
     clear_environment(os.environ)
 
     plugin = None
@@ -141,16 +141,14 @@ def _silence_known_warnings() -> None:
 
 
 def _keep_fsdp_in_fp32(accelerator: Accelerator) -> None:
-    """Let FSDP2 in low precision reduce gradients in fp32 and pass inputs to the model uncast.
-
-    torch's default casts every floating input of the model, and timesteps would keep only three digits. A model casts
-    its own inputs, as under autocast and DeepSpeed.
-    """
+    """Let FSDP2 in low precision reduce gradients in fp32 and pass inputs to the model uncast."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return
     plugin: Any = accelerator.state.fsdp_plugin
     policy = plugin.mixed_precision_policy
     if policy is not None:
+        # torch's default casts every floating input of the model, and timesteps would keep only three digits. A model
+        # casts its own inputs, as under autocast and DeepSpeed.
         plugin.mixed_precision_policy = dataclasses.replace(
             policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
         )
@@ -220,16 +218,14 @@ def _refuse_half_a_launch(world_size: int) -> None:
 
 
 def _connect(requested: Requested, timeout: timedelta) -> None:
-    """Start the process group with our timeout.
-
-    ``InitProcessGroupKwargs`` drops a timeout equal to its own default (accelerate#2611), so ``PartialState`` gets it
-    directly. DeepSpeed's later subgroups read theirs, in minutes, from the environment (accelerate#3711).
-    """
+    """Start the process group with our timeout."""
+    # DeepSpeed's later subgroups read their timeout, in minutes, from the environment (accelerate#3711).
     minutes = math.ceil(timeout.total_seconds() / 60)
     os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, minutes))
     if requested.rehearsal:
         rehearsal.connect(requested.strategy, timeout)
         return
+    # `InitProcessGroupKwargs` would drop a timeout that equals its own default (accelerate#2611).
     PartialState(cpu=_on_cpu(), timeout=timeout)
 
 
@@ -243,9 +239,7 @@ def zero_plugin(
 ) -> DeepSpeedPlugin:
     """Build DeepSpeed's plugin, with settings generated from the experiment. Nothing is written twice.
 
-    Accumulation is 1 because the loop weights micro-batches itself and marks the boundary. Clipping is set because
-    ZeRO clips in its own step and ignores ``clip_grad_norm_``: an omitted value means 1.0 there. A DeepSpeed file with
-    other values is refused.
+    A DeepSpeed file with other values is refused.
     """
     # Under every strategy the model is built, loaded, then sharded. ZeRO-3 would shard it while it is built.
     os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
@@ -258,9 +252,12 @@ def zero_plugin(
         ) from error
     settings = plugin.deepspeed_config
     generated: dict[str, Any] = {
+        # The loop weights the micro-batches itself and marks the boundary.
         "gradient_accumulation_steps": 1,
+        # ZeRO clips in its own step and ignores `clip_grad_norm_`. An omitted value means 1.0 there.
         "gradient_clipping": float(max_grad_norm),
         "train_micro_batch_size_per_gpu": micro_batch_size,
+        # DeepSpeed asserts that this is the product of the other two and the number of processes.
         "train_batch_size": micro_batch_size * world_size,
     }
     refuse_zero_contradictions(settings, generated, precision, requested.source)

@@ -36,6 +36,7 @@ def load_communication() -> None:
     accelerator: Any = get_accelerator()
     builder: Any = accelerator.create_op_builder("ShareMemCommBuilder")
     compatible: dict[str, bool] = deepspeed.ops.__compatible_ops__
+    # DeepSpeed then does without it, or the package brings it compiled.
     if builder is None or not compatible.get(builder.NAME) or installed_ops.get(builder.NAME):
         return
     from torch.utils.cpp_extension import _get_build_directory  # pyright: ignore[reportPrivateUsage]
@@ -53,9 +54,10 @@ def one_at_a_time(folder: Path) -> Generator[None]:
     """Keep other processes out of the build in ``folder``, and remove the leftovers of an interrupted one.
 
     The kernel releases the lock when its process ends, so after a failed build each process in turn tries it and sees
-    the error. On a file system without locks only torch's lock file protects the build, and it is left alone.
+    the error.
     """
     with (folder / "accel_train.lock").open("w") as lock:
+        # On a file system without locks only torch's lock file protects the build, so it is left alone.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
             clear(folder)
@@ -65,12 +67,13 @@ def one_at_a_time(folder: Path) -> Generator[None]:
 def clear(folder: Path) -> None:
     """Delete torch's lock file in ``folder`` if its process is dead, else print the process that holds it.
 
-    torch keeps the file open while it builds (torch.utils.file_baton). Only processes of this user on this machine are
-    visible, so another user's file stays. Compilers that outlive a dead process are waited for.
+    Compilers that outlive a dead process are waited for.
     """
     baton = folder / "lock"
+    # The open files of another user's processes are invisible, so another user's lock stays.
     if not baton.exists() or baton.stat().st_uid != os.getuid():
         return
+    # torch keeps the file open while it builds (`torch.utils.file_baton`).
     owners = _with_open(baton)
     if owners:
         _print(f"process {owners[0]} is compiling in {folder}: waiting for it")
@@ -113,7 +116,7 @@ def _compiling_in(folder: Path) -> list[int]:
 
 @contextmanager
 def _report_progress(folder: Path, name: str) -> Generator[None]:
-    """Print the start of a compilation on the main process, and a line every 20 s. Logging is not set up yet."""
+    """Print the start of a compilation on the main process, and a line every 20 s."""
     if os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -152,4 +155,5 @@ def _failure(name: str, error: BaseException) -> str:
 
 
 def _print(text: str) -> None:
+    # Logging is not set up yet.
     print(f"rehearsal: {text}", flush=True)

@@ -188,9 +188,8 @@ def _refuse_several_buckets(model: nn.Module, asked: DistributedDataParallelKwar
 def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[str]:
     """Let each sharded block gather the following ones while it computes. Returns a line for the log if asked for.
 
-    Every process calls it, after ``prepare``. Blocks of one ``nn.ModuleList`` run one after another. Nothing is
-    gathered beyond the end of the list: a module that does not run next would later compute with outdated weights, such
-    as the EMA weights of an evaluation. Raises ``UsageError`` if the model has fewer than two blocks.
+    Every process calls it, after ``prepare``. Blocks of one ``nn.ModuleList`` are assumed to run one after another.
+    Raises ``UsageError`` if the model has fewer than two blocks.
     """
     ahead = config.fsdp2_prefetch
     if ahead is None:
@@ -205,6 +204,8 @@ def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[st
         )
     for chain in _chains(model):
         for place, block in enumerate(chain):
+            # Nothing beyond the end of the chain: a module that is gathered and does not run next would later compute
+            # with outdated weights, such as the EMA weights of an evaluation.
             following = chain[place + 1 : place + 1 + ahead]
             preceding = chain[max(0, place - ahead) : place]
             block.set_modules_to_forward_prefetch(following)

@@ -215,11 +215,7 @@ def reported_exit_code(path: Path, *, stopped: bool) -> int | None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit. Several CPU processes exit at once, without tearing torch down.
-
-    gloo's threads race with the shutdown of the interpreter and abort now and then (torch 2.13), which would fail a
-    finished run.
-    """
+    """Exit. Several CPU processes exit at once, without tearing torch down."""
     report_exit_code(code)
     logging.shutdown()
     if _stdout_is_closed() and code == 0:
@@ -229,6 +225,8 @@ def _leave(code: int) -> NoReturn:
     torch = sys.modules.get("torch")
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if several and torch is not None and not torch.accelerator.is_available():
+        # gloo's threads race with the shutdown of the interpreter and abort now and then (torch 2.13), which would
+        # fail a finished run.
         os._exit(code)
     raise SystemExit(code)
 

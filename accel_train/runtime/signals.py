@@ -63,6 +63,7 @@ class StopRequests:
         self._file = directory / STOP_FILE if main else None
         self._looked = 0.0
         self._parent = os.getppid()
+        # Its thread ends the process at a signal, and from here on there may be work to save.
         early_stop.EARLY.end()
         self._previous: dict[int, Any] = {number: signal.signal(number, self._on_signal) for number in listened()}
         end_with_the_launcher()
@@ -155,6 +156,7 @@ class Agreement:
         # One reduction serves all of them: the minimum is the negated maximum of the negated values.
         mine = torch.tensor([sign * values[name] for name, sign in self._signs.items()], dtype=torch.int64)
         work = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        # The reduction writes into `mine`, so nobody may touch it before the next call.
         self._pending = (work, mine)
         return agreed
 
@@ -201,6 +203,7 @@ def explain(error: BaseException | None) -> None:
     """
     if error is None:
         return
+    # torch's own frames come last. The newest one outside of it shows which call has failed.
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return

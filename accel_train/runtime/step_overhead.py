@@ -27,6 +27,7 @@ def garbage_frozen() -> Generator[None]:
     if not gc.isenabled():
         yield
         return
+    # First, because garbage that is frozen is never freed.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -51,11 +52,13 @@ def remember_lookups() -> bool:
     """Cache the search of Accelerate's optimizer for ``lomo_optim``, and return True if it was not cached before.
 
     Accelerate 1.15 searches all of ``sys.path`` twice per step: 27 us each time, about half of its overhead per step.
-    Installed packages do not change while a process trains. Any process may call it, any number of times.
+    Any process may call it, any number of times.
     """
     module: Any = optimizer
     look_up = getattr(module, "is_lomo_available", None)
+    # Another version of Accelerate may not look it up at all.
     if look_up is None or hasattr(look_up, "cache_info"):
         return False
+    # Installed packages do not change while a process trains.
     module.is_lomo_available = cache(look_up)
     return True

@@ -42,6 +42,7 @@ def layout_of(accelerator: Accelerator) -> dict[str, Any]:
         "strategy": strategy_of(accelerator),
         "world_size": accelerator.num_processes,
         "device": device,
+        # A CPU sums in as many parts as there are threads.
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
     }
@@ -62,6 +63,7 @@ def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_n
         return f"fsdp2: {_check_fsdp_units(accelerator, model)} sharded units: each block, and the rest"
     if strategy.startswith("zero"):
         engine: Any = model
+        # Read back from the engine: ZeRO ignores `clip_grad_norm_`, so this value alone decides.
         clip = float(engine.gradient_clipping())
         if not math.isclose(clip, max_grad_norm):
             raise UsageError(f"gradient_clipping: ZeRO clips at {clip}, the experiment asks for {max_grad_norm}")

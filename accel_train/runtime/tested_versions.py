@@ -100,6 +100,7 @@ def newer_than_tested() -> list[str]:
         except PackageNotFoundError:
             continue
         newest = Version(tested.newest)
+        # A development version such as 2.14.0a0 counts as its release.
         if installed.release[:2] > newest.release[:2]:
             found.append(f"{name} {installed} (tested up to {tested.newest})")
     return found

@@ -20,14 +20,12 @@ from accel_train.launch_files.requested import THREADS_UNASKED_VARIABLE, THREADS
 
 
 def asked(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> bool:
-    """Return True if a person set the number of threads. ``flags`` are those of ``accelerate launch``, None without it.
-
-    Launchers set the variable of their children themselves, so the launcher's own environment counts.
-    """
+    """Return True if a person set the number of threads. ``flags`` of ``accelerate launch`` are None without it."""
     if environment.get(THREADS_UNASKED_VARIABLE):
         return False
     if flags is not None and flags.get("num_cpu_threads_per_process") is not None:
         return True
+    # Launchers set the variable of their children themselves, so the launcher's own environment counts.
     has_launcher = flags is not None or "TORCHELASTIC_RUN_ID" in environment
     launcher = psutil.Process().parent() if has_launcher else None
     if launcher is None:

@@ -25,12 +25,14 @@ def replace_file(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        # `replace` cannot put a file over a directory.
         if path.is_dir():
             set_aside(path)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+    # The rename itself is only in memory until the directory is flushed.
     fsync_directory(path.parent)
 
 
@@ -87,6 +89,6 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for parent in path.absolute().parents:
         if parent.stat().st_dev != path.stat().st_dev:
-            break
+            break  # the mount point was there before, and so was all above it
         with contextlib.suppress(PermissionError):  # a parent may be traversable but not readable
             fsync_directory(parent)

@@ -62,6 +62,7 @@ def seal_file(path: Path) -> dict[str, Any]:
 
 def rewrite_manifest(path: Path, changes: Mapping[str, Any]) -> None:
     """Change fields of a checkpoint's manifest and its hash. Raises ``OSError`` and ``ValueError``."""
+    # The manifest alone is replaced, in one step: the checkpoint verifies before and after.
     manifest = manifests.read(path) | dict(changes)
     replace_json(path / MANIFEST, manifests.sealed(manifest))
 

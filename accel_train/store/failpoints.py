@@ -65,6 +65,7 @@ def hit(name: str, rank: int = 0) -> None:
             raise ValueError(f"{VARIABLE}: {text!r} is not name[@rank][#n][=action] with one of {', '.join(NAMES)}")
         if match["name"] != name or (match["rank"] is not None and int(match["rank"]) != rank):
             continue
+        # By entry and not by name: two entries may wait for different passages of one place.
         _passages[text] = _passages.get(text, 0) + 1
         if _passages[text] == int(match["nth"] or 1):
             _act(match["action"] or "kill", name)

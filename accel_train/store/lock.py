@@ -24,6 +24,7 @@ def acquire(directory: Path, purpose: str = "") -> Any:
     Raises ``LockedError``, or ``OSError`` if the directory cannot be written. A file system without locks (Lustre
     without ``-o flock``, NFS without lockd) is a warning: the user alone then prevents a second process.
     """
+    # Not "w": opening must not empty the file that names the present holder.
     lock = (directory / LOCK_FILE).open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -34,6 +35,7 @@ def acquire(directory: Path, purpose: str = "") -> Any:
         raise LockedError(holder) from None
     except OSError as error:
         logger.warning("%s: its file system has no locks (%s): make sure that only one run uses it", directory, error)
+    # `flock` locks the file behind the descriptor, not its name.
     if not os.fstat(lock.fileno()).st_nlink:
         # The last holder, a refused start, has deleted the file. A third process may hold a new one.
         lock.close()

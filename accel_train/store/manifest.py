@@ -53,6 +53,7 @@ def read_with_text(directory: Path) -> tuple[dict[str, Any], bytes]:
     try:
         content = strict_json.read_bytes(file, MAX_BYTES)
         manifest = parse(content)
+        # Order and retention go by the name, so it must not lie about the step.
         match = NAME.fullmatch(directory.name)
         if match and checkpoint_name(manifest["step"]) != directory.name:
             raise ValueError(f"its step is {manifest['step']}, the directory's name says {int(match[1])}")
@@ -187,6 +188,7 @@ def committed(directory: Path) -> list[tuple[int, Path]]:
     found: list[tuple[int, Path]] = []
     for path in directory.iterdir():
         match = NAME.fullmatch(path.name)
+        # A file under such a name is foreign. The commit sets it aside.
         if match and path.is_dir():
             found.append((int(match.group(1)), path))
     return sorted(found)

@@ -149,30 +149,34 @@ def plan(
     do not count for ``keep_last``. Damaged checkpoints do not count either. They are removed once ``keep_last`` newer
     ones verify.
     """
-    names = {facts.path.name for facts in verified} | {path.name for path in damaged}
+    paths = [*(facts.path for facts in verified), *damaged]
+    names = {path.name for path in paths}
     if all(facts.step != newest for facts in verified):
         return Plan(reasons=dict.fromkeys(sorted(names), f"step {newest} does not verify, so nothing goes"))
     past = sorted((facts for facts in verified if facts.step <= newest), key=lambda facts: -facts.step)
-    reasons = _reasons(past, keep)
-    for path in damaged:
-        reason = _damaged_reason(step_of(path), past, keep)
-        if reason is not None:
-            reasons[path.name] = [f"damaged, {reason}"]
+    reasons = _reasons(past, damaged, keep)
     protected = dict.fromkeys(keep.pinned, "pinned") | dict.fromkeys(busy, "being pushed")
     for name in names & protected.keys():
         reasons.setdefault(name, []).append(protected[name])
 
-    paths = [*(facts.path for facts in verified), *damaged]
-    remove = [path for path in paths if path.name not in reasons]
+    remove = _to_remove(paths, reasons, newest)
+    # A push reads the files that a strip would delete, and a pinned checkpoint is left untouched.
+    strip = _to_strip(past, keep, reasons.keys() - protected.keys())
+    return Plan(remove, strip, {name: ", ".join(reasons[name]) for name in sorted(reasons)})
+
+
+def _to_remove(paths: Sequence[Path], reasons: Collection[str], newest: int) -> tuple[Path, ...]:
+    unneeded = [path for path in paths if path.name not in reasons]
     # The future first: if this is interrupted, the next start must not resume from it.
-    remove.sort(key=lambda path: (step_of(path) <= newest, step_of(path)))
-    kept = reasons.keys() - protected.keys()
-    strip = [facts.path for facts in _to_strip(past, keep) if facts.path.name in kept]
-    return Plan(tuple(remove), tuple(strip), {name: ", ".join(reasons[name]) for name in sorted(reasons)})
+    unneeded.sort(key=lambda path: (step_of(path) <= newest, step_of(path)))
+    return tuple(unneeded)
 
 
-def _reasons(past: Sequence[CheckpointFacts], keep: Keep) -> dict[str, list[str]]:
-    """Collect the reasons to keep each of ``past`` (newest first, all verified). Names without any are left out."""
+def _reasons(past: Sequence[CheckpointFacts], damaged: Sequence[Path], keep: Keep) -> dict[str, list[str]]:
+    """Collect the reasons to keep checkpoints, by name. Names without any are left out.
+
+    ``past`` is verified and sorted, newest first.
+    """
     newest = past[0]
     best = {facts.path.name for facts in _best(past, keep)}
     reasons: dict[str, list[str]] = {}
@@ -190,6 +194,10 @@ def _reasons(past: Sequence[CheckpointFacts], keep: Keep) -> dict[str, list[str]
         found = [rule for rule, applies in rules.items() if applies]
         if found:
             reasons[facts.path.name] = found
+    for path in damaged:
+        reason = _damaged_reason(step_of(path), past, keep)
+        if reason is not None:
+            reasons[path.name] = [f"damaged, {reason}"]
     return reasons
 
 
@@ -218,6 +226,7 @@ def _metric(facts: CheckpointFacts, name: str | None) -> float | None:
     if name is None:
         return None
     value = facts.metrics.get(name)
+    # A bool is an int, but no metric to compare by.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None
@@ -226,7 +235,7 @@ def _metric(facts: CheckpointFacts, name: str | None) -> float | None:
 def _damaged_reason(step: int, past: Sequence[CheckpointFacts], keep: Keep) -> str | None:
     """Return the reason to keep a damaged checkpoint, or None. ``past`` is verified and sorted, newest first."""
     if step > past[0].step:
-        return None
+        return None  # the run went back and left it behind
     if _is_multiple(step, keep.keep_every):
         return f"every {keep.keep_every} steps"  # kept forever; a failing disk may recover
     is_full = 0 < keep.keep_last <= len(past)
@@ -235,14 +244,14 @@ def _damaged_reason(step: int, past: Sequence[CheckpointFacts], keep: Keep) -> s
     return None
 
 
-def _to_strip(past: Sequence[CheckpointFacts], keep: Keep) -> list[CheckpointFacts]:
-    """Select from ``past`` (newest first) the checkpoints to strip, and those with an interrupted strip."""
+def _to_strip(past: Sequence[CheckpointFacts], keep: Keep, names: Collection[str]) -> tuple[Path, ...]:
+    """Select from ``past`` (newest first) those of ``names`` to strip, also those with an interrupted strip."""
     selected: list[CheckpointFacts] = []
     if keep.keep_state_last > 0:
         with_state = [facts for facts in past if facts.state]
         selected += with_state[keep.keep_state_last :]
     selected += [facts for facts in past if facts.leftover and not facts.state]
-    return selected
+    return tuple(facts.path for facts in selected if facts.path.name in names)
 
 
 def step_of(path: Path) -> int:
@@ -344,6 +353,7 @@ def keeps_all(directory: Path, keep: Keep, newest: int) -> bool:
     """True if nothing is to be removed or stripped, so that no file needs to be hashed."""
     if keep.keep_last > 0 or keep.keep_state_last > 0:
         return False
+    # Steps of a future that the run went back from are removed even if everything else is kept.
     if any(step > newest for step, _ in manifests.committed(directory)):
         return False
     return not any(facts.leftover for facts in list_facts(directory))
@@ -383,6 +393,7 @@ def prune(directory: Path, keep: Keep, newest: int, busy: Collection[str], cache
         return Plan(reasons={path.name: "keep_last: 0 keeps all" for _, path in manifests.committed(directory)})
     verified, damaged = survey(directory, cache)
     done = apply(plan(verified, list(damaged), keep, newest=newest, busy=busy))
+    # Otherwise the cache would grow with every save of a long run.
     for path in done.remove:
         cache.pop(path, None)
     return done

@@ -43,7 +43,7 @@ def refuse_changes(
     ``allow`` and ``free`` are options or groups of options that may differ. Returns the differences in ``allow``.
     """
     for name in allow:
-        if not any(_is_covered(key, name) for key in experiment):
+        if not any(_is_covered(key, [name]) for key in experiment):
             raise UsageError(f"allow: {name!r} is no option of this experiment; name the option that has changed")
     resolved = saved.get("resolved", {})
     before = dict(saved["experiment"]) | dict(resolved)
@@ -52,12 +52,12 @@ def refuse_changes(
     for key in sorted(before.keys() | experiment.keys()):
         was = before.get(key)
         now = experiment.get(key)
-        if was == now or any(_is_covered(key, name) for name in free):
+        if was == now or _is_covered(key, free):
             continue
         if now is None and key in resolved:
             continue  # derived by the first start and kept
         difference = f"{key}: {was!r} there, {now!r} now"
-        if any(_is_covered(key, name) for name in allow):
+        if _is_covered(key, allow):
             allowed.append(difference)
         else:
             changed[key] = difference
@@ -72,9 +72,9 @@ def refuse_changes(
     return allowed
 
 
-def _is_covered(key: str, name: str) -> bool:
-    """Return True if ``name`` is the option ``key`` or a group that contains it."""
-    return key == name or key.startswith(f"{name}.")
+def _is_covered(key: str, names: Sequence[str]) -> bool:
+    """Return True if one of ``names`` is the option ``key`` or a group that contains it."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def new_run(
@@ -137,6 +137,7 @@ def load(directory: Path) -> dict[str, Any]:
     """
     saved = strict_json.read_object(directory / RUN_FILE, MAX_BYTES)
     schema = saved.get("schema")
+    # Not treated as damage: rebuilding it from a checkpoint would drop what a newer version has put there.
     if type(schema) is int and schema > RUN_SCHEMA:
         raise UsageError(
             f"{directory}/{RUN_FILE} has schema {schema}, this version reads 1 and {RUN_SCHEMA}: a newer accel_train "
@@ -187,6 +188,7 @@ def recall(directory: Path) -> tuple[dict[str, Any] | None, str | None]:
         except ValueError:
             continue
         if all(manifest.get(key) is not None for key in _NEEDED) and manifest["experiment"]:
+            # A checkpoint exists, so the lost file was of a run that had trained.
             kept = {key: manifest[key] for key in _NEEDED}
             return kept | {"trained": True, "made_again_from": path.name}, reason
     return None, reason

@@ -60,6 +60,7 @@ def _content(descriptor: int, max_bytes: int) -> bytes:
     if status.st_size > max_bytes:
         raise ValueError(f"it has {status.st_size} bytes; at most {max_bytes} are read")
     content = bytearray()
+    # One byte more than allowed is asked for, so that a file over the limit is noticed.
     while piece := os.read(descriptor, min(max_bytes + 1 - len(content), READ_BYTES)):
         content += piece
         # The file may have grown since, and files in /proc report a size of 0.

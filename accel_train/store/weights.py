@@ -171,6 +171,7 @@ def find_indexed(source: Path, weight_map: Any, folder: str = "") -> dict[str, T
             name = duplicates[0]
             raise UsageError(f"{source.parent}: {name} is in {found[name].file.name} and again in {file}")
         listed = {name for name, shard in weight_map.items() if shard == file}
+        # A tensor in the file alone would never be loaded, and one in the index alone would fail halfway.
         differing = sorted(listed ^ header.keys())
         if differing:
             place = "the index, not in the file" if differing[0] in listed else "the file, not in the index"
@@ -183,6 +184,7 @@ def find_indexed(source: Path, weight_map: Any, folder: str = "") -> dict[str, T
 
 def _shard_path(source: Path, file: str, folder: str) -> Path:
     """Return the path of a shard named by an index. Only files in the folder of the index are allowed."""
+    # An index is as foreign as the weights: ../ or an absolute path would read other files of this machine.
     name = file.removeprefix(folder)
     is_plain = Path(name).name == name and name != ".." and not set(name) & set("/\\:\0")
     if not file.startswith(folder) or not is_plain:
@@ -283,18 +285,24 @@ def load_weights(directory: Path, stem: str, model: nn.Module, *, strict: bool =
     missing = required.keys() - tensors.keys()
     unexpected = tensors.keys() - known.keys()
     one_sided = sorted(missing | unexpected)
-    fitting = {name: info for name, info in tensors.items() if name in known}
-    misfits = {name: _describe_misfit(name, info, known[name]) for name, info in fitting.items()}
+    common = {name: info for name, info in tensors.items() if name in known}
+    misfits = {name: _describe_misfit(name, info, known[name]) for name, info in common.items()}
     if strict:
         misfits |= {name: _describe_one_sided(name, tensors.get(name), known.get(name)) for name in one_sided}
-    _refuse_misfits([misfits[name] for name in sorted(misfits) if misfits[name]], directory)
-    with TensorReader(fitting) as reader:
-        loaded: dict[str, Tensor] = {}
-        for name, info in fitting.items():
-            loaded[name] = reader.read(name)
-            refuse_nonfinite(name, loaded[name], info.file)
-        model.load_state_dict(loaded, strict=False)
+    _refuse_misfits(misfits, directory)
+    # Inside the block, because the tensors are views of the open files.
+    with TensorReader(common) as reader:
+        model.load_state_dict(_read_finite(reader, common), strict=False)
     return one_sided
+
+
+def _read_finite(reader: TensorReader, tensors: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Read all tensors before any is used, so that NaN in the last one leaves the model unchanged."""
+    loaded: dict[str, Tensor] = {}
+    for name, info in tensors.items():
+        loaded[name] = reader.read(name)
+        refuse_nonfinite(name, loaded[name], info.file)
+    return loaded
 
 
 def _describe_one_sided(name: str, found: TensorInfo | None, expected: Tensor | None) -> str:
@@ -315,10 +323,11 @@ def _describe_misfit(name: str, found: TensorInfo, expected: Tensor) -> str:
     return f"{name}: {found.dtype} in the file, {str(expected.dtype).removeprefix('torch.')} in the model"
 
 
-def _refuse_misfits(misfits: list[str], directory: Path) -> None:
-    if not misfits:
+def _refuse_misfits(misfits: Mapping[str, str], directory: Path) -> None:
+    found = [misfits[name] for name in sorted(misfits) if misfits[name]]
+    if not found:
         return
     raise UsageError(
-        f"{directory}: the weights do not fit this model: {shortened(misfits, 3, '; ')}; give the model "
+        f"{directory}: the weights do not fit this model: {shortened(found, 3, '; ')}; give the model "
         "options and the data that they were trained with"
     )
