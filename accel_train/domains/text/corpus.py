@@ -202,7 +202,7 @@ def _lines(file: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
                 code = CODES.get(raw[:2])
                 if code is not None:
                     raise UsageError(f"--data.path: {file} is {code}, UTF-8 is required. Convert it first.")
-                # The mark of some editors would become part of the first text or break its JSON.
+                # The byte-order mark of some editors would become part of the first text or break its JSON.
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             place = f"{file}:{number}"
             try:

@@ -206,7 +206,7 @@ def write_shard(file: Path, latents: NDArray[np.float32]) -> None:
 
     metadata = {"sha256": hashlib.sha256(latents.tobytes()).hexdigest(), "format": FORMAT}
     content = save({"latents": np.ascontiguousarray(latents)}, metadata=metadata)
-    # Two hosts on one disk may write the same shard at the same time. The last rename wins, with equal bytes.
+    # Two hosts on one disk may write the same shard at the same time. The last rename wins.
     part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
     with part.open("wb") as stream:
         stream.write(content)
