@@ -80,6 +80,7 @@ def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: in
         value = getattr(machine.deepspeed, key)
         if value is not None:
             values[key] = value
+    # Accelerate hands this one to the processes in an environment variable of its own, not with the DeepSpeed settings.
     steps = values.pop("gradient_accumulation_steps", 1)
     refuse_accumulation(requested, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(steps)}, accumulation)
     generated = {"gradient_clipping": float(config.optimizer.max_grad_norm)}

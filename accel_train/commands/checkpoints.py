@@ -87,6 +87,7 @@ def _row(path: Path, pushed: str | None, quick: bool) -> Row:
         reason=reason,
         pushed=pushed,
     )
+    # A damaged checkpoint keeps its row, with the reason.
     if "files" not in manifest:  # unreadable
         return row
     held = retention.facts_from_manifest(path, manifest)
@@ -139,6 +140,7 @@ def _age_seconds(written_at: object) -> float | None:
         written = datetime.strptime(str(written_at), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
     except ValueError:
         return None
+    # The clock of the machine that wrote it may be ahead of this one.
     return max(0.0, time.time() - written.timestamp())
 
 
@@ -236,6 +238,7 @@ def verify(place: str) -> int:
             continue
         size = sum(int(facts["size"]) for facts in files.values())
         print(f"ok       {path.name}  {len(files)} files, {readable_size(size)}", flush=True)
+        # No damage, but whoever relies on such a file should know that nothing vouches for it.
         extra = sorted(_names_in(path) - files.keys() - {"manifest.json"})
         if extra:
             print(f"         not in its manifest, and so not verified: {', '.join(extra)}")
@@ -261,12 +264,15 @@ def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = 
         if not verified:
             raise UsageError(f"{directory}: no checkpoint verifies, so nothing is deleted; see `verify`")
         _refuse_unknown_metric(keep, verified)
+        # A run deletes damaged checkpoints after it has committed newer ones. Here nothing was committed, and a damaged
+        # newest checkpoint may be all that is left of the last hours.
         newest = verified[-1].step
         later = [path for path in damaged if retention.step_of(path) > newest]
         old = [path for path in damaged if path not in later]
+        # The queue holds names only, so deleting a checkpoint would cancel its push at the next start.
         queued = HubQueue(directory).names()
         plan = retention.plan(verified, old, keep, newest=newest, busy=queued)
-        freed = {path: disk_bytes(path) for path in plan.remove}
+        freed = {path: disk_bytes(path) for path in plan.remove}  # before `apply` deletes them
         freed |= {path: _state_bytes(path) for path in plan.strip}
         done = plan if dry_run else retention.apply(plan)
     kept = dict(plan.reasons)
@@ -289,6 +295,7 @@ def _keep_options(place: Place, run: Path, flags: dict[str, Any]) -> retention.K
         if name not in names:
             raise UsageError(f"--pinned {name}: there is no such checkpoint; {run} has {', '.join(names) or 'none'}")
     merged = saved | flags
+    # Pins add up: naming one more on the command line must not release those of the config.
     merged["pinned"] = [*(saved.get("pinned") or ()), *pinned]
     return from_tree(CheckpointConfig, merged, f"checkpoints of {run}")
 

@@ -79,6 +79,7 @@ def _new_checkpoint(destination: str) -> Path:
     path = expand_path(destination)
     name = checkpoint_name(0)
     target = path if path.name == name else path / name
+    # Among the checkpoints of a run it would be the oldest, and the run's retention would delete it.
     for folder in (target.parent, target.parent.parent):
         if (folder / "run.json").exists():
             raise UsageError(f"{path}: lies in the run {folder}; give a directory outside of it")
@@ -113,6 +114,7 @@ def _choose(path: Path, stem: str | None) -> str:
 
 def _refuse_pickles(path: Path) -> None:
     """Refuse weights in pickles with the command of the tool that can convert them."""
+    # Accelerate writes a distributed checkpoint into a folder below the directory that people name.
     for folder in (path, *sorted(p for p in path.iterdir() if p.is_dir())):
         if _is_distributed(folder):
             raise UsageError(
@@ -120,6 +122,7 @@ def _refuse_pickles(path: Path) -> None:
                 "the code in it. If you trust it: accelerate merge-weights "
                 f"{shlex.quote(str(folder))} OUT writes safetensors; convert OUT"
             )
+    # DeepSpeed writes this script beside its checkpoints.
     script = path / "zero_to_fp32.py"
     if script.is_file():
         command = shlex.join(["python", str(script), str(path)])
@@ -157,6 +160,7 @@ def _left_out(path: Path, taken: Mapping[str, TensorInfo]) -> dict[str, str]:
     files = {info.file for info in taken.values()}
     reasons: dict[str, str] = {}
     for entry in sorted(path.iterdir()):
+        # An index has no weights of its own, and config.json is reported key by key.
         if entry in files or entry.name == "config.json" or ".safetensors.index." in entry.name:
             continue
         name = f"{entry.name}/" if entry.is_dir() else entry.name
@@ -186,7 +190,7 @@ def _manifest(files: Mapping[str, Any], *, converted_from: str) -> dict[str, Any
         "step": 0,
         "samples_seen": 0,
         "epoch": 0.0,
-        "state": False,
+        "state": False,  # no run resumes from it
         "world_size": 1,
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": 0.0,

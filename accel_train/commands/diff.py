@@ -150,6 +150,7 @@ def collections_of(path: Path) -> Collections:
         # With both names in one directory, they are different weights and keep their names.
         name = "model" if model_stems == [stem] else stem
         found[name] = weights.find_tensors(path, stem)
+    # Each process wrote a file of its own. The index makes checkpoints of different world sizes comparable.
     if (path / "optimizer" / "index.json").is_file():
         found["optimizer"] = _flat_optimizer_state(path)
     if not found:
@@ -227,6 +228,7 @@ def _compare_pair(name: str, a: Tensor, b: Tensor, totals: Comparison) -> Differ
     for start in range(0, flat_a.numel(), CHUNK):
         x = flat_a[start : start + CHUNK]
         y = flat_b[start : start + CHUNK]
+        # Values alone do not tell -0 from 0, nor one NaN from another.
         same_bits = same_bits and _same_bits(x, y)
         wide_x = _widened(x)
         wide_y = _widened(y)
@@ -255,6 +257,7 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     """Compare the bytes of two tensors of one type. Other types count as equal here, since types are listed apart."""
     if x.dtype != y.dtype:
         return True
+    # As bytes, because for `torch.equal` NaN differs from itself.
     return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 

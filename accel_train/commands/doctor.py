@@ -76,6 +76,7 @@ def _versions() -> list[str]:
 
 
 def _devices() -> list[str]:
+    # Of this process: a job scheduler may have granted fewer cores than the host has.
     cores = psutil.Process().cpu_affinity() or []
     lines = [f"cpu: {len(cores)} cores usable, {torch.get_num_threads()} torch threads"]
     for i in range(torch.cuda.device_count()):
@@ -134,6 +135,7 @@ def _zero_problem(gpus: int) -> str | None:
 def _precisions(gpus: int) -> list[str]:
     if gpus == 0:
         return ["fp32", "bf16"]
+    # By default torch also counts GPUs that only emulate bf16.
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return ["fp32", "bf16", "fp16"]
     return ["fp32", "fp16"]

@@ -78,6 +78,7 @@ def _best_copy(checkpoint: Checkpoint, source: Source) -> dict[str, TensorInfo]:
             f"{checkpoint.path}: has no {source}.safetensors, so there are no EMA weights (ema.decay was 0); "
             "export --weights model"
         )
+    # Weights saved in bf16 and exported in fp16 would be rounded twice.
     if (checkpoint.path / "optimizer" / "index.json").is_file():
         key = "master" if source == "model" else "master_ema"
         exact = diff.optimizer_state(checkpoint.path, [key])
@@ -126,6 +127,7 @@ def temporary_directory(temporary: Path) -> Generator[None]:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UsageError(f"{temporary.parent}: cannot be written ({error}); free space or write elsewhere") from None
+    # Ctrl-C as well: gigabytes under a hidden name would stay behind.
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -171,6 +173,7 @@ def _converted(name: str, tensor: Tensor, precision: Precision, file: Path) -> T
     if tensor.numel() == 0:  # has no minimum and maximum
         return converted
     weights.refuse_nonfinite(name, tensor, file)
+    # After the conversion: a finite fp32 value may overflow fp16.
     if not torch.stack(torch.aminmax(converted)).isfinite().all():
         raise UsageError(
             f"{file}: {name} has values beyond {torch.finfo(converted.dtype).max:.6g}, the largest value of "

@@ -82,6 +82,7 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
     _check_rendezvous(machine, request)
     settings = accelerate_settings(path, machine, request)
     environment = accelerate_environment(settings)
+    # Accelerate's environment for several processes leaves it out, and the run would take a GPU.
     if machine.use_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
     if THREADS_VARIABLE not in os.environ:
@@ -153,6 +154,8 @@ def accelerate_settings(path: Path | None, machine: MachineConfig, request: Laun
     if settings.main_process_port is None and settings.num_machines == 1:
         # A fixed port would join several launches on one machine.
         settings.main_process_port = free_port()
+    # `accelerate launch` sets this before it calls its helpers. Accelerate's DeepSpeed plugin refuses keys in this list
+    # where a DeepSpeed file has to set them.
     deepspeed: Any = machine.raw.get("deepspeed_config") or {}
     settings.deepspeed_fields_from_accelerate_config = ",".join(deepspeed)
     return settings

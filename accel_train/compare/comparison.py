@@ -203,8 +203,8 @@ def _sides(request: Request, bases: Mapping[str, Options]) -> tuple[str | None, 
 def single_options(a: Options, b: Options) -> list[tuple[str, tuple[str, ...]]]:
     """Return each option of B that differs from A: its name in the table and its flag.
 
-    Skips ``output_dir``, the options in ``EQUAL`` and those of the Hub, since a comparison pushes nothing. Raises
-    ``UsageError`` if no option is left or one exists on one side only.
+    Skips ``output_dir``, the options in ``EQUAL`` and those of the Hub. Raises ``UsageError`` if no option is left or
+    one exists on one side only.
     """
     names_in_order = dict.fromkeys((*a, *b))
     differing = [name for name in names_in_order if a.get(name) != b.get(name)]
@@ -255,7 +255,7 @@ def _common_flags(request: Request, config: Options, source: str, key: str | Non
             raise UsageError(f"--{name} {value} and --vary {key}: they set the same thing; leave --{name} out")
         if name not in config:
             raise UsageError(f"--{name} {value}: the recipe has no option {name}; leave it out")
-    for name, other in (EXCLUSIVE, EXCLUSIVE[::-1]):
+    for name, other in (EXCLUSIVE, EXCLUSIVE[::-1]):  # a preset may set the other one
         if (name in flags or name == key) and config.get(other) is not None:
             flags[other] = "None"
     if config.get("hub.repo_id") is not None:
@@ -279,7 +279,7 @@ def refuse_unequal_configs(variants: Sequence[Variant], key: str | None) -> None
     """Raise ``UsageError`` for an unfair comparison, if the options alone show it. Called before anything runs."""
     first, *others = variants
     for name in EQUAL:
-        if name == key:
+        if name == key:  # varied on purpose
             continue
         for other in others:
             a = first.config.get(name)
@@ -305,22 +305,20 @@ class _Runner:
     output: Path
 
     def run_rounds(self, variants: Sequence[Variant], key: str | None, gates: Sequence[Gate]) -> list[list[Run]]:
-        """Run every round and return its runs in the variants' order.
-
-        Every second round runs in reverse, so that a drift over time favours no variant.
-        """
+        """Run every round and return its runs in the variants' order."""
         done: list[Run] = []
         rounds: list[list[Run]] = []
         for number in range(1, self.request.rounds + 1):
             by_letter: dict[str, Run] = {}
             order = list(variants)
+            # A drift of the machine over time then favours no variant.
             if number % 2 == 0:
                 order.reverse()
             for variant in order:
                 run = self._run(variant, number)
                 by_letter[variant.letter] = run
                 done.append(run)
-                refuse_unequal_runs(done[0], run, key)
+                refuse_unequal_runs(done[0], run, key)  # now, not after all rounds
                 # The names of the evaluation's metrics are known after the first run. Some metrics need log lines
                 # that another variant may not write, which the first round shows.
                 if len(done) in (1, len(variants)):

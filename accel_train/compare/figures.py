@@ -117,6 +117,7 @@ def run_metrics(run: Run, window: Window, equal_seconds: float) -> dict[str, flo
         column = _column(measured, name)
         if column:
             values[name] = median(column)
+    # Over the whole run, because the warm-up must fit into memory too.
     for name in ("memory_peak_gib", "process_rss_gib"):
         column = _column(run.lines, name)
         if column:
@@ -124,6 +125,7 @@ def run_metrics(run: Run, window: Window, equal_seconds: float) -> dict[str, flo
     values |= _losses(run, lines, window, equal_seconds)
     evaluation: dict[str, float] = {}
     for name, value in run.evaluation.items():
+        # An evaluation may use a name of the training lines, such as loss.
         unique = f"evaluation_{name}" if name in values else name
         evaluation[unique] = value
     return values | evaluation
@@ -177,14 +179,14 @@ def _column(lines: Sequence[Line], name: str) -> list[float]:
 def observations(rounds: Sequence[Sequence[Run]], window: Window) -> list[Observations]:
     """Return the values of every metric, variant by variant. Each round lists its runs in the variants' order.
 
-    The loss at equal time is read at the end of the round's fastest run. A metric missing from any run is left out,
-    because values are compared in pairs.
+    The loss at equal time is read at the end of the round's fastest run. A metric missing from any run is left out.
     """
     per_round: list[list[dict[str, float]]] = []
     for runs in rounds:
         equal_seconds = min(float(run.lines[-1].get("elapsed_seconds", 0.0)) for run in runs)
         per_round.append([run_metrics(run, window, equal_seconds) for run in runs])
     every_run = [metrics for of_round in per_round for metrics in of_round]
+    # Values are compared in pairs, so one run without a metric leaves its partners without one.
     names = [name for name in every_run[0] if all(name in metrics for metrics in every_run)]
     per_variant = zip(*per_round, strict=True)
     by_variant = [_columns(variant_metrics, names) for variant_metrics in per_variant]
@@ -207,6 +209,7 @@ def _interval_metrics(run: Run, window: Window, whole: Observations) -> dict[str
         values["step_seconds"] = seconds
     if "samples_per_second" in whole:
         samples = whole["step_seconds"][0] * whole["samples_per_second"][0]
+        # From the interval's own time: the logged rate is an average over at least WINDOW_STEPS steps.
         values["samples_per_second"] = [ratio(samples, s) for s in seconds]
     return values
 

@@ -28,6 +28,7 @@ def draw(variants: Sequence[Variant], rounds: Sequence[Sequence[Run]], window: W
         axis.grid(True, alpha=0.25)
     for index, variant in enumerate(variants):
         for number, runs in enumerate(rounds):
+            # C0 to C9 are all colours of matplotlib's default cycle.
             style: dict[str, Any] = {"color": f"C{index % 10}", "alpha": 0.6, "linewidth": 1.0}
             if number == 0:  # one legend entry per variant
                 style["label"] = f"{variant.letter}  {variant.name}"
@@ -45,6 +46,7 @@ def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:
     last = window_of([run]).last
     points = [0, *(int(line["step"]) for line in run.lines)]
     times = [1000 * s for s in interval_seconds(run, Window(0, last, tuple(points)))]
+    # `step` takes a value for every point. With the first one repeated, the curve begins without a jump.
     panels[0].step(points, [times[0], *times], where="pre", **style)
     lines: list[Line] = []
     for line in run.lines:

@@ -288,6 +288,7 @@ def write(result: Result, output: Path) -> list[Path]:
 def as_json(result: Result) -> dict[str, Any]:
     """Return the whole result and its environment. Values are per round, or per log interval of a single round."""
     plan = result.plan
+    # Any run will do: unless the varied option changes the data, all have one fingerprint.
     first = result.rounds[0][0]
     return {
         "schema": 1,

@@ -155,6 +155,7 @@ def run_once(command: Sequence[str], log: Path, gates: Sequence[str] = ()) -> tu
         failure = UsageError if code == 2 else RunFailedError
         raise failure(
             f"the run ended with exit code {code}: {shlex.join(command)}\nthe last lines of {log}:\n"
+            # A run that was killed may have ended in the middle of a character.
             f"{_tail(log.read_text(errors='replace'))}"
         )
     seconds = time.perf_counter() - started
@@ -172,6 +173,7 @@ def _end_group(child: subprocess.Popen[bytes]) -> None:
     """Send SIGTERM, which a launcher forwards, then SIGKILL to processes still alive."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
+            # SIGKILL follows in any case: workers of the group may outlive the launcher that has just ended.
             os.killpg(child.pid, number)
             child.wait(GRACE_SECONDS)
         except ProcessLookupError:
@@ -242,6 +244,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, str):
+            # JSON has no NaN, so the recorder writes it as a string.
             value = NON_FINITE.get(value)
         if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
             numbers[name] = float(value)

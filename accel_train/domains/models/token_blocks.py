@@ -60,6 +60,7 @@ class ModulatedBlock(nn.Module):
         """x (B, N, D). conditioning (B, D) after SiLU. keep (B,) factors of `drop_path`, or None."""
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = self.modulation(conditioning)
         if keep is not None:
+            # On the gates: a gate of 0 leaves the sample's tokens as they are.
             factor = keep.to(gate.dtype)[:, None, None]
             gate = gate * factor
             ffn_gate = ffn_gate * factor

@@ -86,6 +86,7 @@ def spectral_error(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def _magnitudes(fields: Tensor) -> Tensor:
+    # Divided by the number of points, so that energies do not grow with the grid.
     return torch.fft.rfft2(fields.float(), norm="forward").abs()
 
 
@@ -106,6 +107,7 @@ def sample_points(draws: Tensor, points: int, stratified: bool = True) -> Tensor
     count = draws.shape[-1]
     if stratified:
         draws = (torch.arange(count, device=draws.device) + draws) / count
+    # A draw just below 1 may round up to the end of the grid.
     return (draws * points).long().clamp(max=points - 1)
 
 
@@ -122,6 +124,7 @@ def boundary_points(draws: Tensor, dimensions: int) -> Tensor:
     has no points there: its points are the centres of cells.
     """
     place = draws * 2 * dimensions
+    # A draw just below 1 may round up to a side too many.
     side = place.long().clamp(max=2 * dimensions - 1)
     along = place.frac()
     end = (side % 2).to(draws.dtype)

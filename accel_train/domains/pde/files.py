@@ -134,6 +134,7 @@ def write_fields(
         for fields, parameters in blocks:
             if not done:
                 content.attrs.update({"schema": SCHEMA, "grid": fields.shape[-2:], **_attributes(header)})
+                # Without chunks or compression, so that readers can map it.
                 content.create_dataset("fields", (samples, *fields.shape[1:]), np.float32)
                 content.create_dataset("parameters", (samples, *parameters.shape[1:]), np.float32)
             kept = slice(done, min(samples, done + len(fields)))
@@ -222,6 +223,7 @@ class Fields:
         return self._ends[-1]
 
     def __getstate__(self) -> dict[str, Any]:
+        # A worker opens the files itself. Pickled arrays would carry the data to each of them.
         return {**self.__dict__, "_open": {}}
 
     @property
@@ -263,6 +265,7 @@ class FieldFacts(NamedTuple):
 
 def field_facts(data: Fields) -> FieldFacts:
     """Read all samples once, with sums in float64. Refuses NaN and infinity, naming the sample."""
+    # The bytes alone do not tell the shape.
     digest = hashlib.sha256(f"{len(data)} {data.shape}".encode())
     channels = data.shape[1]
     total = np.zeros(channels)
@@ -283,6 +286,7 @@ def field_facts(data: Fields) -> FieldFacts:
         squares += (values**2).sum((0, 1, 3, 4))
         count += block.size // channels
     mean = total / count
+    # Rounding may leave the variance of a constant channel below 0.
     std = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
     return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest())
 
@@ -341,6 +345,7 @@ def _identity(both: Mapping[str, Fields]) -> str:
     for fields in both.values():
         for part in fields.parts:
             files[part.file] = part.file.stat()
+    # A hash of the contents would need the very pass that the cache saves.
     dates = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in files.items()]
     parts = [[split, *map(str, fields.parts)] for split, fields in both.items()]
     return hashlib.sha256(json.dumps([FACTS_FORMAT, dates, parts]).encode()).hexdigest()

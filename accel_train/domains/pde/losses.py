@@ -66,11 +66,13 @@ def _conservation(forward: Forward) -> Tensor:
 
 def _boundary(forward: Forward) -> Tensor:
     edge = forward.output.prediction[..., forward.queries :]
+    # The boundary is 0 in physical units, which is another number once normalised.
     zero = forward.task.target.normalise(torch.zeros_like(edge), 1)
     return fields.squared_error(edge, zero)
 
 
 def _latent(forward: Forward) -> Tensor:
+    # Behind a stop-gradient: the encoder could lower this loss by making all latents alike.
     return fields.squared_error(forward.output.predicted_latent, forward.output.target_latent.detach())
 
 

@@ -48,6 +48,7 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]
     """
     import matplotlib
 
+    # A training machine has no display.
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -68,6 +68,7 @@ def losses(correct: Correct, missed: Tensor, log_size: Tensor, time: Tensor, noi
     unit = missed.float() / _per_channel(log_size).exp()
     denoised, learned_log = denoise(correct, latents.add_noise(unit, noise, time, FLOW), time)
     mean_square = missed.float().square().flatten(2).mean(-1)
+    # A prediction without any error has no logarithm.
     true_log = mean_square.clamp(min=_TINY).log() / 2
     size_loss = (learned_log - true_log).square().mean(-1)
     return latents.losses(denoised, unit, FLOW) + SIZE_WEIGHT * size_loss

@@ -103,6 +103,7 @@ class FieldResidual(nn.Module):
     def idle(self, ran: int | None, like: Tensor) -> Iterator[Tensor]:
         """Run the modules left idle by task `ran` on a few zeros and yield their outputs. None: all were idle."""
         if ran is None:
+            # The sizes of all tasks are one parameter, so any task reaches it.
             yield self.size(0)
         for task, (grid, (target, input)) in enumerate(zip(self.grids, self.channels, strict=True)):
             rows, columns = _points_per_token(grid)

@@ -25,7 +25,7 @@ Score = Callable[[Tensor, Tensor], Tensor]
 @torch.no_grad()
 def rollout(step: Step, state: Tensor, steps: int) -> Tensor:
     """Apply `step` repeatedly and return the fields after each step: (B, C, H, W) -> (B, steps, C, H, W)."""
-    if steps == 0:
+    if steps == 0:  # `stack` needs a state
         return state[:, None][:, :0]
     states: list[Tensor] = []
     for _ in range(steps):
@@ -100,6 +100,7 @@ def perturbed(step: Step, scale: float, seed: int, sample: Tensor) -> Proposal:
     """
 
     def propose(state: Tensor, number: int) -> Tensor:
+        # A stream for each scale: with one for all, the candidates would be multiples of the same noise.
         keys = rng.sample_keys(seed, f"rollout/{scale!r}", number, sample)
         noise = rng.normal(keys, state.shape[1:])
         root_mean_square = state.float().square().flatten(1).mean(1).sqrt()[:, None, None, None]

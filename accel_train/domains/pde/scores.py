@@ -160,6 +160,7 @@ def rollout_batches(task: FieldTask, rows: FieldRows, options: EvaluationConfig,
     """Yield this process's share of the first ``options.trajectories`` in batches, equally many on every process."""
     rank, world_size, device = place
     count = min(options.trajectories, rows.samples)
+    # Rounded up on every process: the forward of a sharded model is a collective, so all must run as many batches.
     share = math.ceil(count / world_size)
     own = torch.arange(share) * world_size + rank
     for wanted in own.split(options.batch_size):
@@ -309,5 +310,6 @@ def table(data: FieldData, metrics: Mapping[str, float]) -> list[str]:
 
 def mean_nrmse(data: FieldData, metrics: Mapping[str, float]) -> float:
     """Compute the geometric mean over the tasks, the metric of early stopping and ``keep_best``."""
+    # A halved error counts the same in an easy task and in a hard one, which an arithmetic mean would hide.
     logarithms = [math.log(max(metrics[f"{task.name}_nrmse"], 1e-12)) for task in data.tasks]
     return math.exp(sum(logarithms) / len(logarithms))

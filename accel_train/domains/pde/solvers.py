@@ -28,6 +28,7 @@ def solve_burgers(
     fields = [np.fft.irfft(state, points)]
     speed = max(1.0, float(np.abs(fields[0]).max()))
     steps = math.ceil(dt * speed * points / courant)
+    # The viscous decay over half a step. Two of them make the whole one.
     half = np.exp(-viscosity[:, None] * (2 * np.pi * number) ** 2 * (dt / steps / 2))
     slope = -1j * np.pi * number * resolved * (dt / steps)
 
@@ -55,6 +56,7 @@ def solve_darcy(coefficient: Float, source: Float) -> Float:
     from scipy.sparse.linalg import splu
 
     height, width = coefficient.shape
+    # The flux through a face is proportional to its length over the distance of the two centres.
     across = _face_coefficients(coefficient) * (width / height)
     down = _face_coefficients(coefficient.T).T * (height / width)
     diagonal = (across[:, 1:] + across[:, :-1] + down[1:] + down[:-1]).ravel()
@@ -65,10 +67,12 @@ def solve_darcy(coefficient: Float, source: Float) -> Float:
     matrix = diags_array([-below, -right, diagonal, -right, -below], offsets=offsets, format="csc")
     factors = splu(
         matrix,
+        # SuperLU's manual names these three together for symmetric mode. A definite matrix needs no pivots.
         permc_spec="MMD_AT_PLUS_A",
         diag_pivot_thresh=0.0,
         options={"SymmetricMode": True},
     )
+    # Finite volumes balance the fluxes with the source integrated over a cell.
     solution = factors.solve(source.ravel() / (height * width))
     return solution.reshape(height, width)
 

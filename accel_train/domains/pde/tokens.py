@@ -151,6 +151,7 @@ class QueryPoints(nn.Module):
         self.project = nn.Linear(shape.width, shape.width)
 
     def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        # In bf16 neighbouring points of a fine grid would have the same coordinates.
         x = points.float()
         wrapped = x - x.floor() if self.grid.periodic else x
         sides = self.grid.cells[-self.grid.dimensions :]
@@ -158,6 +159,7 @@ class QueryPoints(nn.Module):
         offsets: list[Tensor] = []  # from the middle of the token's cell, in cells
         for axis, cells in enumerate(sides):
             scaled = wrapped[..., axis] * cells
+            # The end of the domain at 1 belongs to the last token.
             cell.append(scaled.long().clamp(0, cells - 1))
             offsets.append(scaled - cell[axis] - 0.5)
         own_token = cell[0]
@@ -188,6 +190,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
+        # Until `apply_attention` puts another kernel here.
         self.attend = TORCH_CHOICE
         self.head_width = shape.head_width
         self.query = nn.Linear(shape.width, shape.width, bias=False)
@@ -271,6 +274,7 @@ def at_tokens(x: Tensor, token: Tensor) -> Tensor:
     if len(token) == 1:
         return x.index_select(1, token[0])
     batch, tokens, _ = x.shape
+    # `gather` would need an index of its own for each of the E channels.
     first = torch.arange(0, batch * tokens, tokens, device=x.device)[:, None]
     chosen = x.flatten(0, 1).index_select(0, (first + token).flatten())
     return chosen.unflatten(0, token.shape)

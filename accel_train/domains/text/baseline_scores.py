@@ -41,6 +41,7 @@ def baseline_metrics(data: PreparedData, samples: int, timesteps: int, seed: int
     fitted = fit_baselines(data.train, data.tokenizer.vocab_size)
     mask_id = data.tokenizer.mask_id
     sums: dict[str, float] = {}
+    # Rank 0 of 1: one process scores all samples, however many processes the run has.
     for batch, shuffled in heldout_pairs(data.heldout, samples, BATCH_SIZE, 0, 1, torch.device("cpu")):
         added = _batch_sums(fitted, batch, shuffled, mask_id, seed, timesteps)
         for name, value in added.items():

@@ -69,6 +69,7 @@ def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
     for batch in _blocks(train, rows):
         counts.scatter_add_(0, batch["tokens"].flatten(), batch["maskable"].flatten().float())
     columns = _feature_columns(counts)
+    # Half an occurrence more for each token keeps the logarithm of an unseen one finite.
     unigram = (counts + 0.5).log().log_softmax(0)
     log_linear = None
     if fits_log_linear(train, vocabulary_size):
@@ -79,6 +80,7 @@ def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
 
 def _training_rows(total: int) -> Tensor:
     """Choose rows at even distances, in a fixed random order."""
+    # Shuffled, because the first eighth validates and the batches of the log-linear fit should be mixed.
     rows = torch.linspace(0, total - 1, min(total, MAX_TRAINING_ROWS)).round().long()
     generator = torch.Generator().manual_seed(0)
     return rows[torch.randperm(len(rows), generator=generator)]
@@ -116,9 +118,11 @@ def _fit_linear(train: Rows, rows: Tensor, columns: Tensor) -> Tensor:
 
     def validation_error(ridge: float) -> float:
         weights = _solve(gram, cross, ridge)
+        # |bags @ weights - latents|^2 without |latents|^2, which no ridge changes. It needs the moments alone.
         return float((weights * (validation_gram @ weights - 2 * validation_cross)).sum())
 
     best = RIDGES[0]
+    # With fewer than 8 texts there is nothing to validate on.
     if validation:
         best = min(RIDGES, key=validation_error)
     return _solve(gram + validation_gram, cross + validation_cross, best).float()

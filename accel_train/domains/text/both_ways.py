@@ -240,6 +240,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
         f"shuffled one ({_less(metrics['l2t_gain'])}), {metrics['unconditional_nll']:.3f} without; masked-token "
         f"accuracy {metrics['l2t_accuracy']:.1%}"
     )
+    # The z of :z.3f keeps a cosine of about zero from being printed as -0.000.
     t2l = (
         f"t2l: cosine {metrics['t2l_cosine']:z.3f} between sampled and true latents, "
         f"{metrics['t2l_cosine_shuffled']:z.3f} against shuffled ones, {metrics['t2l_mean_cosine']:z.3f} in one step"
@@ -256,6 +257,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
 
 
 def _less(gain: float) -> str:
+    # Rounded before the comparison: -0.04 % would otherwise read 0.0% more.
     percent = round(100 * gain, 1)
     direction = "more" if percent < 0 else "less"
     return f"{abs(percent):.1f}% {direction}"

@@ -152,8 +152,10 @@ def _jsonl_files(path: str, text_column: str) -> list[Path]:
 
 def _is_hub_id(path: str) -> bool:
     """Return True if no local file has this name and it looks like an id rather than a file."""
+    # `lexists`, because a dangling link is a lost file and no id.
     if os.path.lexists(expand_path(path)):
         return False
+    # A misspelt file name must not become a request to the Hub.
     known = (*LINE_FILES, *TABLE_FILES, ".json", ".py")
     return HUB_ID.match(path) is not None and not path.endswith(known)
 
@@ -189,15 +191,18 @@ def _file_rows(file: Path, text_column: str, bad: BadRows) -> Iterator[tuple[str
 def _lines(file: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
     """Yield (file:line, text) of all non-empty lines, without a UTF-8 byte-order mark and without CRLF."""
     try:
+        # In bytes, so that a line of another encoding is one bad row and not the end of the file.
         stream = file.open("rb")
     except OSError as error:
         raise UsageError(f"--data.path: {file} cannot be opened ({error}). Make it readable.") from None
     with stream:
         for number, raw in enumerate(stream, 1):
             if number == 1:
+                # Every line of such a file would be a bad row. One message names the cause.
                 code = CODES.get(raw[:2])
                 if code is not None:
                     raise UsageError(f"--data.path: {file} is {code}, UTF-8 is required. Convert it first.")
+                # The byte-order mark of some editors would become part of the first text or break its JSON.
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             place = f"{file}:{number}"
             try:
@@ -217,6 +222,7 @@ def _json_rows(file: Path, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]
     for place, line in _lines(file, bad):
         try:
             row = json.loads(line)
+        # The parser recurses, so a long line of brackets exhausts the stack.
         except (ValueError, RecursionError) as error:
             bad.add(place, f"not JSON ({error}); one object a line is required")
             continue
@@ -239,6 +245,7 @@ def _text_fault(row: dict[str, Any], column: str) -> str | None:
     if not text.strip():
         return f"{column!r} is empty"
     try:
+        # The escapes of JSON can spell half a pair. Hashing or tokenising the text would fail later.
         text.encode()
     except UnicodeEncodeError:
         return f"{column!r} holds half of a surrogate pair, which is no character"
@@ -322,6 +329,7 @@ def dataset_rows(dataset: Any, name: str, text_column: str) -> Iterator[tuple[st
         raise UsageError(
             f"--data.text_column {text_column!r} is not a column of {name!r}{hint}; it has {columns}. Name one."
         )
+    # Other columns may be images or audio, which `datasets` decodes whenever a row is read.
     return _dataset_texts(dataset.select_columns([text_column]), name, text_column)
 
 
@@ -337,12 +345,14 @@ def texts_hash(texts: Iterable[str]) -> str:
     """Hash all texts in order with sha256."""
     digest = hashlib.sha256()
     for text in texts:
+        # A digest per text marks its end: "a", "bc" must not equal "ab", "c".
         digest.update(hashlib.sha256(text.encode()).digest())
     return digest.hexdigest()
 
 
 def content_key(text: str) -> bytes:
     """Hash the words alone. Texts that differ in case, space or punctuation have the same key."""
+    # A text of punctuation alone has no words.
     words = " ".join(re.findall(r"\w+", text.casefold())) or text
     return hashlib.sha256(words.encode()).digest()
 
@@ -371,6 +381,7 @@ def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]
 
 def remove_heldout(train: Corpus, heldout: Corpus) -> tuple[list[int], list[int]]:
     """Return the indices of (training, held-out) texts of two corpora, without training texts that are held out."""
+    # Only to drop repeated texts and to order the held-out ones: with shares of 1 and 0 nothing changes sides.
     _, heldout_rows = split_heldout(heldout, 1.0)
     candidates, _ = split_heldout(train, 0.0)
     heldout_keys = {content_key(text) for text in heldout.texts}

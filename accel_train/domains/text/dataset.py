@@ -100,7 +100,7 @@ def load_assets(directory: Path, device: str = "cpu") -> DataAssets:
         if facts["encoder"]:
             encoder = load_encoder(directory, device)
         return DataAssets(tokenizer, encoder, facts["max_length"], mean, facts["latent_std"], facts["latent_tokens"])
-    except UsageError:
+    except UsageError:  # names its remedy already
         raise
     except Exception as error:  # tokenizers and safetensors raise types of their own
         raise UsageError(
@@ -122,6 +122,7 @@ def padded_rows(tokens: Tokens, index: Tensor, positions: Tensor, pad_id: int) -
     starts = tokens.offsets[index].unsqueeze(-1)
     lengths = tokens.offsets[index + 1].unsqueeze(-1) - starts
     mask = positions < lengths
+    # Beyond its end a text would read its neighbour's tokens, and the last one past the end of all.
     places = torch.where(mask, starts + positions, 0)
     return torch.where(mask, tokens.ids[places].long(), pad_id), mask
 
@@ -168,6 +169,7 @@ class TextLatentDataset:
         index = torch.tensor(indices)
         rows, mask = padded_rows(self._tokens, index, self._positions, self._pad_id)
         latent = self.table.rows(index, self._memory.empty(len(indices), *self.table.shape))
+        # `rows` has copied, so the mapped cache keeps its values.
         latent.sub_(self._mean).div_(self._std)
         return {"tokens": rows, "text_mask": mask, "maskable": mask & self._maskable[rows], "latent": latent}
 
@@ -222,6 +224,7 @@ def dataset_fingerprint(texts: Sequence[str], table: LatentTable, assets: DataAs
     return digest.hexdigest()
 
 
+# Compared and hashed by identity: `baseline_metrics` caches its result by this object.
 @dataclass(frozen=True, eq=False)
 class PreparedData:
     """Datasets of a run with their assets."""

@@ -71,6 +71,7 @@ class TransformerEncoder:
 
     @property
     def identity(self) -> str:
+        # Device and batch size are left out, so that a cache serves other machines too.
         facts = [VERSION, self.files_hash, self.pooling, self.normalise, self._length, self.dim]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -89,7 +90,9 @@ class TransformerEncoder:
         settings = self.folder / "tokenizer_config.json"
         if settings.exists():
             tokenizer = json.loads(settings.read_text("utf-8"))
+        # Configs of multimodal models keep the sizes of their text part in a config of its own.
         positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
+        # transformers saves 1e30 for a tokenizer without a limit, so neither number can be trusted alone.
         limits = [int(limit) for limit in (tokenizer.get("model_max_length"), positions) if limit]
         if self.max_length is None:
             return min([*limits, MAX_LENGTH])
@@ -146,6 +149,7 @@ class TransformerEncoder:
 
     def save(self, directory: Path) -> None:
         """Write encoder.json: the id, the hash of the files and the options. The weights are not copied."""
+        # A local name may be relative, and sampling may start in another directory.
         name = self.name
         if local_folder(name):
             name = str(self.folder)
@@ -189,6 +193,7 @@ def model_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        # A * also matches slashes. Subfolders hold the same weights in other formats, such as ONNX.
         return Path(snapshot_download(name, allow_patterns=list(MODEL_FILES), ignore_patterns="*/*"))
     except Exception as error:
         raise UsageError(

@@ -44,6 +44,7 @@ class LatentTable:
         return len(self.shard_of)
 
     def __getstate__(self) -> dict[str, Any]:
+        # A worker maps the shards itself. A pickled tensor would carry its rows to each of them.
         return {**self.__dict__, "_open": {}}
 
     def _shard(self, number: int) -> Tensor:
@@ -107,6 +108,7 @@ class BatchMemory:
         memory = free.pop() if free else np.empty(shape, np.float32)
         # The numpy view lives as long as the tensor's storage, and so as long as any view of the tensor.
         owner = memory.view()
+        # Not at exit, where nothing is left to use the memory again.
         weakref.finalize(owner, free.append, memory).atexit = False
         return torch.from_numpy(owner)
 
@@ -142,6 +144,7 @@ def cached_latents(
     # Each rank starts at another shard, so ranks with one disk seldom build the same one at the same time.
     start = rank % max(1, len(shards))
     rotated = shards[start:] + shards[:start]
+    # Behind the first barrier a shared disk has every shard, so the second pass builds on separate disks only.
     for assigned in (shards[rank::world_size], rotated):
         _build(folder, assigned, texts, encoder, progress and rank == 0)
         barrier()
@@ -203,10 +206,12 @@ def write_shard(file: Path, latents: NDArray[np.float32]) -> None:
 
     metadata = {"sha256": hashlib.sha256(latents.tobytes()).hexdigest(), "format": FORMAT}
     content = save({"latents": np.ascontiguousarray(latents)}, metadata=metadata)
+    # Two hosts on one disk may write the same shard at the same time. The last rename wins.
     part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
     with part.open("wb") as stream:
         stream.write(content)
         stream.flush()
+        # Otherwise a power failure could leave the final name on unwritten data.
         os.fsync(stream.fileno())
     part.replace(file)
 
@@ -240,4 +245,5 @@ def _intact(folder: Path, number: int, total: int, dim: int) -> bool:
     checksum = hashlib.sha256(latents.tobytes()).hexdigest()
     if metadata.get("sha256") != checksum:
         return False
+    # A broken program writes NaN with a correct checksum.
     return bool(np.isfinite(latents).all())

@@ -66,6 +66,7 @@ def _shard_file(folder: Path, shard: str | int) -> Path:
 def open_latents(file: Path) -> Tensor:
     """Memory-map a file as (rows, L, Dz). A file without L gets L = 1."""
     if file.suffix == ".npy":
+        # Copy-on-write: torch warns of arrays that cannot be written, and nothing reaches the file.
         array: NDArray[np.floating] = np.load(file, mmap_mode="c", allow_pickle=False)
         latents = torch.from_numpy(array)
     else:

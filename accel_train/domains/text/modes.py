@@ -156,6 +156,7 @@ def refuse_random_conditions(phases: Sequence[Phase]) -> None:
                 f"the {phase.frozen} part, which no earlier phase has trained, so it would stay at its random initial "
                 "values; train it first or do not freeze it"
             )
+        # Each mode trains both parts, the condition through the losses of the other one.
         if phase.frozen != "text":
             trained.add("text")
         if phase.frozen != "latent":

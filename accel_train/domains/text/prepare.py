@@ -200,6 +200,7 @@ def _read_splits(config: DataConfig) -> tuple[Corpus, Corpus, list[str]]:
         train_rows, heldout_rows = remove_heldout(corpus, heldout_corpus)
     train = corpus.select(train_rows)
     heldout = heldout_corpus.select(heldout_rows)
+    # Evaluation also pairs each held-out text with the latent of another one.
     if not train.texts or len(heldout.texts) < 2:
         raise UsageError(
             f"--data.path {config.path!r}, --data.heldout_fraction {config.heldout_fraction:g}: "
@@ -229,6 +230,7 @@ def _read(config: DataConfig, path: str, split: str) -> tuple[Corpus, int]:
 def _build_tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, processes: _Processes) -> TextTokenizer:
     if config.tokenizer != TRAINED:
         return transformers_tokenizer(config.tokenizer)
+    # The 1 changes with the training of the tokenizer, so that no run reads another version's cache.
     key = hashlib.sha256(f"bpe-1 {config.vocab_size} {texts_hash(texts)}".encode()).hexdigest()
 
     def write(directory: Path) -> None:

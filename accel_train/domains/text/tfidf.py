@@ -106,6 +106,7 @@ def tfidf_rows(
     values = (1.0 + np.log(np.array(counts, np.float64))) * idf[column_array]
     words_per_text = np.diff(starts)
     squares = np.zeros(len(texts))
+    # As in `encode`: reduceat cannot sum an empty row, nor be called without any.
     if values.size:
         filled = words_per_text > 0
         squares[filled] = np.add.reduceat(values**2, starts[:-1][filled])
@@ -130,6 +131,7 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
     frequency: Counter[str] = Counter()
     for text in texts:
         frequency.update(set(words_of(text)))
+    # Ties are broken by the word: a set of strings has another order in each process.
     most_frequent = sorted(frequency, key=lambda word: (-frequency[word], word))
     words = sorted(most_frequent[:MAX_WORDS])
     if dim >= min(len(words), len(texts)):

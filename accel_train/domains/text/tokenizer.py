@@ -49,6 +49,7 @@ class TextTokenizer:
         self.mask_id = mask_id
         self.special_ids = tuple(sorted({pad_id, mask_id, *special_ids}))
         """Ids exempt from diffusion: padding, the mask and the special tokens around a text."""
+        # By the largest id, because ids may have gaps.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def maskable(self) -> Tensor:
@@ -88,6 +89,7 @@ class TextTokenizer:
 
     def to_json(self) -> str:
         """Return the standard `tokenizer.json`, as read by the tokenizers and transformers libraries."""
+        # `tokenise` leaves its truncation in the library's object, and the file would keep it.
         self._tokenizer.no_truncation()
         return self._tokenizer.to_str(pretty=True)
 
@@ -130,11 +132,14 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> TextTokenizer:
             f"{MIN_VOCAB_SIZE} is required, 2048 suits a small corpus."
         )
     tokenizer = Tokenizer(models.BPE())
+    # With the space, a word has the same pieces at the start of a text as inside it.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[PAD, MASK],
+        # All 256 bytes, or a byte missing from the corpus could not be encoded. The library lists them in another order
+        # in every process.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -42,6 +42,7 @@ def load_both_ways(directory: Path, device: str = "cpu") -> tuple[BothWays, Data
 
 
 def _options(directory: Path) -> dict[str, Any]:
+    # The first is in an export, the second in a checkpoint.
     for file, key in (("experiment.json", "options"), ("manifest.json", "experiment")):
         path = directory / file
         if path.is_file():

@@ -41,6 +41,7 @@ def speeches(text: str) -> Iterator[str]:
     Verse lines keep their newlines, because a line end is a good place to split a long sentence. A first line is a
     speaker's name if it is in capitals, or if it ends with a full stop and opens three or more paragraphs.
     """
+    # The list of persons stands before the first act.
     text = re.split(r"^ACT (?:I|1|FIRST)\b.*$", text, maxsplit=1, flags=re.MULTILINE | re.IGNORECASE)[1]
     paragraphs = [block.strip().split("\n") for block in re.split(r"\n\s*\n", STAGE_DIRECTION.sub("", text))]
     openings = Counter(lines[0].strip() for lines in paragraphs if len(lines) > 1)
