@@ -260,18 +260,7 @@ def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = 
     keep = _keep_options(place, directory, given)
     # A dry run deletes nothing, so it may also look at a run in training.
     with _lock_held(directory, needed=not dry_run):
-        verified, damaged = retention.survey(directory / "checkpoints", {})
-        if not verified:
-            raise UsageError(f"{directory}: no checkpoint verifies, so nothing is deleted; see `verify`")
-        _refuse_unknown_metric(keep, verified)
-        # A run deletes damaged checkpoints after it has committed newer ones. Here nothing was committed, and a damaged
-        # newest checkpoint may be all that is left of the last hours.
-        newest = verified[-1].step
-        later = [path for path in damaged if retention.step_of(path) > newest]
-        old = [path for path in damaged if path not in later]
-        # The queue holds names only, so deleting a checkpoint would cancel its push at the next start.
-        queued = HubQueue(directory).names()
-        plan = retention.plan(verified, old, keep, newest=newest, busy=queued)
+        plan, later = _plan(directory, keep)
         freed = {path: disk_bytes(path) for path in plan.remove}  # before `apply` deletes them
         freed |= {path: _state_bytes(path) for path in plan.strip}
         done = plan if dry_run else retention.apply(plan)
@@ -280,6 +269,22 @@ def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = 
         kept[path.name] = "damaged, newer than the newest that verifies"
     _print_plan(done, kept, freed, dry_run)
     return 1 if done.failed else 0
+
+
+def _plan(run: Path, keep: retention.Keep) -> tuple[retention.Plan, list[Path]]:
+    """Return the plan, and the damaged checkpoints newer than the newest verified, which it leaves alone."""
+    verified, damaged = retention.survey(run / "checkpoints", {})
+    if not verified:
+        raise UsageError(f"{run}: no checkpoint verifies, so nothing is deleted; see `verify`")
+    _refuse_unknown_metric(keep, verified)
+    # A run deletes damaged checkpoints after it has committed newer ones. Here nothing was committed, and a damaged
+    # newest checkpoint may be all that is left of the last hours.
+    newest = verified[-1].step
+    later = [path for path in damaged if retention.step_of(path) > newest]
+    old = [path for path in damaged if path not in later]
+    # The queue holds names only, so deleting a checkpoint would cancel its push at the next start.
+    queued = HubQueue(run).names()
+    return retention.plan(verified, old, keep, newest=newest, busy=queued), later
 
 
 def _keep_options(place: Place, run: Path, flags: dict[str, Any]) -> retention.Keep:

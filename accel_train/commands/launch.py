@@ -81,6 +81,19 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
         request = replace(request, main_process_port=free_port())
     _check_rendezvous(machine, request)
     settings = accelerate_settings(path, machine, request)
+    environment = _environment(path, machine, settings)
+    if rehearsal:
+        from accel_train.runtime.rehearsal import adapt
+
+        banner = adapt(machine, environment, settings.num_processes, request.arguments)
+        print("\n".join(banner), flush=True)
+        environment[REHEARSAL_VARIABLE] = "1"
+    command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)
+    return [*command, str(recipe), *request.arguments], environment
+
+
+def _environment(path: Path | None, machine: MachineConfig, settings: Any) -> dict[str, str]:
+    """Return Accelerate's environment, with notes for the recipe about the file and the threads."""
     environment = accelerate_environment(settings)
     # Accelerate's environment for several processes leaves it out, and the run would take a GPU.
     if machine.use_cpu:
@@ -91,14 +104,7 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
     environment.pop(MACHINE_FILE_VARIABLE, None)
     if path is not None:
         environment[MACHINE_FILE_VARIABLE] = str(path)
-    if rehearsal:
-        from accel_train.runtime import rehearsal as rehearsals
-
-        for line in rehearsals.adapt(machine, environment, settings.num_processes, request.arguments):
-            print(line, flush=True)
-        environment[REHEARSAL_VARIABLE] = "1"
-    command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)
-    return [*command, str(recipe), *request.arguments], environment
+    return environment
 
 
 def read_machine(request: Launch) -> tuple[Path | None, MachineConfig, str | None]:

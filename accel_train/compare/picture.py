@@ -12,6 +12,9 @@ from accel_train.compare.figures import Window, interval_seconds, window_of
 from accel_train.compare.runs import Line, Run, Variant
 from accel_train.metrics.curves import SMOOTH_FROM, smoothed
 
+LABELS = (("Step time", "step", "ms per step"), ("Loss", "step", "loss"), ("Loss by clock", "seconds", "loss"))
+"""Title and labels of both axes of each panel."""
+
 
 def draw(variants: Sequence[Variant], rounds: Sequence[Sequence[Run]], window: Window, path: Path) -> None:
     """Draw step time by step, loss by step and loss by wall time, with a thin line for each round."""
@@ -19,13 +22,8 @@ def draw(variants: Sequence[Variant], rounds: Sequence[Sequence[Run]], window: W
 
     figure = Figure(figsize=(14, 4.3), dpi=110, layout="constrained")
     panels: Any = figure.subplots(1, 3)
-    titles = (("Step time", "step", "ms per step"), ("Loss", "step", "loss"), ("Loss by clock", "seconds", "loss"))
-    for axis, (title, x_label, y_label) in zip(panels, titles, strict=True):
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel(x_label, fontsize=8)
-        axis.set_ylabel(y_label, fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.grid(True, alpha=0.25)
+    for axis, labels in zip(panels, LABELS, strict=True):
+        _label(axis, *labels)
     for index, variant in enumerate(variants):
         for number, runs in enumerate(rounds):
             # C0 to C9 are all colours of matplotlib's default cycle.
@@ -41,6 +39,14 @@ def draw(variants: Sequence[Variant], rounds: Sequence[Sequence[Run]], window: W
     figure.savefig(path, format="png")
 
 
+def _label(axis: Any, title: str, x_label: str, y_label: str) -> None:
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel(x_label, fontsize=8)
+    axis.set_ylabel(y_label, fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.grid(True, alpha=0.25)
+
+
 def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:
     # The run's own window has all its log lines, not only those common to all runs.
     last = window_of([run]).last
@@ -48,11 +54,7 @@ def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:
     times = [1000 * s for s in interval_seconds(run, Window(0, last, tuple(points)))]
     # `step` takes a value for every point. With the first one repeated, the curve begins without a jump.
     panels[0].step(points, [times[0], *times], where="pre", **style)
-    lines: list[Line] = []
-    for line in run.lines:
-        loss = line.get("loss")
-        if isinstance(loss, (int, float)) and isfinite(loss):
-            lines.append(line)
+    lines = _lines_with_loss(run)
     losses = [float(line["loss"]) for line in lines]
     for axis, x_field in zip(panels[1:], ("step", "elapsed_seconds"), strict=True):
         x = [line.get(x_field, 0.0) for line in lines]
@@ -62,6 +64,16 @@ def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:
         axis.plot(x, smoothed(losses), **style)
         if run.round == 1:
             axis.plot(x, losses, color=style["color"], linewidth=0.7, alpha=0.25)
+
+
+def _lines_with_loss(run: Run) -> list[Line]:
+    lines: list[Line] = []
+    for line in run.lines:
+        loss = line.get("loss")
+        # One NaN would make every smoothed value after it NaN.
+        if isinstance(loss, (int, float)) and isfinite(loss):
+            lines.append(line)
+    return lines
 
 
 def _step_time_limit(rounds: Sequence[Sequence[Run]], window: Window) -> float:

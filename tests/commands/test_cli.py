@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_check_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "checkpoints.keep_last" not in shown  # at its default, like the options that the last line counts
     listed = shown.count("  # ")
     total = len(flatten(to_tree(load_config(mmdit.Config, ["demo"], presets=ROOT / "recipes" / "presets").config)))
-    assert f"and {total - listed} options at their defaults: python {RECIPE} demo " in shown
+    assert f"and {total - listed} options at their defaults: python {shlex.quote(RECIPE)} demo " in shown
 
 
 FILES = {

@@ -44,18 +44,8 @@ def baselines(
     Reads at most 8192 training rows, evenly chosen. The linear fit alone holds them at once, up to 0.6 GB. Runs in
     float64 on one process. `denormalise` maps targets to physical units.
     """
-    wanted = torch.linspace(0, len(train) - 1, min(len(train), MAX_TRAINING_ROWS)).round().long()
-    wanted = wanted[torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0))]
     shape = train.batch([0])["target"].shape[1:]
-    weights = None
-    if has_linear_fit(train):
-        features, targets = _load(train, wanted)
-        mean = targets.mean(0)
-        weights = ridge_fit(features, targets)
-    else:
-        total = sum(targets.sum(0) for _, targets in _blocks(train, wanted))
-        mean = torch.as_tensor(total / len(wanted))
-
+    mean, weights = _fit(train)
     names = baseline_names(train, same_fields=same_fields)
     errors: dict[str, list[Tensor]] = {name: [] for name in names}
     for features, targets in _blocks(heldout, torch.arange(min(samples, len(heldout)))):
@@ -70,6 +60,19 @@ def baselines(
             physical = denormalise(prediction.reshape(-1, *shape))
             errors[name].append(nrmse(physical, physical_target))
     return {name: float(torch.cat(errors[name]).mean()) for name in names}
+
+
+def _fit(train: Rows) -> tuple[Tensor, Tensor | None]:
+    """Return the mean target (D,) and the weights (F, D) of the linear fit, None where it is left out."""
+    wanted = torch.linspace(0, len(train) - 1, min(len(train), MAX_TRAINING_ROWS)).round().long()
+    # Shuffled, because the linear fit validates on the last eighth.
+    wanted = wanted[torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0))]
+    if has_linear_fit(train):
+        features, targets = _load(train, wanted)
+        return targets.mean(0), ridge_fit(features, targets)
+    # Block by block, because rows too wide for the fit may not fit into memory together.
+    total = sum(targets.sum(0) for _, targets in _blocks(train, wanted))
+    return torch.as_tensor(total / len(wanted)), None
 
 
 def has_linear_fit(train: Rows) -> bool:
@@ -99,6 +102,7 @@ def ridge_fit(features: Tensor, targets: Tensor) -> Tensor:
         return float((features[kept:] @ weights - targets[kept:]).square().mean())
 
     best = min(RIDGES, key=validation_error)
+    # Fitted again with the rows of the validation.
     return _solve(features.T @ features, features.T @ targets, best)
 
 

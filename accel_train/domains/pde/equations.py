@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from accel_train.data.generation import blocks_in_order, split_evenly
 from accel_train.data.progress import Progress
 from accel_train.domains.pde.files import FieldHeader, FieldPart, StoredFields, hdf5, read_stored, require, write_fields
 from accel_train.domains.pde.rows import FieldData, build_field_data
-from accel_train.domains.pde.solvers import Float, solve_burgers, solve_darcy
+from accel_train.domains.pde.solvers import Float, gaussian_fields, solve_burgers, solve_darcy
 
 DEMO = "demo"
 SPLITS = ("train", "heldout")
@@ -174,7 +174,7 @@ def _draw_initial(keys: Keys) -> NDArray[np.complex128]:
     draws = rng.normal(keys("initial"), (MODES + 1, 2)).double().numpy()
     amplitude = 2.0 * np.maximum(1, np.arange(MODES + 1))
     spectrum = (draws[..., 0] - 1j * draws[..., 1]) / amplitude
-    spectrum[:, 0] = spectrum[:, 0].real
+    spectrum[:, 0] = spectrum[:, 0].real  # a real field's constant
     return spectrum
 
 
@@ -185,20 +185,13 @@ def _draw_between(keys: Tensor, low: float, high: float) -> Float:
 def _darcy(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     """Generate -div(a grad u) = 1 with u = 0 on the boundary. a is 12 above a level of a Gaussian random field, else 3.
 
-    The field's covariance is (9 - Laplace)^-2 with Neumann boundaries, as in Li et al. 2021 (arXiv 2010.08895, A.3.2).
-    There the level is 0. Here the share of 12 is drawn from 5 % to 95 %, so the size of u varies as well.
+    In Li et al. 2021 (arXiv 2010.08895, A.3.2) the level is 0. Here the share of 12 is drawn from 5 % to 95 %, so the
+    size of u varies as well.
     """
-    from scipy.fft import idctn
-
-    points = config.resolution(2)
     # The number of modes does not grow with the grid, so every finer grid has the same problem.
-    most_modes = DEFAULT_RESOLUTION[2]
-    modes = min(points, most_modes)
-    square = np.arange(modes) ** 2
-    noise = rng.normal(keys("coefficient"), (most_modes, most_modes)).double().numpy()
-    spectrum = np.zeros((BLOCK, points, points))
-    spectrum[:, :modes, :modes] = noise[:, :modes, :modes] / (np.pi**2 * (square[:, None] + square) + 9.0)
-    fields = cast(Float, idctn(spectrum, axes=(1, 2), norm="ortho"))
+    modes = DEFAULT_RESOLUTION[2]
+    noise = rng.normal(keys("coefficient"), (modes, modes)).double().numpy()
+    fields = gaussian_fields(noise, config.resolution(2))
     shares = _draw_between(keys("share"), 0.05, 0.95)
     levels = [np.quantile(field, 1 - share) for field, share in zip(fields, shares, strict=True)]
     coefficient = np.where(fields > np.array(levels)[:, None, None], 12.0, 3.0)
@@ -263,14 +256,21 @@ def _key(config: PdeDataConfig, task: str) -> str:
 def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
     """Select the samples of each split: from its own file, or the first and last of every PDEBench file."""
     points = {1: config.resolution_1d, 2: config.resolution_2d}
-    splits: dict[str, list[StoredFields]] = {split: [] for split in SPLITS}
     own = {split: folder / f"{task}_{split}.h5" for split in SPLITS}
-    if any(file.is_file() for file in own.values()):
-        for split, file in own.items():
-            stored = _open(file, task)
-            size = len(stored.parameters)
-            splits[split].append(stored.select(split, (0, size), config.samples(split) or size, points))
-        return splits
+    if not any(file.is_file() for file in own.values()):
+        return _pdebench_splits(config, task, folder)
+    splits: dict[str, list[StoredFields]] = {}
+    for split, file in own.items():
+        stored = _open(file, task)
+        size = len(stored.parameters)
+        splits[split] = [stored.select(split, (0, size), config.samples(split) or size, points)]
+    return splits
+
+
+def _pdebench_splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
+    """Hold out the last samples of every file, so that both splits have every parameter value."""
+    points = {1: config.resolution_1d, 2: config.resolution_2d}
+    splits: dict[str, list[StoredFields]] = {split: [] for split in SPLITS}
     files = [_open(file, task) for file in _pdebench_files(config, task, folder)]
     sizes = [len(stored.parameters) for stored in files]
     heldout = split_evenly(config.heldout_samples, [size // 10 for size in sizes])
@@ -299,7 +299,7 @@ def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path
 def _open(file: Path, task: str) -> StoredFields:
     try:
         with hdf5().File(file, "r") as content:
-            stored = _read(file, content, task)
+            stored = read_stored(file, content) if "fields" in content else _read_pdebench(file, content, task)
     except OSError as error:
         raise UsageError(
             f"--data.path: {file} cannot be read ({error}). A complete HDF5 file is required for the training split "
@@ -308,12 +308,6 @@ def _open(file: Path, task: str) -> StoredFields:
     if stored.header.task != task:
         raise UsageError(f"--data.path: {file} holds task {stored.header.task!r}; {task!r} is required. Rename it.")
     return stored
-
-
-def _read(file: Path, content: Any, task: str) -> StoredFields:
-    if "fields" in content:
-        return read_stored(file, content)
-    return _read_pdebench(file, content, task)
 
 
 def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
@@ -332,6 +326,17 @@ def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
     coordinates = ("x-coordinate",) if steady else ("x-coordinate", "t-coordinate")
     require(file, content, (*names, *coordinates))
     shape = content["tensor"].shape
+    _check_pdebench_layout(file, content, task, steady)
+    dt = 0.0
+    if not steady:  # some files have one time more than snapshots
+        dt = _spacing(file, content["t-coordinate"][: shape[1]], shape[1])
+    header = FieldHeader(task, (kind.attribute,), 1, dt, kind.boundary, kind.conserved)
+    value = np.full((shape[0], 1), _parameter(file, content, kind.attribute), np.float32)
+    return StoredFields(header, FieldPart(file, names, kind.space, 0, shape[0]), value)
+
+
+def _check_pdebench_layout(file: Path, content: Any, task: str, steady: bool) -> None:
+    shape = content["tensor"].shape
     points = len(content["x-coordinate"])
     found = f"tensor {shape}"
     if steady:
@@ -347,12 +352,6 @@ def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
             f"--data.path: {file} has a {found} for {points} x-coordinates; {layout} for X coordinates is PDEBench's "
             f"layout of {task}. Check which file it is."
         )
-    dt = 0.0
-    if not steady:
-        dt = _spacing(file, content["t-coordinate"][: shape[1]], shape[1])
-    header = FieldHeader(task, (kind.attribute,), 1, dt, kind.boundary, kind.conserved)
-    value = np.full((shape[0], 1), _parameter(file, content, kind.attribute), np.float32)
-    return StoredFields(header, FieldPart(file, names, kind.space, 0, shape[0]), value)
 
 
 def _spacing(file: Path, times: Float, count: int) -> float:

@@ -1,6 +1,6 @@
-"""Losses and error metrics of fields, one value per sample, and the points of comparison.
+"""Scale, losses and error metrics of fields, one value per sample, and the points of comparison.
 
-Fields are (B, C, H, W), with H = 1 in 1-D. Functions without a spectrum also take (B, C, Q) at points. Results are
+Fields are (B, C, H, W), with H = 1 in 1-D. Functions without a spectrum also take (B, C, Q) at points. Errors are
 (B,) in fp32. Callers weight and sum them and divide by the weight of the global batch, so a loss or a metric does not
 depend on the split into micro-batches.
 """
@@ -8,12 +8,47 @@ depend on the split into micro-batches.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 _TINY = 1e-12
 """Smallest divisor, for the relative error of a field of zeros."""
+
+
+# ------------------------------------------------------------------------------------------------------------ scale
+@dataclass(frozen=True)
+class Scale:
+    """Mean and standard deviation of each channel over the training split."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def normalise(self, values: Tensor, trailing: int = 2) -> Tensor:
+        """Scale physical values (..., C, H, W) to mean 0 and deviation 1. `trailing` is the number of axes after C."""
+        mean, std = self._shaped(values, trailing)
+        return (values - mean) / std
+
+    def denormalise(self, values: Tensor, trailing: int = 2) -> Tensor:
+        """Undo `normalise`."""
+        mean, std = self._shaped(values, trailing)
+        return values * std + mean
+
+    def _shaped(self, values: Tensor, trailing: int) -> tuple[Tensor, Tensor]:
+        shape = (-1, *[1] * trailing)
+        mean = _constant(self.mean, values.device, values.dtype)
+        std = _constant(self.std, values.device, values.dtype)
+        return mean.view(shape), std.view(shape)
+
+
+@lru_cache(maxsize=256)
+def _constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Cache constants on the device: a copy in every step would wait for it."""
+    # The first call may come from evaluation, and training cannot use inference tensors.
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------- errors

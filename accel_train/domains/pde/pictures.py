@@ -53,41 +53,50 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]
     from matplotlib import pyplot as plt
 
     columns = max(len(panels) for _, panels in rows)
-    figure, grid = plt.subplots(
-        len(rows), columns, figsize=(3.2 * columns, 2.9 * len(rows)), squeeze=False, layout="constrained"
-    )
+    size = (3.2 * columns, 2.9 * len(rows))
+    figure, grid = plt.subplots(len(rows), columns, figsize=size, squeeze=False, layout="constrained")
     for (label, panels), axes in zip(rows, grid, strict=True):
-        groups: dict[str, list[Panel]] = {}
-        for panel in panels:
-            if isinstance(panel, Panel):
-                groups.setdefault(panel.group, []).append(panel)
-        scales = {group: limits(members) for group, members in groups.items()}
-        for axis, panel in zip(axes, panels, strict=False):
-            if isinstance(panel, Lines):
-                _draw_lines(axis, panel)
-            else:
-                image = _draw_field(axis, panel, scales[panel.group])
-                figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
-        for axis in axes[len(panels) :]:
-            axis.set_axis_off()
-        axes[0].annotate(
-            label, (0, 0.5), (-42, 0), "axes fraction", "offset points", rotation=90, ha="right", va="center"
-        )
+        _draw_row(figure, axes, label, panels)
     try:
         path.parent.mkdir(exist_ok=True)
+        # Drawn in memory first, so that a reader never sees half of a picture.
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=100)
         replace_file(path, picture.getvalue())
-        values: dict[str, Any] = {}
-        for label, panels in rows:
-            lines = {panel.title: panel._asdict() for panel in panels if isinstance(panel, Lines)}
-            if lines:
-                values[label] = lines
-        write_json(path.with_suffix(".json"), values)
+        write_json(path.with_suffix(".json"), _curve_values(rows))
     except OSError as error:
         logger.warning("%s could not be written (%s); training is not affected", path, error)
     finally:
-        plt.close(figure)
+        plt.close(figure)  # pyplot keeps every figure until it is closed
+
+
+def _draw_row(figure: Any, axes: Any, label: str, panels: Sequence[Panel | Lines]) -> None:
+    """Draw the panels of a row from the left, and leave its remaining axes empty."""
+    groups: dict[str, list[Panel]] = {}
+    for panel in panels:
+        if isinstance(panel, Panel):
+            groups.setdefault(panel.group, []).append(panel)
+    scales = {group: limits(members) for group, members in groups.items()}
+    for axis, panel in zip(axes, panels, strict=False):
+        if isinstance(panel, Lines):
+            _draw_lines(axis, panel)
+        else:
+            image = _draw_field(axis, panel, scales[panel.group])
+            figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    # To the left of the first panel's own label.
+    axes[0].annotate(label, (0, 0.5), (-42, 0), "axes fraction", "offset points", rotation=90, ha="right", va="center")
+
+
+def _curve_values(rows: Sequence[tuple[str, Sequence[Panel | Lines]]]) -> dict[str, Any]:
+    """Collect the values of all curves: row label -> title -> fields of ``Lines``."""
+    values: dict[str, Any] = {}
+    for label, panels in rows:
+        lines = {panel.title: panel._asdict() for panel in panels if isinstance(panel, Lines)}
+        if lines:
+            values[label] = lines
+    return values
 
 
 def _draw_field(axis: Any, panel: Panel, scale: tuple[float, float]) -> Any:

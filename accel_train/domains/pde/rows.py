@@ -8,54 +8,21 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.domains.pde.files import FieldFacts, Fields, StoredFields, cached_facts, file_sizes, join_files
+from accel_train.domains.pde.fields import Scale
+from accel_train.domains.pde.files import Array, FieldFacts, Fields, StoredFields, cached_facts, file_sizes, join_files
 
 ASSETS_FORMAT = 1
 WIDE = 20.0
 """Ratio of the largest to the smallest value above which one linear scale fits badly."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Mean and standard deviation of each channel over the training split."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def normalise(self, values: Tensor, trailing: int = 2) -> Tensor:
-        """Scale physical values (..., C, H, W) to mean 0 and deviation 1. `trailing` is the number of axes after C."""
-        mean, std = self._shaped(values, trailing)
-        return (values - mean) / std
-
-    def denormalise(self, values: Tensor, trailing: int = 2) -> Tensor:
-        """Undo `normalise`."""
-        mean, std = self._shaped(values, trailing)
-        return values * std + mean
-
-    def _shaped(self, values: Tensor, trailing: int) -> tuple[Tensor, Tensor]:
-        shape = (-1, *[1] * trailing)
-        mean = _constant(self.mean, values.device, values.dtype)
-        std = _constant(self.std, values.device, values.dtype)
-        return mean.view(shape), std.view(shape)
-
-
-@lru_cache(maxsize=256)
-def _constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Cache constants on the device: a copy in every step would wait for it."""
-    # The first call may come from evaluation, and training cannot use inference tensors.
-    with torch.inference_mode(False):
-        return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -165,6 +132,7 @@ class Trajectory(NamedTuple):
     parameters: Tensor  # (P,)
 
 
+# Without the generated equality, which would ask tensors for a truth value.
 @dataclass(frozen=True, eq=False)
 class FieldRows:
     """Map-style dataset: all pairs of snapshots `time_stride` apart, or one row per sample without time.
@@ -199,7 +167,7 @@ class FieldRows:
     def batch(self, indices: list[int]) -> dict[str, Tensor]:
         """Stack rows, with leading dimension B."""
         samples: list[int] = []
-        snapshots: list[NDArray[np.float32]] = []
+        snapshots: list[Array] = []
         for index in indices:
             # Row i is of sample i % N. Neighbouring rows have different times.
             number, sample = divmod(index, len(self.data))
@@ -257,6 +225,7 @@ class JoinedRows:
         return self.parts[parts[0]].batch(list(rows))
 
     def _place(self, index: int) -> tuple[int, int]:
+        # The index counts on through all tasks, in the order of `TaskSampler`.
         ends = list(itertools.accumulate(self.sizes))
         if not 0 <= index < ends[-1]:
             raise IndexError(index)
@@ -264,6 +233,7 @@ class JoinedRows:
         return part, index - ends[part] + self.sizes[part]
 
 
+# Hashable by identity: `baseline_metrics` caches its result by this object.
 @dataclass(frozen=True, eq=False)
 class FieldData:
     """Training and held-out rows of a run."""
@@ -304,16 +274,11 @@ def build_field_data(
     facts = {name: cached_facts(both, cache, rank, barrier) for name, both in data.items()}
     tasks = [_describe(stored[name], data[name]["train"], facts[name]["train"], time_stride) for name in stored]
     assets = FieldAssets(tuple(tasks))
-    described = asdict(assets)
-    for task in described["tasks"]:
-        # Data without logarithmic parameters keep the fingerprint from before the field existed.
-        if not task["logarithmic"]:
-            del task["logarithmic"]
-    digest = hashlib.sha256(json.dumps([facts, described, time_stride]).encode())
+    digest = hashlib.sha256(json.dumps([facts, _fingerprinted(assets), time_stride]).encode())
     rows: dict[str, dict[str, FieldRows]] = {"train": {}, "heldout": {}}
     for task in assets.tasks:
         for split, fields in data[task.name].items():
-            values = np.concatenate([files.parameters for files in stored[task.name][split]])
+            values = _parameters(stored[task.name][split])
             digest.update(values.tobytes())
             parameters = assets.normalise_parameters(task.name, torch.from_numpy(values))
             rows[split][task.name] = FieldRows(task, fields, parameters, time_stride)
@@ -323,6 +288,21 @@ def build_field_data(
     for name in stored:
         notices += _scale_notices(data[name]["train"], assets.task(name))
     return FieldData(JoinedRows(tuple(train.values())), train, heldout, assets, digest.hexdigest(), tuple(notices))
+
+
+def _parameters(files: Sequence[StoredFields]) -> Array:
+    """Concatenate the parameters of several files: (N, P)."""
+    return np.concatenate([stored.parameters for stored in files])
+
+
+def _fingerprinted(assets: FieldAssets) -> dict[str, Any]:
+    """Return the assets as they enter the fingerprint."""
+    described = asdict(assets)
+    for task in described["tasks"]:
+        # Data without logarithmic parameters keep the fingerprint from before the field existed.
+        if not task["logarithmic"]:
+            del task["logarithmic"]
+    return described
 
 
 def _describe_sizes(train: FieldRows, heldout: FieldRows) -> str:
@@ -351,13 +331,7 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
     _, channels, height, width = train.shape
     stored = splits["train"][0]
     header = stored.header
-    other = splits["heldout"][0]
-    other_shape = Fields((other.part,)).shape
-    if (other.header, other_shape[1:]) != (header, train.shape[1:]):
-        raise UsageError(
-            f"--data.path: {other.part.file} holds {other_shape} of {other.header}, but "
-            f"{stored.part.file} {train.shape} of {header}. Both splits must be of one kind: correct the folder."
-        )
+    _refuse_other_kind(stored, train, splits["heldout"][0])
     if 0.0 in facts.std:
         raise UsageError(
             f"--data.path: channel {facts.std.index(0.0)} of {stored.part.file} is the same number everywhere, so "
@@ -366,7 +340,7 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
     has_time = header.dt > 0
     input_channels = target_channels = channels
     input = target = Scale(facts.mean, facts.std)
-    if not has_time:
+    if not has_time:  # the channels hold the input and then the target, each with a scale of its own
         input_channels = header.input_channels
         target_channels = channels - input_channels
         input = Scale(facts.mean[:input_channels], facts.std[:input_channels])
@@ -389,9 +363,20 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
     )
 
 
+def _refuse_other_kind(stored: StoredFields, train: Fields, heldout: StoredFields) -> None:
+    """Refuse held-out fields of another kind than the training fields. The number of snapshots may differ."""
+    shape = Fields((heldout.part,)).shape
+    if (heldout.header, shape[1:]) != (stored.header, train.shape[1:]):
+        raise UsageError(
+            f"--data.path: {heldout.part.file} holds {shape} of {heldout.header}, but "
+            f"{stored.part.file} {train.shape} of {stored.header}. Both splits must be of one kind: correct the folder."
+        )
+
+
 def _parameter_scale(train: Sequence[StoredFields]) -> tuple[Scale, tuple[bool, ...]]:
     """Compute the scale of the parameters, and a flag for each logarithmic one (none: empty)."""
-    values = np.concatenate([files.parameters for files in train]).astype(np.float64)
+    values = _parameters(train).astype(np.float64)
+    # One scale per parameter: on a linear one the small values of a wide range would be hard to tell apart.
     wide = (values.min(0) > 0) & (values.max(0) > WIDE * values.min(0))
     values = np.where(wide, np.log(np.where(wide, values, 1.0)), values)
     deviation = values.std(0)

@@ -184,7 +184,7 @@ def evaluate_rollouts(
     def sums_of(batch: Rollouts) -> dict[str, Tensor]:
         step = step_of(batch.parameters)
         predicted = batch.plain(step)
-        if not panels:
+        if not panels:  # of the first batch
             panels.extend(batch.panels(predicted))
         sums = {"rollout": batch.sums(predicted)}
         if task.conserved:
@@ -193,12 +193,17 @@ def evaluate_rollouts(
 
     place = accelerator.process_index, accelerator.num_processes, accelerator.device
     sums = weighted_sums(accelerator, rollout_batches(task, rows, options, place), sums_of)
+    panels.append(_error_lines(task, sums))
+    return rollout_metrics(task, sums["rollout"], sums.get("conditioned")), panels
+
+
+def _error_lines(task: FieldTask, sums: Mapping[str, Tensor]) -> Lines:
+    """Show the error at each time, with a curve for each kind of rollout in ``sums``."""
     lines: dict[str, list[float]] = {}
     for name, (weight, error, _) in sums.items():
         lines[name] = (error / weight).tolist()
     times = [task.dt * (1 + number) for number in range(sums["rollout"].shape[1])]
-    panels.append(Lines("rollout: error against time", "time", "nRMSE", times, lines))
-    return rollout_metrics(task, sums["rollout"], sums.get("conditioned")), panels
+    return Lines("rollout: error against time", "time", "nRMSE", times, lines)
 
 
 def rollout_metrics(task: FieldTask, plain: Tensor, conditioned: Tensor | None) -> dict[str, float]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 Float = NDArray[np.float64]
+Spectrum = NDArray[np.complex128]
 
 
-def solve_burgers(
-    spectrum: NDArray[np.complex128], viscosity: Float, dt: float, snapshots: int, courant: float = 0.5
-) -> Float:
+def solve_burgers(spectrum: Spectrum, viscosity: Float, dt: float, snapshots: int, courant: float = 0.5) -> Float:
     """Solve u_t + (u^2 / 2)_x = nu u_xx from spectra (B, X / 2 + 1) of numpy's rfft and viscosities (B,).
 
     Returns (B, snapshots, X), `dt` apart, starting with the initial fields. Space is a Fourier series with the upper
@@ -32,18 +31,40 @@ def solve_burgers(
     half = np.exp(-viscosity[:, None] * (2 * np.pi * number) ** 2 * (dt / steps / 2))
     slope = -1j * np.pi * number * resolved * (dt / steps)
 
-    def change(spectrum: NDArray[np.complex128]) -> NDArray[np.complex128]:
-        return slope * np.fft.rfft(np.fft.irfft(spectrum, points) ** 2)
-
     for _ in range(snapshots - 1):
         for _ in range(steps):
-            first = change(state)
-            second = change(half * (state + first / 2))
-            third = change(half * state + second / 2)
-            fourth = change(half * (half * state + third))
-            state = half * (half * (state + first / 6) + (second + third) / 3) + fourth / 6
+            state = _runge_kutta_step(state, half, slope)
         fields.append(np.fft.irfft(state, points))
     return np.stack(fields, axis=1)
+
+
+def _runge_kutta_step(state: Spectrum, half: Float, slope: Spectrum) -> Spectrum:
+    """Advance spectra (B, X / 2 + 1) by a step. `half` is the decay over half of it, `slope` is -i pi k times it."""
+    points = 2 * (state.shape[1] - 1)
+
+    def change(spectrum: Spectrum) -> Spectrum:
+        return slope * np.fft.rfft(np.fft.irfft(spectrum, points) ** 2)
+
+    first = change(state)
+    second = change(half * (state + first / 2))
+    third = change(half * state + second / 2)
+    fourth = change(half * (half * state + third))
+    return half * (half * (state + first / 6) + (second + third) / 3) + fourth / 6
+
+
+def gaussian_fields(noise: Float, points: int) -> Float:
+    """Build Gaussian random fields (B, points, points) from normal draws (B, m, m), one for each cosine mode.
+
+    Their covariance is (9 - Laplace)^-2 with Neumann boundaries, as in Li et al. 2021 (arXiv 2010.08895, A.3.2).
+    """
+    from scipy.fft import idctn
+
+    # A coarser grid takes the lower modes of the same draws.
+    modes = min(points, noise.shape[-1])
+    square = np.arange(modes) ** 2
+    spectrum = np.zeros((len(noise), points, points))
+    spectrum[:, :modes, :modes] = noise[:, :modes, :modes] / (np.pi**2 * (square[:, None] + square) + 9.0)
+    return cast(Float, idctn(spectrum, axes=(1, 2), norm="ortho"))
 
 
 def solve_darcy(coefficient: Float, source: Float) -> Float:

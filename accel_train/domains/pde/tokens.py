@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_train.config import UsageError
 from accel_train.domains.models.layers import NORM_EPS, FeedForward
 from accel_train.speed.attention_kernels import TORCH_CHOICE
 
@@ -57,6 +58,30 @@ class FieldGrid:
     def wave_features(self, octaves: int) -> int:
         """Count the features of `waves` for a point of this grid."""
         return wave_features(self.dimensions, octaves, self.periodic)
+
+
+def divide(task: str, points: tuple[int, int], side: int, max_tokens: int, periodic: bool) -> FieldGrid:
+    """Divide a task's grid into patches of `side` points along each axis, merged to at most `max_tokens` tokens."""
+    height, width = points
+    option = "patch_1d" if height == 1 else "patch_2d"
+    patch = (1 if height == 1 else side, side)
+    cells = [height // patch[0], width // patch[1]]
+    merged = [1, 1]
+    if height % patch[0] or width % patch[1]:
+        raise UsageError(
+            f"{option} {side}: the {height} x {width} points of task {task} must be a whole number of patches. Set "
+            f"{option} to a divisor of the sides."
+        )
+    while math.prod(cells) > max_tokens:
+        axis = 1 if cells[1] >= cells[0] else 0  # the longer one
+        if cells[axis] % 2:
+            raise UsageError(
+                f"max_tokens {max_tokens}: the {cells[0]} x {cells[1]} tokens of task {task} are more and cannot be "
+                f"halved. Raise max_tokens or {option}."
+            )
+        cells[axis] //= 2
+        merged[axis] *= 2
+    return FieldGrid(points, patch, (merged[0], merged[1]), periodic)
 
 
 def coordinates(sides: Sequence[int], device: torch.device | None = None) -> Tensor:
@@ -116,12 +141,17 @@ class GridEncoder(nn.Module):
         u = u.unflatten(3, (-1, grid.patch[1])).unflatten(2, (-1, grid.patch[0]))  # (B, C, rows, p, columns, q)
         rows, columns = u.shape[2], u.shape[4]
         tokens = self.project(u.permute(0, 2, 4, 1, 3, 5).flatten(3))  # (B, rows, columns, D)
-        cells = (rows, columns) if grid.dimensions == 2 else (columns,)
-        positions = coordinates(cells, u.device)
-        features = waves(positions, self.octaves, grid.periodic).to(u.dtype)
-        tokens = tokens + self.position(features).unflatten(0, (rows, columns))
+        tokens = tokens + self._positions(rows, columns, u)
         merged = tokens.unflatten(2, (-1, grid.merged[1])).unflatten(1, (-1, grid.merged[0]))
         return merged.mean(dim=(2, 4)).flatten(1, 2)  # (B, N, D)
+
+    def _positions(self, rows: int, columns: int, like: Tensor) -> Tensor:
+        """Embed the middles of the patches: (rows, columns, D)."""
+        # Of the patches in this batch: idle encoders run on a single token.
+        cells = (rows, columns) if self.grid.dimensions == 2 else (columns,)
+        positions = coordinates(cells, like.device)
+        features = waves(positions, self.octaves, self.grid.periodic).to(like.dtype)
+        return self.position(features).unflatten(0, (rows, columns))
 
     def _pad(self, u: Tensor) -> Tensor:
         mode = "circular" if self.grid.periodic else "constant"

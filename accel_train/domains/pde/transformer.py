@@ -26,6 +26,7 @@ from accel_train.domains.pde.tokens import (
     DecoderShape,
     FieldGrid,
     GridEncoder,
+    divide,
     wave_features,
     waves,
 )
@@ -198,40 +199,20 @@ class PdeTransformerConfig:
 
     def grid(self, task: TaskShape) -> FieldGrid:
         """Divide the task's fields into at most `max_tokens` tokens."""
-        option, side = ("patch_1d", self.model.patch_1d) if task.grid[0] == 1 else ("patch_2d", self.model.patch_2d)
-        patch = (1 if task.grid[0] == 1 else side, side)
-        cells = [task.grid[0] // patch[0], task.grid[1] // patch[1]]
-        merged = [1, 1]
-        if task.grid[0] % patch[0] or task.grid[1] % patch[1]:
-            raise UsageError(
-                f"{option} {side}: the {task.grid[0]} x {task.grid[1]} points of task {task.name} must be a whole "
-                f"number of patches. Set {option} to a divisor of the sides."
-            )
-        while math.prod(cells) > self.model.max_tokens:
-            axis = 1 if cells[1] >= cells[0] else 0  # the longer one
-            if cells[axis] % 2:
-                raise UsageError(
-                    f"max_tokens {self.model.max_tokens}: the {cells[0]} x {cells[1]} tokens of task {task.name} are "
-                    f"more and cannot be halved. Raise max_tokens or {option}."
-                )
-            cells[axis] //= 2
-            merged[axis] *= 2
-        return FieldGrid(task.grid, patch, (merged[0], merged[1]), task.periodic)
+        side = self.model.patch_1d if task.grid[0] == 1 else self.model.patch_2d
+        return divide(task.name, task.grid, side, self.model.max_tokens, task.periodic)
 
     def attention_needs(self, device: torch.device, precision: Precision, batch: int) -> AttentionNeeds:
         """Describe the operator's attention for the largest task, to choose a kernel."""
         model = self.model
         tokens = max(math.prod(self.grid(task).cells) for task in self.tasks)
+        head = model.head_width
+        heads = model.group // head
+        groups = model.width // model.group  # attend as if they were samples
+        dtype = dtype_of(precision)
+        deterministic = torch.are_deterministic_algorithms_enabled()
         return AttentionNeeds(
-            device,
-            dtype_of(precision),
-            model.head_width,
-            model.group // model.head_width,
-            tokens,
-            batch * (model.width // model.group),
-            False,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            cross=True,
+            device, dtype, head, heads, tokens, batch * groups, False, deterministic=deterministic, cross=True
         )
 
 
@@ -350,9 +331,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
     """Neural operator: encode, advance, decode.
 
     Every parameter takes part in every backward, whatever the task and the parts. DDP and ZeRO wait for each gradient.
-    FSDP2 would leave no gradient where they fill in zeros, and an optimizer treats the two differently. Modules unused
-    by a forward run on a few zeros, and zero times their outputs is added to the outputs. A sum over the parameters
-    would not do: sharded weights exist only inside the forward of their own module.
+    FSDP2 would leave no gradient where they fill in zeros, and an optimizer treats the two differently.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ModulatedBlock", "DecoderLayer"]  # sharded as one unit by FSDP2
@@ -375,7 +354,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         self.operator = LatentOperator(config)
         self.decoder = AnyPointDecoder(self.grids, [task.heads for task in config.tasks], model.decoder())
         self.apply(initialise)
-        nn.init.zeros_(self.operator.leave.weight)
+        nn.init.zeros_(self.operator.leave.weight)  # it starts as persistence
         # Built last, so the other weights start with the same values with and without it.
         self.residual = self._build_residual() if model.residual_depth else None
 
@@ -429,6 +408,8 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
 
     def _with_all(self, output: PdeOutput, task: int) -> PdeOutput:
         """Connect every output to every parameter, without changing a value."""
+        # Zero times the outputs of the unused modules. A sum over the parameters would not do, because sharded weights
+        # exist only inside the forward of their own module.
         tensors = [*self._unused(task, output), *(x for x in output if x is not None)]
         zero = torch.stack([x.float().sum() for x in tensors]).sum() * 0
         return PdeOutput._make(None if x is None else x + zero.to(x.dtype) for x in output)
@@ -460,35 +441,54 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
 
     def _reencode(self, target_latent: Tensor, task: int) -> Tensor:
         shape = self.config.tasks[task]
-        grid = self.grids[task]
-        points = grid.coordinates(target_latent.device)[None]
+        points = self.grids[task].coordinates(target_latent.device)[None]
         fields = self.decoder(target_latent.detach(), points, task)[:, : shape.target_channels]
         return self._target_encoder(task)(fields.unflatten(-1, shape.grid))
 
     def _unused(self, task: int, output: PdeOutput) -> Iterator[Tensor]:
         """Run the modules unused by this output on zeros and yield their outputs."""
         like = next(x for x in output if x is not None)
+        # The operator halves them once per stage on the way to its middle, where IDLE_TOKENS have to be left.
         tokens = min(IDLE_TOKENS << len(self.config.model.stages) // 2, math.prod(self.grids[task].cells))
         token = like.new_zeros(1, tokens, self.config.model.latent)
-        for other, (shape, grid) in enumerate(zip(self.config.tasks, self.grids, strict=True)):
-            point = torch.zeros(1, 1, grid.dimensions, device=like.device)
-            sides = (grid.patch[0] * grid.merged[0], grid.patch[1] * grid.merged[1])
-            numbers = torch.zeros(1, 1 + shape.parameters, device=like.device)
-            if other != task or output.latent is None:
-                yield self.encoders[other](torch.zeros(1, shape.input_channels, *sides, device=like.device))
-            if other != task:
-                yield self.decoder.read(self.decoder.embed(token, point, other), other)
-                yield self.operator.place(other)
-            if not shape.same_fields and (other != task or output.target_latent is None):
-                target = torch.zeros(1, shape.target_channels, *sides, device=like.device)
-                yield self._target_encoder(other)(target)
-            if other != task or output.predicted_latent is None:
-                conditioning = self.conditioning(numbers[:, 0], numbers[:, 1:], other)
-                yield conditioning if other != task else self.operator(token, conditioning, task, None)
-            if other == task and all(x is None for x in output[2:5]) and output.prediction is None:
-                yield self.decoder(token, point, task)
+        for other in range(len(self.grids)):
+            if other == task:
+                yield from self._unused_parts(task, token, output)
+            else:
+                yield from self._unused_task(other, token)
         if self.residual is not None:
             yield from self.residual.idle(None if output.residual is None else task, like)
+
+    def _unused_task(self, task: int, token: Tensor) -> Iterator[Tensor]:
+        """Run the modules of a task that has no sample in this batch."""
+        input, target, point, numbers = self._zeros(task, token.device)
+        yield self.encoders[task](input)
+        yield self.decoder.read(self.decoder.embed(token, point, task), task)
+        yield self.operator.place(task)
+        if not self.config.tasks[task].same_fields:
+            yield self._target_encoder(task)(target)
+        yield self.conditioning(numbers[:, 0], numbers[:, 1:], task)
+
+    def _unused_parts(self, task: int, token: Tensor, output: PdeOutput) -> Iterator[Tensor]:
+        """Run the modules of the batch's own task that its terms of the loss leave out."""
+        input, target, point, numbers = self._zeros(task, token.device)
+        if output.latent is None:
+            yield self.encoders[task](input)
+        if not self.config.tasks[task].same_fields and output.target_latent is None:
+            yield self._target_encoder(task)(target)
+        if output.predicted_latent is None:
+            yield self.operator(token, self.conditioning(numbers[:, 0], numbers[:, 1:], task), task, None)
+        if all(x is None for x in output[2:5]) and output.prediction is None:  # nothing was decoded
+            yield self.decoder(token, point, task)
+
+    def _zeros(self, task: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return an input and a target of one token, a query point, and a time step with its parameters."""
+        shape = self.config.tasks[task]
+        grid = self.grids[task]
+        sides = (grid.patch[0] * grid.merged[0], grid.patch[1] * grid.merged[1])
+        shapes = (shape.input_channels, *sides), (shape.target_channels, *sides), (1, grid.dimensions)
+        input, target, point = (torch.zeros(1, *sizes, device=device) for sizes in shapes)
+        return input, target, point, torch.zeros(1, 1 + shape.parameters, device=device)
 
     @classmethod
     def _from_pretrained(

@@ -159,19 +159,23 @@ def _fit_log_linear(train: Rows, rows: Tensor, unigram: Tensor) -> Tensor:
     second = torch.zeros_like(weights)
     batches = torch.cat([rows] * EPOCHS).split(BATCH_ROWS)
     for step, indices in enumerate(batches):
-        batch = train.batch(indices.tolist())
-        latents = _append_one(batch["latent"])
-        maskable = batch["maskable"].float()
-        # For the sum over a text's tokens, the gradient of the logits is tokens * probabilities - counts.
-        error = maskable.sum(1, keepdim=True) * F.softmax(latents @ weights, dim=-1)
-        error.scatter_add_(1, batch["tokens"], -maskable)
-        gradient = latents.T @ error / maskable.sum().clamp(min=1)
+        gradient = _log_linear_gradient(weights, train.batch(indices.tolist()))
         first.lerp_(gradient, 1 - BETAS[0])
         second.lerp_(gradient.square_(), 1 - BETAS[1])
         denominator = (second / (1 - BETAS[1] ** (step + 1))).sqrt_().add_(1e-8)
         step_size = LEARNING_RATE * (1 - step / len(batches)) / (1 - BETAS[0] ** (step + 1))
         weights.addcdiv_(first, denominator, value=-step_size)
     return weights
+
+
+def _log_linear_gradient(weights: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Compute the gradient of the mean cross-entropy of a batch's tokens: (L * Dz + 1, V)."""
+    latents = _append_one(batch["latent"])
+    maskable = batch["maskable"].float()
+    # For the sum over a text's tokens, the gradient of the logits is tokens * probabilities - counts.
+    error = maskable.sum(1, keepdim=True) * F.softmax(latents @ weights, dim=-1)
+    error.scatter_add_(1, batch["tokens"], -maskable)
+    return latents.T @ error / maskable.sum().clamp(min=1)
 
 
 def _append_one(latents: Tensor) -> Tensor:

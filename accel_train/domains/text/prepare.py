@@ -151,7 +151,7 @@ def prepare_data(
     heldout, heldout_tokens = _tokenise(heldout, tokenizer, config)
     encoder = saved.encoder if saved else _build_encoder(config, train.texts, cache, processes)
     table = _latents(config, train, encoder, cache, processes)
-    if saved:
+    if saved:  # the scale that the model has learned
         mean = saved.latent_mean
         std = saved.latent_std
     else:
@@ -163,11 +163,17 @@ def prepare_data(
         encoder.release()
     train_data = _dataset(train.texts, train_tokens, table, own)
     heldout_data = _dataset(heldout.texts, heldout_tokens, heldout_table, own)
-    if train_tokens.truncated:
-        share = train_tokens.truncated / len(train.texts)
-        notices.append(f"{share:.1%} of training texts are cut to {config.max_length} tokens")
+    notices += _truncation_notice(train_tokens, config.max_length)
     fingerprint = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
     return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices))
+
+
+def _truncation_notice(tokens: Tokens, max_length: int) -> list[str]:
+    """Return a line about cut training texts, or none if no text was cut."""
+    if not tokens.truncated:
+        return []
+    share = tokens.truncated / (len(tokens.offsets) - 1)
+    return [f"{share:.1%} of training texts are cut to {max_length} tokens"]
 
 
 def _no_barrier() -> None:
@@ -192,10 +198,7 @@ def _read_splits(config: DataConfig) -> tuple[Corpus, Corpus, list[str]]:
         total = len(corpus.texts)
         train_rows, heldout_rows = split_heldout(corpus, config.heldout_fraction)
     else:
-        if config.heldout_path.startswith(SPLIT):
-            heldout_corpus, _ = _read(config, config.path, config.heldout_path.removeprefix(SPLIT))
-        else:
-            heldout_corpus, _ = _read(config, config.heldout_path, config.split)
+        heldout_corpus = _read_heldout(config, config.heldout_path)
         total = len(corpus.texts) + len(heldout_corpus.texts)
         train_rows, heldout_rows = remove_heldout(corpus, heldout_corpus)
     train = corpus.select(train_rows)
@@ -212,6 +215,15 @@ def _read_splits(config: DataConfig) -> tuple[Corpus, Corpus, list[str]]:
     notices = [f"{len(train.texts):,} training texts, {len(heldout.texts):,} held out"]
     notices += [f"{count:,} {kind} left out" for kind, count in left_out.items() if count]
     return train, heldout, notices
+
+
+def _read_heldout(config: DataConfig, source: str) -> Corpus:
+    """Read another split of `path`, or another source."""
+    if source.startswith(SPLIT):
+        corpus, _ = _read(config, config.path, source.removeprefix(SPLIT))
+    else:
+        corpus, _ = _read(config, source, config.split)
+    return corpus
 
 
 def _read(config: DataConfig, path: str, split: str) -> tuple[Corpus, int]:

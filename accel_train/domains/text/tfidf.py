@@ -97,6 +97,7 @@ def tfidf_rows(
     counts: list[int] = []
     for text in texts:
         known = Counter(index[word] for word in words_of(text) if word in index)
+        # Ascending, so that a text's sums always add up in the same order.
         for column, count in sorted(known.items()):
             columns.append(column)
             counts.append(count)
@@ -122,15 +123,11 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
     """Fit the encoder on the training texts, in seconds for 30,000 sentences.
 
     ARPACK runs in float64 from a fixed start and finds the singular space itself, not a random approximation. The
-    sign of each component is fixed by its largest entry.
+    largest entry of each component is positive.
     """
     from scipy.sparse import csr_matrix
-    from scipy.sparse.linalg import svds
-    from threadpoolctl import threadpool_limits
 
-    frequency: Counter[str] = Counter()
-    for text in texts:
-        frequency.update(set(words_of(text)))
+    frequency = _document_frequency(texts)
     # Ties are broken by the word: a set of strings has another order in each process.
     most_frequent = sorted(frequency, key=lambda word: (-frequency[word], word))
     words = sorted(most_frequent[:MAX_WORDS])
@@ -144,15 +141,33 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
     index = {word: column for column, word in enumerate(words)}
     indptr, columns, values = tfidf_rows(texts, index, idf)
     matrix = csr_matrix((values, columns, indptr), shape=(len(texts), len(words)))
-    start = np.random.default_rng(0).standard_normal(min(len(texts), len(words)))
-    # One thread gives the same bits on every machine. It is also faster because the blocks are small.
-    with threadpool_limits(1):
-        decomposition: Any = svds(matrix, k=dim, v0=start, solver="arpack")
-    # svds does not sort the singular values in descending order.
-    _, singular, right = decomposition
-    rows: Floats = right[np.argsort(-singular)]
-    largest = np.abs(rows).argmax(axis=1)
-    rows *= np.sign(rows[np.arange(dim), largest])[:, None]
-    components = np.ascontiguousarray(rows.T, dtype=np.float32)
+    directions = _right_singular_vectors(matrix, dim)
+    components = np.ascontiguousarray(directions.T, dtype=np.float32)
     identity = fit_identity(texts, dim, normalise)
     return TfidfSvdEncoder(words, idf.astype(np.float32), components, normalise, identity)
+
+
+def _document_frequency(texts: Sequence[str]) -> Counter[str]:
+    """Count the texts that contain each word."""
+    frequency: Counter[str] = Counter()
+    for text in texts:
+        frequency.update(set(words_of(text)))
+    return frequency
+
+
+def _right_singular_vectors(matrix: Any, count: int) -> Floats:
+    """Return the right singular vectors (count, W) of a sparse matrix (N, W), by falling singular value."""
+    from scipy.sparse.linalg import svds
+    from threadpoolctl import threadpool_limits
+
+    start = np.random.default_rng(0).standard_normal(min(matrix.shape))
+    # One thread gives the same bits on every machine. It is also faster because the blocks are small.
+    with threadpool_limits(1):
+        decomposition: Any = svds(matrix, k=count, v0=start, solver="arpack")
+    # svds does not sort the singular values in descending order.
+    _, singular, right = decomposition
+    vectors: Floats = right[np.argsort(-singular)]
+    # A vector is unique up to its sign, which may differ between machines.
+    largest = np.abs(vectors).argmax(axis=1)
+    vectors *= np.sign(vectors[np.arange(count), largest])[:, None]
+    return vectors
