@@ -225,7 +225,7 @@ def read_deepspeed(section: Section, top: Section, machines: int) -> DeepSpeedSe
 
 
 def _settings_of_keys(section: Section) -> DeepSpeedSettings:
-    clipping = _number_or_none(section.values.get("gradient_clipping"))
+    clipping = _number_or_none(section, "gradient_clipping")
     if clipping is not None and clipping <= 0:
         raise section.refuse(
             "gradient_clipping",
@@ -264,7 +264,7 @@ def _settings_of_file(section: Section, file: Path, document: Document) -> DeepS
         offload_optimizer_device=_device(offload_optimizer, "device"),
         offload_param_device=offload_params,
         gradient_accumulation_steps=_accumulation(top),
-        gradient_clipping=_number_or_none(top.values.get("gradient_clipping")),
+        gradient_clipping=_number_or_none(top, "gradient_clipping"),
         zero3_init=section.boolean("zero3_init_flag", False),
         config_file=file,
         config_values=document.values,
@@ -288,8 +288,11 @@ def _accumulation(section: Section) -> int | None:
     return section.integer(key, 1, low=1)
 
 
-def _number_or_none(value: object) -> float | None:
-    """Return None for null and `auto`."""
+def _number_or_none(section: Section, key: str) -> float | None:
+    """Return None for null and `auto`. Refuses true, which Python would take for 1."""
+    value = section.values.get(key)
+    if isinstance(value, bool):
+        raise section.refuse(key, "a number", "correct it, or delete it")
     if isinstance(value, int | float):
         return float(value)
     return None

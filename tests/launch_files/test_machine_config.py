@@ -370,6 +370,7 @@ def test_deepspeed_config_file(tmp_path: Path) -> None:
             r"zero_optimization.offload_param: {\.\.\.}`: must be none with stage 2.*stage 3 only",
         ),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "a mapping such as"),
+        ({"zero_optimization": {"stage": 2}, "gradient_clipping": True}, "gradient_clipping: true`: must be a number"),
     ]:
         file.write_text(json.dumps(bad))
         with pytest.raises(UsageError, match=message):
