@@ -61,9 +61,10 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     if arguments and not arguments[0].startswith("-"):
         source = arguments.pop(0)
     prints_config = "--print_config" in arguments
-    is_smoke = "--smoke" in arguments and hasattr(cls, "smoke_values")
-    switches = {"--print_config"} | ({"--smoke"} if is_smoke else set())
-    arguments = [word for word in arguments if word not in switches]
+    arguments = [word for word in arguments if word != "--print_config"]
+    is_smoke = hasattr(cls, "smoke_values") and "--smoke" in arguments
+    if is_smoke:
+        arguments = [word for word in arguments if word != "--smoke"]
     names = preset_names(cls, presets)
     path = find_source(source, presets, names, option_names(cls), arguments)
     tree, places = _read_source(path, source)

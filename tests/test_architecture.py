@@ -35,7 +35,6 @@ ROWS = (
     {"opened"},
     {"experiment", "preparation", "startup"},
     {"loop"},
-    {"bundled"},
     TOOLS,
     {"cli", "recipes"},
 )
@@ -56,6 +55,7 @@ NEIGHBOURS_ALLOWED = {
     ("runtime", "speed.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
     ("speed", "training.optimizer_choice"): "the optimizer's state is part of what must fit into memory",
     ("checkpoints", "hub"): "a saver hands what it committed to the Hub, and a start may fetch a checkpoint from there",
+    ("compare", "commands.bundled"): "a recipe is found by its path or name in one place",
     ("rng", "config"): "UsageError alone: the one type for what a person can put right",
 }
 """Imports along a row, each with its reason; a dotted target allows that module only."""

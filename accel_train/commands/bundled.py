@@ -11,7 +11,7 @@ from types import ModuleType
 from accel_train.config import UsageError, expand_path
 from accel_train.wording import did_you_mean, nearest
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 
 
 def folder(name: str) -> Path:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
-from accel_train.bundled import find_recipe, import_recipe
+from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.commands.launch import Launch, read_machine
 from accel_train.config import UsageError
 from accel_train.config_loading import config_of
@@ -24,14 +26,15 @@ def check(request: Launch) -> str:
     path, machine, assumption = read_machine(request)
     path_of_recipe = find_recipe(request.recipe)
     recipe = import_recipe(path_of_recipe)
-    loaded = config_of(recipe.main, request.arguments)
+    processes = machine.num_processes or 1
+    with _world_size(processes):
+        loaded = config_of(recipe.main, request.arguments)
     if loaded is None:
         raise UsageError(
             f"recipe {request.recipe!r}: its main ended without a config; a recipe first reads it with "
             "accel_train.config_loading.load_config"
         )
     config: Any = loaded.config
-    processes = machine.num_processes or 1
     accumulation = accumulation_steps(config.global_batch_size, processes, config.micro_batch_size)
     _refuse_contradictions(machine, config, accumulation, str(machine.path))
     notes = notices(machine, os.environ) + _multi_cpu_note(machine)
@@ -53,6 +56,19 @@ def check(request: Launch) -> str:
     lines.append(f"  and {len(loaded.origins) - len(chosen)} options at their defaults: {command}")
     lines.append("nothing was run; everything that can be read is consistent")
     return "\n".join(lines)
+
+
+@contextmanager
+def _world_size(processes: int) -> Generator[None]:
+    """Set the variable that a launcher would set, which ``--smoke`` reads."""
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(processes)
+    try:
+        yield
+    finally:
+        del os.environ["WORLD_SIZE"]
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
 
 
 def _multi_cpu_note(machine: MachineConfig) -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accel_train.bundled import find_recipe
+from accel_train.commands.bundled import find_recipe
 from accel_train.config import UsageError, expand_path
 from accel_train.launch_files.machine_config import (
     MachineConfig,

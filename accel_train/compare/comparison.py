@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from accel_train.bundled import find_recipe
+from accel_train.commands.bundled import find_recipe
 from accel_train.compare import report
 from accel_train.compare.figures import Observations, effects, observations, window_of
 from accel_train.compare.runs import (

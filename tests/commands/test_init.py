@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_train import bundled, cli
+from accel_train import cli
+from accel_train.commands import bundled
 from accel_train.commands.check import check
 from accel_train.commands.launch import Launch
 from accel_train.config import UsageError
@@ -94,6 +95,11 @@ def test_smoke_is_a_short_run_in_a_directory_of_its_own() -> None:
     assert (config.schedule.kind, config.schedule.warmup_steps) == ("constant", 0)
     assert (config.optimizer.lr, loaded.origins["optimizer.lr"]) == (0.5, "command line")
     assert loaded.origins["global_batch_size"] == "--smoke"
+
+
+def test_smoke_gives_every_process_samples_and_check_says_so() -> None:
+    said = check(Launch(str(ROOT / "accelerate_configs" / "ddp.yaml"), "mmdit", ("--smoke",), num_processes=3))
+    assert "global batch 12 = 3 process(es) x 1 micro-batch(es) of 4" in said
 
 
 def test_smoke_overwrites_no_directory_that_was_named() -> None:
