@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from accel_train.checkpoints.restore import load_initial_weights, restore
+from accel_train.frozen_weights import resolve_base
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import RunInfo
 from accel_train.opened import Opened, Prepared
 from accel_train.runtime.distributed_options import apply_fsdp2_prefetch
-from accel_train.runtime.strategy import strategy_of, verify_prepared
+from accel_train.runtime.strategy import embeddings_optional, strategy_of, verify_prepared
 from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.speed.attention_table import AttentionNeeds
+from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.training.accumulation import resolve_sync
 from accel_train.training.ema import Ema
 from accel_train.training.optimizers import build_optimizer
@@ -28,6 +30,7 @@ from accel_train.training.step_guard import resolve_step_guard
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
@@ -39,7 +42,7 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
     config = opened.config
     accelerator = opened.accelerator
     fitting.refuse_what_cannot_fit(
-        fitting.parameters_of(lambda: model(*shape, **named)),
+        fitting.size_of(lambda: model(*shape, **named)),
         config.optimizer.name,
         training=not config.evaluate_only,
         has_average=config.ema.decay > 0,
@@ -53,9 +56,52 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
     return model(*shape, **named)
 
 
+def _trained_in_fp32(model: nn.Module) -> list[str]:
+    """Cast trained parameters to fp32, in which the optimizer steps. Return a notice if any was narrower."""
+    narrow = [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    for parameter in narrow:
+        parameter.data = parameter.data.float()
+    if not narrow:
+        return []
+    values = sum(parameter.numel() for parameter in narrow)
+    return [f"{values:,} trained values cast to fp32: the optimizer steps on fp32 weights"]
+
+
+def _freeze_statistics(model: nn.Module) -> list[str]:
+    """Put batch norms with frozen parameters into eval mode: their running statistics belong to the base.
+
+    Warn once about the others, and about dropout.
+    """
+    frozen = 0
+    for module in model.modules():
+        if isinstance(module, BATCH_NORMS) and _is_frozen(module):
+            module.eval()
+            frozen += 1
+    _warn_about_batch_norm(model)
+    _warn_about_dropout(model)
+    return [f"{frozen} frozen batch norm(s) keep their running statistics"] if frozen else []
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    parameters = list(module.parameters(recurse=False))
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def _warn_about_batch_norm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, BATCH_NORMS) and module.training:
+            logger.warning(
+                "%s is %s: in training it normalises by the samples of each micro-batch, so losses depend on "
+                "micro_batch_size and the number of processes; freeze its parameters, or use a norm over each sample",
+                name,
+                module,
+            )
+            return
+
+
 def _warn_about_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, DROPOUTS) and module.p > 0:
+        if isinstance(module, DROPOUTS) and module.p > 0 and module.training:
             logger.warning(
                 "%s is %s: it draws from the generator of each process, so losses depend on the number of processes; "
                 "set p to 0, or draw a mask with accel_train.rng",
@@ -70,27 +116,34 @@ def prepare(
     model: nn.Module,
     needs: AttentionNeeds | None = None,
     freezable: Mapping[str, Sequence[str]] = NOTHING,
+    base: PretrainedBase | None = None,
 ) -> Prepared:
     """Load initial weights, apply speed options, build the optimizer, prepare with Accelerate, restore the checkpoint.
 
-    All processes call it with the same weights in ``model``; collective. ``needs`` describes the model's attention;
-    None leaves the choice of a kernel to the model. ``freezable`` maps parts to prefixes of their modules. The schedule
-    and the loader are never prepared, because both are functions of the step.
+    All processes call it with the same weights in ``model``; collective. Parameters without ``requires_grad`` stay as
+    they are, and only ``base``, the files that ``model`` was built from, makes checkpoints without them possible.
+    ``needs`` describes the model's attention; None leaves the choice of a kernel to the model. ``freezable`` maps parts
+    that are frozen for some steps only to prefixes of their modules. The schedule and the loader are never prepared,
+    because both are functions of the step.
 
-    Raises ``UsageError`` for options that cannot be obeyed, and for a model that was not wrapped as the strategy
-    requires.
+    Raises ``UsageError`` for options that cannot be obeyed, for a base that has changed since the checkpoint, and for
+    a model that was not wrapped as the strategy requires.
     """
     config = opened.config
     accelerator = opened.accelerator
+    reference, base_notices = resolve_base(
+        accelerator, opened.run, model, base, option=config.checkpoints.base, precision=config.precision
+    )
     # The sharded module no longer takes a file with whole tensors, and float8 must find the weights in place.
-    load_initial_weights(model, opened.run)
+    load_initial_weights(model, opened.run, reference)
+    notices = [*base_notices, *_trained_in_fp32(model), *_freeze_statistics(model)]
     applied = _apply_speed_options(opened, model, needs)
     # Accelerate points the optimizer's groups to the sharded parameters, so it must hold the whole ones before.
     optimizer, optimizer_reason = _build_optimizer(opened, model, freezable)
-    _warn_about_dropout(model)
     # Copied before `accelerator.prepare`, because DeepSpeed rounds the weights there.
     masters = exact_masters(model, config.precision)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    with embeddings_optional(model):
+        model, optimizer = accelerator.prepare(model, optimizer)
     weights = Shards(model, optimizer, masters)
     # The EMA of a fresh start begins at these weights. A restore then overwrites both.
     ema = Ema(config.ema, weights)
@@ -99,7 +152,7 @@ def prepare(
     prefetch = apply_fsdp2_prefetch(config.distributed, model)
     guard, guard_reason = resolve_step_guard(accelerator, optimizer)
     _, sync_reason = resolve_sync(config.sync, accelerator)
-    info(logger, wrapped, *prefetch, *applied.notices, optimizer_reason, sync_reason, guard_reason)
+    info(logger, wrapped, *notices, *prefetch, *applied.notices, optimizer_reason, sync_reason, guard_reason)
     run_info = _run_info(opened, applied, optimizer)
     return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard)
 

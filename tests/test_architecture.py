@@ -33,6 +33,7 @@ ROWS = (
     {"domains.text", "domains.pde"},
     {"experiment_options"},
     {"opened"},
+    {"frozen_weights"},
     {"experiment", "preparation", "startup"},
     {"loop"},
     TOOLS,
@@ -62,7 +63,7 @@ NEIGHBOURS_ALLOWED = {
 
 ACCELERATE_PACKAGES = {
     *("launch_files", "runtime", "training", "checkpoints", "metrics"),
-    *("opened", "startup", "experiment", "preparation", "loop", "recipes"),
+    *("opened", "frozen_weights", "startup", "experiment", "preparation", "loop", "recipes"),
     "commands",  # starts its launcher
     "domains.pde",  # sums figures over the processes
 }

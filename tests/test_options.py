@@ -85,6 +85,7 @@ checkpoints.save_every_minutes
 checkpoints.save_every_epochs
 checkpoints.save_state
 checkpoints.save_precision
+checkpoints.base
 checkpoints.asynchronous
 checkpoints.keep_last
 checkpoints.keep_best

@@ -9,39 +9,80 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_train import __version__
-from accel_train.checkpoints import snapshot
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
-from accel_train.checkpoints.snapshot import Collection
-from accel_train.store import atomic_files
+from accel_train.config import UsageError
+from accel_train.precision import Precision
+from accel_train.store import atomic_files, planning, weights
+from accel_train.store.planning import Collection
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
+from accel_train.wording import shortened
+
+
+def saved_names(shards: Shards, run: Run) -> list[str]:
+    """List the tensors in ``model.safetensors``: trained parameters and buffers, and frozen ones without a base.
+
+    Raises ``UsageError`` for a module with other state (``get_extra_state``), which would be lost.
+    """
+    for path, module in shards.module.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise UsageError(
+                f"the model: {path or type(module).__name__} has state of its own (get_extra_state), and a checkpoint "
+                "holds tensors only; keep that state in buffers"
+            )
+    names = [*shards.parameters, *shards.buffers]
+    # With a base by reference, the frozen parameters are in the files that it names.
+    if run.base is None:
+        names += shards.frozen
+    return names
 
 
 def collections(
-    shards: Shards, ema: Ema, config: CheckpointConfig, state: Mapping[str, Sequence[str]]
+    shards: Shards, ema: Ema, config: CheckpointConfig, state: Mapping[str, Sequence[str]], saved: Sequence[str]
 ) -> list[Collection]:
     """List the collections to save: weights, EMA, optimizer state and exact copies of rounded tensors.
 
-    ``state`` maps each key of the optimizer state to its parameters.
+    ``state`` maps each key of the optimizer state to its parameters. ``saved`` are the names of ``saved_names``.
     """
     precision = config.save_precision
+    trained = list(shards.parameters)
     has_ema = ema.config.decay > 0
-    # The masters, because under ZeRO in low precision the model's own parameters are rounded.
-    found = [Collection("model", shards.master, precision)]
+    found = [_weights(shards, precision, saved)]
     if has_ema:
-        found.append(Collection("ema", ema.shards.__getitem__, precision))
+        found.append(Collection("ema", ema.shards.__getitem__, precision, names=trained))
     for key, names in state.items():
         found.append(_optimizer_state(shards, key, names))
     # Training resumes from the exact fp32 weights, never from the rounded ones.
     if precision != "fp32" and config.save_state:
-        found.append(Collection("optimizer/master", shards.master, spread=True))
+        found.append(Collection("optimizer/master", shards.master, spread=True, names=trained))
         if has_ema:
-            found.append(Collection("optimizer/master_ema", ema.shards.__getitem__, spread=True))
+            found.append(Collection("optimizer/master_ema", ema.shards.__getitem__, spread=True, names=trained))
     return found
+
+
+def _weights(shards: Shards, precision: Precision, saved: Sequence[str]) -> Collection:
+    """Return the collection of the weights. Buffers and frozen parameters have no exact copy, so they keep their dtype.
+
+    Raises ``UsageError`` for a dtype that no checkpoint holds.
+    """
+    own_dtypes = {name: shards.fixed(name).dtype for name in saved if name not in shards.parameters}
+    unknown = [name for name, dtype in own_dtypes.items() if dtype not in weights.DTYPE_NAMES]
+    if unknown:
+        raise UsageError(
+            f"the model: {shortened(unknown, 3)} has the dtype {own_dtypes[unknown[0]]}, which a checkpoint cannot "
+            "hold; make a buffer non-persistent if it can be computed, and load frozen weights from a base "
+            "(checkpoints.base: reference)"
+        )
+
+    def read(name: str) -> Tensor:
+        # The masters, because under ZeRO in low precision the model's own parameters are rounded.
+        return shards.fixed(name) if name in own_dtypes else shards.master(name)
+
+    return Collection("model", read, precision, own_dtypes=own_dtypes, names=saved)
 
 
 def _optimizer_state(shards: Shards, key: str, names: Sequence[str]) -> Collection:
@@ -52,7 +93,7 @@ def _optimizer_state(shards: Shards, key: str, names: Sequence[str]) -> Collecti
     return Collection(f"optimizer/{key}", read, spread=True, names=names)
 
 
-def indices(planned: snapshot.Plan) -> dict[str, Any]:
+def indices(planned: planning.Plan) -> dict[str, Any]:
     """Build the indexes of weights and EMA in the Hub's format, by file name. A single file needs none."""
     found: dict[str, Any] = {}
     for stem in ("model", "ema"):
@@ -64,7 +105,7 @@ def indices(planned: snapshot.Plan) -> dict[str, Any]:
     return found
 
 
-def state_index(planned: snapshot.Plan, step: int) -> dict[str, Any]:
+def state_index(planned: planning.Plan, step: int) -> dict[str, Any]:
     """Build the index of the optimizer state: tensor names to files, for each key of the state."""
     state: dict[str, dict[str, str]] = {}
     for slot in planned.tensors:
@@ -75,12 +116,17 @@ def state_index(planned: snapshot.Plan, step: int) -> dict[str, Any]:
     return {"step": step, "state": state}
 
 
-def texts(planned: snapshot.Plan, step: int, random_states: Sequence[Any] | None) -> dict[str, str]:
+def texts(
+    planned: planning.Plan, step: int, random_states: Sequence[Any] | None, loss_scale: Mapping[str, Any] | None
+) -> dict[str, str]:
     """Build the small JSON files by name. ``random_states`` of all ranks are None for a save without state."""
     found = indices(planned)
     if random_states is not None:
         found["optimizer/index.json"] = state_index(planned, step)
-        found["trainer_state.json"] = {"step": step, "random_state": random_states}
+        trainer_state: dict[str, Any] = {"step": step, "random_state": random_states}
+        if loss_scale is not None:
+            trainer_state["loss_scale"] = loss_scale
+        found["trainer_state.json"] = trainer_state
     return {name: atomic_files.to_json(value) for name, value in found.items()}
 
 
@@ -89,7 +135,8 @@ def manifest(
 ) -> dict[str, Any]:
     """Build the manifest of a save. Its files, seconds and hash are added at the commit."""
     experiment = dict(run.saved["experiment"])
-    return {
+    base = {} if run.base is None else {"base": run.base}
+    return base | {
         "accel_train": __version__,
         # run_id, experiment and resolved are enough to rebuild a damaged run.json (`run_file.recall`).
         "run_id": run.run_id,

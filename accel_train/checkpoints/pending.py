@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_train.store.manifest import checkpoint_name
+
+if TYPE_CHECKING:
+    from accel_train.checkpoints import snapshot
+    from accel_train.store import planning
 
 REDUCTIONS: Mapping[str, Callable[..., int]] = {
     "stop": max,  # 1 on a process with a request to stop
@@ -69,3 +73,12 @@ class PendingSave:
             "queue": str(queue),
             "needed_bytes": self.needed_bytes,
         }
+
+
+class Buffers(NamedTuple):
+    """Plan and memory of the snapshots, reused while the optimizer has state under the same ``keys``."""
+
+    keys: dict[str, list[str]]
+    plan: planning.Plan
+    collections: Sequence[planning.Collection]
+    snapshot: snapshot.Snapshot

@@ -16,6 +16,7 @@ from accel_train.wording import did_you_mean, nearest
 
 logger = logging.getLogger(__name__)
 
+BasePolicy = Literal["auto", "embed", "reference"]
 DEFAULT_MINUTES = 10.0
 """Default limit on the work lost in a crash."""
 
@@ -35,6 +36,9 @@ class CheckpointConfig:
     """Save optimizer state. false: weights and EMA only, from which a run cannot resume."""
     save_precision: Precision = "fp32"
     """Dtype of model.safetensors and ema.safetensors. Exact fp32 copies are kept with the optimizer state."""
+    base: BasePolicy = "auto"
+    """Frozen parameters: embed saves them in every checkpoint. reference names the files that they were loaded from,
+    with their hashes, and verifies these at every start. auto: reference if the model has such files, else embed."""
     asynchronous: bool = True
     """Write in the background. false: the loop waits until the checkpoint is committed."""
     keep_last: NonNegativeInt = 3
@@ -114,16 +118,6 @@ def warn_about_grace(checkpoint: Checkpoint | None, config: CheckpointConfig, ma
             "run before it has saved; raise the scheduler's grace period and this option, or save more often",
             seconds,
             config.grace_seconds,
-        )
-
-
-def refuse_uncovered(names: Sequence[str]) -> None:
-    """Raise ``UsageError`` for a model with state outside its checkpoints. It would be lost silently."""
-    if names:
-        raise UsageError(
-            f"the model has {len(names)} tensor(s) that are not trained ({', '.join(names[:3])}), and a checkpoint "
-            "holds trainable parameters only; make buffers non-persistent if they can be computed, keep frozen weights "
-            "outside the trained module, or use norms without running statistics"
         )
 
 

@@ -17,22 +17,44 @@ from torch import Tensor, nn
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError
 from accel_train.runtime.strategy import layout_of
-from accel_train.store import weights
+from accel_train.store import manifest, pretrained_base, weights
 from accel_train.store.manifest import Checkpoint
 from accel_train.training.ema import Ema
-from accel_train.training.shards import Shards
+from accel_train.training.shards import Shards, persistent_buffers
+from accel_train.training.step_guard import write_loss_scale
 from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
 
 
-def load_initial_weights(model: nn.Module, run: Run) -> None:
-    """Load weights before ``prepare``, from the checkpoint to resume or else from ``init_from``. Every rank."""
+def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | None = None) -> None:
+    """Load weights before ``prepare``, from the checkpoint to resume or else from ``init_from``. Every rank.
+
+    ``base`` refers to the files that the model was built from. A checkpoint without the frozen parameters must refer to
+    the same. Raises ``UsageError`` otherwise.
+    """
     if run.checkpoint is not None:
         with run.loading(last=False):
-            weights.load_weights(run.checkpoint.path, "model", model)
+            _load_into(model, run.checkpoint.path, run.checkpoint.manifest, base, persistent_buffers(model))
     elif run.initial_weights is not None:
-        weights.load_weights(run.initial_weights, "model", model)
+        found = run.initial_weights / manifest.MANIFEST
+        described = manifest.read(run.initial_weights) if found.is_file() else {}
+        _load_into(model, run.initial_weights, described, base)
+
+
+def _load_into(
+    model: nn.Module,
+    directory: Path,
+    described: Mapping[str, Any],
+    base: Mapping[str, Any] | None,
+    buffers: Sequence[str] = (),
+) -> None:
+    elsewhere: set[str] = set()
+    if "base" in described:
+        pretrained_base.refuse_other_base(described["base"], base, directory)
+        elsewhere = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    required = {name for name, _ in model.named_parameters()} - elsewhere
+    weights.load_weights(directory, "model", model, required=required.union(buffers))
 
 
 def restore(run: Run, accelerator: Accelerator, shards: Shards, ema: Ema | None) -> int:
@@ -64,8 +86,11 @@ def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, e
     if ema is not None and ema.shards:
         _restore_ema(checkpoint, shards, ema, exact=exact, exact_ema=exact_ema)
     if has_state:
+        trainer_state = checkpoint.json("trainer_state.json")
+        if "loss_scale" in trainer_state:
+            write_loss_scale(accelerator, shards.model, trainer_state["loss_scale"])
         # Last, because building an iterator draws from these generators.
-        _restore_random_state(checkpoint.json("trainer_state.json")["random_state"], accelerator)
+        _restore_random_state(trainer_state["random_state"], accelerator)
 
 
 def _restore_masters(checkpoint: Checkpoint, shards: Shards, exact: Mapping[str, str] | None) -> None:
@@ -159,7 +184,9 @@ def _compare_layouts(checkpoint: Checkpoint, accelerator: Accelerator, experimen
 
 def _weight_map(checkpoint: Checkpoint, stem: str, shards: Shards) -> Mapping[str, str]:
     if f"{stem}.safetensors.index.json" in checkpoint.manifest["files"]:
-        return checkpoint.json(f"{stem}.safetensors.index.json")["weight_map"]
+        weight_map = checkpoint.json(f"{stem}.safetensors.index.json")["weight_map"]
+        # Buffers and frozen parameters beside them were loaded before `prepare`.
+        return {name: file for name, file in weight_map.items() if name in shards.parameters}
     return dict.fromkeys(shards.parameters, f"{stem}.safetensors")
 
 

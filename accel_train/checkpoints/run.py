@@ -39,6 +39,9 @@ class Run:
     """Longest wait for the other ranks during a save: ``collective_timeout_seconds`` of the config."""
     initial_weights: Path | None = None
     """Directory of the weights named by ``init_from``. The same on every rank."""
+    base: Mapping[str, Any] | None = None
+    """Reference to the files of the frozen parameters (``PretrainedBase.reference``), which checkpoints then leave out.
+    None: checkpoints hold every parameter."""
     unwritten_config: str | None = None
     """``config.yaml`` of a resume, to be written with ``saved`` after the first step."""
     _lock: Any = field(default=None, repr=False)

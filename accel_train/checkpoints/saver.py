@@ -9,38 +9,30 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate import Accelerator
 
 from accel_train.checkpoints import contents, policy, snapshot
 from accel_train.checkpoints.background import Writer
-from accel_train.checkpoints.pending import REDUCTIONS, PendingSave, Phase
+from accel_train.checkpoints.pending import REDUCTIONS, Buffers, PendingSave, Phase
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.hub.options import HubConfig
 from accel_train.hub.pusher import Pusher
 from accel_train.runtime.signals import Agreement, StopRequests, explain
 from accel_train.runtime.strategy import layout_of
-from accel_train.store import commit, failpoints
+from accel_train.store import commit, failpoints, planning
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.store.manifest import Checkpoint, checkpoint_name
 from accel_train.training.ema import Ema
+from accel_train.training.step_guard import read_loss_scale
 
 logger = logging.getLogger(__name__)
-
-
-class _Buffers(NamedTuple):
-    """Plan and memory of the snapshots, reused while the optimizer has state under the same ``keys``."""
-
-    keys: dict[str, list[str]]
-    plan: snapshot.Plan
-    collections: Sequence[snapshot.Collection]
-    snapshot: snapshot.Snapshot
 
 
 class Saver:
@@ -52,7 +44,7 @@ class Saver:
     """
 
     _writer: Writer | None = None
-    _snapshot: _Buffers | None = None
+    _snapshot: Buffers | None = None
     _extents: list[Any] | None = None
     _pending: PendingSave | None = None
     _number = 0
@@ -81,7 +73,6 @@ class Saver:
         self._run = run
         self._config = config
         self._shards = ema.view
-        policy.refuse_uncovered(self._shards.uncovered())
         self._ema = ema
         self._write_extras = write_extras
         self._epoch = epoch
@@ -237,6 +228,7 @@ class Saver:
         temporary, extras = self._make_directory(step, needed_bytes)
         if temporary is None:
             return None
+        self._shards.agree_on_buffers()
         buffers.snapshot.take()
         failpoints.hit("after_snapshot", self._rank)
         texts = self._texts(step, buffers.plan)  # a collective, so every rank builds them
@@ -254,25 +246,26 @@ class Saver:
         manifest = contents.manifest(self._run, self._config, step, self._epoch(step), layout, metrics)
         return PendingSave(self._number, step, temporary, manifest, began, needed_bytes, job)
 
-    def _prepare(self, step: int) -> _Buffers:
+    def _prepare(self, step: int) -> Buffers:
         """Return plan and buffers. They are built at the first save, and again once the optimizer has state."""
         keys: dict[str, list[str]] = {}
         if step > 0 and self._config.save_state:
             keys = self._shards.state_names()
         if self._writer is not None and self._snapshot is not None and self._snapshot.keys == keys:
             return self._snapshot
-        collections = contents.collections(self._shards, self._ema, self._config, keys)
+        names = contents.saved_names(self._shards, self._run)
+        collections = contents.collections(self._shards, self._ema, self._config, keys, names)
         if self._extents is None and not self._shards.replicated:
-            self._extents = self._agreement.gather({n: self._shards.extent(n) for n in self._shards.parameters})
-        elements = {n: self._shards.shape(n).numel() for n in self._shards.parameters}
-        planned = snapshot.plan(collections, elements, self._accelerator.num_processes)
+            self._extents = self._agreement.gather({name: self._shards.extent(name) for name in names})
+        elements = {name: self._shards.shape(name).numel() for name in names}
+        planned = planning.plan(collections, elements, self._accelerator.num_processes)
         # The old buffers go first: both at once would need twice the host memory.
         self._release()
         self._writer = Writer(planned.sizes[self._rank])
         taken = snapshot.Snapshot(
             planned, collections, self._writer.buffer, self._extents, self._rank, self._agreement.group
         )
-        self._snapshot = _Buffers(keys, planned, collections, taken)
+        self._snapshot = Buffers(keys, planned, collections, taken)
         return self._snapshot
 
     def _make_directory(self, step: int, needed_bytes: int) -> tuple[Path | None, list[str]]:
@@ -292,10 +285,11 @@ class Saver:
             return {"error": commit.describe_write_error(error, self._run.checkpoints, needed_bytes)}
         return {"temporary": temporary, "extras": extras}
 
-    def _texts(self, step: int, planned: snapshot.Plan) -> dict[str, str]:
+    def _texts(self, step: int, planned: planning.Plan) -> dict[str, str]:
         """Build the small JSON files. A collective."""
         random_states = self._agreement.gather(contents.random_state())
-        return contents.texts(planned, step, random_states if self._config.save_state else None)
+        loss_scale = read_loss_scale(self._accelerator, self._shards.model)
+        return contents.texts(planned, step, random_states if self._config.save_state else None, loss_scale)
 
     # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:

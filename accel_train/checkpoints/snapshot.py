@@ -1,183 +1,27 @@
-"""Assign each tensor to the rank that writes it, and copy it into that rank's memory.
+"""Copy the planned tensors into the memory of the ranks that write them.
 
-Each whole tensor has one owner, and owners are balanced by bytes. The pieces of a tensor are sent from the ranks that
-hold them into the owner's buffer, one bucket at a time. Beside its own share no rank allocates more than a bucket.
+The pieces of a tensor are sent from the ranks that hold them into the owner's buffer, one bucket at a time. Beside its
+own share no rank allocates more than a bucket.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_train.precision import Precision, dtype_of
+from accel_train.store.planning import ALIGNMENT, Collection, Piece, Plan, TensorSlot, cover
 
 logger = logging.getLogger(__name__)
 
-SHARD_BYTES = 2_000_000_000
-"""Largest file. A larger collection is split, with an index in the Hub's format."""
 BUCKET_BYTES = 64 << 20
 """Most bytes in flight between ranks."""
-ALIGNMENT = 64  # a cache line; any dtype can be viewed at such an offset
 DEVICE_MARGIN = 1.1  # room for rounding and fragmentation in the caching allocator
-
-DTYPE_NAMES: dict[Precision, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-"""Spelling in safetensors files."""
-
-
-@dataclass(frozen=True)
-class Collection:
-    """Tensors of one kind by parameter name: the weights, the EMA, or one key of the optimizer state."""
-
-    stem: str
-    read: Callable[[str], Tensor]
-    """Return this rank's live shard by parameter name. It is sharded like the parameter."""
-    precision: Precision = "fp32"
-    spread: bool = False
-    """Split by rank even if one file could hold everything. Weights are not: any library can load a single file."""
-    names: Sequence[str] | None = None
-    """Parameters with such a tensor. None: all."""
-
-
-@dataclass(frozen=True)
-class TensorSlot:
-    """Position of one whole tensor: its owner, file and offset."""
-
-    name: str
-    collection: int
-    owner: int
-    file: str
-    start: int
-    """First byte in the owner's buffer."""
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Slots of all tensors of a checkpoint. The same on every rank."""
-
-    tensors: tuple[TensorSlot, ...]
-    sizes: tuple[int, ...]
-    """Buffer size of each rank in bytes."""
-
-    def files(self, stem: str) -> dict[str, str]:
-        """Map tensor names to files, for the collection ``stem``."""
-        return {t.name: t.file for t in self.tensors if t.file.startswith((f"{stem}.", f"{stem}-"))}
-
-    def jobs(
-        self, rank: int, collections: Sequence[Collection], shape: Callable[[str], Sequence[int]]
-    ) -> list[dict[str, Any]]:
-        """List the files of ``rank`` for its writer: the offset of each in the buffer, and its tensors in order."""
-        files: dict[str, dict[str, Any]] = {}
-        for slot in self.tensors:
-            if slot.owner != rank:
-                continue
-            dtype = DTYPE_NAMES[collections[slot.collection].precision]
-            entry = {"name": slot.name, "dtype": dtype, "shape": list(shape(slot.name)), "bytes": slot.bytes}
-            file = files.setdefault(slot.file, {"name": slot.file, "start": slot.start, "tensors": []})
-            file["tensors"].append(entry)
-        return list(files.values())
-
-
-@dataclass(frozen=True)
-class _File:
-    """One planned file: its owner and the names of its tensors."""
-
-    name: str
-    collection: int
-    owner: int
-    tensors: Sequence[str]
-
-
-def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_size: int) -> Plan:
-    """Split into files of at most ``SHARD_BYTES`` and assign them greedily, largest first, to the least-loaded rank.
-
-    ``elements`` is the number of elements of each parameter. A tensor larger than the limit gets its own file.
-    """
-    load = [0] * world_size
-    files: list[_File] = []
-    # Collections in a fixed number of files first: those that are spread then even the load out.
-    for index, collection in sorted(enumerate(collections), key=lambda item: item[1].spread):
-        names = set(collection.names or elements)
-        itemsize = dtype_of(collection.precision).itemsize
-        sizes = {name: count * itemsize for name, count in elements.items() if name in names}
-        assigned = _assign_tensors(sizes, load) if collection.spread else _assign_files(sizes, load)
-        for number, (owner, tensors) in enumerate(assigned, 1):
-            suffix = f"-{number:05d}-of-{len(assigned):05d}" if len(assigned) > 1 else ""
-            files.append(_File(f"{collection.stem}{suffix}.safetensors", index, owner, tensors))
-    return _place(files, collections, elements, world_size)
-
-
-def _place(
-    files: Sequence[_File], collections: Sequence[Collection], elements: Mapping[str, int], world_size: int
-) -> Plan:
-    """Give every tensor its offset in the buffer of its owner."""
-    slots: list[TensorSlot] = []
-    filled = [0] * world_size
-    for file in files:
-        itemsize = dtype_of(collections[file.collection].precision).itemsize
-        # The tensors of a file lie without gaps, because the writer copies a file's data in one piece.
-        start = -(-filled[file.owner] // ALIGNMENT) * ALIGNMENT
-        for name in file.tensors:
-            size = elements[name] * itemsize
-            slots.append(TensorSlot(name, file.collection, file.owner, file.name, start, size))
-            start += size
-        filled[file.owner] = start
-    return Plan(tuple(slots), tuple(filled))
-
-
-def _assign_files(sizes: Mapping[str, int], load: list[int]) -> list[tuple[int, list[str]]]:
-    """Split into files in order of name, and assign each to the least-loaded rank. Adds to ``load``."""
-    assigned: list[tuple[int, list[str]]] = []
-    for names in _split_into_files(sizes):
-        owner = load.index(min(load))
-        load[owner] += sum(sizes[name] for name in names)
-        assigned.append((owner, names))
-    return assigned
-
-
-def _assign_tensors(sizes: Mapping[str, int], load: list[int]) -> list[tuple[int, list[str]]]:
-    """Assign tensors, largest first, to the least-loaded rank, then split by rank into files. Adds to ``load``."""
-    shares: list[dict[str, int]] = [{} for _ in load]
-    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        owner = load.index(min(load))
-        load[owner] += sizes[name]
-        shares[owner][name] = sizes[name]
-    assigned: list[tuple[int, list[str]]] = []
-    for owner, share in enumerate(shares):
-        if share:
-            assigned += [(owner, names) for names in _split_into_files(share)]
-    return assigned
-
-
-def _split_into_files(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Split the names, in order, into files of at most ``SHARD_BYTES``."""
-    files: list[list[str]] = [[]]
-    filled = 0
-    for name in sorted(sizes):
-        if files[-1] and filled + sizes[name] > SHARD_BYTES:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += sizes[name]
-    return files
-
-
-class Piece(NamedTuple):
-    """A range of a whole tensor and the rank that sends it, in elements."""
-
-    rank: int
-    start: int
-    """First element in the whole tensor."""
-    length: int
-    skipped: int
-    """Elements of the rank's shard before the piece."""
 
 
 class Snapshot:
@@ -222,7 +66,7 @@ class Snapshot:
         return views
 
     def _dtype_of(self, slot: TensorSlot) -> torch.dtype:
-        return dtype_of(self._collections[slot.collection].precision)
+        return self._collections[slot.collection].dtype(slot.name)
 
     @torch.no_grad()
     def take(self) -> None:
@@ -234,13 +78,24 @@ class Snapshot:
         needed = DEVICE_MARGIN * self._plan.sizes[self._rank]
         on_device = self._stream is not None and self._free_device_memory() > needed
         for bucket in _buckets(self._plan.tensors):
-            if self._pieces is not None:
-                self._exchange(bucket)
-            else:
+            if self._pieces is None:
                 self._copy_own(bucket, on_device=on_device)
+            else:
+                for part in self._by_device(bucket):
+                    self._exchange(part)
         if self._clones:
             self._copied = torch.cuda.Event()
             self._copied.record(self._stream)
+
+    def _by_device(self, bucket: Sequence[TensorSlot]) -> Sequence[Sequence[TensorSlot]]:
+        """Split a bucket by device. With offload, buffers are on the GPU and the trained weights in host memory."""
+        if not any(slot.name in self._collections[slot.collection].own_dtypes for slot in bucket):
+            return [bucket]
+        parts: dict[str, list[TensorSlot]] = {}
+        for slot in bucket:
+            parts.setdefault(self._shard(slot).device.type, []).append(slot)
+        # In one order on all ranks, whose sends and receives must match.
+        return [parts[device] for device in sorted(parts)]
 
     def _copy_own(self, bucket: Sequence[TensorSlot], *, on_device: bool) -> None:
         """Copy this rank's tensors of a bucket, where every rank holds everything."""
@@ -345,21 +200,6 @@ def _transfer(operations: list[dist.P2POp]) -> None:
         request.wait()
 
 
-def _pinned_stream(owner: object, buffer: Tensor) -> torch.cuda.Stream | None:
-    """Lock the buffer in memory for the lifetime of ``owner`` and return a stream for asynchronous copies into it.
-
-    None if it cannot be locked: copies are then synchronous.
-    """
-    runtime: Any = torch.cuda.cudart()
-    address = buffer.data_ptr()
-    code = int(runtime.cudaHostRegister(address, len(buffer), 0))
-    if code != 0:
-        logger.warning("%d bytes of host memory cannot be locked (CUDA error %d): saves wait longer", len(buffer), code)
-        return None
-    weakref.finalize(owner, runtime.cudaHostUnregister, address)
-    return torch.cuda.Stream()
-
-
 def _buckets(tensors: Sequence[TensorSlot]) -> Iterator[list[TensorSlot]]:
     """Group consecutive tensors into buckets of at most ``BUCKET_BYTES``. A larger tensor is alone."""
     bucket: list[TensorSlot] = []
@@ -374,20 +214,16 @@ def _buckets(tensors: Sequence[TensorSlot]) -> Iterator[list[TensorSlot]]:
     yield bucket
 
 
-def cover(extents: Sequence[tuple[int, int]]) -> list[Piece]:
-    """List the pieces that make up a whole tensor. Ranks with a replica of a piece send nothing.
+def _pinned_stream(owner: object, buffer: Tensor) -> torch.cuda.Stream | None:
+    """Lock the buffer in memory for the lifetime of ``owner`` and return a stream for asynchronous copies into it.
 
-    ``extents`` are each rank's first element and number of elements.
+    None if it cannot be locked: copies are then synchronous.
     """
-    pieces: list[Piece] = []
-    reached = 0
-    # By first element, and of several at the same place the longest first.
-    by_start = sorted(enumerate(extents), key=lambda item: (item[1][0], -item[1][1]))
-    for rank, (start, length) in by_start:
-        end = start + length
-        if length == 0 or end <= reached:
-            continue
-        assert start <= reached, f"elements {reached} to {start} are on no rank"
-        pieces.append(Piece(rank, reached, end - reached, reached - start))
-        reached = end
-    return pieces
+    runtime: Any = torch.cuda.cudart()
+    address = buffer.data_ptr()
+    code = int(runtime.cudaHostRegister(address, len(buffer), 0))
+    if code != 0:
+        logger.warning("%d bytes of host memory cannot be locked (CUDA error %d): saves wait longer", len(buffer), code)
+        return None
+    weakref.finalize(owner, runtime.cudaHostUnregister, address)
+    return torch.cuda.Stream()

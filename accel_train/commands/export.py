@@ -18,11 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accel_train.checkpoints import snapshot
 from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
 from accel_train.precision import Precision, dtype_of
-from accel_train.store import atomic_files, commit, weights
+from accel_train.store import atomic_files, commit, planning, weights
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
@@ -154,7 +153,7 @@ def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInf
         sizes,
         get_storage_size=lambda size: size,
         filename_pattern=stem + "{suffix}.safetensors",
-        max_shard_size=snapshot.SHARD_BYTES,
+        max_shard_size=planning.SHARD_BYTES,
     )
     with TensorReader(tensors) as reader:
         for file, names in split.filename_to_tensors.items():

@@ -27,6 +27,7 @@ def evaluating(model: nn.Module, ema: Ema) -> Generator[None]:
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
+        ema.view.agree_on_buffers()
         with ema.applied(), torch.no_grad():
             yield
     finally:

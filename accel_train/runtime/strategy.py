@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -46,6 +48,27 @@ def layout_of(accelerator: Accelerator) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
     }
+
+
+@contextmanager
+def embeddings_optional(model: torch.nn.Module) -> Generator[None]:
+    """Run ``accelerator.prepare`` in the body. Accelerate 1.15 asks a model for its embeddings to shard them apart.
+
+    Models of transformers without any, such as those of images, raise ``NotImplementedError`` instead of returning
+    None, and could not be sharded.
+    """
+    hidden: list[str] = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            getattr(model, name, lambda: None)()
+        except NotImplementedError:
+            setattr(model, name, lambda: None)
+            hidden.append(name)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            delattr(model, name)
 
 
 def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_norm: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -20,14 +21,26 @@ OPTIMIZER_BYTES: dict[OptimizerName, int] = {"adamw": 8, "muon": 4, "adamw8bit":
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def parameters_of(build: Callable[[], nn.Module]) -> int:
-    """Count the parameters of the model of ``build``, on the meta device and so without memory."""
+class Size(NamedTuple):
+    """Size of a model."""
+
+    parameters: int
+    trained: int
+    """Parameters that are trained."""
+    weight_bytes: int
+
+
+def size_of(build: Callable[[], nn.Module]) -> Size:
+    """Return the size of the model of ``build``, which is built on the meta device and so without memory."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build().parameters())
+        parameters = list(build().parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    return Size(sum(p.numel() for p in parameters), trained, weight_bytes)
 
 
 def refuse_what_cannot_fit(
-    parameters: int,
+    size: Size,
     optimizer: OptimizerName,
     *,
     training: bool,
@@ -40,28 +53,24 @@ def refuse_what_cannot_fit(
     """Raise ``UsageError`` if weights, gradients, optimizer state and EMA exceed all available memory.
 
     A lower bound: activations are not counted. Under a sharding strategy everything counts as sharded, and host
-    memory as the device's, because of offloading. Each process builds the fp32 weights whole. ``given`` are the
-    options set by the user, for the message.
+    memory as the device's, because of offloading. Each process builds the weights whole. ``given`` are the options set
+    by the user, for the message.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
     host = host_bytes()
-    model = f"{', '.join(given) or 'the model'}: {parameters:,} parameters"
-    built = local * parameters * FP32_BYTES
+    model = f"{', '.join(given) or 'the model'}: {size.parameters:,} parameters"
+    if size.trained < size.parameters:
+        model += f", {size.trained:,} of them trained,"
+    built = local * size.weight_bytes
     if built > host:
         raise UsageError(
-            f"{model} take {_gib(built)} as fp32 weights, which each of {local} process(es) on this host builds whole, "
+            f"{model} take {_gib(built)} as weights, which each of {local} process(es) on this host builds whole, "
             f"and it has {_gib(host)} of memory; make the model smaller, or start fewer processes on a host"
         )
 
-    bytes_each = FP32_BYTES
-    parts = "weights"
-    if has_average:
-        bytes_each += FP32_BYTES
-        parts += ", average"
-    if training:
-        bytes_each += FP32_BYTES + OPTIMIZER_BYTES[optimizer]
-        parts += f", gradient, state of {optimizer}"
-    required = parameters * bytes_each
+    state_bytes, state_parts = _state_of_trained(optimizer, training=training, has_average=has_average)
+    required = size.weight_bytes + size.trained * state_bytes
+    parts = ", ".join([f"weights {_gib(size.weight_bytes)}", *state_parts])
     if sharded:
         required /= world_size
         parts += f"; divided by {world_size} processes"
@@ -77,9 +86,24 @@ def refuse_what_cannot_fit(
             place = f"{device} and host memory"
     if required > available:
         raise UsageError(
-            f"{model} take {_gib(required)} ({bytes_each} bytes each: {parts}), and {place} has {_gib(available)}; "
+            f"{model} take {_gib(required)} ({parts}), and {place} has {_gib(available)}; "
             "make the model smaller, or divide it over more devices with accelerate_configs/fsdp2.yaml"
         )
+
+
+def _state_of_trained(optimizer: OptimizerName, *, training: bool, has_average: bool) -> tuple[int, list[str]]:
+    """Return the bytes that each trained parameter takes beside its weight, and what they are."""
+    bytes_each = 0
+    parts: list[str] = []
+    if has_average:
+        bytes_each += FP32_BYTES
+        parts.append("EMA")
+    if training:
+        bytes_each += FP32_BYTES + OPTIMIZER_BYTES[optimizer]
+        parts += ["gradient", f"state of {optimizer}"]
+    if parts:
+        parts[-1] += f" at {bytes_each} bytes for each trained parameter"
+    return bytes_each, parts
 
 
 def host_bytes(limits: Sequence[str] = LIMITS) -> int:

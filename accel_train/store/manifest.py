@@ -101,7 +101,7 @@ def _check_files(files: Mapping[str, Any]) -> None:
     for name, facts in files.items():
         if not _is_safe_name(name):
             raise ValueError(f"it lists {_shorten(name)}, which is no name of a file in a checkpoint")
-        if not isinstance(facts, dict) or not _is_whole(facts.get("size")) or not _is_sha256(facts.get("sha256")):
+        if not _is_file(facts):
             raise ValueError(f"files: {name} has no size and sha256, but {_shorten(facts)}")
 
 
@@ -153,6 +153,17 @@ def _is_metrics(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_number(metric) for metric in value.values())
 
 
+def _is_base(value: Any) -> bool:
+    if not isinstance(value, dict) or not _is_text(value.get("source")):
+        return False
+    files = value.get("files")
+    return isinstance(files, dict) and bool(files) and all(_is_file(facts) for facts in files.values())
+
+
+def _is_file(facts: Any) -> bool:
+    return isinstance(facts, dict) and _is_whole(facts.get("size")) and _is_sha256(facts.get("sha256"))
+
+
 def _is_sha256(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
@@ -177,6 +188,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "experiment": ("an object", _is_object),
     "resolved": ("an object", _is_object),
     "metrics": ("finite numbers by name", _is_metrics),
+    "base": ("a source, and files with their size and sha256", _is_base),
 }
 REQUIRED = ("step", "files")
 

@@ -37,6 +37,8 @@ INTEGERS = {
     "BOOL": torch.bool,
 }
 """Dtypes of buffers, to be matched exactly by the model."""
+DTYPE_NAMES = {dtype: name for name, dtype in (FLOATS | INTEGERS).items()}
+"""Spelling in safetensors files, of the dtypes that a checkpoint can hold."""
 
 # Exceptions of safetensors, json and torch for malformed files. RecursionError is a RuntimeError.
 MALFORMED = (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError)
@@ -271,18 +273,21 @@ def refuse_nonfinite(name: str, tensor: Tensor, file: Path) -> None:
         )
 
 
-def load_weights(directory: Path, stem: str, model: nn.Module, *, strict: bool = True) -> list[str]:
+def load_weights(
+    directory: Path, stem: str, model: nn.Module, *, strict: bool = True, required: Collection[str] | None = None
+) -> list[str]:
     """Load a collection into a model before it is sharded. Any process, no collective.
 
-    Raises ``UsageError`` before the model is changed if names, shapes or dtypes do not fit, or for NaN or infinity.
-    With ``strict`` False, names may be in the file or in the model alone, and they are returned. Shapes must still fit.
+    The file must hold the tensors named in ``required``, by default all parameters. Raises ``UsageError`` before the
+    model is changed if names, shapes or dtypes do not fit, or for NaN or infinity. With ``strict`` False, names may be
+    in the file or in the model alone, and they are returned. Shapes must still fit.
     """
     tensors = find_tensors(directory, stem)
-    required = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     # A state dict can hold other objects than tensors (`get_extra_state`).
-    known = {name: value for name, value in state.items() if isinstance(value, Tensor)} | required
-    missing = required.keys() - tensors.keys()
+    known = {name: value for name, value in state.items() if isinstance(value, Tensor)} | parameters
+    missing = set(parameters if required is None else required) - tensors.keys()
     unexpected = tensors.keys() - known.keys()
     one_sided = sorted(missing | unexpected)
     common = {name: info for name, info in tensors.items() if name in known}

@@ -6,7 +6,7 @@ Consumers use the view ``Shards``. Attributes of DeepSpeed and of DTensor are re
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -127,7 +127,8 @@ class DTensors:
     def shape(self, parameter: DTensor) -> torch.Size:
         return parameter.shape
 
-    def extent(self, parameter: DTensor) -> tuple[int, int]:
+    @staticmethod
+    def extent(parameter: DTensor) -> tuple[int, int]:
         """FSDP2 divides the first dimension as ``torch.chunk`` does. Replicating mesh dimensions divide nothing."""
         start = 0
         rows = parameter.shape[0] if parameter.ndim else 1
@@ -272,7 +273,8 @@ class ZeroStage3:
     def shape(self, parameter: Any) -> torch.Size:
         return torch.Size(parameter.ds_shape)
 
-    def extent(self, parameter: Any) -> tuple[int, int]:
+    @staticmethod
+    def extent(parameter: Any) -> tuple[int, int]:
         """Equal lengths, rank by rank. Padding at the end is not counted."""
         length = parameter.ds_tensor.numel()
         start = min(length * dist.get_rank(), parameter.ds_numel)
@@ -323,6 +325,30 @@ class ZeroStage3:
         """The flat fp32 tensor with this rank's shard, the shard's start and its length."""
         group, start, length = self._zero.grad_position[self._zero.get_param_id(parameter)]
         return self._zero.fp32_partitioned_groups_flat[group], start, length
+
+
+class FixedShard(NamedTuple):
+    """This rank's part of a frozen parameter or a buffer."""
+
+    shape: torch.Size
+    """Shape of the whole tensor."""
+    start: int
+    """First element of the part in the flattened whole."""
+    values: Tensor
+    """Live values in the tensor's own dtype, flat."""
+
+
+def fixed_shard(tensor: Any) -> FixedShard:
+    """Return this rank's part. FSDP2 and ZeRO-3 shard frozen parameters like trained ones; the rest is whole."""
+    from torch.distributed.tensor import DTensor
+
+    if hasattr(tensor, "ds_tensor"):
+        start, length = ZeroStage3.extent(tensor)
+        return FixedShard(torch.Size(tensor.ds_shape), start, tensor.ds_tensor.data.narrow(0, 0, length))
+    if isinstance(tensor, DTensor):
+        start, _ = DTensors.extent(tensor)
+        return FixedShard(tensor.shape, start, tensor.to_local().detach().reshape(-1))
+    return FixedShard(tensor.shape, 0, tensor.detach().reshape(-1))
 
 
 def _element_keys(holder: Tensor, state: Mapping[str, Any]) -> list[str]:

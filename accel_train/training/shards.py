@@ -7,27 +7,39 @@ once. ``sharding`` holds the layout of each strategy.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_train.training.sharding import WholeTensors, sharding_of
+from accel_train.training.sharding import FixedShard, WholeTensors, fixed_shard, sharding_of
+from accel_train.wording import shortened
+
+logger = logging.getLogger(__name__)
 
 
 class Shards:
-    """The trainable parameters of a prepared model, sharded as its strategy shards them.
+    """The parameters and buffers of a prepared model, sharded as its strategy shards them.
 
     Build it on every rank, after ``prepare``. It keeps references to the sharded parameters, which stay valid
-    while FSDP2 swaps gathered ones in and out of the modules.
+    while FSDP2 swaps gathered ones in and out of the modules. EMA and optimizer state exist for trained parameters
+    only.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, masters: Mapping[str, Tensor] | None = None) -> None:
         self.model = model
         self.module = plain_module(model)
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        """Trained parameters by name. A parameter shared by several modules has one name, its first."""
+        self.frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
+        """Parameters that are not trained, by name."""
+        self.buffers = persistent_buffers(self.module)
+        """Names of the buffers in the module's state."""
+        self._has_warned = False
         self._sharding = sharding_of(model, self.module, next(iter(self.parameters.values())), optimizer)
         for name, whole in (masters or {}).items():
             self.master(name).copy_(self.shard_of(name, whole))
@@ -37,22 +49,61 @@ class Shards:
         """True where every rank holds whole tensors: ``full`` and ``shard_of`` cost nothing."""
         return isinstance(self._sharding, WholeTensors)
 
-    def uncovered(self) -> list[str]:
-        """Names in the module's state besides trainable parameters: persistent buffers, frozen weights."""
-        # With duplicates, because a state dict lists a shared parameter under each of its names.
-        trained = {n for n, p in self.module.named_parameters(remove_duplicate=False) if p.requires_grad}
-        return [name for name in self.module.state_dict(keep_vars=True) if name not in trained]
-
     def shape(self, name: str) -> torch.Size:
-        """Shape of the whole parameter."""
-        return self._sharding.shape(self.parameters[name])
+        """Shape of a whole parameter, trained or frozen, or of a buffer."""
+        if name in self.parameters:
+            return self._sharding.shape(self.parameters[name])
+        return self._fixed(name).shape
 
     def extent(self, name: str) -> tuple[int, int]:
         """First element and length of this rank's shard in the flattened whole. No communication.
 
         Every strategy here gives each rank one contiguous range of a parameter. ZeRO-3's padding is not counted.
+        Every rank holds all of a buffer.
         """
-        return self._sharding.extent(self.parameters[name])
+        if name in self.parameters:
+            return self._sharding.extent(self.parameters[name])
+        fixed = self._fixed(name)
+        return fixed.start, fixed.values.numel()
+
+    def fixed(self, name: str) -> Tensor:
+        """This rank's shard of a frozen parameter or a buffer, live, in its own dtype and flat."""
+        return self._fixed(name).values
+
+    def _fixed(self, name: str) -> FixedShard:
+        if name in self.frozen:
+            return fixed_shard(self.frozen[name])
+        # Looked up each time, because a module may replace its buffer by a new tensor.
+        return fixed_shard(self.module.get_buffer(name))
+
+    @torch.no_grad()
+    def agree_on_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, and warn once if they differed. Collective if there are any.
+
+        The running statistics of a norm follow the samples of each rank. A resume gives all ranks those of rank 0, so a
+        save and an evaluation must do the same.
+        """
+        if not self.buffers or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        differs: list[Tensor] = []
+        for name in self.buffers:
+            buffer = self.module.get_buffer(name)
+            received = buffer.detach().contiguous().clone()
+            dist.broadcast(received, 0)
+            differs.append((received != buffer).any())
+            buffer.copy_(received)
+        flags = torch.stack(differs).int()
+        # Rank 0 has no difference of its own to report.
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        names = [name for name, differed in zip(self.buffers, flags.tolist(), strict=True) if differed]
+        if names and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the processes had different values in %d buffer(s) (%s): each has seen its own samples; those of "
+                "process 0 are evaluated and saved",
+                len(names),
+                shortened(names, 3),
+            )
 
     def master(self, name: str) -> Tensor:
         """This rank's fp32 shard of a parameter, live: the optimizer writes to the same memory."""
@@ -122,6 +173,19 @@ class Shards:
                 counter.fill_(step)
             elif counter is not None:  # bitsandbytes and DeepSpeed's CPU Adam count in an int
                 state["step"] = step
+
+
+def persistent_buffers(module: nn.Module) -> list[str]:
+    """List the buffers in the state of a module, each under its first name."""
+    names: list[str] = []
+    seen: set[int] = set()
+    for path, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            is_persistent = name not in owner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            if is_persistent and id(buffer) not in seen:
+                seen.add(id(buffer))
+                names.append(f"{path}.{name}".lstrip("."))
+    return names
 
 
 def exact_masters(model: nn.Module, precision: str) -> dict[str, Tensor]:

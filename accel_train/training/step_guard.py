@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor
+from torch import Tensor, nn
 
 KERNEL_DEVICES = ("cpu", "cuda", "xpu")
 """Devices with torch's kernel for the detection of non-finite values."""
@@ -237,3 +237,39 @@ def resolve_step_guard(
     if because is not None:
         return None, f"every step waits for the device, to know that it is finite: {because}"
     return StepGuard(inner, device), "the device is waited for at log points and saves only"
+
+
+def read_loss_scale(accelerator: Accelerator, model: nn.Module) -> dict[str, Any] | None:
+    """Return the scale, and the steps since it last changed. None if nothing is scaled. May wait for the device."""
+    scaler: Any = accelerator.scaler
+    if scaler is not None:
+        state = scaler.state_dict()
+        return {"scale": float(state["scale"]), "steps": int(state["_growth_tracker"])}
+    loss_scaler = _of_deepspeed(accelerator, model)
+    if loss_scaler is None:
+        return None
+    steps = loss_scaler.cur_iter - loss_scaler.last_overflow_iter - 1
+    return {"scale": float(loss_scaler.cur_scale), "steps": int(steps)}
+
+
+def write_loss_scale(accelerator: Accelerator, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Set the scale and the steps since it last changed. Does nothing if nothing is scaled."""
+    scaler: Any = accelerator.scaler
+    if scaler is not None:
+        state = scaler.state_dict() | {"scale": float(saved["scale"]), "_growth_tracker": int(saved["steps"])}
+        scaler.load_state_dict(state)
+        return
+    loss_scaler = _of_deepspeed(accelerator, model)
+    if loss_scaler is not None:
+        loss_scaler.cur_scale = float(saved["scale"])
+        loss_scaler.cur_iter = loss_scaler.last_overflow_iter + int(saved["steps"]) + 1
+
+
+def _of_deepspeed(accelerator: Accelerator, model: nn.Module) -> Any:
+    """Return DeepSpeed's dynamic loss scaler, None without one."""
+    if accelerator.mixed_precision != "fp16":
+        return None
+    engine: Any = model
+    loss_scaler = getattr(getattr(engine, "optimizer", None), "loss_scaler", None)
+    # A static scale has no counters, and comes from the launch file.
+    return loss_scaler if hasattr(loss_scaler, "cur_iter") else None

@@ -301,14 +301,21 @@ def test_whether_a_resume_is_bit_exact_is_said(
     assert ("not bit-exact" in caplog.text) == bool(changed)
 
 
+class Stateful(torch.nn.Linear):
+    def get_extra_state(self) -> object:
+        return {"seen": 1}
+
+    def set_extra_state(self, state: object) -> None: ...
+
+
 def test_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
-    toy.average.view.module.register_buffer("scratch", torch.zeros(1), persistent=False)
-    with toy.saver(CheckpointConfig()):
-        pass
-    toy.average.view.module.register_buffer("running_mean", torch.zeros(1))
-    with pytest.raises(UsageError, match=r"1 tensor\(s\) that are not trained \(running_mean\)"):
-        toy.saver(CheckpointConfig())
+    toy.average.view.module.add_module("stateful", Stateful(1, 1).requires_grad_(False))
+    with (
+        pytest.raises(UsageError, match=r"stateful has state of its own \(get_extra_state\)"),
+        toy.saver(CheckpointConfig()) as saver,
+    ):
+        saver.save(0)
 
 
 def test_weights_alone_can_be_evaluated(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from accel_train.checkpoints import snapshot, writer
 from accel_train.checkpoints.background import Writer
 from accel_train.precision import Precision, dtype_of
-from accel_train.store import commit
+from accel_train.store import commit, planning, weights
 
 
-def collections(*stems: str, spread: bool = False) -> list[snapshot.Collection]:
-    return [snapshot.Collection(s, lambda n: torch.zeros(0), spread=spread) for s in stems]
+def collections(*stems: str, spread: bool = False) -> list[planning.Collection]:
+    return [planning.Collection(s, lambda n: torch.zeros(0), spread=spread) for s in stems]
 
 
 @settings(deadline=None, max_examples=60)
@@ -31,7 +31,7 @@ def collections(*stems: str, spread: bool = False) -> list[snapshot.Collection]:
 )
 def test_every_tensor_has_one_owner_and_one_place(elements: dict[str, int], world_size: int) -> None:
     kinds = [*collections("model", "ema"), *collections("optimizer/a", "optimizer/b", spread=True)]
-    planned = snapshot.plan(kinds, elements, world_size)
+    planned = planning.plan(kinds, elements, world_size)
     assert sorted((t.collection, t.name) for t in planned.tensors) == sorted((c, n) for c in range(4) for n in elements)
     owners: dict[str, set[int]] = {}
     for rank in range(world_size):
@@ -47,17 +47,17 @@ def test_every_tensor_has_one_owner_and_one_place(elements: dict[str, int], worl
 
 def test_the_load_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
     """As even as whole tensors and files allow: no rank above the mean by more than the largest file of weights."""
-    monkeypatch.setattr(snapshot, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(planning, "SHARD_BYTES", 100_000)
     elements = {f"layer{i:03d}": 1000 + 37 * (i % 50) for i in range(200)}
     kinds = [*collections("model", "ema"), *collections("optimizer/a", "optimizer/b", spread=True)]
     for world_size in (2, 4, 8):
-        sizes = snapshot.plan(kinds, elements, world_size).sizes
+        sizes = planning.plan(kinds, elements, world_size).sizes
         assert max(sizes) <= 1.05 * sum(sizes) / world_size
 
 
 def test_large_collections_are_split_with_names_that_the_hub_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "SHARD_BYTES", 1000)
-    planned = snapshot.plan(collections("model"), {"a": 200, "b": 100, "c": 400}, 1)
+    monkeypatch.setattr(planning, "SHARD_BYTES", 1000)
+    planned = planning.plan(collections("model"), {"a": 200, "b": 100, "c": 400}, 1)
     files = planned.files("model")
     assert files == {
         "a": "model-00001-of-00003.safetensors",
@@ -78,26 +78,26 @@ def test_large_collections_are_split_with_names_that_the_hub_knows(monkeypatch: 
     ],
 )
 def test_pieces_cover_the_whole_once(extents: list[tuple[int, int]], pieces: list[tuple[int, ...]]) -> None:
-    assert snapshot.cover(extents) == pieces
+    assert planning.cover(extents) == pieces
 
 
 def test_a_hole_is_noticed() -> None:
     with pytest.raises(AssertionError, match="on no rank"):
-        snapshot.cover([(0, 4), (5, 5)])
+        planning.cover([(0, 4), (5, 5)])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_snapshot_is_a_copy_and_its_file_is_what_safetensors_writes(tmp_path: Path, precision: Precision) -> None:
     live = {"b.weight": torch.randn(7, 3), "a": torch.randn(5), "empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5)}
     expected = {n: t.to(dtype_of(precision), copy=True) for n, t in live.items()}
-    kinds = [snapshot.Collection("model", live.__getitem__, precision)]
-    planned = snapshot.plan(kinds, {n: t.numel() for n, t in live.items()}, 1)
+    kinds = [planning.Collection("model", live.__getitem__, precision)]
+    planned = planning.plan(kinds, {n: t.numel() for n, t in live.items()}, 1)
     pen = Writer(planned.sizes[0])
     try:
         snapshot.Snapshot(planned, kinds, pen.buffer, None, 0).take()
         for tensor in live.values():
             tensor.fill_(-1.0)  # the loop goes on
-        name = snapshot.DTYPE_NAMES[precision]
+        name = weights.DTYPE_NAMES[dtype_of(precision)]
         tensors = [
             {"name": t.name, "dtype": name, "shape": list(live[t.name].shape), "bytes": t.bytes}
             for t in planned.tensors

@@ -7,6 +7,7 @@ import torch
 
 from accel_train.checkpoints import snapshot
 from accel_train.checkpoints.background import Writer
+from accel_train.store import planning
 
 
 @pytest.mark.gpu
@@ -15,10 +16,10 @@ def test_tensors_may_change_while_the_snapshot_travels() -> None:
     weights = {f"w{i:02d}": torch.randn(2_000_003 + i, device="cuda") for i in range(20)}  # odd sizes, several buckets
     averages = {name: torch.randn_like(tensor) for name, tensor in weights.items()}
     kinds = [
-        snapshot.Collection("model", weights.__getitem__, "bf16"),
-        snapshot.Collection("optimizer/exp_avg", averages.__getitem__, spread=True),
+        planning.Collection("model", weights.__getitem__, "bf16"),
+        planning.Collection("optimizer/exp_avg", averages.__getitem__, spread=True),
     ]
-    planned = snapshot.plan(kinds, {name: tensor.numel() for name, tensor in weights.items()}, 1)
+    planned = planning.plan(kinds, {name: tensor.numel() for name, tensor in weights.items()}, 1)
     assert len(list(snapshot._buckets(planned.tensors))) > 2
     expected = [{n: t.bfloat16().cpu() for n, t in weights.items()}, {n: t.cpu() for n, t in averages.items()}]
     writer = Writer(planned.sizes[0])

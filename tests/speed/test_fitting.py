@@ -12,18 +12,18 @@ from torch import nn
 
 from accel_train.config import UsageError
 from accel_train.speed import fitting
-from accel_train.speed.fitting import GIB, host_bytes, parameters_of, refuse_what_cannot_fit
+from accel_train.speed.fitting import GIB, Size, host_bytes, refuse_what_cannot_fit, size_of
 from recipes import mmdit, pde
 
 ONE_GIB_OF_WEIGHTS = GIB // 4
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def check(parameters: int, optimizer: Any = "adamw", processes: int = 1, **given: Any) -> None:
+def check(parameters: int, optimizer: Any = "adamw", processes: int = 1, trained: float = 1, **given: Any) -> None:
     usual: dict[str, Any] = {"training": True, "has_average": True, "sharded": False, "device": CPU}
     options = usual | {"world_size": processes} | given
     refuse: Any = refuse_what_cannot_fit
-    refuse(parameters, optimizer, **options)
+    refuse(Size(parameters, int(parameters * trained), 4 * parameters), optimizer, **options)
 
 
 @pytest.fixture
@@ -41,16 +41,19 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             3.3,
             {},
-            r"take 16\.5 GiB \(20 bytes each: weights, average, gradient, state of adamw\), and this host with 1 ",
+            r"take 16\.5 GiB \(weights 3\.3 GiB, EMA, gradient, state of adamw at 16 bytes for each trained "
+            r"parameter\), and this host with 1 ",
         ),
+        (14, {"trained": 0.03}, None),
+        (15, {"trained": 0.03}, r"parameters, 120,795,955 of them trained, take 16\.8 GiB \(weights 15\.0 GiB, EMA"),
         (3.3, {"has_average": False}, None),
         (3.3, {"optimizer": "muon"}, None),
         (7.9, {"training": False}, None),
-        (8.1, {"training": False}, r"\(8 bytes each: weights, average\)"),
+        (8.1, {"training": False}, r"\(weights 8\.1 GiB, EMA at 4 bytes for each trained parameter\)"),
         (1.7, {"processes": 2}, r"take 17\.0 GiB .*this host with 2 process\(es\) has 16\.0 GiB"),
         (1.7, {"processes": 2, "sharded": True}, None),
         (3.3, {"processes": 2, "sharded": True}, r"16\.5 GiB .*; divided by 2 processes\), and this host"),
-        (8.1, {"processes": 2, "sharded": True}, r"take 16\.2 GiB as fp32 weights, which each of 2 .* start fewer"),
+        (8.1, {"processes": 2, "sharded": True}, r"take 16\.2 GiB as weights, which each of 2 .* start fewer"),
         (0.7, {"device": GPU}, None),
         (0.9, {"device": GPU}, r"take 4\.5 GiB .*cuda:0 has 4\.0 GiB.*fsdp2\.yaml"),
         (0.9, {"device": GPU, "optimizer": "adamw_offload"}, None),
@@ -71,7 +74,8 @@ def test_what_fits_by_hand(
 
 def test_counting_takes_no_memory_and_no_randomness() -> None:
     before = torch.get_rng_state()
-    assert parameters_of(lambda: nn.Linear(1 << 20, 1 << 20)) == (1 << 40) + (1 << 20)
+    parameters = (1 << 40) + (1 << 20)
+    assert size_of(lambda: nn.Linear(1 << 20, 1 << 20)) == (parameters, parameters, 4 * parameters)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -1,0 +1,111 @@
+"""Frozen parameters of a model: whether checkpoints hold them or name the files that they were loaded from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from accel_train.checkpoints.policy import BasePolicy
+from accel_train.checkpoints.run import Run
+from accel_train.config import UsageError
+from accel_train.precision import Precision
+from accel_train.runtime.main_alone import failing_together
+from accel_train.runtime.strategy import strategy_of
+from accel_train.store.pretrained_base import PretrainedBase
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def resolve_base(
+    accelerator: Accelerator,
+    run: Run,
+    model: nn.Module,
+    base: PretrainedBase | None,
+    *,
+    option: BasePolicy,
+    precision: Precision,
+) -> tuple[Mapping[str, Any] | None, list[str]]:
+    """Decide by ``checkpoints.base``, and set ``base`` of the run for its checkpoints. Collective, before ``prepare``.
+
+    ``option`` is ``checkpoints.base``. Returns the reference to the files of ``base``, None without frozen parameters,
+    and notices. Raises ``UsageError`` for an option that cannot be obeyed, for files that are not there or differ
+    between hosts, and for frozen weights that the precision or the strategy would change.
+    """
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    if option == "reference":
+        _refuse_without_base(frozen, base)
+    if not frozen:
+        return None, []
+    _refuse_narrow(precision, frozen)
+    values = f"{sum(parameter.numel() for parameter in frozen):,} frozen values"
+    if base is None:
+        _refuse_rounding(accelerator, precision, frozen)
+        return None, [f"{values}, saved in every checkpoint (checkpoints.base: {option}, and there is no base)"]
+    reference = _reference(accelerator, base)
+    checkpoint = run.checkpoint
+    is_embedded = checkpoint is not None and "base" not in checkpoint.manifest
+    if option == "reference" and is_embedded:
+        raise UsageError(
+            f"checkpoints.base: reference, and {run.directory} holds its frozen weights in its checkpoints; "
+            "leave the option out, or start a new run"
+        )
+    if option == "embed" or is_embedded:
+        _refuse_rounding(accelerator, precision, frozen)
+        return reference, [f"{values}, saved in every checkpoint"]
+    run.base = reference
+    files = reference["files"]
+    gib = sum(facts["size"] for facts in files.values()) / (1 << 30)
+    return reference, [
+        f"{values} of {base.source}: checkpoints name its {len(files)} file(s), {gib:.2f} GiB, with their sha256"
+    ]
+
+
+def _refuse_without_base(frozen: list[nn.Parameter], base: PretrainedBase | None) -> None:
+    if not frozen:
+        raise UsageError("checkpoints.base: reference, and the model has no frozen parameter; leave it out")
+    if base is None:
+        raise UsageError(
+            "checkpoints.base: reference, and the frozen parameters of this model come from no files; use embed"
+        )
+
+
+def _refuse_narrow(precision: Precision, frozen: list[nn.Parameter]) -> None:
+    narrow = {str(p.dtype).removeprefix("torch.") for p in frozen if p.dtype in NARROW}
+    if narrow and precision == "fp32":
+        raise UsageError(
+            f"precision: fp32, and the frozen weights are {', '.join(sorted(narrow))}, which cannot be multiplied with "
+            "fp32 activations; use --precision bf16, or load the base in fp32"
+        )
+
+
+def _refuse_rounding(accelerator: Accelerator, precision: Precision, frozen: list[nn.Parameter]) -> None:
+    """Raise ``UsageError`` where DeepSpeed would round frozen weights that are to be saved."""
+    strategy = strategy_of(accelerator)
+    if strategy.startswith("zero") and precision != "fp32" and any(p.dtype == torch.float32 for p in frozen):
+        raise UsageError(
+            f"precision: {precision} under {strategy} rounds the fp32 frozen weights, which checkpoints would then "
+            f"hold rounded; load them in {precision}, give the model a base (checkpoints.base: reference), or use "
+            "--precision fp32"
+        )
+
+
+def _reference(accelerator: Accelerator, base: PretrainedBase) -> dict[str, Any]:
+    """Hash the files on every host, and require the same on all. Collective."""
+    mine = None
+    with failing_together(accelerator):
+        if accelerator.is_local_main_process:
+            mine = base.reference()
+    # In a list, because Accelerate joins the lists of all processes.
+    found = [each for each in gather_object([mine]) if each is not None]
+    for other in found:
+        if other["files"] != found[0]["files"]:
+            raise UsageError(
+                f"the base {base.source}: the hosts have different files; bring {base.directory} up to date on all of "
+                "them"
+            )
+    return found[0]
