@@ -75,6 +75,7 @@ INSIDE_FUNCTIONS = {
     "diffusers",
     "h5py",
     "matplotlib",
+    "peft",
     "pyarrow",
     "scipy",
     "sklearn",

@@ -1,0 +1,164 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on the linear layers of any model, by peft, and in its file format."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
+from accel_train.wording import did_you_mean, nearest, shortened
+
+Variant = Literal["lora", "dora", "rslora"]
+ADAPTER = "default"
+"""Name of the adapter in a model. peft leaves it out of file names and keys."""
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+LINEAR = ("Linear", "Conv1D")  # the second is GPT-2's name for a linear layer
+ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+HEAD = re.compile(r"(^|[._])(head|lm_head|classifier|score|proj_out)$")
+GROUPS = ("all-linear", "attention")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """LoRA: train a product of two narrow matrices beside each linear layer, and freeze the model itself."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters. 0 trains the model itself."""
+    alpha: PositiveFloat | None = None
+    """Scale: the product counts alpha / rank times. None: the rank, so that it counts once."""
+    variant: Variant = "lora"
+    """dora: norms of the columns are learned apart (arXiv:2402.09353). rslora: scale alpha / sqrt(rank)."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Layers with an adapter: all-linear (all but the head), attention, or names such as q_proj v_proj, the last parts
+    of a module's path."""
+
+    def __post_init__(self) -> None:
+        given = {
+            "lora.alpha": self.alpha is not None,
+            "lora.variant": self.variant != "lora",
+            "lora.targets": self.targets != ("all-linear",),
+        }
+        unread = [name for name, is_given in given.items() if is_given]
+        if self.rank == 0 and unread:
+            raise UsageError(f"{', '.join(unread)}: lora.rank is 0, so there are no adapters; give --lora.rank 16")
+        if not self.targets:
+            raise UsageError("lora.targets: names no layer; leave it out, or give all-linear, attention or names")
+
+
+def apply_lora(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Freeze the model and give its target layers adapters, in place. Returns notices, none with rank 0.
+
+    Draws the first matrices from torch's global generator; the second are zero, so the output is unchanged. Raises
+    ``UsageError`` for targets that the model does not have, and without peft.
+    """
+    if config.rank == 0:
+        return []
+    peft = _import_peft()
+    targets = resolve_targets(model, config.targets)
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.rank if config.alpha is None else config.alpha,
+        target_modules=targets,
+        use_dora=config.variant == "dora",
+        use_rslora=config.variant == "rslora",
+    )
+    with warnings.catch_warnings():
+        # peft 0.21 reads a property that transformers 5.23 has renamed.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        peft.inject_adapter_in_model(settings, model, ADAPTER)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    layers = sum(1 for name, _ in model.named_modules() if name.endswith(f"lora_A.{ADAPTER}"))
+    share = 100 * trained / total
+    return [f"{config.variant} of rank {config.rank} on {layers} layers: {trained:,} values trained, {share:.2f} %"]
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise UsageError("lora.rank: adapters need peft; run pip install 'accel_train[lora]'") from None
+    return peft
+
+
+def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Return the names of the target layers as peft takes them: the last parts of their paths where that is enough.
+
+    Raises ``UsageError`` for a name without a layer.
+    """
+    linear = [name for name, module in model.named_modules() if type(module).__name__ in LINEAR]
+    chosen: set[str] = set()
+    for target in targets:
+        found = [name for name in linear if _is_meant(name, target)]
+        if not found:
+            endings = sorted({name.rpartition(".")[2] for name in linear})
+            hint = did_you_mean(nearest(target, [*GROUPS, *endings]))
+            raise UsageError(
+                f"lora.targets: {target!r} is no linear layer of {type(model).__name__}{hint}; it has "
+                f"{shortened(endings, 12)}; or give all-linear or attention"
+            )
+        chosen.update(found)
+    endings = sorted({name.rpartition(".")[2] for name in chosen})
+    if {name for name in linear if name.rpartition(".")[2] in endings} == chosen:
+        return endings
+    return sorted(chosen)
+
+
+def _is_meant(name: str, target: str) -> bool:
+    if target == "all-linear":
+        return not HEAD.search(name)
+    if target == "attention":
+        return ATTENTION.search(name) is not None
+    return name == target or name.endswith(f".{target}")
+
+
+def adapter_config(model: nn.Module, base: str | None) -> dict[str, Any]:
+    """Return the content of peft's ``adapter_config.json``. ``base`` is the Hub id or path of the base model."""
+    adapted: Any = model
+    settings = adapted.peft_config[ADAPTER]
+    values = {name: sorted(v) if isinstance(v, set) else v for name, v in settings.to_dict().items()}
+    return values | {"base_model_name_or_path": base, "inference_mode": True}
+
+
+def export_adapter(checkpoint: Path, destination: Path, stem: str = "model") -> int:
+    """Write the adapter of a checkpoint as peft reads it: its weights and their config. Returns the number of tensors.
+
+    ``checkpoint`` holds ``adapter_config.json``. ``stem`` is ``model`` or ``ema``. Raises ``UsageError`` if the
+    checkpoint has no adapter.
+    """
+    config = checkpoint / CONFIG_FILE
+    files = sorted(checkpoint.glob(f"{stem}*.safetensors"))
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                key = adapter_key(name)
+                if key is not None:
+                    tensors[key] = opened.get_tensor(name)
+    if not config.is_file() or not tensors:
+        raise UsageError(
+            f"{checkpoint}: holds no adapter ({CONFIG_FILE} and lora_A, lora_B); it was trained without LoRA"
+        )
+    destination.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, destination / WEIGHTS_FILE, metadata={"format": "pt"})
+    (destination / CONFIG_FILE).write_text(json.dumps(json.loads(config.read_text("utf-8")), indent=2) + "\n", "utf-8")
+    return len(tensors)
+
+
+def adapter_key(name: str) -> str | None:
+    """Return peft's key of a parameter of an adapter, None for any other parameter."""
+    if f".lora_magnitude_vector.{ADAPTER}" in name:
+        return f"base_model.model.{name.partition('.lora_magnitude_vector.')[0]}.lora_magnitude_vector"
+    if not re.search(rf"\.lora_[AB]\.{ADAPTER}\.", name):
+        return None
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
