@@ -326,3 +326,22 @@ def test_weights_alone_can_be_evaluated(tmp_path: Path) -> None:
     second = Toy(tmp_path / "run", seed=1)
     restore.restore(replace(second.run, checkpoint=saved), second.accelerator, second.average.view, second.average)
     assert all(torch.equal(t, second.average.shards[n]) for n, t in first.average.shards.items())
+
+
+def test_the_loss_scale_is_saved_and_restored(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=5)
+    scaler = toy.accelerator.scaler
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**10, "_growth_tracker": 2})
+    scaler.scale(torch.ones(()))
+    toy.train(CheckpointConfig(), 1)
+    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
+    assert saved.json("trainer_state.json")["loss_scale"] == {"scale": 2.0**10, "steps": 2}
+    again = Toy(tmp_path / "run", seed=1)
+    again.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=5)
+    restore.restore(replace(again.run, checkpoint=saved), again.accelerator, again.average.view, again.average)
+    restored = again.accelerator.scaler
+    restored.scale(torch.ones(()))
+    assert restored.get_scale() == 2.0**10
+    assert restored._growth_tracker is not None
+    assert int(restored._growth_tracker) == 2

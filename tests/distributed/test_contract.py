@@ -112,3 +112,18 @@ def test_low_precision_starts_from_the_same_fp32_masters(strategy: str, tmp_path
     """DeepSpeed rounds the weights before it copies them: the same seed must not start elsewhere there."""
     found = work(Layout(strategy, 2), tmp_path, "masters")
     assert found == {"equal": True, "types": ["torch.float32"], "computed": "torch.bfloat16"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_parameters_cost_no_state_and_no_reduction(strategy: str, tmp_path: Path) -> None:
+    """Four of five parameters are frozen. DDP holds everything on both ranks, the others half of it."""
+    found = work(Layout(strategy, 2), tmp_path, "trained_bytes", str(tmp_path))
+    copies = 2 if strategy == "ddp" else 1
+    trained = found["trained"]
+    # ZeRO-3 pads a tensor with an odd number of elements.
+    assert found["state"] == pytest.approx(2 * copies * trained, abs=64)
+    assert found["ema"] == pytest.approx(copies * trained, abs=64)
+    # Weights, EMA and two averages, each once over all ranks, and each file aligned.
+    assert 4 * trained <= found["snapshot"] <= 4 * trained + 64 * 8
+    # FSDP2 pads rows and reduces one shard of each rank; ZeRO its flat groups.
+    assert 0 < found["reduced"] <= 2 * trained

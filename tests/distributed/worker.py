@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.checkpoints import restore
+from accel_train.checkpoints import contents, restore
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
@@ -26,7 +26,7 @@ from accel_train.runtime.accelerator import build_accelerator
 from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.runtime.exiting import run_main
 from accel_train.runtime.strategy import strategy_of, verify_prepared
-from accel_train.store import atomic_files, commit
+from accel_train.store import atomic_files, commit, planning
 from accel_train.training import muon
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
@@ -371,6 +371,41 @@ def exchange(accelerator: Accelerator, option: Any) -> dict[str, Any]:
     return {"losses": losses, "said": said, "reductions": len(sizes), "bytes": 4 * sum(sizes)}
 
 
+def trained_bytes(accelerator: Accelerator, option: Any) -> dict[str, Any]:
+    """Bytes over all ranks that a model with two frozen blocks of three takes, and the names reduced in a step."""
+    torch.manual_seed(0)
+    model = Toy()
+    model.blocks[:2].requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
+    shards = Shards(model, optimizer)
+    ema = Ema(EmaConfig(0.9), shards)
+    for _ in train(accelerator, model, optimizer, 2, "last"):
+        pass
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        for _ in train(accelerator, model, optimizer, 1, "last"):
+            pass
+    reduced = [_numel(e.input_shapes) for e in profile.events() if e.name.startswith("gloo:") and "reduce" in e.name]
+    run = Run(Path(option), "bytes", None, "", {"experiment": {}, "resolved": {}}, base={"source": "x", "files": {}})
+    names = contents.saved_names(shards, run)
+    state = shards.state_names()
+    planned = planning.plan(
+        contents.collections(shards, ema, CheckpointConfig(), state, names),
+        {name: shards.shape(name).numel() for name in names},
+        accelerator.num_processes,
+    )
+    state_bytes = sum(4 * shards.state(name, key).numel() for key, of in state.items() for name in of)
+    ema_bytes = sum(4 * shard.numel() for shard in ema.shards.values())
+    totals: Any = accelerator.reduce(torch.tensor([state_bytes, ema_bytes]), "sum")
+    return {
+        "trained": sum(4 * shards.shape(name).numel() for name in shards.parameters),
+        "state": int(totals[0]),
+        "ema": int(totals[1]),
+        "snapshot": sum(planned.sizes),
+        "reduced": 4 * sum(size for size in reduced if size > 16),
+    }
+
+
 def main(argv: Any) -> None:
     task, option = argv[0], argv[1] if len(argv) > 1 else "auto"
     tasks = {
@@ -382,6 +417,7 @@ def main(argv: Any) -> None:
         "optimizer": optimizer,
         "rows": rows,
         "exchange": exchange,
+        "trained_bytes": trained_bytes,
     }
     options = {k: v for k, v in json.loads(option).items() if k != "micro"} if task == "exchange" else {}
     accelerator = build_accelerator(
