@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -22,7 +23,7 @@ from accel_train.commands.check import check
 from accel_train.commands.launch import Launch
 from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.store import manifest
-from tests.distributed.launching import SMALL, environment
+from tests.distributed.launching import environment
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -275,7 +276,10 @@ SEVERAL = "machine_rank: 0\nmain_process_ip: 127.0.0.1\nmain_process_port: 29500
 @pytest.mark.distributed
 @pytest.mark.parametrize(("script", "nodes", "gpus"), [("slurm", 1, 2), ("slurm_multi_node", 2, 1)])
 def test_a_slurm_script_trains_and_saves(script: str, nodes: int, gpus: int, tmp_path: Path) -> None:
-    """Really run, with stand-ins for SLURM alone. Slow: ``test_table.py`` runs the trap and the requeue every day."""
+    """Really run, on the recipe of docs/recipes.md, with stand-ins for SLURM alone.
+
+    Slow: ``test_table.py`` runs the trap and the requeue every day.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in {
@@ -292,20 +296,31 @@ def test_a_slurm_script_trains_and_saves(script: str, nodes: int, gpus: int, tmp
     variables = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "first", "SLURM_NNODES": str(nodes)}
     variables |= {"SLURM_GPUS_ON_NODE": str(gpus), "RUN": str(run), "LAUNCH_FILE": str(launch_file)}
     variables |= {"CALLS": str(tmp_path / "calls"), "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = ["bash", str(CLUSTER / f"{script}.sbatch"), "recipes/mmdit.py", "demo", *SMALL, "--max_steps", "2"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
+    fences = re.findall(
+        r"^```\w*\n(.*?)^```", (ROOT / "docs" / "recipes.md").read_text(), flags=re.DOTALL | re.MULTILINE
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"ddp: {nodes * gpus} process(es)" in done.stdout
-    (checkpoint,) = manifest.committed(run / "checkpoints")
-    assert checkpoint.step == 2
+    recipe, preset = tmp_path / "train.py", tmp_path / "presets" / "default.yaml"
+    recipe.write_text(next(text for text in fences if "(experiment.ExperimentConfig)" in text))
+    preset.parent.mkdir()
+    preset.write_text(next(text for text in fences if text.startswith("# presets/default.yaml")))
+    command = ["bash", str(CLUSTER / f"{script}.sbatch"), str(recipe), "--max_steps", "2"]
+    job = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = job.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)  # the script and all that it has started
+    assert job.returncode == 0, output
+    assert f"ddp: {nodes * gpus} process(es)" in output
+    assert [step for step, _ in manifest.committed(run / "checkpoints")] == [2]
     assert not (tmp_path / "calls").exists()
 
 

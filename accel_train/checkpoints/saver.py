@@ -295,7 +295,7 @@ class Saver:
     def _texts(self, step: int, planned: snapshot.Plan) -> dict[str, str]:
         """Build the small JSON files. A collective."""
         random_states = self._agreement.gather(contents.random_state())
-        return contents.texts(planned, step, random_states if self._config.save_state else None)
+        return contents.texts(planned, step, random_states if self._config.save_state else None, self._shards)
 
     # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:

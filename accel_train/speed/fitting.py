@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.training.optimizer_choice import OptimizerName
 
 GIB = 1 << 30
 FP32_BYTES = 4
-OPTIMIZER_BYTES: dict[OptimizerName, int] = {"adamw": 8, "muon": 4, "adamw8bit": 2, "adamw_offload": 0}
-"""Bytes of optimizer state per parameter on the training device: a lower bound."""
+OPTIMIZER_BYTES = {"adamw": 8, "muon": 4, "adamw8bit": 2, "adamw_offload": 0}
+"""Bytes of optimizer state per parameter on the training device: a lower bound. Unknown for module:Class, hence 0."""
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -28,7 +27,7 @@ def parameters_of(build: Callable[[], nn.Module]) -> int:
 
 def refuse_what_cannot_fit(
     parameters: int,
-    optimizer: OptimizerName,
+    optimizer: str,
     *,
     training: bool,
     has_average: bool,
@@ -59,7 +58,7 @@ def refuse_what_cannot_fit(
         bytes_each += FP32_BYTES
         parts += ", average"
     if training:
-        bytes_each += FP32_BYTES + OPTIMIZER_BYTES[optimizer]
+        bytes_each += FP32_BYTES + OPTIMIZER_BYTES.get(optimizer, 0)
         parts += f", gradient, state of {optimizer}"
     required = parameters * bytes_each
     if sharded:

@@ -7,14 +7,26 @@ once. ``sharding`` holds the layout of each strategy.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from accel_train.config import UsageError
 from accel_train.training.sharding import WholeTensors, sharding_of
+
+OWN_KEY = "own"
+"""Key in the groups of an optimizer of ``module:Class``: whether it leaves frozen parts as they are."""
+GROUP_OPTIONS = (
+    *("params", "name", "part", "frozen", OWN_KEY, "muon"),
+    *("lr", "base_lr", "weight_decay", "base_weight_decay"),
+)
+"""Keys of a group that are functions of the options and the step. An optimizer's own numbers are the others."""
+EXACT_IN_FP32 = {torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool}
+"""Dtypes of state whose values survive in a file of fp32."""
 
 
 class Shards:
@@ -101,6 +113,8 @@ class Shards:
         optimizer = self._sharding.optimizer
         groups = self._sharding.groups()
         stepped: list[Any] = [tensor for group in groups for tensor in group["params"]]
+        # A class of the user's own may move a parameter all the same.
+        values = [tensor.detach().clone() for tensor in stepped] if self._is_own else []
         gradients = [tensor.grad for tensor in stepped]  # ZeRO-offload keeps its buffers there
         before = optimizer.param_groups
         try:
@@ -113,6 +127,58 @@ class Shards:
             optimizer.param_groups = before
             for tensor, gradient in zip(stepped, gradients, strict=True):
                 tensor.grad = gradient
+            for tensor, value in zip(stepped, values, strict=False):
+                tensor.data.copy_(value)
+
+    @property
+    def _is_own(self) -> bool:
+        """True for ``--optimizer.name module:Class``."""
+        return any(OWN_KEY in group for group in self._sharding.optimizer.param_groups)
+
+    def numbers(self) -> dict[str, Any]:
+        """Numbers that an optimizer of ``module:Class`` keeps, by group and by parameter, for JSON.
+
+        Empty for the built-in ones. Reads from the device. Raises ``UsageError`` for state that has neither one value
+        per element nor one for the whole parameter, because a checkpoint could not hold it by parameter name.
+        """
+        optimizer = self._sharding.optimizer
+        if not self._is_own or not optimizer.state:
+            return {}
+        groups: dict[str, Any] = {}
+        for group in optimizer.param_groups:
+            kept = {key: encode_number(value) for key, value in group.items() if key not in GROUP_OPTIONS}
+            groups[group["name"]] = {key: number for key, number in kept.items() if number is not None}
+        parameters: dict[str, Any] = {}
+        for name, parameter in self.parameters.items():
+            of_elements = self._sharding.state_keys(parameter)
+            state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if key in of_elements and value.dtype in EXACT_IN_FP32:
+                    continue
+                number = encode_number(value)
+                if number is None:
+                    raise UsageError(_unsaved_state(type(optimizer).__name__, key, name, value))
+                parameters.setdefault(name, {})[key] = number
+        return {"groups": groups, "parameters": parameters}
+
+    def set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Write what ``numbers`` returned, after ``create_state``. Raises ``UsageError`` where it has no place."""
+        optimizer = self._sharding.optimizer
+        for group in optimizer.param_groups:
+            saved: Mapping[str, Any] = numbers.get("groups", {}).get(group["name"], {})
+            group.update({key: decode_number(number, torch.device("cpu")) for key, number in saved.items()})
+        for name, values in numbers.get("parameters", {}).items():
+            parameter = self.parameters[name]
+            state = optimizer.state[parameter]
+            for key, number in values.items():
+                if not self._is_own or key not in state:
+                    raise UsageError(
+                        f"optimizer.name: {type(optimizer).__name__} keeps no {key} of {name}, and the checkpoint has "
+                        "one: another class wrote it. Go back to that one, or start a new run with --init_from"
+                    )
+                present = state[key]
+                device = present.device if isinstance(present, Tensor) else parameter.device
+                state[key] = decode_number(number, device)
 
     def set_step(self, step: int) -> None:
         """Set the optimizer's own counter (bias correction) to the number of completed steps."""
@@ -122,6 +188,39 @@ class Shards:
                 counter.fill_(step)
             elif counter is not None:  # bitsandbytes and DeepSpeed's CPU Adam count in an int
                 state["step"] = step
+
+
+_DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)}
+_NUMBERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": "True".__eq__}
+
+
+def encode_number(value: object) -> list[str] | None:
+    """A number or a tensor without dimensions as its type and its text, exact; None for anything else."""
+    if isinstance(value, Tensor) and value.ndim == 0 and str(value.dtype) in _DTYPES:
+        return [str(value.dtype), repr(value.item())]
+    if type(value).__name__ in _NUMBERS:  # the type itself: numpy's numbers and enumerations are something else
+        return [type(value).__name__, repr(value)]
+    return None
+
+
+def decode_number(number: Sequence[str], device: torch.device) -> Any:
+    """Return the value of ``encode_number``."""
+    kind, text = number
+    if kind in _NUMBERS:
+        return _NUMBERS[kind](text)
+    dtype = _DTYPES[kind]
+    return torch.tensor(float(text) if dtype.is_floating_point else int(text), dtype=dtype, device=device)
+
+
+def _unsaved_state(optimizer: str, key: str, name: str, value: object) -> str:
+    kind = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        kind = f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return (
+        f"optimizer.name: {optimizer} keeps {key} of {name} as {kind}; a checkpoint holds state by parameter name, as "
+        "one value per element that fp32 represents, or as one number. Choose arguments without this state, or another "
+        "class"
+    )
 
 
 def exact_masters(model: nn.Module, precision: str) -> dict[str, Tensor]:
@@ -146,3 +245,114 @@ def plain_module(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+# ------------------------------------------------------------------- a trial of an optimizer of the user's own
+TRIAL_STEPS = 6
+
+
+def try_saving(
+    name: str,
+    build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    lr: float,
+    weight_decay: float,
+    device: torch.device,
+) -> bool:
+    """Train a few values with the optimizer of `build` twice, once with a restore in between, and compare the bits.
+
+    ``name`` is that of the option. Returns whether a parameter stays as it is while its group's learning rate and
+    weight decay are 0, as frozen parts must. Raises ``UsageError`` for a class that needs what the loop does not give,
+    that does not read the learning rate, or that keeps state where no checkpoint finds it. Each process runs it by
+    itself, in milliseconds.
+    """
+    half = TRIAL_STEPS // 2
+    try:
+        first, second = _Trial(build, lr, weight_decay, device), _Trial(build, lr, weight_decay, device)
+        first.train(range(half))
+        second.restore(first, half)
+        for trial in (first, second):
+            trial.train(range(half, TRIAL_STEPS))
+        survives = first.equals(second)
+        holds_frozen = first.holds("decay")
+        reads_rate = first.holds("decay", "no_decay") or first.holds("decay", "no_decay")  # some are a step behind
+    except UsageError:
+        raise
+    except Exception as error:  # of foreign code
+        raise UsageError(
+            f"optimizer.name: {name}: a trial of {TRIAL_STEPS} steps failed "
+            f"({type(error).__name__}: {error}). The loop calls step() without a closure, with a learning rate "
+            "that may be 0; choose a class that takes both"
+        ) from error
+    if not survives:
+        raise UsageError(
+            f"optimizer.name: {name}: a trial that was saved and restored after {half} of {TRIAL_STEPS} steps "
+            "went on with other bits: the class draws random numbers, or keeps state outside of `state` and "
+            "`param_groups`, where no checkpoint finds it. Choose another class"
+        )
+    if not reads_rate:
+        raise UsageError(
+            f"optimizer.name: {name}: moves parameters while the learning rate is 0, so --optimizer.lr and "
+            "the schedule would be ignored. Choose another class"
+        )
+    return holds_frozen
+
+
+class _Trial:
+    """A few values and an optimizer of the class for them."""
+
+    def __init__(
+        self,
+        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        lr: float,
+        weight_decay: float,
+        device: torch.device,
+    ) -> None:
+        self.model = nn.Module()
+        # Zeros as in heads and modulations at the start: some optimizers keep other state for them.
+        values = {"matrix": torch.linspace(-1, 1, 20).view(4, 5), "scale": torch.ones(3), "zeros": torch.zeros(4)}
+        for name, value in values.items():
+            self.model.register_parameter(name, nn.Parameter(value.to(device)))
+        groups: list[dict[str, Any]] = []
+        for name, members in (("decay", ["matrix"]), ("no_decay", ["scale", "zeros"])):
+            decay = weight_decay if name == "decay" else 0.0
+            group = {"params": [self.model.get_parameter(n) for n in members], "name": name, OWN_KEY: True}
+            groups.append(group | {"lr": lr, "base_lr": lr, "weight_decay": decay})
+        self.optimizer = build(groups)
+        self.shards = Shards(self.model, self.optimizer)
+
+    def train(self, steps: range) -> None:
+        """Step with gradients that are a function of the step. The first learning rate is 0, as in a warm-up."""
+        for step in steps:
+            for index, parameter in enumerate(self.model.parameters()):
+                angles = torch.linspace(-1, 1, parameter.numel(), device=parameter.device).view(parameter.shape)
+                parameter.grad = torch.sin(angles * (step + 2) + index)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["base_lr"] * min(step / 2, 1.0)
+            self.optimizer.step()
+
+    def restore(self, other: _Trial, step: int) -> None:
+        """Take over weights and state as from a checkpoint: by parameter name and key, in fp32 and JSON."""
+        self.model.load_state_dict(other.model.state_dict())
+        numbers = json.loads(json.dumps(other.shards.numbers()))
+        self.shards.create_state()
+        for key, names in other.shards.state_names().items():
+            for name in names:
+                self.shards.set_state(name, key, other.shards.state(name, key).float())
+        self.shards.set_step(step)
+        self.shards.set_numbers(numbers)
+
+    def holds(self, *groups: str) -> bool:
+        """Step with learning rate and weight decay 0 in these groups; return whether their parameters stayed."""
+        members: list[torch.Tensor] = []
+        for group in self.optimizer.param_groups:
+            if group["name"] in groups:
+                group["base_lr"] = group["weight_decay"] = 0.0
+                members += group["params"]
+        before = [parameter.detach().clone() for parameter in members]
+        self.train(range(1, 2))
+        return all(torch.equal(a, b) for a, b in zip(members, before, strict=True))
+
+    def equals(self, other: _Trial) -> bool:
+        """Compare the bits of all parameters."""
+        ours, theirs = self.model.parameters(), other.model.parameters()
+        return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
