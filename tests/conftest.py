@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = due[True]
 
 
-EXTRAS = ("bitsandbytes", "deepspeed", "diffusers", "tensorboard", "torchao")
+EXTRAS = ("bitsandbytes", "deepspeed", "diffusers", "prodigyopt", "schedulefree", "tensorboard", "torchao")
 """Packages of the extra ``test-all``: where one is missing, the tests that need it skip and name it."""
 
 

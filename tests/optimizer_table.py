@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from accel_train.training.optimizer_choice import PRECISIONS, STRATEGIES, TABLE, OptimizerName, Row
+from accel_train.training.optimizer_choice import PRECISIONS, STRATEGIES, TABLE, Row
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizations.md"
 HEADING = "## Optimizers, strategies and precisions"
 
 
-def rows() -> Iterator[tuple[OptimizerName, str, str, bool, str]]:
+def rows() -> Iterator[tuple[str, str, str, bool, str]]:
     """Yield every (optimizer, strategy, precision, allowed, remark).
 
     The remark is the reason of a refusal, or else tells if tests run the combination.

@@ -54,7 +54,6 @@ NEIGHBOURS_ALLOWED = {
     ("flags", "strict_yaml"): "numbers, which mean the same after a flag and in a file",
     ("runtime", "data.sampler"): "the number of micro-batches, which is refused and derived in one place",
     ("runtime", "speed.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
-    ("speed", "training.optimizer_choice"): "the optimizer's state is part of what must fit into memory",
     ("checkpoints", "hub"): "a saver hands what it committed to the Hub, and a start may fetch a checkpoint from there",
     ("compare", "commands.bundled"): "a recipe is found by its path or name in one place",
     ("rng", "config"): "UsageError alone: the one type for what a person can put right",

@@ -53,6 +53,7 @@ distributed.powersgd_start_step
 distributed.static_graph
 distributed.fsdp2_prefetch
 optimizer.name
+optimizer.arguments
 optimizer.lr
 optimizer.betas
 optimizer.eps
@@ -334,6 +335,7 @@ def test_the_presets_are_what_their_names_promise() -> None:
     + [
         ("demo", ["--max_steps", "None", "--max_epochs", "2.5"]),
         ("demo", ["--optimizer.lr", "1e-9", "--optimizer.betas", "0.1", "0.999999", "--output_dir", "a: b # c"]),
+        ("demo", ["--optimizer.name", "a.b:C", "--optimizer.arguments", "d=1e-3", "betas=[0.9, 1]", "kind=: #"]),
         ("demo", ["--modes.mode", "sequential", "--modes.phases", "t2l:500", "mixed:5", "--log.project", "null"]),
         ("demo", ["--loader.pin_memory", "false", "--loader.num_workers", "3", "--log.run_name", "1e3"]),
         ("demo", ["--log.trackers", "tensorboard", "wandb", "--data.text_column", "тext", "--data.split", "007"]),

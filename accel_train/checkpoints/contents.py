@@ -105,24 +105,32 @@ def indices(planned: planning.Plan) -> dict[str, Any]:
     return found
 
 
-def state_index(planned: planning.Plan, step: int) -> dict[str, Any]:
-    """Build the index of the optimizer state: tensor names to files, for each key of the state."""
+def state_index(planned: planning.Plan, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the index of the optimizer state: tensor names to files, for each key of the state.
+
+    ``numbers`` are those of ``Shards.numbers``, empty for the built-in optimizers.
+    """
     state: dict[str, dict[str, str]] = {}
     for slot in planned.tensors:
         stem = slot.file.removesuffix(".safetensors").split("-")[0]  # without "-00001-of-00002"
         key = stem.removeprefix("optimizer/")
         if key != stem and key not in state:
             state[key] = planned.files(stem)
-    return {"step": step, "state": state}
+    index: dict[str, Any] = {"step": step, "state": state}
+    return index | {"numbers": numbers} if numbers else index
 
 
 def texts(
-    planned: planning.Plan, step: int, random_states: Sequence[Any] | None, loss_scale: Mapping[str, Any] | None
+    planned: planning.Plan,
+    step: int,
+    random_states: Sequence[Any] | None,
+    numbers: Mapping[str, Any],
+    loss_scale: Mapping[str, Any] | None,
 ) -> dict[str, str]:
     """Build the small JSON files by name. ``random_states`` of all ranks are None for a save without state."""
     found = indices(planned)
     if random_states is not None:
-        found["optimizer/index.json"] = state_index(planned, step)
+        found["optimizer/index.json"] = state_index(planned, step, numbers)
         trainer_state: dict[str, Any] = {"step": step, "random_state": random_states}
         if loss_scale is not None:
             trainer_state["loss_scale"] = loss_scale

@@ -81,8 +81,11 @@ def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, e
     exact = state.pop("master", None)
     exact_ema = state.pop("master_ema", None)
     _restore_masters(checkpoint, shards, exact)
-    if state:
+    numbers: Mapping[str, Any] = index.get("numbers", {})
+    if state or numbers:
         _restore_optimizer(checkpoint, shards, state, int(index["step"]))
+    if numbers:
+        shards.set_numbers(numbers)
     if ema is not None and ema.shards:
         _restore_ema(checkpoint, shards, ema, exact=exact, exact_ema=exact_ema)
     if has_state:

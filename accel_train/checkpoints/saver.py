@@ -288,8 +288,10 @@ class Saver:
     def _texts(self, step: int, planned: planning.Plan) -> dict[str, str]:
         """Build the small JSON files. A collective."""
         random_states = self._agreement.gather(contents.random_state())
-        loss_scale = read_loss_scale(self._accelerator, self._shards.model)
-        return contents.texts(planned, step, random_states if self._config.save_state else None, loss_scale)
+        shards = self._shards
+        loss_scale = read_loss_scale(self._accelerator, shards.model)
+        state = random_states if self._config.save_state else None
+        return contents.texts(planned, step, state, shards.numbers(), loss_scale)
 
     # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:

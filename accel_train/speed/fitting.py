@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.training.optimizer_choice import OptimizerName
 
 GIB = 1 << 30
 FP32_BYTES = 4
-OPTIMIZER_BYTES: dict[OptimizerName, int] = {"adamw": 8, "muon": 4, "adamw8bit": 2, "adamw_offload": 0}
-"""Bytes of optimizer state per parameter on the training device: a lower bound."""
+OPTIMIZER_BYTES = {"adamw": 8, "muon": 4, "adamw8bit": 2, "adamw_offload": 0}
+"""Bytes of optimizer state per parameter on the training device: a lower bound. Unknown for module:Class, hence 0."""
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -41,7 +40,7 @@ def size_of(build: Callable[[], nn.Module]) -> Size:
 
 def refuse_what_cannot_fit(
     size: Size,
-    optimizer: OptimizerName,
+    optimizer: str,
     *,
     training: bool,
     has_average: bool,
@@ -91,7 +90,7 @@ def refuse_what_cannot_fit(
         )
 
 
-def _state_of_trained(optimizer: OptimizerName, *, training: bool, has_average: bool) -> tuple[int, list[str]]:
+def _state_of_trained(optimizer: str, *, training: bool, has_average: bool) -> tuple[int, list[str]]:
     """Return the bytes that each trained parameter takes beside its weight, and what they are."""
     bytes_each = 0
     parts: list[str] = []
@@ -99,7 +98,7 @@ def _state_of_trained(optimizer: OptimizerName, *, training: bool, has_average: 
         bytes_each += FP32_BYTES
         parts.append("EMA")
     if training:
-        bytes_each += FP32_BYTES + OPTIMIZER_BYTES[optimizer]
+        bytes_each += FP32_BYTES + OPTIMIZER_BYTES.get(optimizer, 0)
         parts += ["gradient", f"state of {optimizer}"]
     if parts:
         parts[-1] += f" at {bytes_each} bytes for each trained parameter"

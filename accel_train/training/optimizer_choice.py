@@ -1,20 +1,28 @@
-"""Table of optimizers, strategies and precisions that work together, and the one function that refuses the rest.
+"""Table of optimizers, strategies and precisions that work together, classes of the user's own, and what is refused.
 
 A combination that trains wrong, or differently from its name, is refused with the reason.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from typing import Any
 
 import torch
 from packaging.version import Version
+from torch import nn
 
 from accel_train.config import UsageError
+from accel_train.flags import WORDS
+from accel_train.strict_yaml import read_number
+from accel_train.wording import did_you_mean, nearest
 
-OptimizerName = Literal["adamw", "muon", "adamw8bit", "adamw_offload"]
+OWN = "module:Class"
+"""Row of the table for every optimizer class that is named by its module."""
 
 STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -50,6 +58,16 @@ _EIGHT_BIT_UNDER_ZERO = Row(
     "ZeRO keeps the state of flat vectors, whose 8-bit blocks belong to no parameter, so no checkpoint could name "
     "them; use --optimizer.name adamw, whose state ZeRO divides by the number of GPUs",
 )
+_OWN_UNDER_FSDP = Row(
+    (),
+    "a class may compute norms and sums of whole parameters, and here it would get those of this rank's rows without "
+    "an error; use --optimizer.name adamw or muon",
+)
+_OWN_UNDER_ZERO = Row(
+    (),
+    "ZeRO hands the optimizer one flat vector of each group's parameters, whose state belongs to no parameter by name; "
+    "use --optimizer.name adamw",
+)
 _ONE_GPU = "it keeps the whole state of one GPU in host memory"
 _OFFLOAD_ELSEWHERE = Row((), f"{_ONE_GPU}; for several use accelerate_configs/zero2_offload.yaml with adamw")
 _OFFLOAD_UNDER_FSDP = Row(
@@ -59,7 +77,7 @@ _OFFLOAD_UNDER_ZERO = Row(
     (), "ZeRO offloads by itself; use accelerate_configs/zero2_offload.yaml with --optimizer.name adamw"
 )
 
-TABLE: dict[OptimizerName, dict[str, Row]] = {
+TABLE: dict[str, dict[str, Row]] = {
     "adamw": dict.fromkeys(STRATEGIES, _RUNS),
     "muon": {"single": _RUNS, "ddp": _RUNS, "fsdp2": _RUNS}
     | dict.fromkeys(("zero1", "zero2", "zero3"), _MUON_UNDER_ZERO),
@@ -67,13 +85,32 @@ TABLE: dict[OptimizerName, dict[str, Row]] = {
     | dict.fromkeys(("zero1", "zero2", "zero3"), _EIGHT_BIT_UNDER_ZERO),
     "adamw_offload": {"single": Row(PRECISIONS), "ddp": _OFFLOAD_ELSEWHERE, "fsdp2": _OFFLOAD_UNDER_FSDP}
     | dict.fromkeys(("zero1", "zero2", "zero3"), _OFFLOAD_UNDER_ZERO),
+    OWN: {"single": _RUNS, "ddp": _RUNS, "fsdp2": _OWN_UNDER_FSDP}
+    | dict.fromkeys(("zero1", "zero2", "zero3"), _OWN_UNDER_ZERO),
 }
 """Optimizer -> strategy -> row. ``adamw_offload`` trains on a GPU only; its arithmetic is tested on CPU tensors."""
 
 
-def refuse_combination(name: OptimizerName, strategy: str, precision: str, device: torch.device) -> None:
+def check_name(name: str) -> None:
+    """Refuse an unknown optimizer, before anything is built or imported."""
+    known = [one for one in TABLE if one != OWN]
+    module, colon, attribute = name.partition(":")
+    if name in known or (colon and module and attribute):
+        return
+    raise UsageError(
+        f"optimizer.name: {name!r} is not known{did_you_mean(nearest(name, known))}; known are {', '.join(known)}, and "
+        "module:Class for any torch.optim.Optimizer, such as torch.optim:NAdam"
+    )
+
+
+def is_own(name: str) -> bool:
+    """Return True for ``module:Class``."""
+    return ":" in name
+
+
+def refuse_combination(name: str, strategy: str, precision: str, device: torch.device) -> None:
     """Raise ``UsageError`` for a combination outside the table, a missing package, or an unsupported device."""
-    row = TABLE[name][strategy]
+    row = TABLE[OWN if is_own(name) else name][strategy]
     if precision not in row.precisions:
         raise UsageError(f"optimizer.name: {name} does not run under {strategy} in {precision}: {row.reason}")
     if name == "adamw8bit":
@@ -100,3 +137,209 @@ def _refuse_eight_bit(device: torch.device) -> None:
         raise UsageError(
             f"optimizer.name: adamw8bit runs on cuda, xpu and cpu, this is {device.type}; use --optimizer.name adamw"
         )
+
+
+# ------------------------------------------------------------------------------------- classes of the user's own
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Import the class of ``module:Class``. Raises ``UsageError`` for what is no optimizer that the loop can honour."""
+    module, _, attribute = name.partition(":")
+    try:
+        found: Any = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"optimizer.name: {name}: cannot be imported ({error}); give module:Class, where the module is installed "
+            "or lies on PYTHONPATH"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise UsageError(f"optimizer.name: {name}: is no torch.optim.Optimizer, which is required; name such a class")
+    if callable(getattr(found, "train", None)) and callable(getattr(found, "eval", None)):
+        raise UsageError(
+            f"optimizer.name: {name}: has train() and eval(), which swap the weights between those that are trained "
+            "and those that are evaluated and saved; the loop keeps one set, so checkpoints, samples and the EMA would "
+            "be of the wrong one. Use --optimizer.name adamw with --ema.decay, or a class without these modes"
+        )
+    return found
+
+
+def keyword_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse ``KEY=VALUE`` texts. A value is a number, true, false, none, text, or a list of these: ``[0.9, 0.99]``.
+
+    Lists become tuples, as torch's optimizers take betas.
+    """
+    arguments: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        problem = None
+        if not equals or not key.isidentifier():
+            problem = "must be KEY=VALUE, such as d_coef=0.5"
+        elif key in _OPTION_OF_ARGUMENT:
+            problem = f"is an option of its own: give {_OPTION_OF_ARGUMENT[key]}"
+        elif key in arguments:
+            problem = "is given twice: leave one out"
+        if problem:
+            raise UsageError(f"optimizer.arguments: {text!r} {problem}")
+        arguments[key] = _argument(value.strip())
+    return arguments
+
+
+_OPTION_OF_ARGUMENT = {
+    "lr": "--optimizer.lr, which the schedule multiplies",
+    "weight_decay": "--optimizer.weight_decay, which spares norms, biases and embeddings",
+    "params": "no parameters, they are those of the model",
+}
+
+
+def _argument(text: str) -> Any:
+    if text[:1] in ("[", "(") and text[-1:] in ("]", ")"):
+        return tuple(_argument(part.strip()) for part in text[1:-1].split(",") if part.strip())
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    number = read_number(text)
+    return text if number is None else number
+
+
+@dataclass(frozen=True)
+class OwnOptimizer:
+    """An optimizer named ``module:Class``, with its options."""
+
+    name: str
+    keywords: Mapping[str, Any]
+    lr: float
+    weight_decay: float
+
+    @property
+    def call(self) -> str:
+        """The call of the class, for messages."""
+        return f"{self.name}({', '.join(f'{key}={value}' for key, value in {'lr': self.lr, **self.keywords}.items())})"
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Call the class. Raises ``UsageError`` for what its constructor refuses, and for options without effect."""
+        own: Any = optimizer_class(self.name)
+        try:
+            optimizer: torch.optim.Optimizer = own(groups, lr=self.lr, **self.keywords)
+        except Exception as error:  # of foreign code, which may raise anything for a bad argument
+            raise UsageError(
+                f"optimizer.arguments: {self.call} failed ({type(error).__name__}: {error}). Its constructor must take "
+                "lr; correct the rest"
+            ) from error
+        if "weight_decay" not in optimizer.defaults and self.weight_decay:
+            raise UsageError(
+                f"optimizer.weight_decay: {self.weight_decay}: {self.name} has no weight decay, and 0 is required. "
+                "Give --optimizer.weight_decay 0"
+            )
+        return optimizer
+
+
+# ------------------------------------------------------------------- a trial of an optimizer of the user's own
+TRIAL_STEPS = 6
+
+
+def try_saving(
+    name: str,
+    build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    lr: float,
+    weight_decay: float,
+    device: torch.device,
+) -> bool:
+    """Train a few values with the optimizer of `build` twice, once with a restore in between, and compare the bits.
+
+    ``name`` is that of the option. Returns whether a parameter stays as it is while its group's learning rate and
+    weight decay are 0, as frozen parts must. Raises ``UsageError`` for a class that needs what the loop does not give,
+    that does not read the learning rate, or that keeps state where no checkpoint finds it. Each process runs it by
+    itself, in milliseconds.
+    """
+    half = TRIAL_STEPS // 2
+    try:
+        first, second = _Trial(build, lr, weight_decay, device), _Trial(build, lr, weight_decay, device)
+        first.train(range(half))
+        second.restore(first, half)
+        for trial in (first, second):
+            trial.train(range(half, TRIAL_STEPS))
+        survives = first.equals(second)
+        holds_frozen = first.holds("decay")
+        reads_rate = first.holds("decay", "no_decay") or first.holds("decay", "no_decay")  # some are a step behind
+    except UsageError:
+        raise
+    except Exception as error:  # of foreign code
+        raise UsageError(
+            f"optimizer.name: {name}: a trial of {TRIAL_STEPS} steps failed "
+            f"({type(error).__name__}: {error}). The loop calls step() without a closure, with a learning rate "
+            "that may be 0; choose a class that takes both"
+        ) from error
+    if not survives:
+        raise UsageError(
+            f"optimizer.name: {name}: a trial that was saved and restored after {half} of {TRIAL_STEPS} steps "
+            "went on with other bits: the class draws random numbers, or keeps state outside of `state` and "
+            "`param_groups`, where no checkpoint finds it. Choose another class"
+        )
+    if not reads_rate:
+        raise UsageError(
+            f"optimizer.name: {name}: moves parameters while the learning rate is 0, so --optimizer.lr and "
+            "the schedule would be ignored. Choose another class"
+        )
+    return holds_frozen
+
+
+class _Trial:
+    """A few values and an optimizer of the class for them."""
+
+    def __init__(
+        self,
+        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        lr: float,
+        weight_decay: float,
+        device: torch.device,
+    ) -> None:
+        # Here, because most readers of this file want its tables only.
+        from accel_train.training.shards import OWN_KEY, Shards
+
+        self.model = nn.Module()
+        # Zeros as in heads and modulations at the start: some optimizers keep other state for them.
+        values = {"matrix": torch.linspace(-1, 1, 20).view(4, 5), "scale": torch.ones(3), "zeros": torch.zeros(4)}
+        for name, value in values.items():
+            self.model.register_parameter(name, nn.Parameter(value.to(device)))
+        groups: list[dict[str, Any]] = []
+        for name, members in (("decay", ["matrix"]), ("no_decay", ["scale", "zeros"])):
+            decay = weight_decay if name == "decay" else 0.0
+            group = {"params": [self.model.get_parameter(n) for n in members], "name": name, OWN_KEY: True}
+            groups.append(group | {"lr": lr, "base_lr": lr, "weight_decay": decay})
+        self.optimizer = build(groups)
+        self.shards = Shards(self.model, self.optimizer)
+
+    def train(self, steps: range) -> None:
+        """Step with gradients that are a function of the step. The first learning rate is 0, as in a warm-up."""
+        for step in steps:
+            for index, parameter in enumerate(self.model.parameters()):
+                angles = torch.linspace(-1, 1, parameter.numel(), device=parameter.device).view(parameter.shape)
+                parameter.grad = torch.sin(angles * (step + 2) + index)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["base_lr"] * min(step / 2, 1.0)
+            self.optimizer.step()
+
+    def restore(self, other: _Trial, step: int) -> None:
+        """Take over weights and state as from a checkpoint: by parameter name and key, in fp32 and JSON."""
+        self.model.load_state_dict(other.model.state_dict())
+        numbers = json.loads(json.dumps(other.shards.numbers()))
+        self.shards.create_state()
+        for key, names in other.shards.state_names().items():
+            for name in names:
+                self.shards.set_state(name, key, other.shards.state(name, key).float())
+        self.shards.set_step(step)
+        self.shards.set_numbers(numbers)
+
+    def holds(self, *groups: str) -> bool:
+        """Step with learning rate and weight decay 0 in these groups; return whether their parameters stayed."""
+        members: list[torch.Tensor] = []
+        for group in self.optimizer.param_groups:
+            if group["name"] in groups:
+                group["base_lr"] = group["weight_decay"] = 0.0
+                members += group["params"]
+        before = [parameter.detach().clone() for parameter in members]
+        self.train(range(1, 2))
+        return all(torch.equal(a, b) for a, b in zip(members, before, strict=True))
+
+    def equals(self, other: _Trial) -> bool:
+        """Compare the bits of all parameters."""
+        ours, theirs = self.model.parameters(), other.model.parameters()
+        return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -3,8 +3,9 @@ and the frozen parts. Both are written into `param_groups`. Accelerate's wrapper
 (DeepSpeed replaces the tensors of a group, never its other keys).
 """
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
@@ -14,21 +15,35 @@ from torch import nn
 from accel_train.config import FractionBelowOne, NonNegativeFloat, PositiveFloat, UsageError
 from accel_train.training.muon import MuonAdamW, MuonPrecision
 from accel_train.training.offload import HostAdamW
-from accel_train.training.optimizer_choice import OptimizerName, refuse_combination
+from accel_train.training.optimizer_choice import (
+    OwnOptimizer,
+    check_name,
+    is_own,
+    keyword_arguments,
+    optimizer_class,
+    refuse_combination,
+    try_saving,
+)
 from accel_train.training.parameters import Kind, kinds, mark_part
+from accel_train.training.shards import OWN_KEY
 
 _FUSED_DEVICES = ("cuda", "xpu", "mps", "cpu")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, or Muon with AdamW. Weight decay acts on matrices and convolutions only, never on norms, biases and
-    embeddings. Options of another optimizer are refused."""
+    """AdamW, Muon with AdamW, or a class of your own. Weight decay acts on matrices and convolutions only, never on
+    norms, biases and embeddings. Options of another optimizer are refused."""
 
-    name: OptimizerName = "adamw"
+    name: str = "adamw"
     """adamw. muon: Muon for the matrices inside the blocks (not modulation, embeddings, heads), AdamW for the rest,
     not under ZeRO. adamw8bit: state in 8 bits (bitsandbytes, one process or DDP), 2 bytes a parameter instead of 8.
-    adamw_offload: state and update in host memory, one GPU."""
+    adamw_offload: state and update in host memory, one GPU. Else module:Class of any torch.optim.Optimizer, on one
+    process or DDP; a trial at the start proves that its state survives a save, or refuses it."""
+
+    arguments: tuple[str, ...] = ()
+    """module:Class: further keyword arguments as KEY=VALUE, such as d_coef=0.5 betas=[0.9,0.98,0.99]. Not lr and
+    weight_decay; betas, eps and fused are passed where the class takes them."""
 
     lr: PositiveFloat = 1e-4
     """Peak learning rate, per optimizer step. The schedule multiplies it by a factor from 0 to 1. Never
@@ -72,6 +87,8 @@ class OptimizerConfig:
     the division of the batch: after 40 steps losses differ by about 1e-3 instead of 1e-7."""
 
     def __post_init__(self) -> None:
+        check_name(self.name)
+        self._check_arguments()
         given = {k: v for k, v in vars(self).items() if k.startswith("muon_") and v is not None}
         if given and self.name != "muon":
             values = ", ".join(f"optimizer.{name}: {value}" for name, value in given.items())
@@ -81,6 +98,38 @@ class OptimizerConfig:
                 f"optimizer.fused: {self.fused}: optimizer.name {self.name} always uses fused kernels of its own. "
                 "Leave it out (the default is auto)."
             )
+
+    def _check_arguments(self) -> None:
+        if not is_own(self.name):
+            if self.arguments:
+                raise UsageError(
+                    f"optimizer.arguments: {' '.join(self.arguments)}: optimizer.name {self.name} does not read it. "
+                    "Leave it out, or name a class as module:Class."
+                )
+            return
+        keyword_arguments(self.arguments)
+
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments for the class of ``name``, without lr. ``arguments`` win over betas, eps and fused.
+
+        Raises ``UsageError`` for a value of these three that the class does not take.
+        """
+        taken = inspect.signature(optimizer_class(self.name)).parameters
+        keywords = keyword_arguments(self.arguments)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("betas", "eps", "fused") or field.name in keywords:
+                continue
+            if field.name in taken and value != "auto":
+                keywords[field.name] = value
+            elif field.name not in taken and value != field.default:
+                default = field.default
+                words = " ".join(map(str, default)) if isinstance(default, tuple) else default
+                raise UsageError(
+                    f"optimizer.{field.name}: {value}: {self.name} has no such argument, and the default is required. "
+                    f"Give --optimizer.{field.name} {words}."
+                )
+        return keywords
 
 
 class HasParameterGroups(Protocol):
@@ -122,6 +171,8 @@ def build_optimizer(
 def _build(
     config: OptimizerConfig, device: torch.device, groups: list[dict[str, Any]]
 ) -> tuple[torch.optim.Optimizer, str]:
+    if is_own(config.name):
+        return _build_own(config, device, groups)
     if config.name == "adamw8bit":
         eight_bit: Any = import_module("bitsandbytes").optim.AdamW8bit
         optimizer = eight_bit(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0)
@@ -136,6 +187,16 @@ def _build(
     # None rather than False, with which torch would take its loop over tensors instead of foreach.
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
     return adamw, f"AdamW, {reason}"
+
+
+def _build_own(
+    config: OptimizerConfig, device: torch.device, groups: list[dict[str, Any]]
+) -> tuple[torch.optim.Optimizer, str]:
+    own = OwnOptimizer(config.name, config.keywords(), config.lr, config.weight_decay)
+    holds_frozen = try_saving(own.name, own.build, own.lr, own.weight_decay, device)
+    for group in groups:
+        group[OWN_KEY] = holds_frozen
+    return own.build(groups), f"{own.call}; a trial has shown that its state survives a save"
 
 
 def set_learning_rate(optimizer: HasParameterGroups, factor: float) -> None:
@@ -159,6 +220,12 @@ def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:
             f"the parts are {sorted(known)}. Name one of those, or pass `freezable` to build_optimizer."
         )
     for group in optimizer.param_groups:
+        if parts and group.get(OWN_KEY) is False:
+            raise UsageError(
+                f"frozen={sorted(parts)}: the optimizer moves parameters whose learning rate and weight decay are 0, "
+                "as a trial at the start has shown, so it cannot freeze a part. Use --optimizer.name adamw, or train "
+                "without phases that freeze."
+            )
         group["frozen"] = group["part"] in parts
         group["weight_decay"] = group["base_weight_decay"]
         if group["frozen"]:

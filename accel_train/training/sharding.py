@@ -358,7 +358,7 @@ def _element_keys(holder: Tensor, state: Mapping[str, Any]) -> list[str]:
     keys: list[str] = []
     for key, value in state.items():
         # The step count of a parameter without dimensions has the parameter's shape as well.
-        if key != "step" and isinstance(value, Tensor) and value.shape == holder.shape:
+        if key != "step" and isinstance(value, Tensor) and value.shape in (holder.shape, (holder.numel(),)):
             keys.append(key)
     return keys
 
@@ -382,7 +382,8 @@ def _write_state(state: Mapping[str, Any], key: str, shard: Tensor) -> None:
     if eight_bit.holds_moments(state):
         eight_bit.write_moment(state, key, shard)
     else:
-        _read_state(state, key).copy_(shard)
+        target = _read_state(state, key)
+        target.copy_(shard.reshape(target.shape))  # some optimizers keep flat state
 
 
 def _one_group(optimizer: torch.optim.Optimizer, flat: Iterable[Tensor]) -> list[dict[str, Any]]:

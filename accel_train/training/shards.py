@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accel_train.config import UsageError
 from accel_train.training.sharding import FixedShard, WholeTensors, fixed_shard, sharding_of
 from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
+
+OWN_KEY = "own"
+"""Key in the groups of an optimizer of ``module:Class``: whether it leaves frozen parts as they are."""
+GROUP_OPTIONS = (
+    *("params", "name", "part", "frozen", OWN_KEY, "muon"),
+    *("lr", "base_lr", "weight_decay", "base_weight_decay"),
+)
+"""Keys of a group that are functions of the options and the step. An optimizer's own numbers are the others."""
+EXACT_IN_FP32 = {torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool}
+"""Dtypes of state whose values survive in a file of fp32."""
 
 
 class Shards:
@@ -152,6 +163,8 @@ class Shards:
         optimizer = self._sharding.optimizer
         groups = self._sharding.groups()
         stepped: list[Any] = [tensor for group in groups for tensor in group["params"]]
+        # A class of the user's own may move a parameter all the same.
+        values = [tensor.detach().clone() for tensor in stepped] if self._is_own else []
         gradients = [tensor.grad for tensor in stepped]  # ZeRO-offload keeps its buffers there
         before = optimizer.param_groups
         try:
@@ -164,6 +177,58 @@ class Shards:
             optimizer.param_groups = before
             for tensor, gradient in zip(stepped, gradients, strict=True):
                 tensor.grad = gradient
+            for tensor, value in zip(stepped, values, strict=False):
+                tensor.data.copy_(value)
+
+    @property
+    def _is_own(self) -> bool:
+        """True for ``--optimizer.name module:Class``."""
+        return any(OWN_KEY in group for group in self._sharding.optimizer.param_groups)
+
+    def numbers(self) -> dict[str, Any]:
+        """Numbers that an optimizer of ``module:Class`` keeps, by group and by parameter, for JSON.
+
+        Empty for the built-in ones. Reads from the device. Raises ``UsageError`` for state that has neither one value
+        per element nor one for the whole parameter, because a checkpoint could not hold it by parameter name.
+        """
+        optimizer = self._sharding.optimizer
+        if not self._is_own or not optimizer.state:
+            return {}
+        groups: dict[str, Any] = {}
+        for group in optimizer.param_groups:
+            kept = {key: encode_number(value) for key, value in group.items() if key not in GROUP_OPTIONS}
+            groups[group["name"]] = {key: number for key, number in kept.items() if number is not None}
+        parameters: dict[str, Any] = {}
+        for name, parameter in self.parameters.items():
+            of_elements = self._sharding.state_keys(parameter)
+            state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if key in of_elements and value.dtype in EXACT_IN_FP32:
+                    continue
+                number = encode_number(value)
+                if number is None:
+                    raise UsageError(_unsaved_state(type(optimizer).__name__, key, name, value))
+                parameters.setdefault(name, {})[key] = number
+        return {"groups": groups, "parameters": parameters}
+
+    def set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Write what ``numbers`` returned, after ``create_state``. Raises ``UsageError`` where it has no place."""
+        optimizer = self._sharding.optimizer
+        for group in optimizer.param_groups:
+            saved: Mapping[str, Any] = numbers.get("groups", {}).get(group["name"], {})
+            group.update({key: decode_number(number, torch.device("cpu")) for key, number in saved.items()})
+        for name, values in numbers.get("parameters", {}).items():
+            parameter = self.parameters[name]
+            state = optimizer.state[parameter]
+            for key, number in values.items():
+                if not self._is_own or key not in state:
+                    raise UsageError(
+                        f"optimizer.name: {type(optimizer).__name__} keeps no {key} of {name}, and the checkpoint has "
+                        "one: another class wrote it. Go back to that one, or start a new run with --init_from"
+                    )
+                present = state[key]
+                device = present.device if isinstance(present, Tensor) else parameter.device
+                state[key] = decode_number(number, device)
 
     def set_step(self, step: int) -> None:
         """Set the optimizer's own counter (bias correction) to the number of completed steps."""
@@ -186,6 +251,39 @@ def persistent_buffers(module: nn.Module) -> list[str]:
                 seen.add(id(buffer))
                 names.append(f"{path}.{name}".lstrip("."))
     return names
+
+
+_DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)}
+_NUMBERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": "True".__eq__}
+
+
+def encode_number(value: object) -> list[str] | None:
+    """A number or a tensor without dimensions as its type and its text, exact; None for anything else."""
+    if isinstance(value, Tensor) and value.ndim == 0 and str(value.dtype) in _DTYPES:
+        return [str(value.dtype), repr(value.item())]
+    if type(value).__name__ in _NUMBERS:  # the type itself: numpy's numbers and enumerations are something else
+        return [type(value).__name__, repr(value)]
+    return None
+
+
+def decode_number(number: Sequence[str], device: torch.device) -> Any:
+    """Return the value of ``encode_number``."""
+    kind, text = number
+    if kind in _NUMBERS:
+        return _NUMBERS[kind](text)
+    dtype = _DTYPES[kind]
+    return torch.tensor(float(text) if dtype.is_floating_point else int(text), dtype=dtype, device=device)
+
+
+def _unsaved_state(optimizer: str, key: str, name: str, value: object) -> str:
+    kind = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        kind = f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return (
+        f"optimizer.name: {optimizer} keeps {key} of {name} as {kind}; a checkpoint holds state by parameter name, as "
+        "one value per element that fp32 represents, or as one number. Choose arguments without this state, or another "
+        "class"
+    )
 
 
 def exact_masters(model: nn.Module, precision: str) -> dict[str, Tensor]:

@@ -106,6 +106,15 @@ def test_eight_bit_state_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert [x.hex() for x in found["again"]] == [x.hex() for x in found["losses"][20:]]
 
 
+def test_a_class_of_the_users_own_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """Its tensors and its numbers are in the checkpoint by parameter name (NAdam: mu_product beside two moments)."""
+    found = train(DDP, tmp_path / "ddp", "ddp", name="torch.optim:NAdam")
+    assert found["state"] == {"exp_avg": 22, "exp_avg_sq": 22}
+    index = json.loads((middle(found) / "optimizer" / "index.json").read_text())
+    assert {tuple(sorted(kept)) for kept in index["numbers"]["parameters"].values()} == {("mu_product", "step")}
+    assert [x.hex() for x in found["again"]] == [x.hex() for x in found["losses"][20:]]
+
+
 @pytest.mark.slow
 def test_muon_in_bf16_is_outside_the_promise(tmp_path: Path) -> None:
     """The measured reason for fp32: another cut of the same batch changes the losses, but not the training."""

@@ -30,7 +30,7 @@ from accel_train.store import atomic_files, commit, planning
 from accel_train.training import muon
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
-from accel_train.training.optimizer_choice import TABLE, refuse_combination
+from accel_train.training.optimizer_choice import OWN, TABLE, refuse_combination
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
 from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import NonFiniteError
@@ -332,6 +332,9 @@ def frozen(accelerator: Accelerator, sync: Any) -> dict[str, Any]:
     return {"norms": norms, "weights": float(sum(weights))}
 
 
+EXAMPLES = {OWN: "torch.optim:NAdam"}
+
+
 def rows(accelerator: Accelerator, option: Any) -> dict[str, Any]:
     """Every optimizer that the table allows under this strategy and precision: losses of a few steps, or the refusal.
 
@@ -345,7 +348,9 @@ def rows(accelerator: Accelerator, option: Any) -> dict[str, Any]:
         except UsageError as error:
             found[name] = str(error)
             continue
-        found[name] = Chosen(accelerator, OptimizerConfig(lr=1e-2, name=name), 0, MICRO_BATCH).train(range(6))
+        found[name] = Chosen(
+            accelerator, OptimizerConfig(lr=1e-2, name=EXAMPLES.get(name, name)), 0, MICRO_BATCH
+        ).train(range(6))
         accelerator.free_memory()
     return found
 

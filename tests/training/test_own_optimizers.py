@@ -1,0 +1,315 @@
+"""``--optimizer.name module:Class`` against the class in a plain torch loop; what a trial refuses; state by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_train.config import UsageError
+from accel_train.training.optimizer_choice import keyword_arguments
+from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
+from accel_train.training.shards import Shards, decode_number, encode_number
+
+CPU = torch.device("cpu")
+HERE = __name__
+
+
+class Net(nn.Module):
+    """With a layer that begins at zero, as heads do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.norm, self.head = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+        for parameter in (self.first.weight, self.first.bias):
+            parameter.data = torch.randn(parameter.shape, generator=generator) / 3
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.norm(self.first(x))))
+
+
+def factor(step: int) -> float:
+    """A warm-up from 0 and a decay."""
+    return min(step / 3, 1.0) * (1 - step / 40)
+
+
+def losses_of(model: nn.Module, optimizer: Any, steps: range, set_rate: Callable[[int], None]) -> list[str]:
+    losses: list[str] = []
+    for step in steps:
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - torch.stack((x[:, 0] * x[:, 1], x[:, 2]), 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        set_rate(step)
+        optimizer.step()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def ours(config: OptimizerConfig) -> tuple[Net, torch.optim.Optimizer]:
+    model = Net()
+    return model, build_optimizer(model, config, CPU)[0]
+
+
+def train(model: Net, optimizer: torch.optim.Optimizer, steps: range) -> list[str]:
+    return losses_of(model, optimizer, steps, lambda step: set_learning_rate(optimizer, factor(step)))
+
+
+CLASSES: list[tuple[str, float, tuple[str, ...], dict[str, Any]]] = [
+    ("torch.optim:SGD", 0.1, ("momentum=0.9", "nesterov=true"), {"momentum": 0.9, "nesterov": True}),
+    ("torch.optim:NAdam", 0.01, ("betas=[0.8, 0.99]",), {"betas": (0.8, 0.99)}),
+    ("torch.optim:RMSprop", 0.01, ("centered=true",), {"centered": True}),
+    ("torch.optim:ASGD", 0.1, (), {}),
+    ("prodigyopt:Prodigy", 1.0, ("d_coef=0.5", "d0=1e-3"), {"betas": (0.9, 0.95), "d_coef": 0.5, "d0": 1e-3}),
+]
+
+
+def of_class(test: Any) -> Any:
+    return pytest.mark.parametrize(("name", "lr", "given", "keywords"), CLASSES, ids=[name for name, *_ in CLASSES])(
+        test
+    )
+
+
+def class_of(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    if find_spec(module) is None:
+        pytest.skip(f"{module} is not installed: pip install -e '.[test-all]'")
+    return getattr(__import__(module, fromlist=[attribute]), attribute)
+
+
+@of_class
+def test_equals_a_plain_loop(name: str, lr: float, given: tuple[str, ...], keywords: dict[str, Any]) -> None:
+    reference = Net()
+    decayed = [reference.first.weight, reference.head.weight]
+    rest = [p for p in reference.parameters() if all(p is not other for other in decayed)]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    by_hand = class_of(name)(groups, lr=lr, **keywords)
+
+    def set_rate(step: int) -> None:
+        for group in by_hand.param_groups:
+            group["lr"] = lr * factor(step)
+
+    expected = losses_of(reference, by_hand, range(20), set_rate)
+    model, optimizer = ours(OptimizerConfig(name=name, lr=lr, weight_decay=0.1, arguments=given))
+    assert isinstance(optimizer, class_of(name))
+    assert train(model, optimizer, range(20)) == expected
+    assert not torch.equal(model.first.weight, Net().first.weight)
+
+
+@of_class
+def test_state_comes_back_to_the_same_bits(
+    name: str, lr: float, given: tuple[str, ...], keywords: dict[str, Any]
+) -> None:
+    """What a checkpoint holds, by name and as JSON, and nothing else; test_optimizers.py of real processes saves it."""
+    class_of(name)
+    config = OptimizerConfig(name=name, lr=lr, weight_decay=0.1, arguments=given)
+    model, optimizer = ours(config)
+    train(model, optimizer, range(8))
+    shards = Shards(model, optimizer)
+    tensors = {(n, key): shards.state(n, key).clone() for key, names in shards.state_names().items() for n in names}
+    numbers = json.loads(json.dumps(shards.numbers()))
+    other, again = ours(config)
+    other.load_state_dict(model.state_dict())
+    restored = Shards(other, again)
+    restored.create_state()
+    for (parameter, key), value in tensors.items():
+        restored.set_state(parameter, key, value.view(restored.shape(parameter)))
+    restored.set_step(8)
+    restored.set_numbers(numbers)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert train(other, again, range(8, 16)) == train(model, optimizer, range(8, 16))
+
+
+def test_prodigy_state_holds_its_estimate() -> None:
+    class_of("prodigyopt:Prodigy")
+    model, optimizer = ours(OptimizerConfig(name="prodigyopt:Prodigy", lr=1.0, weight_decay=0))
+    train(model, optimizer, range(8))
+    shards = Shards(model, optimizer)
+    assert decode_number(shards.numbers()["groups"]["decay"]["d"], CPU) == optimizer.param_groups[0]["d"] > 1e-6
+    assert "p0" not in shards.numbers()["parameters"]["first.weight"]
+    assert shards.numbers()["parameters"]["head.weight"]["p0"] == ["torch.float32", "0.0"]  # that layer began at zero
+
+
+def test_shared_options_reach_the_class_and_its_arguments_win() -> None:
+    _, optimizer = ours(OptimizerConfig(name="torch.optim:Adam", betas=(0.8, 0.9), eps=1e-6, fused=True))
+    given = optimizer.defaults
+    assert (given["betas"], given["eps"], given["fused"], given["lr"]) == ((0.8, 0.9), 1e-6, True, 1e-4)
+    config = OptimizerConfig(name="torch.optim:Adam", betas=(0.8, 0.9), arguments=("betas=[0.7,0.6]",))
+    _, line = build_optimizer(Net(), config, CPU)
+    assert "torch.optim:Adam(lr=0.0001, betas=(0.7, 0.6), eps=1e-08)" in line
+
+
+def test_built_in_optimizers_have_no_numbers() -> None:
+    model, optimizer = ours(OptimizerConfig())
+    train(model, optimizer, range(2))
+    assert Shards(model, optimizer).numbers() == {}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, -1.1e-300, math.inf, True, False, torch.tensor(0.1), torch.tensor(7), torch.tensor(0.3, dtype=torch.bfloat16)],
+)
+def test_a_number_survives_json(value: object) -> None:
+    found = decode_number(json.loads(json.dumps(encode_number(value))), CPU)
+    assert type(found) is type(value)
+    assert found == value
+    if isinstance(value, torch.Tensor):
+        assert found.dtype == value.dtype
+
+
+def test_what_is_no_number() -> None:
+    assert [encode_number(value) for value in (None, "1", (1, 2), torch.zeros(1))] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (
+            ["d_coef=0.5", "k=3", "decouple=false", "beta3=none"],
+            {"d_coef": 0.5, "k": 3, "decouple": False, "beta3": None},
+        ),
+        (["betas=[0.9, 0.99]"], {"betas": (0.9, 0.99)}),
+        (["betas=(0.9,0.99)", "kind=rms=1"], {"betas": (0.9, 0.99), "kind": "rms=1"}),
+        (["eps=1e-30"], {"eps": 1e-30}),
+    ],
+)
+def test_arguments(texts: list[str], expected: dict[str, Any]) -> None:
+    assert keyword_arguments(texts) == expected
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+class Hidden(torch.optim.SGD):
+    """Keeps a count where no checkpoint finds it."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] /= self.calls
+        return super().step(closure)
+
+
+class Sampling(torch.optim.SGD):
+    """Draws from the generator of the process."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad += torch.randn_like(parameter)
+        return super().step(closure)
+
+
+class Modes(torch.optim.SGD):
+    """As schedule-free optimizers are."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps a list of tensors in its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["before"] = [parameter.detach().clone()]
+        return super().step(closure)
+
+
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"name": "adamv"}, ["optimizer.name: 'adamv' is not known: did you mean 'adamw'", "torch.optim:NAdam"]),
+    ({"name": "torch.optim:"}, ["optimizer.name: 'torch.optim:' is not known"]),
+    ({"name": "torch.optim:Nope"}, ["optimizer.name: torch.optim:Nope", "cannot be imported", "PYTHONPATH"]),
+    ({"name": "no_such_package:Nope"}, ["optimizer.name: no_such_package:Nope", "No module named"]),
+    ({"name": "torch.nn:Linear"}, ["is no torch.optim.Optimizer"]),
+    ({"arguments": ("momentum=0.9",)}, ["optimizer.arguments: momentum=0.9", "adamw does not read it"]),
+    ({"name": "torch.optim:SGD", "arguments": ("momentum",)}, ["'momentum' must be KEY=VALUE"]),
+    ({"name": "torch.optim:SGD", "arguments": ("lr=1",)}, ["'lr=1' is an option of its own", "--optimizer.lr"]),
+    ({"name": "torch.optim:SGD", "arguments": ("weight_decay=1",)}, ["--optimizer.weight_decay"]),
+    ({"name": "torch.optim:SGD", "arguments": ("momentum=1", "momentum=2")}, ["is given twice"]),
+    (
+        {"name": "torch.optim:SGD", "arguments": ("bogus=1",)},
+        ["optimizer.arguments: torch.optim:SGD(lr=0.0001, bogus=1)", "TypeError"],
+    ),
+    ({"name": "torch.optim:SGD", "arguments": ("momentum=-1",)}, ["momentum=-1", "Invalid momentum value"]),
+    ({"name": "torch.optim:SGD", "betas": (0.8, 0.9)}, ["optimizer.betas: (0.8, 0.9)", "--optimizer.betas 0.9 0.95"]),
+    ({"name": "torch.optim:SGD", "eps": 1e-6}, ["optimizer.eps: 1e-06", "--optimizer.eps 1e-08"]),
+    ({"name": "torch.optim:NAdam", "fused": True}, ["optimizer.fused: True", "--optimizer.fused auto"]),
+    ({"name": "torch.optim:NAdam", "muon_lr": 0.1}, ["optimizer.muon_lr: 0.1"]),
+    ({"name": "torch.optim:Rprop"}, ["optimizer.weight_decay: 0.01", "--optimizer.weight_decay 0"]),
+    ({"name": "torch.optim:Rprop", "weight_decay": 0}, ["moves parameters while the learning rate is 0"]),
+    ({"name": "torch.optim:LBFGS", "weight_decay": 0}, ["doesn't support per-parameter options"]),
+    ({"name": "torch.optim:SparseAdam", "weight_decay": 0}, ["a trial of 6 steps failed", "dense gradients"]),
+    (
+        {"name": "torch.optim:Adafactor", "arguments": ("eps=[none, 1e-3]",)},
+        ["Adafactor keeps row_var of matrix as a tensor (4, 1) of float32"],
+    ),
+    ({"name": f"{HERE}:Hidden"}, ["went on with other bits", "no checkpoint finds it"]),
+    ({"name": f"{HERE}:Sampling"}, ["draws random numbers"]),
+    ({"name": f"{HERE}:Modes"}, ["has train() and eval()", "--optimizer.name adamw with --ema.decay"]),
+    ({"name": f"{HERE}:Lookahead"}, ["Lookahead keeps before of matrix as a list"]),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), REFUSED, ids=[f"{v.get('name')} {' '.join(s)[:30]}" for v, s in REFUSED])
+def test_refused_with_the_reason(values: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(UsageError) as raised:
+        build_optimizer(Net(), OptimizerConfig(**values), CPU)
+    for words in said:
+        assert words in str(raised.value)
+
+
+def test_schedule_free_is_refused_rather_than_trained_wrong() -> None:
+    class_of("schedulefree:AdamWScheduleFree")
+    with pytest.raises(UsageError, match=r"has train\(\) and eval\(\), which swap the weights"):
+        build_optimizer(Net(), OptimizerConfig(name="schedulefree:AdamWScheduleFree"), CPU)
+
+
+def test_state_that_appears_later_is_refused_at_the_save() -> None:
+    model, optimizer = ours(OptimizerConfig(name="torch.optim:SGD", arguments=("momentum=0.9",)))
+    train(model, optimizer, range(2))
+    optimizer.state[model.head.bias]["history"] = torch.zeros(7)
+    with pytest.raises(UsageError, match=r"SGD keeps history of head\.bias as a tensor \(7,\) of float32"):
+        Shards(model, optimizer).numbers()
+
+
+def test_numbers_of_another_class_are_refused() -> None:
+    model, optimizer = ours(OptimizerConfig(name="torch.optim:NAdam"))
+    train(model, optimizer, range(2))
+    numbers = Shards(model, optimizer).numbers()
+    for name in ("torch.optim:RAdam", "adamw"):
+        other = Shards(*ours(OptimizerConfig(name=name)))
+        other.create_state()
+        with pytest.raises(UsageError, match=r"another class wrote it\. Go back to that one"):
+            other.set_numbers(numbers)
+
+
+def test_the_trial_leaves_the_generator_as_it_was() -> None:
+    model = Net()
+    before = torch.get_rng_state()
+    build_optimizer(model, OptimizerConfig(name="torch.optim:NAdam"), CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_frozen_part_stays_or_is_refused() -> None:
+    model = Net()
+    optimizer, _ = build_optimizer(model, OptimizerConfig(name="torch.optim:NAdam"), CPU, {"head": ["head"]})
+    set_frozen(optimizer, ["head"])
+    before = model.head.weight.detach().clone()
+    train(model, optimizer, range(1, 4))
+    assert torch.equal(model.head.weight, before)
+    optimizer, _ = build_optimizer(Net(), OptimizerConfig(name="torch.optim:ASGD"), CPU, {"head": ["head"]})
+    set_frozen(optimizer, ())
+    with pytest.raises(UsageError, match=r"frozen=\['head'\]: the optimizer moves parameters whose learning rate"):
+        set_frozen(optimizer, ["head"])
