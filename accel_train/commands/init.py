@@ -15,7 +15,7 @@ SCAFFOLD = "recipe.py"
 """File name of a new recipe."""
 
 
-def init(directory: str, name: str, *, scaffold: bool = False) -> str:
+def init(directory: str | Path, name: str = "mmdit", *, scaffold: bool = False) -> str:
     """Copy recipe ``name``, its presets and the launch files, and return what to do next.
 
     With ``scaffold``, the recipe is a new one to be filled in. Raises ``UsageError`` for an unknown recipe, and for a

@@ -25,7 +25,7 @@ class Config(experiment.ExperimentConfig):
     """Width of the hidden layers."""
 
 
-# CHANGE: the data: anything with a length that returns a sample, a dict of tensors, for an index.
+# CHANGE: the data, and its fingerprint in `main`. Anything with a length that gives a dict of tensors for an index.
 def points(count: int, stream: str) -> list[dict[str, Tensor]]:
     places = rng.normal(rng.sample_keys(0, stream, 0, torch.arange(count)), (2,))
     return [{"place": place, "ring": (2 * place.norm()).long().clamp(max=4)} for place in places]
