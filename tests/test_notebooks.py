@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.commands.launch import free_port
 from accel_train.metrics.records import read_metrics
 from tests import zygote
 from tests.distributed.launching import ROOT, environment
+from tests.waiting import free_port
 
 CELLS = """
 import fcntl, importlib.util, os, signal, sys

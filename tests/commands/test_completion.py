@@ -1,10 +1,15 @@
-"""What a shell offers after TAB: real bash, and fish where it is installed, with the script sourced."""
+"""What a shell offers after TAB: real bash, and zsh and fish where they are installed."""
 
 from __future__ import annotations
 
+import os
+import pty
+import select
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,7 @@ from accel_train import cli
 from accel_train.config_loading import load_config
 from recipes import mmdit
 from tests.distributed.launching import ROOT
+from tests.waiting import PATIENCE_SECONDS
 
 PRESETS = ROOT / "recipes" / "presets"
 SCAFFOLD = str(ROOT / "recipes" / "scaffold" / "recipe.py")
@@ -85,9 +91,62 @@ def test_fish_offers(line: str, expected: set[str], scripts: Path) -> None:
     assert offered.isdisjoint({"mmdit", "pde", "pde_demo", "demo", "ls"} - expected - recipes)
 
 
+class Terminal:
+    """An interactive zsh that reads its completions from a folder."""
+
+    def __init__(self, functions: Path) -> None:
+        self._side, inner = pty.openpty()
+        environment = {"PATH": os.environ["PATH"], "TERM": "dumb", "HOME": str(functions)}
+        self.shell = subprocess.Popen(["zsh", "-f", "-i"], stdin=inner, stdout=inner, stderr=inner, env=environment)
+        os.close(inner)
+        path = shlex.quote(str(functions))
+        self.write(f"fpath=({path} $fpath); autoload -U compinit; compinit -u -D; echo ready$((1 + 1))\n")
+        self.read_to("ready2")
+
+    def write(self, text: str) -> None:
+        os.write(self._side, text.encode())
+
+    def read_to(self, text: str) -> None:
+        """Read what the terminal shows up to ``text``. Raises ``AssertionError`` where it does not come."""
+        shown = ""
+        while text not in shown:
+            ready, _, _ = select.select([self._side], [], [], PATIENCE_SECONDS)
+            assert ready, shown
+            shown += os.read(self._side, 4096).decode(errors="replace")
+
+    def end(self) -> None:
+        self.shell.kill()
+        self.shell.wait()
+        os.close(self._side)
+
+
+@pytest.fixture(scope="module")
+def terminal(scripts: Path) -> Iterator[Terminal]:
+    functions = scripts / "functions"
+    functions.mkdir()
+    shutil.copy(scripts / "zsh", functions / "_accel-train")
+    terminal = Terminal(functions)
+    yield terminal
+    terminal.end()
+
+
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_reads_the_script(scripts: Path) -> None:
-    assert output("zsh", "-n", str(scripts / "zsh")) == ""
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("accel-train lau", "nch "),
+        ("accel-train launch pde pde_b", "aseline "),
+        ("accel-train launch --config_file x.yaml mmdit demo --optimizer.weig", "ht_decay "),
+        ("accel-train check mmdit --schedule.kind ws", "d "),
+        ("accel-train checkpoints pru", "ne "),
+    ],
+)
+def test_zsh_completes(typed: str, completed: str, terminal: Terminal) -> None:
+    terminal.write(typed)
+    terminal.read_to(typed[-8:])  # zsh completes nothing while it has more to read
+    terminal.write("\t")
+    terminal.read_to(completed)
+    terminal.write("\x15")  # deletes the line
 
 
 def test_a_recipe_prints_its_own_script(
