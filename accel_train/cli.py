@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from accel_train import __version__
 from accel_train.runtime.exiting import exit_with
@@ -26,8 +26,10 @@ def _main(argv: Sequence[str]) -> int:
     if arguments.command == "init":
         from accel_train.commands.init import init
 
-        print(init(arguments.directory, arguments.recipe))
+        print(init(arguments.directory, arguments.recipe, scaffold=arguments.scaffold))
         return 0
+    if arguments.command == "completion":
+        return _completion(arguments)
     return _launch(arguments)
 
 
@@ -37,6 +39,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     text = attention_report() if arguments.attention else report()
     print(text)
+    return 0
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from accel_train.commands.bundled import recipe_names
+    from accel_train.commands.completion import recipes_with_options
+    from accel_train.completion import script
+
+    recipes = recipes_with_options([*recipe_names(), *arguments.recipes])
+    print(script(_parser(recipes), arguments.shell))
     return 0
 
 
@@ -100,7 +112,8 @@ def _checkpoints(arguments: argparse.Namespace) -> int:
     return commands.push(place, flags)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | None = None) -> argparse.ArgumentParser:
+    """Return the parser. With ``recipes``, one for completion: it knows the options of each."""
     parser = argparse.ArgumentParser(
         prog="accel-train", description="Launch, rehearse and check training recipes; manage their checkpoints."
     )
@@ -114,18 +127,48 @@ def _parser() -> argparse.ArgumentParser:
         "check": "read the launch file and the recipe's config, describe the run, run nothing",
     }
     for name, text in texts.items():
-        _add_launch(commands.add_parser(name, help=text, description=text), file_required=name == "rehearse")
+        launch = commands.add_parser(name, help=text, description=text)
+        _add_launch(launch, file_required=name == "rehearse")
+        _add_recipe(launch, recipes)
     text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
-    _add_compare(commands.add_parser("compare", help=text, description=text))
-    text = "copy a bundled recipe with its presets and the launch files, ready to change"
+    _add_compare(commands.add_parser("compare", help=text, description=text), recipes)
+    text = "copy a bundled recipe, or begin a new one, with presets and launch files"
     _add_init(commands.add_parser("init", help=text, description=text))
     _add_checkpoints(commands.add_parser("checkpoints", help="list, verify, compare, delete, convert, export, push"))
+    text = "print the script with which a shell completes this command, with the options and presets of recipes"
+    _add_completion(commands.add_parser("completion", help=text, description=text))
     return parser
 
 
 def _add_init(init: argparse.ArgumentParser) -> None:
     init.add_argument("directory", metavar="DIRECTORY", help="directory that does not exist or is empty")
-    init.add_argument("--recipe", default="mmdit", metavar="NAME", help="default: mmdit")
+    source = init.add_mutually_exclusive_group()
+    source.add_argument("--recipe", default="mmdit", metavar="NAME", help="default: mmdit")
+    source.add_argument(
+        "--scaffold", action="store_true", help="a new recipe.py of 80 lines instead, with marks at what to replace"
+    )
+
+
+def _add_completion(completion: argparse.ArgumentParser) -> None:
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.add_argument("recipes", nargs="*", metavar="RECIPE", help="your own recipes, besides the bundled ones")
+
+
+def _add_recipe(
+    command: argparse.ArgumentParser, recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | None
+) -> None:
+    text = "path of the recipe, or the name of a bundled one, such as mmdit"
+    if recipes is not None:
+        parsers = command.add_subparsers(dest="recipe", help=text)
+        for name, add_options in recipes.items():
+            add_options(parsers.add_parser(name, help="recipe", add_help=False))
+        return
+    command.add_argument("recipe", help=text)
+    command.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,  # also takes --flags, which the recipe parses
+        help="preset or YAML file, and flags of the recipe",
+    )
 
 
 def _add_launch(command: argparse.ArgumentParser, *, file_required: bool) -> None:
@@ -137,16 +180,12 @@ def _add_launch(command: argparse.ArgumentParser, *, file_required: bool) -> Non
     command.add_argument("--machine_rank", type=int, help="number of this machine, from 0")
     command.add_argument("--main_process_ip", help="address of machine 0")
     command.add_argument("--main_process_port", type=int, help="port of machine 0")
-    command.add_argument("recipe", help="path of the recipe, or the name of a bundled one, such as mmdit")
-    command.add_argument(
-        "arguments",
-        nargs=argparse.REMAINDER,  # also takes --flags, which the recipe parses
-        help="preset or YAML file, and flags of the recipe",
-    )
 
 
-def _add_compare(compare: argparse.ArgumentParser) -> None:
-    compare.add_argument("recipe", help="path of the recipe, or the name of a bundled one, such as mmdit")
+def _add_compare(compare: argparse.ArgumentParser, recipes: Iterable[str] | None) -> None:
+    recipe = compare.add_argument("recipe", help="path of the recipe, or the name of a bundled one, such as mmdit")
+    if recipes is not None:
+        recipe.choices = list(recipes)
     compare.add_argument("sources", nargs="+", metavar="PRESET_OR_YAML", help="A and B, or one with --vary")
     compare.add_argument("--config_file", help="accelerate launch file for every run; default: one plain process")
     compare.add_argument("--vary", metavar="KEY=V1,V2", help="values of one option, compared with the first")

@@ -2,13 +2,12 @@
 
 A recipe's config is a frozen standard dataclass. Its groups are dataclasses beside the code that uses them. Later
 sources win: the dataclass defaults, the preset or YAML file named first on the command line, the flags. pydantic
-checks types and ranges, and tyro writes ``--help`` from the attribute docstrings. Both are imported in this file only.
+checks types and ranges; it is imported in this file only. ``option_help`` writes ``--help``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import os
 import shlex
@@ -16,8 +15,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+from accel_train import completion, option_help
 from accel_train.config import UsageError, expand_path, set_origins, set_requested_output_dir
 from accel_train.config_tree import Tree, field_types, flatten, is_group, option_names, option_types, to_tree
 from accel_train.flags import NAMES_OF_OTHER_SCRIPTS, FlagError, nearest_option, read_flags, refusal, stray
@@ -54,7 +54,7 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     """Read ``[PRESET | FILE.yaml] [--flag value ...]``. Every process reads the same by itself.
 
     With ``--smoke``, ``smoke_values`` of the config sets what no flag sets. Raises ``UsageError``. Exits with code 0
-    after ``--help`` or ``--print_config``.
+    after ``--help [GROUP]``, ``--print_config`` or ``--print_completion SHELL``.
     """
     arguments = list(argv)
     source = default_preset
@@ -71,8 +71,11 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     _check_keys_of_source(cls, tree, path, places, names if path.parent == presets else [])
     # The file is validated before the flags, so that its errors name a position.
     base = from_tree(cls, tree, str(path), places)
-    if "--help" in arguments or "-h" in arguments:
-        _print_help(cls, base, names)
+    topic = option_help.requested_topic(arguments)
+    if topic is not None:
+        option_help.print_help(cls, base, names, topic)
+    if completion.FLAG in arguments:
+        completion.print_completion(cls, names, arguments)
     try:
         flags = read_flags(option_types(cls), arguments, names)
     except FlagError as error:
@@ -313,27 +316,6 @@ def _overlay(tree: Tree, flags: Mapping[str, Any]) -> Tree:
             inner = inner[group]
         inner[leaf] = value
     return tree
-
-
-def _print_help(cls: type, base: object, names: Sequence[str]) -> NoReturn:
-    import tyro
-
-    usage = (
-        f"First argument: a preset ({', '.join(names)}) or a YAML file. Flags override it. "
-        "--print_config shows the result. --smoke tries everything in seconds, in OUTPUT_DIR-smoke."
-    )
-    description = f"{inspect.getdoc(cls) or ''}\n\n{usage}"
-    # One process of several prints.
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    tyro.cli(
-        cls,
-        args=["--help"],
-        default=base,
-        description=description,
-        use_underscores=True,
-        console_outputs=is_first,
-    )
-    raise SystemExit(0)
 
 
 def _origins(

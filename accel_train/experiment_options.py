@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from accel_train.checkpoints.policy import CheckpointConfig, RunOptions
 from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
-from accel_train.config_tree import config_text, experiment_tree, flatten, to_tree
+from accel_train.config_tree import config_text, experiment_tree, flatten, option_names, to_tree
 from accel_train.data.options import LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.metrics.progress import Labels
@@ -45,6 +45,24 @@ FREE_TO_CHANGE = (
 )
 """Options (or groups) of every recipe that do not change the trajectory, or only prolong it."""
 
+FIRST_OPTIONS = (
+    "output_dir",
+    "seed",
+    "global_batch_size",
+    "micro_batch_size",
+    "max_steps",
+    "max_epochs",
+    "precision",
+    "resume",
+    "overwrite",
+    "init_from",
+    "evaluate_only",
+    "optimizer.lr",
+    "schedule.warmup_steps",
+    "checkpoints.save_every",
+)
+"""Options of every recipe that ``--help`` shows first."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -56,6 +74,8 @@ class Recipe:
     """Units and titles of its metrics."""
     loads_with: type | None = None
     """Class whose ``from_pretrained`` loads a checkpoint, named by the card on the Hub."""
+    first_options: tuple[str, ...] = ()
+    """Its own options that ``--help`` shows first. None: those that stand outside groups."""
     smoke: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of its own options with ``--smoke``, such as an evaluation of few samples."""
 
@@ -122,6 +142,13 @@ class ExperimentConfig:
     def report_directory(self) -> Path:
         """Directory for curves, metrics and samples, to be looked at. May not exist yet."""
         return expand_path(self.output_dir) / REPORT
+
+    @classmethod
+    def first_options(cls) -> list[str]:
+        """Return the options that ``--help`` shows first: the recipe's own, then those of every recipe."""
+        shared = option_names(ExperimentConfig)
+        own = [name for name in option_names(cls) if "." not in name and name not in shared]
+        return [*(cls.recipe.first_options or own), *FIRST_OPTIONS]
 
     def command_line_flags(self, group: str) -> list[str]:
         """List the flags of the command line that set options of ``group``."""

@@ -265,7 +265,9 @@ def stray(
     if word in presets or word.endswith((".yaml", ".yml")):
         first = shlex.quote(word)
         return f"{word!r}: the preset or file comes first, before every flag; write {first} --flag value ..."
-    return f"{word!r} belongs to no option: most take one value (--help shows which take more); quote text with spaces"
+    return (
+        f"{word!r} belongs to no option: most take one value (--help all shows which take more); quote text with spaces"
+    )
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
@@ -279,7 +281,7 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     meant = nearest_option(name, known)
     if meant:
         return ": unknown option" + did_you_mean(f"--{meant}")
-    return ": unknown option; --help lists all"
+    return ": unknown option; --help all lists all"
 
 
 def nearest_option(key: str, known: Sequence[str]) -> str | None:

@@ -50,6 +50,7 @@ class Config(experiment.ExperimentConfig):
             titles={"nll": "NLL"},
         ),
         loads_with=mmdit.MultimodalMMDiT,
+        first_options=("model.size", "data.path", "data.encoder", "modes.weights", "latent.kind", "evaluation.every"),
         smoke={"evaluation.samples": 8, "evaluation.timesteps": 1, "evaluation.shown": 1, "evaluation.text.steps": 2},
     )
 

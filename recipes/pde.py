@@ -61,6 +61,7 @@ class Config(experiment.ExperimentConfig):
         free_to_change=("evaluation", "data.cache_dir", "data.workers"),
         labels=Labels(loss_of="task"),
         loads_with=transformer.PdeTransformer,
+        first_options=("model.width", "model.depth", "data.path", "data.tasks", "task_weights", "evaluation.every"),
         smoke={"evaluation.samples": 2},
     )
 

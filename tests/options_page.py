@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import inspect
-import itertools
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -16,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.experiment import ExperimentConfig
+from accel_train.option_help import field_texts
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "options.md"
@@ -28,21 +26,6 @@ Written by `python -m tests.options_page` from the dataclasses, with their own d
 TABLE = "| Option | Values | Default | Meaning |\n|---|---|---|---|"
 NAMES = {int: "whole number", float: "number", str: "text", bool: "`True`, `False`", type(None): "`None`"}
 COUNTS = {2: "two", 3: "three"}
-
-
-def texts(cls: type) -> dict[str, str]:
-    """The string under each field, those of a class that it extends as well."""
-    found: dict[str, str] = {}
-    for part in reversed(cls.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body  # type: ignore[attr-defined]
-        for field, after in itertools.pairwise(body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                found[field.target.id] = " ".join(str(after.value.value).split())
-    return found
 
 
 def values(kind: Any) -> str:
@@ -72,7 +55,7 @@ def row(cls: type, field: dataclasses.Field[Any], kind: Any, prefix: str) -> str
     name = prefix + field.name
     group, dot, leaf = name.rpartition(".")
     words = f"on or off (`--{group}{dot}no_{leaf}`)" if kind is bool else values(kind)
-    return f"| `--{name}` | {words} | {shown(default)} | {texts(cls)[field.name]} |"
+    return f"| `--{name}` | {words} | {shown(default)} | {field_texts(cls)[field.name]} |"
 
 
 def sections(cls: type, prefix: str, skip: set[str]) -> Iterator[str]:

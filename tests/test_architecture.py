@@ -19,7 +19,8 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
 VALUES = {
-    *("config", "config_loading", "config_tree", "cores", "flags", "precision", "rng", "strict_yaml", "wording"),
+    *("completion", "config", "config_loading", "config_tree", "cores", "flags", "option_help", "precision", "rng"),
+    *("strict_yaml", "wording"),
 }
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
 TOOLS = {"commands", "compare"}
@@ -50,6 +51,15 @@ NEIGHBOURS_ALLOWED = {
     ): "the reading of a file, kept apart because launch files are read with it",
     ("config_loading", "flags"): "the reading of the command line, kept apart because it is a topic of its own",
     ("config_loading", "wording"): "parts of messages that every package writes",
+    ("config_loading", "option_help"): "the help text, kept apart because it is a topic of its own",
+    ("config_loading", "completion"): "the script of a shell, kept apart because it is a topic of its own",
+    ("completion", "config"): "UsageError alone: the one type for what a person can put right",
+    ("completion", "config_tree"): "the options and their types",
+    ("completion", "flags"): "what values a type takes, in one place",
+    ("completion", "option_help"): "the texts of the options",
+    ("option_help", "config"): "UsageError alone: the one type for what a person can put right",
+    ("option_help", "config_tree"): "the options and their types",
+    ("option_help", "wording"): "parts of messages that every package writes",
     ("flags", "wording"): "parts of messages that every package writes",
     ("flags", "strict_yaml"): "numbers, which mean the same after a flag and in a file",
     ("runtime", "data.sampler"): "the number of micro-batches, which is refused and derived in one place",
@@ -66,7 +76,7 @@ ACCELERATE_PACKAGES = {
     "commands",  # starts its launcher
     "domains.pde",  # sums figures over the processes
 }
-ONLY_IN_LOADING = {"pydantic", "tyro"}
+ONE_MODULE = {"pydantic": "config_loading", "tyro": "option_help", "shtab": "completion"}
 INSIDE_FUNCTIONS = {
     "bitsandbytes",
     "datasets",
@@ -269,11 +279,9 @@ def test_accelerate_stays_in_its_packages() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_pydantic_and_tyro_are_imported_in_one_module() -> None:
-    found = [i for i in every_import() if i.target.split(".")[0] in ONLY_IN_LOADING]
-    assert {i.target.split(".")[0] for i in found} == ONLY_IN_LOADING
-    wrong = [str(i) for i in found if package_of_file(i.path) != "config_loading"]
-    assert not wrong, "\n".join(wrong)
+def test_pydantic_tyro_and_shtab_are_imported_in_one_module_each() -> None:
+    found = {(i.target.split(".")[0], package_of_file(i.path)) for i in every_import()}
+    assert {pair for pair in found if pair[0] in ONE_MODULE} == set(ONE_MODULE.items())
 
 
 def test_heavy_and_optional_packages_are_imported_inside_functions() -> None:

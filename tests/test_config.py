@@ -283,7 +283,7 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("demo --optimizer.lr .inf", r"optimizer\.lr: inf is refused: .*finite"),
         ("demo --optimizer.lr inf", r"optimizer\.lr: 'inf' is refused: a number is required"),
         ("demo --optimzer.lr 1", r"--optimzer\.lr: unknown option: did you mean '--optimizer\.lr'\?"),
-        ("demo --zzz 1", r"--zzz: unknown option; --help lists all"),
+        ("demo --zzz 1", r"--zzz: unknown option; --help all lists all"),
         ("demo --optimizer 1", r"--optimizer is a group of options, not an option; write --optimizer\.lr VALUE"),
         ("demo --seed fast", r"seed: 'fast' is refused: an integer is required; correct --seed$"),
         ("demo --seed", r"--seed has no value; write --seed VALUE"),

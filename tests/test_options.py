@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
+from accel_train.config import UsageError
 from accel_train.config_loading import load_config, read_tree
 from accel_train.config_tree import config_text, option_names, to_tree
 from accel_train.experiment import ExperimentConfig
 from accel_train.launch_files.machine_config import read_machine_config
+from accel_train.option_help import field_texts
 from accel_train.store.run_file import write_config
 from recipes import mmdit, pde
 from recipes.mmdit import Config
@@ -245,7 +248,7 @@ def groups(cls: type) -> list[type]:
 
 def documented(cls: type) -> set[str]:
     """Fields with a string under them: what tyro shows as help."""
-    return {name for name, text in options_page.texts(cls).items() if len(text) > 15}
+    return {name for name, text in field_texts(cls).items() if len(text) > 15}
 
 
 @pytest.mark.parametrize("cls", dict.fromkeys([*groups(Config), *groups(pde.Config)]), ids=lambda cls: cls.__name__)
@@ -263,19 +266,61 @@ def test_groups_are_frozen_and_complete_without_a_file(cls: type) -> None:
         assert any(value is not dataclasses.MISSING for value in given), f"{cls.__name__}.{field.name}"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_help_lists_every_option_with_its_text(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def shown_by_help(recipe: str, *words: str, capsys: pytest.CaptureFixture[str]) -> str:
     config, default = RECIPES[recipe]
     with pytest.raises(SystemExit) as left:
-        load_config(config, ["--help"], presets=PRESETS, default_preset=default)
+        load_config(config, words, presets=PRESETS, default_preset=default)
     assert left.value.code == 0
-    shown = capsys.readouterr().out
-    for name in option_names(config):
-        group, dot, leaf = name.rpartition(".")
-        assert f"--{name}" in shown or f"--{group}{dot}no_{leaf}" in shown, name
+    return capsys.readouterr().out
+
+
+def listed(config: type, shown: str) -> list[str]:
+    """The options of which a help text has a line, in the order of the config."""
+    flags = set(re.findall(r"^\W*(?:-\w, )?--([\w.]+)", shown, flags=re.MULTILINE))
+    return [name for name in option_names(config) if name in flags]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_help_all_lists_every_option_with_its_text(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config, _ = RECIPES[recipe]
+    shown = shown_by_help(recipe, "--help", "all", capsys=capsys)
+    assert listed(config, shown) == option_names(config)
+    assert "Samples per optimizer step over all processes" in " ".join(re.sub(r"\W*\n\W*", " ", shown).split())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_help_lists_twenty_options_and_names_the_rest_by_group(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config, _ = RECIPES[recipe]
+    shown = shown_by_help(recipe, "--help", capsys=capsys)
+    options, _, overview = shown.partition("More options, by group")
+    first = listed(config, options)
+    assert len(first) == 20
+    assert {*config.first_options()} == {*first}  # type: ignore[attr-defined]
+    counts = {row[1]: int(row[2]) for row in re.finditer(r"^  (\w+) +(\d+)  \w", overview, flags=re.MULTILINE)}
+    rest = [name for name in option_names(config) if name not in first]
+    assert counts == dict(Counter(name.split(".")[0] if "." in name else "general" for name in rest))
     offered = re.search(r"a preset \((.*?)\)", " ".join(shown.split()))
     assert offered is not None
     assert offered[1].split(", ") == [preset for preset in preset_names() if of_preset(preset) is config]
+
+
+@pytest.mark.parametrize("topic", ["optimizer", "evaluation", "evaluation.text", "activation-checkpointing"])
+def test_help_of_a_group_lists_its_options(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by_help("mmdit", "base", "--help", topic, capsys=capsys)
+    group = topic.replace("-", "_")
+    assert listed(Config, shown) == [name for name in option_names(Config) if name.startswith(f"{group}.")]
+
+
+def test_help_shows_the_values_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help=optimizer"], ["base", "--seed", "1", "-h", "optimizer"]):
+        preset = words[0] if len(words) > 1 else "demo"
+        rate = read_tree(PRESETS / f"{preset}.yaml")["optimizer"]["lr"]
+        assert f"(default: {rate})" in shown_by_help("mmdit", *words, capsys=capsys)
+
+
+def test_help_of_an_unknown_group_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--help optimiser: there is no such group; .*: did you mean 'optimizer'\?"):
+        load_config(Config, ["--help", "optimiser"], presets=PRESETS)
 
 
 def test_the_page_of_options_is_that_of_the_dataclasses() -> None:

@@ -1,4 +1,4 @@
-"""``accel-train init``: copy a bundled recipe to where it can be changed."""
+"""``accel-train init``: copy a bundled recipe to where it can be changed, or begin a new one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from accel_train.config import UsageError, expand_path
 from accel_train.config_loading import preset_names
 from accel_train.wording import did_you_mean, nearest, shortened
 
+SCAFFOLD = "recipe.py"
+"""File name of a new recipe."""
 
-def init(directory: str, name: str) -> str:
+
+def init(directory: str | Path, name: str = "mmdit", *, scaffold: bool = False) -> str:
     """Copy recipe ``name``, its presets and the launch files, and return what to do next.
 
-    Raises ``UsageError`` for an unknown recipe, and for a directory with files in it.
+    With ``scaffold``, the recipe is a new one to be filled in. Raises ``UsageError`` for an unknown recipe, and for a
+    directory with files in it.
     """
     names = bundled.recipe_names()
     if name not in names:
@@ -25,16 +29,20 @@ def init(directory: str, name: str) -> str:
     _refuse_used(target)
     recipes = bundled.folder("recipes")
     source = recipes / f"{name}.py"
+    if scaffold:
+        recipes = recipes / "scaffold"
+        source = recipes / SCAFFOLD
     presets = preset_names(bundled.import_recipe(source).Config, recipes / "presets")
     _copy([source], target)
     _copy([recipes / "presets" / f"{preset}.yaml" for preset in presets], target / "presets")
     _copy(sorted(bundled.folder("accelerate_configs").glob("*.yaml")), target / "accelerate_configs")
-    return "\n".join(
-        [
-            f"{target}: {name}.py, presets ({', '.join(presets)}) and accelerate_configs; try it in seconds:",
-            f"  cd {shlex.quote(str(target))} && accelerate launch {name}.py --smoke",
-        ]
-    )
+    lines = [
+        f"{target}: {source.name}, presets ({', '.join(presets)}) and accelerate_configs; try it in seconds:",
+        f"  cd {shlex.quote(str(target))} && accelerate launch {source.name} --smoke",
+    ]
+    if scaffold:
+        lines.append(f"CHANGE in {source.name} marks the data, the model, the loss and the options to replace")
+    return "\n".join(lines)
 
 
 def _refuse_used(target: Path) -> None:

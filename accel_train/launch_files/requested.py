@@ -156,9 +156,16 @@ def misleading_variables(environment: Mapping[str, str]) -> list[str]:
     return found
 
 
+SET_BY_NOTEBOOK_LAUNCHER = {"NPROC", "NODE_RANK", "MIXED_PRECISION"}
+
+
 def refuse_experiment_settings(requested: Requested, environment: Mapping[str, str], precision: str) -> None:
     """Refuse another precision, or compilation, in the launch request. Both belong to the experiment."""
     precisions = [environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()]
+    # Accelerate does not read this name, so `notebook_launcher(mixed_precision=)` would have no effect. By itself the
+    # variable may be anybody's.
+    if environment.keys() >= SET_BY_NOTEBOOK_LAUNCHER:
+        precisions.append(environment["MIXED_PRECISION"].lower())
     if requested.machine is not None and requested.machine.mixed_precision is not None:
         precisions.insert(0, requested.machine.mixed_precision.lower())
     # "no" is the default of every launcher, and Accelerate's name for fp32.

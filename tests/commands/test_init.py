@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -126,19 +127,62 @@ def test_smoke_trains_saves_and_evaluates_and_can_be_repeated(recipe: str, tmp_p
 
 
 # ------------------------------------------------------------------------------------------------------------- wheel
+OUTER = """
+import sysconfig
+print(*dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")), sep="\\n")
+"""
+MISSING = """
+from importlib.metadata import requires, version
+from packaging.requirements import Requirement
+
+for text in requires("accel-train"):
+    wanted = Requirement(text)
+    if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+        assert wanted.specifier.contains(version(wanted.name), prereleases=True), text
+"""
+
+
+def installed_wheel(folder: Path) -> Path:
+    """Build the wheel, install it with pip into a virtual environment of its own, and return the environment.
+
+    Its dependencies are those of this interpreter, so that nothing is downloaded.
+    """
+    run(["-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")], ROOT)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    run(["-m", "venv", "--without-pip", str(folder / "venv")], folder)
+    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(run(["-c", OUTER], folder))
+    python = folder / "venv" / "bin" / "python"
+    run(["-m", "pip", "--python", str(python), "install", "--no-deps", "--ignore-installed", str(wheel)], folder)
+    # The script of the outer environment would start the outer interpreter.
+    accelerate = python.parent / "accelerate"
+    accelerate.write_text(f'#!/bin/sh\nexec {shlex.quote(str(python))} -m accelerate.commands.accelerate_cli "$@"\n')
+    accelerate.chmod(0o755)
+    return folder / "venv"
+
+
 @pytest.mark.slow
-def test_a_wheel_has_everything_to_begin_with(tmp_path: Path) -> None:
-    """Its files alone, in an empty directory: a recipe by name, and a copy of one."""
+def test_an_installed_wheel_has_everything_to_begin_with(tmp_path: Path) -> None:
+    """In an empty directory: a copy of a recipe, a recipe by name, a new recipe, and completion of both."""
     pytest.importorskip("hatchling", reason="pip install -e '.[dev]'")
-    run(["-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")], ROOT)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    installed, empty = tmp_path / "installed", tmp_path / "empty"
+    environment_directory = installed_wheel(tmp_path)
+    empty = tmp_path / "empty"
     empty.mkdir()
-    with zipfile.ZipFile(wheel) as archive:
-        assert "accel_train/py.typed" in archive.namelist()
-        archive.extractall(installed)
-    alone = {"PYTHONPATH": str(installed)}
-    assert "step 2/2" in run(["-m", "accel_train.cli", "launch", "mmdit", "--smoke"], empty, **alone)
-    run(["-m", "accel_train.cli", "init", "demo"], empty, **alone)
-    launch = ["-m", "accelerate.commands.launch", "mmdit.py", "--smoke"]
-    assert "step 2/2" in run(launch, empty / "demo", **alone)
+    inside = environment() | {"PATH": f"{environment_directory / 'bin'}:{os.environ['PATH']}"}
+    inside.pop("PYTHONPATH", None)
+
+    def shell(line: str) -> str:
+        done = subprocess.run(
+            ["sh", "-c", line], cwd=empty, env=inside, capture_output=True, text=True, check=False, timeout=900
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    place = shell('python -c "import accel_train; print(accel_train.__file__)"').strip()
+    assert Path(place).is_relative_to(environment_directory)
+    assert (Path(place).parent / "py.typed").exists()
+    shell(f"python -c {shlex.quote(MISSING)}")
+    assert "step 2/2" in shell("accel-train init demo && cd demo && accelerate launch mmdit.py --smoke")
+    assert "step 2/2" in shell("accel-train launch mmdit --smoke")
+    assert "step 2/2" in shell("accel-train init mine --scaffold && cd mine && accelerate launch recipe.py --smoke")
+    assert "l2t_qwen" in shell("accel-train completion bash")

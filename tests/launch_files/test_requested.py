@@ -165,6 +165,15 @@ def test_another_precision_is_refused(named: str, precision: str) -> None:
         refuse_experiment_settings(NOTHING, {"ACCELERATE_MIXED_PRECISION": named}, precision)
 
 
+def test_a_precision_of_the_notebook_launcher_is_not_lost() -> None:
+    """It sets names that Accelerate does not read. One of them alone may be anybody's."""
+    launched = {"NPROC": "2", "NODE_RANK": "0"}
+    refuse_experiment_settings(NOTHING, {"MIXED_PRECISION": "bf16"}, "fp32")
+    refuse_experiment_settings(NOTHING, launched | {"MIXED_PRECISION": "no"}, "bf16")
+    with pytest.raises(UsageError, match=r"mixed_precision: bf16 in .* contradicts precision: fp32"):
+        refuse_experiment_settings(NOTHING, launched | {"MIXED_PRECISION": "bf16"}, "fp32")
+
+
 def test_compilation_behind_the_experiments_back_is_refused() -> None:
     with pytest.raises(UsageError, match=r"dynamo backend 'inductor' in m\.yaml: .*; remove dynamo_config"):
         refuse_experiment_settings(NOTHING, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "bf16")

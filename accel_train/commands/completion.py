@@ -1,0 +1,26 @@
+"""``accel-train completion``: what the shell offers behind the name of each recipe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from accel_train import completion
+from accel_train.commands import bundled
+from accel_train.config_loading import preset_names
+
+
+def recipes_with_options(recipes: Sequence[str]) -> dict[str, Callable[[argparse.ArgumentParser], None]]:
+    """Map each recipe, a path or the name of a bundled one, to what adds its presets and options to a parser.
+
+    Imports the recipes. Raises ``UsageError`` for one that does not exist.
+    """
+    found: dict[str, Callable[[argparse.ArgumentParser], None]] = {}
+    for recipe in recipes:
+        path = bundled.find_recipe(recipe)
+        config = bundled.import_recipe(path).Config
+        found[recipe] = partial(
+            completion.add_options, cls=config, presets=preset_names(config, path.parent / "presets")
+        )
+    return found

@@ -1,0 +1,78 @@
+"""Shell completion of a recipe's presets and options, from the types that read its command line.
+
+shtab writes the script of a shell from an ``argparse`` parser. A parser made here completes and reads nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from accel_train import option_help
+from accel_train.config import UsageError
+from accel_train.config_tree import option_types
+from accel_train.flags import is_list, scalar_types, union_members
+
+SHELLS = ("bash", "zsh", "fish")
+FLAG = "--print_completion"
+PATHS = ("path", "dir", "from", "resume")
+"""Last words of options that take a path."""
+
+
+def script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return the completion script of ``parser``. Raises ``UsageError`` for an unknown shell."""
+    import shtab
+
+    if shell not in SHELLS:
+        raise UsageError(f"{FLAG} {shell}: there are scripts for {', '.join(SHELLS)}; give one of them")
+    return shtab.complete(parser, shell)
+
+
+def print_completion(cls: type, presets: Sequence[str], arguments: Sequence[str]) -> NoReturn:
+    """Print the script that completes ``accelerate launch RECIPE`` for the recipe of this process, and exit."""
+    after = list(arguments)[list(arguments).index(FLAG) + 1 :]
+    recipe = sys.argv[0]
+    parser = argparse.ArgumentParser(prog="accelerate", add_help=False)
+    launch = parser.add_subparsers().add_parser("launch", add_help=False, help="start a recipe")
+    launch.add_argument("--config_file", help="launch file")
+    launch.add_argument("--num_processes", help="processes over all machines")
+    recipes = launch.add_subparsers()
+    for name in dict.fromkeys([recipe, Path(recipe).name]):
+        add_options(recipes.add_parser(name, add_help=False, help="recipe"), cls, presets)
+    print(script(parser, after[0] if after else ""))
+    raise SystemExit(0)
+
+
+def add_options(parser: argparse.ArgumentParser, cls: type, presets: Sequence[str]) -> None:
+    """Add the presets and options of a recipe with config ``cls`` to ``parser``."""
+    from shtab import FILE
+
+    parser.add_argument("preset", nargs="?", choices=list(presets), help="preset, or a YAML file")
+    parser.add_argument("--help", "-h", nargs="?", choices=option_help.topics(cls), help="options, of a group or all")
+    parser.add_argument("--print_config", action="store_true", help="show every option and where it comes from")
+    parser.add_argument("--smoke", action="store_true", help="try everything in seconds")
+    texts = option_help.option_texts(cls)
+    for name, kind in option_types(cls).items():
+        text = texts.get(name, "").partition(". ")[0].replace("%", "%%")
+        if kind is bool:
+            group, dot, leaf = name.rpartition(".")
+            parser.add_argument(f"--{name}", f"--{group}{dot}no_{leaf}", action="store_true", help=text)
+            continue
+        action: Any = parser.add_argument(f"--{name}", help=text, nargs="*" if is_list(kind) else None)
+        action.choices = _choices(kind)
+        if str in scalar_types(kind) and name.replace(".", "_").rpartition("_")[2] in PATHS:
+            action.complete = FILE
+
+
+def _choices(kind: Any) -> list[str] | None:
+    """Return the words that a type names, such as the members of a ``Literal``."""
+    words: list[str] = []
+    for part in union_members(kind):
+        members = get_args(part) if get_origin(part) is tuple else (part,)
+        for member in members:
+            if get_origin(member) is Literal:
+                words += [str(value) for value in get_args(member)]
+    return words or None

@@ -1,0 +1,80 @@
+"""Learn which ring of a target a point lies on: a whole recipe, to make your own. CHANGE marks what to replace."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from accel_train import experiment, loop, preparation, rng, startup
+from accel_train.config import PositiveInt
+from accel_train.config_loading import load_config
+from accel_train.data import sampler
+from accel_train.runtime.exiting import one_run, run_main
+from accel_train.training import optimizers
+
+
+# Config. CHANGE: options of your own; those that every recipe has come with ExperimentConfig.
+@dataclass(frozen=True)
+class Config(experiment.ExperimentConfig):
+    """Learn which ring of a target a point lies on."""
+
+    width: PositiveInt = 64
+    """Width of the hidden layers."""
+
+
+# CHANGE: the data, and its fingerprint in `main`. Anything with a length that gives a dict of tensors for an index.
+def points(count: int, stream: str) -> list[dict[str, Tensor]]:
+    places = rng.normal(rng.sample_keys(0, stream, 0, torch.arange(count)), (2,))
+    return [{"place": place, "ring": (2 * place.norm()).long().clamp(max=4)} for place in places]
+
+
+# CHANGE: the model. No dropout layers: draw masks with `rng`, which gives a sample the same on any process.
+def build_model(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 5))
+
+
+# Loss and evaluation. CHANGE: the values of each sample, (B,), of which the loss is trained.
+def metrics_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    logits = model(batch["place"]).float()
+    loss = nn.functional.cross_entropy(logits, batch["ring"], reduction="none")
+    return {"heldout_loss": loss, "heldout_accuracy": (logits.argmax(-1) == batch["ring"]).float()}
+
+
+@one_run
+def main(argv: Sequence[str]) -> int:
+    config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
+    accelerator = startup.start(config)
+    data, heldout = points(4000, "train"), points(1000, "heldout")
+    order = sampler.StepSampler(len(data), config.global_batch_size, config.seed)
+    opened = experiment.open_experiment(config, accelerator, dataset_size=len(data), fingerprint="rings-1")
+    if opened.finished:
+        return experiment.nothing_to_do(opened)
+
+    prepared = preparation.prepare(opened, preparation.build_model(opened, build_model, config.width))
+    model, optimizer = prepared.model, prepared.optimizer
+    evaluate = partial(loop.heldout_means, prepared, heldout, config.micro_batch_size, metrics_of)
+    if config.evaluate_only:
+        return loop.evaluate_only(opened, evaluate)
+    with loop.training(opened, prepared, data, order, lambda directory: None) as training:
+        for batches in training:
+            optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))
+            weighted = [(batch, batch["weight"].sum()) for batch in batches.micro_batches]
+            window = prepared.window(weighted, {"ring": 1.0}, batches.step)
+            for batch in window:  # the window divides, so these are sums
+                window.backward((metrics_of(model, batch)["heldout_loss"] * batch["weight"]).sum())
+            result = window.finish(config.optimizer.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            prepared.ema.update(batches.step)
+            training.report(batches, result)
+            training.save_if_due(result)
+            if batches.done % 100 == 0 or batches.done == opened.max_steps:
+                training.evaluate(evaluate)
+    return loop.finish(training)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,100 @@
+"""The recipe that ``accel-train init --scaffold`` begins: short, and its trajectory is that of any other recipe."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_train import cli
+from accel_train.metrics.records import read_metrics
+from accel_train.store.manifest import MANIFEST, checkpoint_name
+from tests import zygote
+from tests.distributed.launching import ROOT, environment
+
+SCAFFOLD = ROOT / "recipes" / "scaffold" / "recipe.py"
+SHORT = ["--log.log_every", "1", "--schedule.warmup_steps", "2", "--schedule.decay_steps", "6"]
+
+
+@pytest.fixture
+def begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A directory as `accel-train init` leaves it."""
+    folder = tmp_path / "my recipe"
+    assert cli._main(["init", str(folder), "--scaffold"]) == 0
+    assert "accelerate launch recipe.py --smoke" in capsys.readouterr().out
+    return folder
+
+
+def run(folder: Path, *command: str) -> str:
+    done = zygote.run([sys.executable, *command], cwd=folder, env=environment(PYTHONPATH=str(ROOT)), apart=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    lines = read_metrics(folder / "runs" / name / "metrics.jsonl")
+    return [line["loss"] for line in lines if line["event"] == "train"]
+
+
+def test_it_is_short_and_says_what_to_change(begun: Path) -> None:
+    text = (begun / "recipe.py").read_text()
+    assert text == SCAFFOLD.read_text()
+    assert len(text.splitlines()) <= 80
+    assert text.count("CHANGE") >= 5
+    files = {str(path.relative_to(begun)) for path in begun.rglob("*") if path.is_file()}
+    assert {"recipe.py", "presets/demo.yaml", "accelerate_configs/ddp.yaml"} <= files
+
+
+def test_it_passes_the_checks_of_the_project(begun: Path) -> None:
+    for command in (["check"], ["format", "--check"]):
+        words = ["ruff", *command, "--config", str(ROOT / "pyproject.toml"), str(begun / "recipe.py")]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_recipe_and_a_scaffold_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli._main(["init", "x", "--scaffold", "--recipe", "pde"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+def test_two_processes_train_as_one_does_and_micro_batches_change_nothing(begun: Path) -> None:
+    flags = [*SHORT, "--max_steps", "6"]
+    two = begun / "two.yaml"
+    two.write_text("num_machines: 1\nnum_processes: 2\ndistributed_type: MULTI_GPU\n")
+    rehearse = ["-m", "accel_train.cli", "rehearse", "--config_file", str(two)]
+    run(begun, "recipe.py", *flags, "--output_dir", "runs/one")
+    run(begun, *rehearse, "recipe.py", *flags, "--output_dir", "runs/two", "--micro_batch_size", "12")
+    assert len(losses(begun, "one")) == 6
+    assert losses(begun, "two") == pytest.approx(losses(begun, "one"), rel=1e-6)
+
+
+@pytest.mark.distributed
+def test_a_resume_goes_on_bit_for_bit(begun: Path) -> None:
+    """The manifest has the hash of every file, of weights, averages and optimizer alike."""
+    run(begun, "recipe.py", *SHORT, "--max_steps", "6", "--output_dir", "runs/whole")
+    for steps in ("4", "6"):
+        run(begun, "recipe.py", *SHORT, "--max_steps", steps, "--output_dir", "runs/parts")
+    assert losses(begun, "parts") == losses(begun, "whole")
+    assert len(losses(begun, "whole")) == 6
+
+    def hashes(name: str) -> dict[str, str]:
+        path = begun / "runs" / name / "checkpoints" / checkpoint_name(6) / MANIFEST
+        files = json.loads(path.read_text())["files"]
+        return {file: entry["sha256"] for file, entry in files.items() if file.endswith(".safetensors")}
+
+    assert hashes("parts") == hashes("whole")
+    assert len(hashes("whole")) >= 2
+
+
+@pytest.mark.distributed
+def test_it_learns_in_some_hundred_steps_and_can_be_tried_in_two(begun: Path) -> None:
+    assert "step 2/2" in run(begun, "recipe.py", "--smoke")
+    run(begun, "recipe.py")
+    metrics = json.loads((begun / "runs" / "rings" / "report" / "evaluation.json").read_text())
+    assert metrics["step"] == 300
+    assert metrics["heldout_accuracy"] > 0.9  # of five rings
