@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from accel_train import experiment, loop, preparation, rng, startup
 from accel_train.config import PositiveInt
 from accel_train.config_loading import load_config
-from accel_train.config_tree import to_tree
 from accel_train.data import task_sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.models import token_blocks
@@ -34,6 +33,7 @@ from accel_train.domains.pde import (
     losses,
     operator_learning,
     pictures,
+    pipeline,
     residual_diffusion,
     rows,
     scores,
@@ -61,6 +61,7 @@ class Config(experiment.ExperimentConfig):
         free_to_change=("evaluation", "data.cache_dir", "data.workers"),
         labels=Labels(loss_of="task"),
         loads_with=transformer.PdeTransformer,
+        pipeline=pipeline.FieldPipeline,
         smoke={"evaluation.samples": 2},
     )
 
@@ -165,9 +166,10 @@ def evaluate_task(
 
 
 # ------------------------------------------------------------------------------------------------------------ main
-def save_extras(shape: transformer.PdeTransformerConfig, data: rows.FieldData, directory: Path) -> None:
+def save_extras(config: Config, shape: transformer.PdeTransformerConfig, data: rows.FieldData, directory: Path) -> None:
     """Write the files for prediction from the checkpoint, beside its weights."""
-    records.write_json(directory / "config.json", to_tree(shape))
+    facts = config.objective, data.assets, config.data.path
+    records.write_json(directory / "config.json", pipeline.describe_model(shape, *facts))
     data.assets.save(directory / "assets")
 
 
@@ -204,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
     if config.evaluate_only:
         return loop.evaluate_only(opened, run_evaluation)
 
-    write_extras = partial(save_extras, shape, data)
+    write_extras = partial(save_extras, config, shape, data)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             step = batches.step
