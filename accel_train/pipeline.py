@@ -7,7 +7,7 @@ normalisation and the units. ``accel_train.load`` reads it and returns the pipel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -31,7 +31,17 @@ class Example:
 
     name: str
     arguments: Mapping[str, Any]
-    """Of ``forward``, by name: tensors, plain values, and named tuples of these from the model's own file."""
+    """By name: tensors, plain values, and named tuples of these from the model's own file."""
+    function: Callable[..., Any] | None = None
+    """One of ``Pipeline.standalone``, called with the model and config.json before the arguments. None: the model."""
+
+    def call(self, model: Callable[..., Any], description: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the outputs by name, without those that are None."""
+        result = (
+            model(**self.arguments) if self.function is None else self.function(model, description, **self.arguments)
+        )
+        found: dict[str, Any] = result._asdict() if hasattr(result, "_asdict") else {"output": result}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class SampleOptions(Protocol):
@@ -57,9 +67,10 @@ class Pipeline(Protocol):
     """``pipeline_tag`` on the Hub. None where the Hub has no word for it."""
     usage: ClassVar[str]
     """A line of Python that calls ``pipeline``, for the card on the Hub."""
-    standalone: ClassVar[tuple[type, type] | None]
-    """The class of the model and that of its config, to be cut out of the sources for an export. None for a model of
-    another library, such as transformers, whose own ``from_pretrained`` loads it."""
+    standalone: ClassVar[tuple[Any, ...] | None]
+    """What is cut out of the sources for an export: the class of the model, that of its config, and functions that
+    sample, called with the model, config.json and their arguments. None for a model of another library, such as
+    transformers, whose own ``from_pretrained`` loads it."""
     options: ClassVar[type]
     """Options of ``sample``, a frozen dataclass with the fields of ``SampleOptions``."""
 

@@ -10,18 +10,17 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_train import __version__
 from accel_train.export import standalone, verify_script
 from accel_train.export.single_file import single_file
-from accel_train.pipeline import Example, Pipeline
+from accel_train.pipeline import Pipeline
 
 TOLERANCE = 1e-4
 """Largest difference of an output relative to the largest one. Rounding makes 1e-6, a wrong weight far more."""
@@ -70,22 +69,26 @@ def write_proof(directory: Path, pipeline: Pipeline) -> str:
 def model_source(pipeline: type[Pipeline] | Pipeline) -> str:
     """Return model.py for the models of a pipeline."""
     assert pipeline.standalone is not None, "a model of another library is not cut out"
-    model, config = pipeline.standalone
+    model, config, *functions = pipeline.standalone
     header = HEADER.format(name=model.__name__, recipe=pipeline.recipe, directory=".", version=__version__)
-    body = single_file(model, config, standalone.build_model)
+    body = single_file(model, config, standalone.build_model, *functions)
     return header + body + LOADER.format(name=model.__name__, config=config.__name__)
 
 
 def _write_example(directory: Path, pipeline: Pipeline) -> None:
     tensors: dict[str, Tensor] = {}
     examples: list[dict[str, Any]] = []
+    description: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
     for number, example in enumerate(pipeline.examples()):
         arguments = {name: _encode(f"{number}.{name}", value, tensors) for name, value in example.arguments.items()}
         outputs: dict[str, str] = {}
-        for name, value in _outputs(pipeline.model, example).items():
+        with torch.no_grad():
+            found = example.call(pipeline.model, description)
+        for name, value in found.items():
             outputs[name] = f"{number}.output.{name}"
             tensors[outputs[name]] = value.contiguous().clone()
-        examples.append({"name": example.name, "arguments": arguments, "outputs": outputs})
+        function = None if example.function is None else example.function.__name__
+        examples.append({"name": example.name, "function": function, "arguments": arguments, "outputs": outputs})
     save_file(tensors, directory / "example.safetensors")
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != "example.json"]
     proof = {
@@ -97,14 +100,6 @@ def _write_example(directory: Path, pipeline: Pipeline) -> None:
         "files": {path.relative_to(directory).as_posix(): _sha256(path) for path in files},
     }
     (directory / "example.json").write_text(json.dumps(proof, indent=1), "utf-8")
-
-
-@torch.no_grad()
-def _outputs(model: nn.Module, example: Example) -> Mapping[str, Tensor]:
-    """Run an example and return the outputs that are there."""
-    result = model(**example.arguments)
-    found: dict[str, Any] = result._asdict() if hasattr(result, "_asdict") else {"output": result}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _encode(key: str, value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:

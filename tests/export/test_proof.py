@@ -156,27 +156,48 @@ def test_both_names_of_the_command_write_the_same_files(tmp_path: Path, capsys: 
     run = text_run(tmp_path / "run")
     for name, words in (("new", ["export"]), ("old", ["checkpoints", "export"])):
         assert cli._main([*words, str(run), str(tmp_path / name)]) == 0
-        assert "model.py with torch alone repeats 2 examples" in capsys.readouterr().out
+        assert "model.py with torch alone repeats 4 examples" in capsys.readouterr().out
     for path in (tmp_path / "new").rglob("*"):
         twin = tmp_path / "old" / path.relative_to(tmp_path / "new")
         assert path.is_dir() or path.read_bytes() == twin.read_bytes(), path
 
 
 @pytest.mark.slow
-def test_a_fresh_environment_with_torch_and_safetensors_verifies(exported: Path, tmp_path: Path) -> None:
-    """Installed by pip from the packages of this environment, without an index: only their own files are seen."""
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    done = subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", f"torch=={torch.__version__.split('+')[0]}", "safetensors"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        pytest.skip(f"torch cannot be installed here: {done.stderr[-200:]}")
-    checked = subprocess.run([python, exported / "verify.py"], cwd="/", capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+def test_a_fresh_environment_with_torch_and_safetensors_verifies(exported: Path, site: Path, tmp_path: Path) -> None:
+    """Run as its user would, in a virtual environment with nothing else in it."""
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    for path in site.iterdir():
+        (packages / path.name).symlink_to(path.resolve())
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [tmp_path / "venv" / "bin" / "python", "verify.py"]
+    done = subprocess.run(command, cwd=exported, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    flip(exported / "model.safetensors", -1)
+    done = subprocess.run(command, cwd=exported, env=given, capture_output=True, text=True, check=False)
+    flip(exported / "model.safetensors", -1)
+    assert (done.returncode, done.stdout) == (1, "FAILED: changed since the export, or missing: model.safetensors\n")
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_examples_reach_every_weight(kind: str, tmp_path: Path) -> None:
+    """A definition that was cut out wrongly shows in an output, wherever it is."""
+    pipeline = accel_train.load(RUNS[kind](tmp_path / "run"))
+    examples = pipeline.examples()
+
+    def outputs() -> list[torch.Tensor]:
+        with torch.no_grad():
+            calls = [example.call(pipeline.model, {}) for example in examples if example.function is None]
+        return [value for found in calls for value in found.values()]
+
+    before = outputs()
+    for name, parameter in pipeline.model.named_parameters():
+        saved = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.add_(torch.randn_like(parameter))
+        assert any(not torch.equal(new, old) for new, old in zip(outputs(), before, strict=True)), name
+        with torch.no_grad():
+            parameter.copy_(saved)
 
 
 def test_transformers_reads_the_tokenizer_with_its_special_tokens(tmp_path: Path) -> None:

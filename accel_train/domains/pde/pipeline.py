@@ -60,7 +60,7 @@ class FieldPipeline:
     recipe: ClassVar[str] = "pde"
     tag: ClassVar[str | None] = None
     usage: ClassVar[str] = "predicted = pipeline(fields, parameters, task=name)  # in the units of the data"
-    standalone: ClassVar[tuple[type, type] | None] = (PdeTransformer, PdeTransformerConfig)
+    standalone: ClassVar[tuple[Any, ...] | None] = (PdeTransformer, PdeTransformerConfig, losses.predict_refined)
     options: ClassVar[type] = FieldOptions
 
     def __init__(self, model: PdeTransformer, assets: FieldAssets, residual_steps: int, device: str = "cpu") -> None:
@@ -152,6 +152,8 @@ class FieldPipeline:
                 "task": number,
             }
             found.append(Example(f"{task.name}: prediction", {"input": fields, "target": None} | values))
+            sampled = {"input": fields, "sample": torch.arange(2)} | values
+            found.append(Example(f"{task.name}: refined prediction", sampled, losses.predict_refined))
             found.append(Example(f"{task.name}: training", {"input": fields, "target": target} | values))
             if self.model.residual is not None:
                 guess = ResidualGuess(target, torch.tensor([1.0, 0.25]), target.flip(0), fields)
@@ -230,7 +232,7 @@ def describe_model(
         FieldPipeline,
         shape,
         objective=asdict(objective),
-        sampler={"residual_steps": objective.residual_steps},
+        sampler={"residual_steps": objective.residual_steps, "seed": 0},
         normalisation={task: {name: values[name] for name in names} for task, values in tasks.items()},
         units=UNITS,
         card={"measured_on": f"held-out fields of {path}"},

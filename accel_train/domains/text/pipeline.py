@@ -17,7 +17,13 @@ from accel_train.config import PositiveInt, Seed, UsageError, expand_path
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.models.mmdit import MultimodalMMDiT, MultimodalMMDiTConfig
-from accel_train.domains.text.both_ways import Batch, BothWays, EvaluationConfig
+from accel_train.domains.text.both_ways import (
+    Batch,
+    BothWays,
+    EvaluationConfig,
+    latents_from_tokens,
+    tokens_from_latents,
+)
 from accel_train.domains.text.dataset import DataAssets
 from accel_train.domains.text.modes import ModeConfig, Part, learned_conditions
 from accel_train.domains.text.trained_model import learned_modes, load_both_ways
@@ -90,7 +96,12 @@ class TextLatentPipeline:
     recipe: ClassVar[str] = "mmdit"
     tag: ClassVar[str | None] = "text-generation"
     usage: ClassVar[str] = 'print(pipeline("A text to say in other words.").texts)'
-    standalone: ClassVar[tuple[type, type] | None] = (MultimodalMMDiT, MultimodalMMDiTConfig)
+    standalone: ClassVar[tuple[Any, ...] | None] = (
+        MultimodalMMDiT,
+        MultimodalMMDiTConfig,
+        tokens_from_latents,
+        latents_from_tokens,
+    )
     options: ClassVar[type] = TextLatentOptions
 
     def __init__(
@@ -197,7 +208,7 @@ class TextLatentPipeline:
         return [f"{path}: latents {tuple(latents.shape)}, in the encoder's units"]
 
     def examples(self) -> list[Example]:
-        """Return forwards with noise on both sides, on one side, and without padding."""
+        """Return forwards with and without padding, with noise on either side, and a sample in each direction."""
         config = self.model.config
         rows = 3
         keys = rng.sample_keys(0, "example", 0, torch.arange(rows))
@@ -211,8 +222,14 @@ class TextLatentPipeline:
             "text_time": torch.tensor([0.3, 0.0, 1.0]),
             "latent_time": torch.tensor([0.7, 1.0, 0.0]),
         }
-        padded = {"text_mask": torch.arange(length) < lengths[:, None]}
-        return [Example("padded texts", arguments | padded), Example("whole texts", arguments | {"text_mask": None})]
+        mask = torch.arange(length) < lengths[:, None]
+        texts = {"tokens": tokens, "text_mask": mask, "maskable": mask, "sample": torch.arange(rows), "steps": 3}
+        return [
+            Example("padded texts", arguments | {"text_mask": mask}),
+            Example("whole texts", arguments | {"text_mask": None}),
+            Example("text from latents", texts | {"latents": arguments["latents"]}, tokens_from_latents),
+            Example("latents from text", texts, latents_from_tokens),
+        ]
 
     # ------------------------------------------------------------------------------------------------------------ parts
     def _sample_texts(self, latents: Tensor, prompts: Sequence[bytes], seed: int, length: int | None) -> list[str]:
@@ -324,7 +341,12 @@ def describe_model(
         TextLatentPipeline,
         shape,
         objective={"modes": modes, "text": text, "latent": latent},
-        sampler={"text": evaluation.text, "latent": evaluation.latent, "seed": seed},
+        sampler={
+            "text": evaluation.text,
+            "latent": evaluation.latent,
+            "seed": seed,
+            "mask_id": assets.tokenizer.mask_id,
+        },
         normalisation={"mean": assets.latent_mean.tolist(), "std": assets.latent_std},
         units=UNITS,
         card={"datasets": datasets, "measured_on": f"held-out texts of {path}"},
