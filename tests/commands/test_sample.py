@@ -10,6 +10,7 @@ import torch
 
 from accel_train import cli
 from accel_train.config import UsageError
+from accel_train.store import commit
 from tests.trained import commit_checkpoint, text_run
 
 RECIPE = '''
@@ -86,3 +87,19 @@ def test_without_a_pipeline_an_export_says_what_it_lacks(tmp_path: Path, capsys:
         assert "without model.py and verify.py: config.json names" in capsys.readouterr().out
         assert json.loads((tmp_path / f"{name}-out" / "config.json").read_text()) == description
         assert not (tmp_path / f"{name}-out" / "model.py").exists()
+
+
+def test_a_model_that_cannot_be_used_here_is_exported_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one whose encoder is not on this machine."""
+    run = text_run(tmp_path / "run", length=False)
+    directory = run / "checkpoints" / "checkpoint_00000003"
+    checkpoint = commit.verify(directory)
+    (directory / "assets" / "encoder.json").write_text("{}")
+    changed = {"assets/encoder.json": commit.seal_file(directory / "assets" / "encoder.json")}
+    commit.rewrite_manifest(directory, {"files": checkpoint.manifest["files"] | changed})
+    assert cli._main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert "because the model cannot be used here: " in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert not (tmp_path / "out" / "verify.py").exists()
