@@ -2,7 +2,20 @@
 
 Each package stands alone: import the part you need (``accel_train.training.accumulation``,
 ``accel_train.store.commit``, ...). Nothing is imported here, so that ``import accel_train``
-costs nothing.
+costs nothing. ``load`` opens a trained model and is imported when it is first asked for.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_train.loading import load as load
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load":
+        from accel_train.loading import load
+
+        return load
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

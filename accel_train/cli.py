@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from accel_train import __version__
 from accel_train.runtime.exiting import exit_with
 
+EXPORT = "write weights with config.json, assets and options, model.py for torch alone, an example and verify.py"
+
 
 def main() -> None:
     """Run the ``accel-train`` command."""
@@ -23,6 +25,12 @@ def _main(argv: Sequence[str]) -> int:
         return _checkpoints(arguments)
     if arguments.command == "compare":
         return _compare(arguments)
+    if arguments.command == "sample":
+        from accel_train.commands.sample import sample
+
+        return sample(arguments.place, arguments.arguments, arguments.recipe)
+    if arguments.command == "export":
+        return _export(arguments)
     if arguments.command == "init":
         from accel_train.commands.init import init
 
@@ -83,6 +91,12 @@ def _launch(arguments: argparse.Namespace) -> int:
     return launch(request, rehearsal=arguments.command == "rehearse")
 
 
+def _export(arguments: argparse.Namespace) -> int:
+    from accel_train.commands.export import export
+
+    return export(arguments.place, arguments.destination, precision=arguments.precision, source=arguments.weights)
+
+
 def _checkpoints(arguments: argparse.Namespace) -> int:
     """Run an action on checkpoints. Only actions on tensors import torch."""
     place = arguments.place
@@ -96,9 +110,7 @@ def _checkpoints(arguments: argparse.Namespace) -> int:
 
         return convert(place, arguments.destination, stem=arguments.stem)
     if action == "export":
-        from accel_train.commands.export import export
-
-        return export(place, arguments.destination, precision=arguments.precision, source=arguments.weights)
+        return _export(arguments)
     from accel_train.commands import checkpoints as commands
 
     if action == "ls":
@@ -134,10 +146,27 @@ def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | N
     _add_compare(commands.add_parser("compare", help=text, description=text), recipes)
     text = "copy a bundled recipe, or begin a new one, with presets and launch files"
     _add_init(commands.add_parser("init", help=text, description=text))
+    text = "sample from a trained model: a run, checkpoint, export or hub:org/name; its flags follow the place"
+    _add_sample(commands.add_parser("sample", help=text, description=text))
+    export = commands.add_parser("export", help=EXPORT, description=EXPORT)
+    export.add_argument("place", metavar="RUN_OR_CHECKPOINT")
+    _add_export(export)
     _add_checkpoints(commands.add_parser("checkpoints", help="list, verify, compare, delete, convert, export, push"))
     text = "print the script with which a shell completes this command, with the options and presets of recipes"
     _add_completion(commands.add_parser("completion", help=text, description=text))
     return parser
+
+
+def _add_sample(sample: argparse.ArgumentParser) -> None:
+    sample.add_argument("--recipe", metavar="FILE", help="recipe of your own that trained it; the file is imported")
+    sample.add_argument(
+        "place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoint, export, or hub:org/name[@revision]"
+    )
+    sample.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,  # also takes --flags, which the pipeline reads
+        help="flags of the model's pipeline; --help after the place lists them",
+    )
 
 
 def _add_init(init: argparse.ArgumentParser) -> None:
@@ -239,8 +268,7 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     convert = add("convert", "SOURCE", "convert the files of Accelerator.save_state or save_pretrained for --init_from")
     convert.add_argument("destination", metavar="DESTINATION", help="directory for checkpoint_00000000")
     convert.add_argument("--stem", help="one of several sets of weights: model_1, model.fp16")
-    text = "write weights, config.json, assets and options for from_pretrained and other tools"
-    _add_export(add("export", "RUN_OR_CHECKPOINT", text))
+    _add_export(add("export", "RUN_OR_CHECKPOINT", EXPORT))
     text = "push a checkpoint, or all waiting ones of a run, to the Hub, and wait"
     _add_push(add("push", "RUN_OR_CHECKPOINT", text))
 
@@ -278,6 +306,7 @@ def _add_push(push: argparse.ArgumentParser) -> None:
         default=None,
         help="create the repository as a public one",
     )
+    push.add_argument("--license", help="licence in the card, such as apache-2.0; default: hub.license of the run")
     push.add_argument("--finish_minutes", type=float, help="time limit for retries after network errors")
 
 

@@ -133,6 +133,21 @@ def config_of(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> L
     return None
 
 
+def read_options(cls: type[C], arguments: Sequence[str], program: str) -> C:
+    """Read a dataclass of options from flags alone, as of a command that has no config file. Raises ``UsageError``.
+
+    Exits with code 0 after ``--help``, which shows ``program`` as the beginning of the command.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        option_help.print_command_help(cls, program)
+    try:
+        flags = read_flags(option_types(cls), arguments, ())
+    except FlagError as error:
+        raise UsageError(str(error)) from None
+    tree: Tree = {}
+    return from_tree(cls, _overlay(tree, flags), "command line")
+
+
 def preset_names(cls: type, presets: Path) -> list[str]:
     """Return the presets of the recipe with config ``cls``: those without unknown options."""
     names: list[str] = []

@@ -15,6 +15,7 @@ from accel_train.data.options import LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.metrics.progress import Labels
 from accel_train.metrics.recorder import LogConfig
+from accel_train.pipeline import Pipeline
 from accel_train.precision import Precision
 from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
@@ -76,6 +77,8 @@ class Recipe:
     """Class whose ``from_pretrained`` loads a checkpoint, named by the card on the Hub."""
     first_options: tuple[str, ...] = ()
     """Its own options that ``--help`` shows first. None: those that stand outside groups."""
+    pipeline: type[Pipeline] | None = None
+    """What ``accel_train.load`` returns for a checkpoint, and what ``accel-train sample`` and ``export`` use."""
     smoke: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of its own options with ``--smoke``, such as an evaluation of few samples."""
 

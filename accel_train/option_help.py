@@ -168,3 +168,11 @@ def field_texts(cls: type) -> dict[str, str]:
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 found[field.target.id] = " ".join(str(after.value.value).split())
     return found
+
+
+def print_command_help(cls: type, program: str) -> NoReturn:
+    """Print every option of a command that has no config file, and exit with code 0."""
+    import tyro
+
+    tyro.cli(cls, args=["--help"], prog=program, description=inspect.getdoc(cls), use_underscores=True)
+    raise SystemExit(0)

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
 from accel_train.config_loading import load_config
-from accel_train.config_tree import to_tree
 from accel_train.data import sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.diffusion import latents, masked_text, timesteps
 from accel_train.domains.models import flops, mmdit
-from accel_train.domains.text import baseline_scores, both_ways, dataset, modes, prepare, samples
+from accel_train.domains.text import baseline_scores, both_ways, dataset, modes, pipeline, prepare, samples
 from accel_train.metrics import evaluation, logs, records
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
@@ -51,6 +50,7 @@ class Config(experiment.ExperimentConfig):
         ),
         loads_with=mmdit.MultimodalMMDiT,
         first_options=("model.size", "data.path", "data.encoder", "modes.weights", "latent.kind", "evaluation.every"),
+        pipeline=pipeline.TextLatentPipeline,
         smoke={"evaluation.samples": 8, "evaluation.timesteps": 1, "evaluation.shown": 1, "evaluation.text.steps": 2},
     )
 
@@ -157,9 +157,13 @@ def evaluate(
 
 
 # ------------------------------------------------------------------------------------------------------------ main
-def save_extras(shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, directory: Path) -> None:
+def save_extras(
+    config: Config, shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, directory: Path
+) -> None:
     """Write the files for sampling from the checkpoint, beside its weights."""
-    records.write_json(directory / "config.json", to_tree(shape))
+    objective = config.modes, config.text, config.latent
+    facts = config.evaluation, config.seed, data.assets, config.data.path
+    records.write_json(directory / "config.json", pipeline.describe_model(shape, *objective, *facts))
     data.assets.save(directory / "assets")
 
 
@@ -193,7 +197,7 @@ def main(argv: Sequence[str]) -> int:
     if config.evaluate_only:
         return loop.evaluate_only(opened, run_evaluation)
 
-    write_extras = partial(save_extras, shape, data)
+    write_extras = partial(save_extras, config, shape, data)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             step = batches.step

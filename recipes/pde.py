@@ -3,8 +3,7 @@
     accelerate launch recipes/pde.py                                              # advection and Darcy flow, generated
     accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/pde.py --data.path pdebench/ --data.tasks ...
 
-A field is encoded to tokens, a transformer advances the tokens by one step in time (or solves the equation), a decoder
-gives the new field at any points. Each step of the optimizer belongs to one task.
+A transformer advances the tokens of a field by one step in time, or solves the equation. Each step has one task.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from accel_train import experiment, loop, preparation, rng, startup
 from accel_train.config import PositiveInt
 from accel_train.config_loading import load_config
-from accel_train.config_tree import to_tree
 from accel_train.data import task_sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.models import token_blocks
@@ -34,6 +32,7 @@ from accel_train.domains.pde import (
     losses,
     operator_learning,
     pictures,
+    pipeline,
     residual_diffusion,
     rows,
     scores,
@@ -62,6 +61,7 @@ class Config(experiment.ExperimentConfig):
         labels=Labels(loss_of="task"),
         loads_with=transformer.PdeTransformer,
         first_options=("model.width", "model.depth", "data.path", "data.tasks", "task_weights", "evaluation.every"),
+        pipeline=pipeline.FieldPipeline,
         smoke={"evaluation.samples": 2},
     )
 
@@ -166,9 +166,10 @@ def evaluate_task(
 
 
 # ------------------------------------------------------------------------------------------------------------ main
-def save_extras(shape: transformer.PdeTransformerConfig, data: rows.FieldData, directory: Path) -> None:
+def save_extras(config: Config, shape: transformer.PdeTransformerConfig, data: rows.FieldData, directory: Path) -> None:
     """Write the files for prediction from the checkpoint, beside its weights."""
-    records.write_json(directory / "config.json", to_tree(shape))
+    facts = config.objective, data.assets, config.data.path
+    records.write_json(directory / "config.json", pipeline.describe_model(shape, *facts))
     data.assets.save(directory / "assets")
 
 
@@ -205,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
     if config.evaluate_only:
         return loop.evaluate_only(opened, run_evaluation)
 
-    write_extras = partial(save_extras, shape, data)
+    write_extras = partial(save_extras, config, shape, data)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             step = batches.step

@@ -7,9 +7,11 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -191,7 +193,12 @@ def test_a_checkpoint_and_its_export_give_the_same_samples(tmp_path: Path) -> No
     from_checkpoint = printed(script)
     assert "tensor(" in from_checkpoint
     assert printed(script.replace("(checkpoint.path)", '(Path("exported"))')) == from_checkpoint
+    # config.json alone says how to sample. An export of an earlier version has the objective in experiment.json.
     (tmp_path / "exported" / "experiment.json").unlink()
+    assert load_both_ways(tmp_path / "exported")[0] == replace(both, model=ANY)
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    del config["format"]
+    (tmp_path / "exported" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match="the objective is not known; give a checkpoint, or export it again"):
         load_both_ways(tmp_path / "exported")
 

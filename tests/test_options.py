@@ -108,6 +108,7 @@ hub.push_every
 hub.include_state
 hub.private
 hub.revisions
+hub.license
 hub.finish_minutes
 log.log_every
 log.trackers

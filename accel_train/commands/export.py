@@ -1,4 +1,4 @@
-"""``accel-train checkpoints export``: write the weights of a checkpoint as plain files for other tools.
+"""``accel-train export``: write the weights of a checkpoint as plain files for other tools, with a proof.
 
 ``write_collection`` writes any collection of tensors, with one output file in memory at a time.
 """
@@ -18,8 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from accel_train import loading
 from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
+from accel_train.export.proof import write_proof
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, commit, planning, weights
 from accel_train.store.atomic_files import fsync_directory
@@ -32,10 +34,12 @@ Source = Literal["model", "ema"]
 def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", source: Source = "model") -> int:
     """Write the weights or their EMA as ``destination/model.safetensors``, with config.json, assets and options.
 
-    experiment.json has the options of the experiment: weights are of little use without objective and samplers. Above
-    2 GB the weights are shards with an index. A run stands for its newest verified checkpoint. If ``save_precision``
-    is lower than fp32, the exact fp32 tensors are taken. Raises ``UsageError`` for a destination in use, a damaged
-    checkpoint, NaN, and values out of the range of ``precision``.
+    Beside them are model.py, which rebuilds the model with torch alone, an example of inputs and outputs, and
+    verify.py, which repeats it; it is run once. They need a checkpoint whose config.json names the pipeline of its
+    recipe. experiment.json has the options of the experiment. Above 2 GB the weights are shards with an index. A run
+    stands for its newest verified checkpoint. If ``save_precision`` is lower than fp32, the exact fp32 tensors are
+    taken. Raises ``UsageError`` for a destination in use, a damaged checkpoint, NaN, and values out of the range of
+    ``precision``, and ``ProofError`` if model.py has other outputs than the library's model.
     """
     found, skipped = places.newest_at(checkpoint)
     target = _unused(destination)
@@ -46,6 +50,7 @@ def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", 
         write_collection(temporary, "model", tensors, precision)
         _copy_extras(found, temporary)
         atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
+        proof = _prove(temporary)
         _flush(temporary)
         os.rename(temporary, target)  # also replaces an empty directory
         fsync_directory(target.parent)
@@ -57,7 +62,29 @@ def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", 
     label = "weights" if source == "model" else "EMA weights"
     size = places.readable_size(places.disk_bytes(target))
     print(f"{target}: {label} of {found.path} (step {found.step}) in {precision}, {size}")
+    print(proof)
     return 0
+
+
+def _prove(directory: Path) -> str:
+    """Write model.py, the example and verify.py, run it, and return a line about it for the user."""
+    if not (directory / "config.json").is_file():
+        return "without model.py: the checkpoint has no config.json"
+    named = loading.read_description(directory).get("pipeline")
+    if named is None:
+        return "without model.py and verify.py: config.json names no pipeline, as written by an older version"
+    if not loading.is_allowed(named):
+        return "without model.py and verify.py: config.json names the pipeline of a recipe outside this package"
+    kind = loading.pipeline_of(directory)
+    if kind.standalone is None:
+        return "without model.py and verify.py: from_pretrained of the library that the model is from loads it"
+    try:
+        pipeline = kind.from_directory(directory, "cpu")
+    # Such as an encoder that is not on this machine. The weights are of use elsewhere all the same.
+    except UsageError as error:
+        return f"without model.py and verify.py, because the model cannot be used here: {error}"
+    printed = write_proof(directory, pipeline).splitlines()
+    return f"model.py with torch alone repeats {len(printed) - 2} examples of this model; check it with verify.py"
 
 
 def _unused(destination: str) -> Path:

@@ -1,12 +1,13 @@
-"""Model card of a pushed checkpoint: summary, metrics, report of the run, and code for loading."""
+"""Model card of a pushed checkpoint: summary, metrics, report of the run, and code for using it."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 from accel_train.store import strict_json
 from accel_train.store.manifest import Checkpoint
@@ -16,41 +17,59 @@ TEXT_LINES = 60
 """Longest excerpt of a text of the report in the card. The file itself is pushed whole."""
 
 
-def build_card(
-    checkpoint: Checkpoint, texts: Mapping[str, bytes], repo_id: str, revision: str, loads_with: str | None = None
-) -> str:
+@dataclass(frozen=True)
+class CardFacts:
+    """What the card says beside the checkpoint and its report."""
+
+    repo_id: str
+    revision: str
+    """Branch or tag of the push."""
+    loads_with: str | None = None
+    """``module.Class`` with a ``from_pretrained``."""
+    license: str = ""
+    command: str | None = None
+    """Command that trained it, secrets hidden."""
+
+
+def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFacts, description: Any = None) -> str:
     """Build the text of README.md with its front matter.
 
     ``texts`` are the other files of the push. The card shows all pictures and Markdown texts of the report among them.
-    ``loads_with`` is ``module.Class`` of the model. Never raises: missing and unreadable parts are left out. The
-    licence is unknown and therefore not named. The owner can add one on the Hub.
+    ``description`` is config.json, of which ``card`` has what the recipe says for this page: ``pipeline_tag``,
+    ``datasets``, ``base_model``, ``measured_on`` and ``usage``. Never raises: unreadable parts are left out.
     """
+    described: Mapping[str, Any] = description if isinstance(description, Mapping) else {}
+    card: Any = described.get("card")
+    about: Mapping[str, Any] = card if isinstance(card, Mapping) else {}
     metrics = _metrics(checkpoint, texts)
     rounded = {name: f"{value:.6g}" for name, value in metrics.items()}
     sections = [("Figures", _table(("Metric", "Value"), rounded))]
     sections += [(_title(name), f"![{_title(name)}]({name})") for name in _report_files(texts, ".png")]
     sections += [(_title(name), _beginning(name, texts[name])) for name in _report_files(texts, ".md")]
-    sections.append(("How to load", _loading(checkpoint, repo_id, revision, loads_with)))
+    sections.append(("How to use", _usage(described, about, facts)))
+    sections.append(("How to load", _loading(checkpoint, facts)))
+    sections.append(("How it was trained", f"```bash\n{facts.command}\n```" if facts.command else ""))
     sections.append(("Options", _options(checkpoint)))
 
-    parts = [_front_matter(metrics, repo_id), f"# {repo_id.split('/')[-1]}", _summary(checkpoint, texts)]
+    name = facts.repo_id.split("/")[-1]
+    parts = [_front_matter(metrics, facts, about), f"# {name}", _summary(checkpoint, texts)]
     parts += [f"## {title}\n\n{section}" for title, section in sections if section]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front_matter(metrics: Mapping[str, float], repo_id: str) -> str:
+def _front_matter(metrics: Mapping[str, float], facts: CardFacts, about: Mapping[str, Any]) -> str:
     """Return YAML between two rules, written by ``huggingface_hub``."""
     from huggingface_hub import EvalResult, ModelCardData
 
     # A model index lists results and needs a name. Without metrics the card has no model index.
     model_name = None
     if metrics:
-        model_name = repo_id.split("/")[-1]
+        model_name = facts.repo_id.split("/")[-1]
     results = [
         EvalResult(
-            task_type="other",
+            task_type=_text(about, "pipeline_tag") or "other",
             dataset_type="held-out",
-            dataset_name="held-out data of the run",
+            dataset_name=_text(about, "measured_on") or "held-out data of the run",
             metric_type=name,
             metric_value=value,
         )
@@ -59,10 +78,40 @@ def _front_matter(metrics: Mapping[str, float], repo_id: str) -> str:
     data = ModelCardData(
         library_name="accel_train",
         tags=["accel_train", "pytorch", "safetensors"],
+        license=facts.license or None,
+        pipeline_tag=_text(about, "pipeline_tag"),
+        datasets=_texts(about, "datasets"),
+        base_model=_text(about, "base_model"),
+        metrics=sorted(metrics) or None,
         model_name=model_name,
         eval_results=results or None,
     )
     return f"---\n{data.to_yaml()}\n---"
+
+
+def _text(about: Mapping[str, Any], key: str) -> str | None:
+    value = about.get(key)
+    return value if isinstance(value, str) and value else None
+
+
+def _texts(about: Mapping[str, Any], key: str) -> list[str] | None:
+    value: Any = about.get(key)
+    if not isinstance(value, (list, tuple)):
+        return None
+    return [name for name in cast("list[Any]", value) if isinstance(name, str)] or None
+
+
+def _usage(described: Mapping[str, Any], about: Mapping[str, Any], facts: CardFacts) -> str:
+    """Return the lines that load the recipe's pipeline, for a model of this package."""
+    named = described.get("pipeline")
+    if not isinstance(named, str) or not named.startswith("accel_train."):
+        return ""
+    # By revision, because main moves on with the next push.
+    lines = ["from accel_train import load", f'pipeline = load("hub:{facts.repo_id}@{facts.revision}")']
+    usage = _text(about, "usage")
+    if usage is not None:
+        lines.append(usage)
+    return "```python\n" + "\n".join(lines) + "\n```"
 
 
 def _metrics(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> dict[str, float]:
@@ -122,15 +171,16 @@ def _beginning(name: str, content: bytes) -> str:
     return f"{shown}\n\nMore in [{PurePosixPath(name).name}]({name})."
 
 
-def _loading(checkpoint: Checkpoint, repo_id: str, revision: str, loads_with: str | None) -> str:
+def _loading(checkpoint: Checkpoint, facts: CardFacts) -> str:
     """Return code that loads with the recipe's class, if known, and with plain safetensors."""
     files: Any = checkpoint.manifest.get("files") or {}
+    repo_id = facts.repo_id
+    revision = facts.revision
     parts: list[str] = []
-    if loads_with is not None:
-        module, _, name = loads_with.rpartition(".")
+    if facts.loads_with is not None:
+        module, _, name = facts.loads_with.rpartition(".")
         parts.append(
             f"```python\nfrom {module} import {name}\n\n"
-            # By revision, because main moves on with the next push.
             f'model = {name}.from_pretrained("{repo_id}", revision="{revision}")\n```'
         )
     weights = sorted(str(n) for n in files if str(n).startswith("model") and str(n).endswith(".safetensors"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from accel_train.config import PositiveFloat, PositiveInt, UsageError
 
 logger = logging.getLogger(__name__)
+LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,19 @@ class HubConfig:
     """Create the repository as private."""
     revisions: Literal["branch", "tag"] = "branch"
     """Name each pushed step by a branch or a tag, such as step-00001200. main always has the newest pushed one."""
+    license: str | None = None
+    """Licence of the weights in the card, by the Hub's name for it, such as apache-2.0. None: the card names none."""
     finish_minutes: PositiveFloat = 10.0
     """Longest wait for unfinished pushes at the end of training. After it they stay in the queue."""
 
     def __post_init__(self) -> None:
         if self.repo_id is not None:
             _check_repo_id(self.repo_id)
+        if self.license is not None and not LICENSE.fullmatch(self.license):
+            raise UsageError(
+                f"hub.license: {self.license!r} is no name of a licence on the Hub, which are of small letters, "
+                "digits, '.' and '-'; give one as in apache-2.0, mit, cc-by-4.0, or other"
+            )
 
 
 def refuse_without_metric(config: HubConfig, best_metric: str | None) -> None:

@@ -99,6 +99,7 @@ def _with_options(entry: Entry, config: HubConfig) -> Entry:
         include_state=config.include_state,
         private=config.private,
         revisions=config.revisions,
+        license=config.license or "",
     )
 
 

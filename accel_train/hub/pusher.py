@@ -304,4 +304,5 @@ def new_entry(checkpoint: Checkpoint, config: HubConfig, reason: Reason) -> Entr
         private=config.private,
         revisions=config.revisions,
         reason=reason,
+        license=config.license or "",
     )

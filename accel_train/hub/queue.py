@@ -47,6 +47,8 @@ class Entry:
     revisions: Revisions = "branch"
     reason: Reason = "every"
     """Reason for the push. An ``every`` entry is dropped if a newer one waits when the worker is behind."""
+    license: str = ""
+    """Licence in the card. Empty: none is named."""
 
 
 class HubQueue:

@@ -11,17 +11,17 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_train import __version__
 from accel_train.hub.client import hub_api
 from accel_train.hub.errors import NotPushableError
-from accel_train.hub.model_card import build_card
+from accel_train.hub.model_card import CardFacts, build_card
 from accel_train.hub.queue import Entry
-from accel_train.store import atomic_files, commit, run_file
+from accel_train.store import atomic_files, commit, run_file, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.names import CONFIG_FILE, REPORT
+from accel_train.store.names import CONFIG_FILE, METRICS_FILE, REPORT
 from accel_train.store.retention import STATE_FILES
 
 if TYPE_CHECKING:
@@ -229,7 +229,8 @@ def _operations(
     for name in _files_of_run(run):
         if name not in names:
             texts[name] = (run / name).read_bytes()
-    texts["README.md"] = build_card(checkpoint, texts, entry.repo_id, revision, _loads_with(run)).encode()
+    card = CardFacts(entry.repo_id, revision, _loads_with(run), entry.license, _command(run))
+    texts["README.md"] = build_card(checkpoint, texts, card, _description(checkpoint)).encode()
     adds += [CommitOperationAdd(name, content) for name, content in texts.items()]
     added = {add.path_in_repo for add in adds}
     obsolete = [name for name in existing if OURS.fullmatch(name) and name not in added]
@@ -251,3 +252,24 @@ def _loads_with(run: Path) -> str | None:
         return run_file.load(run).get("loads_with")
     except (OSError, ValueError):
         return None
+
+
+def _description(checkpoint: Checkpoint) -> Any:
+    """Return config.json of the checkpoint, or None without a readable one."""
+    try:
+        return strict_json.read(checkpoint.file("config.json"))
+    except (OSError, ValueError):
+        return None
+
+
+def _command(run: Path) -> str | None:
+    """Return the command of the run's last start, from its metrics, or None if they do not say it."""
+    command: Any = None
+    try:
+        with (run / METRICS_FILE).open(encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith('{"event": "environment"'):
+                    command = json.loads(line).get("command")
+    except (OSError, ValueError):
+        return None
+    return command if isinstance(command, str) else None

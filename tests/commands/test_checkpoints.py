@@ -652,7 +652,8 @@ def test_an_export_of_a_run_takes_the_newest_that_verifies(
     (tmp_path / "out").mkdir()  # empty, and so free to use
     call("export", run, tmp_path / "out")
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), values_of(model_of(20)))
-    passed, done = lines_of(capsys)
+    passed, done, without = lines_of(capsys)
+    assert without.startswith("without model.py and verify.py: config.json names no pipeline")
     assert passed.startswith("skipped: ")
     assert name(30) in passed
     assert "(step 20) in fp32" in done

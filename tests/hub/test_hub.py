@@ -25,7 +25,7 @@ from accel_train.hub import pusher as hub
 from accel_train.hub.access import check_repository
 from accel_train.hub.download import download, download_manifest
 from accel_train.hub.errors import HubError, describe, redact
-from accel_train.hub.model_card import build_card
+from accel_train.hub.model_card import CardFacts, build_card
 from accel_train.hub.options import HubConfig
 from accel_train.hub.push_now import push_now
 from accel_train.hub.pusher import Pusher
@@ -677,13 +677,13 @@ def test_the_card_has_figures_curve_samples_and_code(server: HubServer, run: Pat
 def test_the_card_loads_with_the_class_that_the_recipe_declared_and_shows_its_report(tmp_path: Path) -> None:
     loads_with = pde.Config(max_steps=1).run_options().loads_with
     texts = {"report/truth_and_error.png": b"", "report/numbers.json": b"{}", "other.png": b""}
-    text = build_card(Checkpoint(tmp_path, 7, {}), texts, REPO, "step-00000007", loads_with)
+    text = build_card(Checkpoint(tmp_path, 7, {}), texts, CardFacts(REPO, "step-00000007", loads_with))
     assert "from accel_train.domains.pde.transformer import PdeTransformer\n" in text
     assert 'PdeTransformer.from_pretrained("org/model", revision="step-00000007")' in text
     assert "## Truth and error\n\n![Truth and error](report/truth_and_error.png)" in text
     assert "numbers.json" not in text
     assert "other.png" not in text
-    assert "from_pretrained" not in build_card(Checkpoint(tmp_path, 7, {}), texts, REPO, "step-00000007")
+    assert "from_pretrained" not in build_card(Checkpoint(tmp_path, 7, {}), texts, CardFacts(REPO, "step-00000007"))
 
 
 @pytest.mark.parametrize(
@@ -696,9 +696,46 @@ def test_the_card_loads_with_the_class_that_the_recipe_declared_and_shows_its_re
     ],
 )
 def test_the_card_survives_what_is_missing(tmp_path: Path, manifest: Any, texts: dict[str, bytes]) -> None:
-    text = build_card(Checkpoint(tmp_path, 7, manifest), texts, REPO, "step-00000007")
+    text = build_card(Checkpoint(tmp_path, 7, manifest), texts, CardFacts(REPO, "step-00000007"), manifest.get("files"))
     assert ModelCard(text).data.eval_results is None
     assert "| Step | 7 |" in text
+
+
+def test_the_card_says_how_to_use_the_model_and_under_which_licence(
+    server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.trained import text_run
+
+    trained = text_run(run.parent / "trained") / "checkpoints" / "checkpoint_00000003"
+    command = "recipes/mmdit.py demo --seed 7"
+    (run.parent / "trained" / "metrics.jsonl").write_text(
+        '{"event": "environment", "command": "an earlier start"}\n{"event": "train", "command": "no"}\n'
+        + json.dumps({"event": "environment", "command": command})
+        + "\n{torn"
+    )
+    checkpoint = commit.verify(trained)
+    commit.rewrite_manifest(trained, dict(checkpoint.manifest) | {"metrics": {"l2t_nll": 2.5}})
+    push(commit.verify(trained), license="apache-2.0")
+    card = ModelCard(server.files(REPO)["README.md"].decode())
+    assert card.data.license == "apache-2.0"
+    assert card.data.pipeline_tag == "text-generation"
+    assert card.data.datasets == ["org/texts"]
+    assert card.data.metrics == ["l2t_nll"]
+    results = card.data.eval_results or []
+    assert [(r.dataset_name, r.metric_value) for r in results] == [("held-out texts of org/texts", 2.5)]
+    assert f"```bash\n{command}\n```" in card.text
+    lines = re.findall(r"```python\n(from accel_train import load\n.*?)\n```", card.text, re.DOTALL)[0].splitlines()
+    assert lines[1] == 'pipeline = load("hub:org/model@step-00000003")'
+    assert len(lines) == 3
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(run.parent / "cache"))
+    exec("\n".join(lines), {})
+    assert re.fullmatch(r"\['.*'\]\n", capsys.readouterr().out)  # what the third line prints
+
+
+@pytest.mark.parametrize("name", ["Apache 2.0", "MIT", "", "a\nb"])
+def test_a_licence_that_the_hub_has_no_name_for_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=r"hub\.license: .*give one as in apache-2\.0"):
+        HubConfig(license=name)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

@@ -197,3 +197,25 @@ def stepper(
         return predict(model, batch, task, grid).fields
 
     return step
+
+
+def predict_refined(
+    model: Callable[..., Any],
+    described: Mapping[str, Any],
+    input: Tensor,
+    parameters: Tensor,
+    dt: Tensor,
+    task: int,
+    sample: Tensor,
+) -> Tensor:
+    """Predict normalised fields (B, C', H, W) from normalised ones, with the residual if the model has learned one.
+
+    ``parameters`` (B, P) are normalised. ``sample`` (B,) int64 keys the noise of the residual. ``described`` is
+    config.json.
+    """
+    batch = {"input": input, "parameters": parameters, "dt": dt}
+    fields, log_size, correct = predict(model, batch, task, tuple(described["tasks"][task]["grid"]))
+    if log_size is None:
+        return fields
+    steps = described["sampler"]["residual_steps"]
+    return residual_diffusion.refine(correct, fields, log_size, steps, described["sampler"]["seed"], sample)

@@ -7,7 +7,7 @@ The model is called as ``model(tokens, latents, text_time, latent_time, text_mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -127,6 +127,59 @@ class BothWays:
     def _absent_latent(self, batch: Batch) -> Tensor:
         keys = rng.sample_keys(self.seed, "absent", 0, batch["sample"])
         return rng.normal(keys, batch["latent"].shape[1:])
+
+
+def samplers(model: Callable[..., Any], described: Mapping[str, Any], steps: int | None = None) -> BothWays:
+    """Build the samplers that a model's config.json describes, with ``steps`` of their own if given."""
+    sampler = described["sampler"]
+    both = BothWays(
+        model,
+        sampler["mask_id"],
+        sampler["seed"],
+        LatentDiffusionConfig(**described["objective"]["latent"]),
+        TextSamplingConfig(**sampler["text"]),
+        LatentSamplingConfig(**sampler["latent"]),
+    )
+    if steps is None:
+        return both
+    return replace(both, text=replace(both.text, steps=steps), latent=replace(both.latent, steps=steps))
+
+
+def tokens_from_latents(
+    model: Callable[..., Any],
+    described: Mapping[str, Any],
+    latents: Tensor,
+    tokens: Tensor,
+    text_mask: Tensor,
+    maskable: Tensor,
+    sample: Tensor,
+    steps: int | None = None,
+) -> Tensor:
+    """Sample text from normalised latents (B, L, Dz): ``tokens`` (B, S) with every ``maskable`` position replaced.
+
+    ``text_mask`` (B, S) is False at padding. ``sample`` (B,) int64 keys the noise of each row. ``described`` is
+    config.json.
+    """
+    batch = {"latent": latents, "tokens": tokens, "text_mask": text_mask, "maskable": maskable, "sample": sample}
+    batch["weight"] = torch.ones(len(tokens), device=tokens.device)
+    return samplers(model, described, steps).sample_text(batch)
+
+
+def latents_from_tokens(
+    model: Callable[..., Any],
+    described: Mapping[str, Any],
+    tokens: Tensor,
+    text_mask: Tensor,
+    maskable: Tensor,
+    sample: Tensor,
+    steps: int | None = None,
+) -> Tensor:
+    """Sample normalised latents (B, L, Dz) from texts, with the arguments of ``tokens_from_latents``."""
+    shape = described["max_latent_length"], described["latent_dim"]
+    batch = {"tokens": tokens, "text_mask": text_mask, "maskable": maskable, "sample": sample}
+    batch["weight"] = torch.ones(len(tokens), device=tokens.device)
+    batch["latent"] = torch.zeros(len(tokens), *shape, device=tokens.device)
+    return samplers(model, described, steps).sample_latents(batch)
 
 
 def metrics_from_sums(sums: dict[str, float], timesteps: int) -> dict[str, float]:

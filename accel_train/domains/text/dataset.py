@@ -17,6 +17,7 @@ from accel_train.domains.text.corpus import (
 )
 from accel_train.domains.text.encoders import LatentEncoder, load_encoder
 from accel_train.domains.text.latent_cache import BatchMemory, LatentTable
+from accel_train.domains.text.lengths import LengthEstimate, load_length
 from accel_train.domains.text.tokenizer import TextTokenizer, Tokens
 
 ASSETS_FORMAT = 1
@@ -36,6 +37,8 @@ class DataAssets:
     """One scalar for all dimensions, so normalising leaves the cosines of centred latents unchanged."""
     latent_tokens: int = 1
     """L"""
+    length: LengthEstimate | None = None
+    """Length of a text from its latent. None in assets of an older version."""
 
     @property
     def latent_shape(self) -> tuple[int, int]:
@@ -65,12 +68,20 @@ class DataAssets:
     def normalise(self, latents: Tensor) -> Tensor:
         return (latents - self.latent_mean) / self.latent_std
 
+    def denormalise(self, latents: Tensor) -> Tensor:
+        return latents * self.latent_std + self.latent_mean
+
     def save(self, directory: Path) -> None:
-        """Write tokenizer.json, assets.json, latent.safetensors and the encoder's files into a new folder."""
+        """Write the tokenizer, the normalisation, the estimate of lengths and the encoder's files into a new folder.
+
+        transformers' AutoTokenizer reads the folder as well.
+        """
         from safetensors.torch import save_file
 
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "tokenizer.json").write_text(self.tokenizer.to_json(), "utf-8")
+        settings = self.tokenizer.settings(self.max_length)
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), "utf-8")
         save_file({"mean": self.latent_mean}, directory / "latent.safetensors")
         facts = {
             "format": ASSETS_FORMAT,
@@ -81,6 +92,8 @@ class DataAssets:
             "encoder": self.encoder is not None,
         }
         (directory / "assets.json").write_text(json.dumps(facts, indent=1), "utf-8")
+        if self.length is not None:
+            self.length.save(directory)
         if self.encoder is not None:
             self.encoder.save(directory)
 
@@ -99,7 +112,15 @@ def load_assets(directory: Path, device: str = "cpu") -> DataAssets:
         encoder = None
         if facts["encoder"]:
             encoder = load_encoder(directory, device)
-        return DataAssets(tokenizer, encoder, facts["max_length"], mean, facts["latent_std"], facts["latent_tokens"])
+        return DataAssets(
+            tokenizer=tokenizer,
+            encoder=encoder,
+            max_length=facts["max_length"],
+            latent_mean=mean,
+            latent_std=facts["latent_std"],
+            latent_tokens=facts["latent_tokens"],
+            length=load_length(directory),
+        )
     except UsageError:  # names its remedy already
         raise
     except Exception as error:  # tokenizers and safetensors raise types of their own

@@ -3,6 +3,8 @@
 A cache folder is named by the hash of texts, encoder and format, so other texts or encoders never read it.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 import os
@@ -11,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +23,9 @@ from torch import Tensor
 from accel_train.config import UsageError
 from accel_train.data.progress import Progress
 from accel_train.domains.text.corpus import texts_hash
-from accel_train.domains.text.encoders import LatentEncoder
+
+if TYPE_CHECKING:
+    from accel_train.domains.text.encoders import LatentEncoder
 
 FORMAT = "latents-1"
 ROWS_PER_SHARD = 4096
@@ -99,7 +103,7 @@ class BatchMemory:
     def __init__(self) -> None:
         self._free: dict[tuple[int, ...], list[NDArray[np.float32]]] = {}
 
-    def __reduce__(self) -> tuple[type["BatchMemory"], tuple[()]]:
+    def __reduce__(self) -> tuple[type[BatchMemory], tuple[()]]:
         return BatchMemory, ()
 
     def empty(self, *shape: int) -> Tensor:

@@ -119,6 +119,22 @@ def phase_of_step(config: ModeConfig, step: int) -> Phase:
     raise AssertionError("the lengths add up")
 
 
+def learned_conditions(config: ModeConfig) -> set[Part]:
+    """Return the conditions that a run with this config learns: latent for l2t, text for t2l.
+
+    Unconditional steps teach both, because each modality then has a time of its own, which may be 0.
+    """
+    learned: set[Part] = set()
+    for phase in config.parsed() or [phase_of_step(config, 0)]:
+        weights = dict(zip(MODES, config.weights, strict=True))
+        for mode in phase.modes:
+            condition = CONDITION[mode]
+            if phase.mode == "mixed" and not weights[mode]:
+                continue
+            learned |= {"text", "latent"} if condition is None else {condition}
+    return learned
+
+
 def coefficients(config: ModeConfig, mode: Mode) -> dict[str, float]:
     """Return the coefficient of each loss term in a step of this mode. The condition itself is not learned."""
     weights = {"text": 1.0, "latent": config.latent_weight}

@@ -30,6 +30,7 @@ from accel_train.domains.text.dataset import (
 from accel_train.domains.text.encoders import LatentEncoder, Pooling, TransformerEncoder, load_encoder
 from accel_train.domains.text.latent_cache import LatentTable, cached_latents, check_finite
 from accel_train.domains.text.latent_files import read_latents
+from accel_train.domains.text.lengths import fit_length
 from accel_train.domains.text.tokenizer import TextTokenizer, Tokens, train_tokenizer, transformers_tokenizer
 from accel_train.wording import shortened
 
@@ -154,9 +155,11 @@ def prepare_data(
     if saved:  # the scale that the model has learned
         mean = saved.latent_mean
         std = saved.latent_std
+        length = saved.length
     else:
         mean, std = statistics(table)
-    own = DataAssets(tokenizer, encoder, config.max_length, mean, std, table.shape[0])
+        length = fit_length(table, train_tokens.offsets.diff(), mean, std)
+    own = DataAssets(tokenizer, encoder, config.max_length, mean, std, table.shape[0], length)
     heldout_table = _latents(config, heldout, encoder, cache, processes)
     if isinstance(encoder, TransformerEncoder):
         # Training does not encode.

@@ -97,6 +97,23 @@ class TextTokenizer:
         """Return the ids missing from `tokenizer.json`. Together they are the arguments of `from_json`."""
         return {"pad_id": self.pad_id, "mask_id": self.mask_id, "special_ids": self.special_ids}
 
+    def settings(self, max_length: int) -> dict[str, object]:
+        """Return the standard `tokenizer_config.json`, with which transformers knows mask and padding."""
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": max_length,
+            "pad_token": self._tokenizer.id_to_token(self.pad_id),
+            "mask_token": self._tokenizer.id_to_token(self.mask_id),
+            "clean_up_tokenization_spaces": False,
+        }
+
+    def frame(self) -> tuple[list[int], list[int]]:
+        """Return the ids of the special tokens before and after a text."""
+        self._tokenizer.no_truncation()
+        ids: list[int] = self._tokenizer.encode("a").ids
+        content = [place for place, token in enumerate(ids) if token not in self.special_ids]
+        return ids[: content[0]], ids[content[-1] + 1 :]
+
     @classmethod
     def from_json(cls, text: str, *, pad_id: int, mask_id: int, special_ids: Iterable[int]) -> "TextTokenizer":
         from tokenizers import Tokenizer

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accel_train import pipeline
 from accel_train.config import UsageError
 from accel_train.config_loading import from_tree
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
@@ -14,6 +15,7 @@ from accel_train.domains.models.mmdit import MultimodalMMDiT
 from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.text.both_ways import BothWays
 from accel_train.domains.text.dataset import DataAssets, load_assets
+from accel_train.domains.text.modes import ModeConfig
 
 G = TypeVar("G")
 
@@ -21,24 +23,60 @@ G = TypeVar("G")
 def load_both_ways(directory: Path, device: str = "cpu") -> tuple[BothWays, DataAssets]:
     """Load the model with its objective and samplers, and the assets for its inputs.
 
-    ``directory`` is a checkpoint or the output of ``accel-train checkpoints export``. A checkpoint's EMA weights are
-    used if it has them. Hashes are not verified here (see ``newest_verified``). Raises ``UsageError`` if options or
-    assets are missing or have another version.
+    ``directory`` is a checkpoint or the output of ``accel-train export``. A checkpoint's EMA weights are used if it has
+    them. Hashes are not verified here (see ``accel_train.load``). Raises ``UsageError`` if options or assets are
+    missing or have another version.
     """
-    options = _options(directory)
+    diffusion, text, latent, seed = _settings(directory)
     model = MultimodalMMDiT.from_pretrained(directory)
     if any(directory.glob("ema*.safetensors")):
         load_directory(model, directory, "ema")
     assets = load_assets(directory / "assets", device)
-    both = BothWays(
-        model.to(device).eval(),
-        assets.tokenizer.mask_id,
-        int(options["seed"]),
+    both = BothWays(model.to(device).eval(), assets.tokenizer.mask_id, seed, diffusion, text, latent)
+    return both, assets
+
+
+Settings = tuple[LatentDiffusionConfig, TextSamplingConfig, LatentSamplingConfig, int]
+
+
+def _settings(directory: Path) -> Settings:
+    """Read the objective, the samplers and the seed of the evaluation."""
+    path = directory / "config.json"
+    described = pipeline.settings(json.loads(path.read_text("utf-8")), directory) if path.is_file() else None
+    if described is None:
+        return _settings_of_run(directory)
+    try:
+        sampler = described["sampler"]
+        return (
+            from_tree(LatentDiffusionConfig, described["objective"]["latent"], f"{path}: objective.latent"),
+            from_tree(TextSamplingConfig, sampler["text"], f"{path}: sampler.text"),
+            from_tree(LatentSamplingConfig, sampler["latent"], f"{path}: sampler.latent"),
+            int(sampler["seed"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path}: lacks {error} of the objective or the sampler of recipes/mmdit.py; export the model again"
+        ) from None
+
+
+def learned_modes(directory: Path) -> ModeConfig | None:
+    """Read the modes of the run. None if an older version wrote the directory."""
+    path = directory / "config.json"
+    described = pipeline.settings(json.loads(path.read_text("utf-8")), directory)
+    if described is None or "modes" not in described["objective"]:
+        return None
+    return from_tree(ModeConfig, described["objective"]["modes"], f"{path}: objective.modes")
+
+
+def _settings_of_run(directory: Path) -> Settings:
+    """Read them as an older version wrote them: as options of the run."""
+    options = _options(directory)
+    return (
         _group(LatentDiffusionConfig, options, "latent."),
         _group(TextSamplingConfig, options, "evaluation.text."),
         _group(LatentSamplingConfig, options, "evaluation.latent."),
+        int(options["seed"]),
     )
-    return both, assets
 
 
 def _options(directory: Path) -> dict[str, Any]:

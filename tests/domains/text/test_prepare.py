@@ -90,7 +90,8 @@ def test_nothing_fitted_sees_held_out_text(tmp_path: Path) -> None:
         (tmp_path / part).mkdir()
         data.save_assets(tmp_path / part)
     names = sorted(file.name for file in (tmp_path / "one").iterdir())
-    assert names == ["assets.json", "encoder.json", "encoder.safetensors", "latent.safetensors", "tokenizer.json"]
+    fitted = ["encoder.json", "encoder.safetensors", "latent.safetensors", "length.json", "tokenizer.json"]
+    assert names == sorted([*fitted, "assets.json", "tokenizer_config.json"])
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert one.train.fingerprint == two.train.fingerprint

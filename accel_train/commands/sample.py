@@ -1,0 +1,41 @@
+"""``accel-train sample``: use a trained model from the command line, as its recipe's pipeline does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from accel_train import loading
+from accel_train.commands.bundled import find_recipe, import_recipe
+from accel_train.config import UsageError
+from accel_train.config_loading import read_options
+from accel_train.pipeline import Pipeline
+
+
+def sample(place: str, arguments: Sequence[str], recipe: str | None = None) -> int:
+    """Load the model at ``place``, as ``accel_train.load`` does, and sample as the flags of its pipeline ask.
+
+    ``recipe`` is the file or name of the recipe that trained it, for a pipeline outside this package: the file is
+    imported. Prints the result or where it was written, and returns exit code 0. Raises ``UsageError``.
+    """
+    declared = None if recipe is None else _declared(recipe)
+    directory = loading.find(place)
+    pipeline = declared or loading.pipeline_of(directory)
+    options: Any = read_options(pipeline.options, arguments, f"accel-train sample {place}")
+    loaded = pipeline.from_directory(directory, options.device)
+    for line in loaded.sample(options):
+        print(line)
+    return 0
+
+
+def _declared(recipe: str) -> type[Pipeline]:
+    """Return the pipeline that a recipe's file declares."""
+    module = import_recipe(find_recipe(recipe))
+    declaration = getattr(getattr(module, "Config", None), "recipe", None)
+    pipeline: type[Pipeline] | None = getattr(declaration, "pipeline", None)
+    if pipeline is None:
+        raise UsageError(
+            f"recipe {recipe!r}: declares no pipeline, so nothing says how to sample from its models; give its Config "
+            "a recipe = Recipe(pipeline=...)"
+        )
+    return pipeline

@@ -1,0 +1,277 @@
+"""Pipeline of a neural PDE operator: predicted fields in physical units, one step or a rollout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel_train import rng
+from accel_train.config import PositiveInt, Seed, UsageError, expand_path
+from accel_train.domains.models.pretrained import load_directory
+from accel_train.domains.pde import losses, pictures, residual_diffusion
+from accel_train.domains.pde.options import ObjectiveConfig
+from accel_train.domains.pde.residual_network import ResidualGuess
+from accel_train.domains.pde.rows import FieldAssets, FieldTask, load_field_assets
+from accel_train.domains.pde.transformer import PdeTransformer, PdeTransformerConfig
+from accel_train.pipeline import Example, describe, settings
+
+BATCH = 64
+"""Samples of one forward."""
+UNITS = {
+    "fields": "those of the data; the model reads (field - mean) / std of each channel",
+    "parameters": "those of the data, or their logarithms where logarithmic; the model reads (value - mean) / std",
+    "dt": "time of the data from input to target, 0 for tasks without time",
+}
+
+
+@dataclass(frozen=True)
+class FieldOptions:
+    """Predict fields from fields, in physical units, and draw the first sample."""
+
+    input: str | None = None
+    """File .safetensors or .npy with input fields (B, C, H, W), 1-D fields also (B, C, W). A .safetensors file holds
+    them as `input`, and may hold `parameters` (B, P)."""
+    task: str | None = None
+    """Equation of a model of several."""
+    parameters: tuple[float, ...] = ()
+    """Parameters of the equation, the same for all samples, in the order that the error without them names."""
+    steps: PositiveInt = 1
+    """Steps in time. The prediction of each is the input of the next."""
+    refine: bool = True
+    """Add the residual that a model with residual_depth has learned, in every step."""
+    seed: Seed = 0
+    """Of the residual's noise, where it has more than one denoising step."""
+    device: str = "cpu"
+    """Device of torch."""
+    output: str = "fields.safetensors"
+    """File for the predicted fields. The picture lies beside it, with the ending .png."""
+
+
+class FieldPipeline:
+    """Predictor of fields. Inputs and outputs are in the units of the data."""
+
+    recipe: ClassVar[str] = "pde"
+    tag: ClassVar[str | None] = None
+    usage: ClassVar[str] = "predicted = pipeline(fields, parameters, task=name)  # in the units of the data"
+    standalone: ClassVar[tuple[Any, ...] | None] = (PdeTransformer, PdeTransformerConfig, losses.predict_refined)
+    options: ClassVar[type] = FieldOptions
+
+    def __init__(self, model: PdeTransformer, assets: FieldAssets, residual_steps: int, device: str = "cpu") -> None:
+        self.model = model
+        self.assets = assets
+        self.residual_steps = residual_steps
+        self.device = device
+
+    @classmethod
+    def recognises(cls, description: Mapping[str, Any]) -> bool:
+        return {"tasks", "model"} <= description.keys()
+
+    @classmethod
+    def from_directory(cls, directory: Path, device: str = "cpu") -> FieldPipeline:
+        """Read a checkpoint or an export. Raises ``UsageError``."""
+        model = PdeTransformer.from_pretrained(directory)
+        if any(directory.glob("ema*.safetensors")):
+            load_directory(model, directory, "ema")
+        assets = load_field_assets(directory / "assets")
+        return cls(model.to(device).eval(), assets, _residual_steps(directory), device)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        fields: Tensor,
+        parameters: Tensor | None = None,
+        *,
+        task: str | None = None,
+        steps: int = 1,
+        refine: bool = True,
+        seed: int = 0,
+    ) -> Tensor:
+        """Predict from ``fields`` (B, C, H, W), 1-D ones also (B, C, W), with ``parameters`` (B, P) or (P,).
+
+        Returns (B, steps, C, H, W) for a task with time, one field for each step, and (B, C', H, W) for one without,
+        on the CPU. ``task`` may be left out if the model has one. Raises ``UsageError`` for wrong shapes and numbers.
+        """
+        own = self._task(task)
+        number = self.assets.tasks.index(own)
+        state = self._checked(own, fields)
+        own_parameters = self._parameters(own, parameters, len(state))
+        if steps < 1 or (steps > 1 and not own.has_time):
+            raise UsageError(f"steps {steps}: 1 or more is required, and 1 for {own.name} if it has no time")
+        digests = [hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).digest() for sample in state]
+        keys = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
+        predicted: list[Tensor] = []
+        normalised = own.input.normalise(state)
+        for step in range(steps):
+            # Each step of a sample has noise of its own.
+            sample = rng.sample_keys(seed, "pipeline", step, keys)
+            parts: list[Tensor] = []
+            for rows in torch.arange(len(state)).split(BATCH):
+                batch = {"input": normalised[rows], "parameters": own_parameters[rows], "sample": sample[rows]}
+                parts.append(self._predict(own, number, batch, refine, seed))
+            normalised = torch.cat(parts)
+            predicted.append(own.target.denormalise(normalised))
+        return torch.stack(predicted, dim=1) if own.has_time else predicted[0]
+
+    def sample(self, options: FieldOptions) -> list[str]:
+        """Predict as ``accel-train sample`` is asked to, and return the lines to print."""
+        from safetensors.torch import save_file
+
+        if options.input is None:
+            raise UsageError("input: give a file with fields to predict from, such as --input fields.safetensors")
+        own = self._task(options.task)
+        fields, parameters = _read_fields(options.input)
+        if options.parameters:
+            if parameters is not None:
+                raise UsageError(f"parameters: {options.input} holds parameters as well; leave one of the two out")
+            parameters = torch.tensor(options.parameters)
+        predicted = self(
+            fields, parameters, task=own.name, steps=options.steps, refine=options.refine, seed=options.seed
+        )
+        path = expand_path(options.output)
+        save_file({"fields": predicted.contiguous()}, path)
+        picture = path.with_suffix(".png")
+        pictures.write_fields(picture, [(own.name, self._panels(own, self._checked(own, fields)[0], predicted[0]))])
+        return [f"{path}: {own.name}, fields {tuple(predicted.shape)}", f"{picture}: the first sample"]
+
+    def examples(self) -> list[Example]:
+        """Return a forward of each task, with and without a target, and one of the residual network of each."""
+        found: list[Example] = []
+        for number, task in enumerate(self.assets.tasks):
+            fields = _noise(f"example/{task.name}", (2, task.input_channels, *task.grid))
+            target = _noise(f"example/target/{task.name}", (2, task.target_channels, *task.grid))
+            values = {
+                "parameters": _noise("example/parameters", (2, self.assets.parameter_count)),
+                "dt": torch.full((2,), task.dt),
+                "task": number,
+            }
+            found.append(Example(f"{task.name}: prediction", {"input": fields, "target": None} | values))
+            sampled = {"input": fields, "sample": torch.arange(2)} | values
+            found.append(Example(f"{task.name}: refined prediction", sampled, losses.predict_refined))
+            found.append(Example(f"{task.name}: training", {"input": fields, "target": target} | values))
+            if self.model.residual is not None:
+                guess = ResidualGuess(target, torch.tensor([1.0, 0.25]), target.flip(0), fields)
+                found.append(Example(f"{task.name}: residual", {"input": guess, "target": None} | values))
+        return found
+
+    # ------------------------------------------------------------------------------------------------------------ parts
+    def _predict(self, task: FieldTask, number: int, batch: Mapping[str, Tensor], refine: bool, seed: int) -> Tensor:
+        """Predict normalised fields (B, C', H, W) from normalised ones."""
+        on_device = {name: values.to(self.device) for name, values in batch.items()}
+        on_device["dt"] = torch.full((len(batch["input"]),), task.dt, device=self.device)
+        fields, log_size, correct = losses.predict(self.model, on_device, number, task.grid)
+        if refine and log_size is not None:
+            fields = residual_diffusion.refine(
+                correct, fields, log_size, self.residual_steps, seed, on_device["sample"]
+            )
+        return fields.float().cpu()
+
+    def _task(self, name: str | None) -> FieldTask:
+        tasks = {task.name: task for task in self.assets.tasks}
+        if name is None and len(tasks) == 1:
+            return self.assets.tasks[0]
+        if name not in tasks:
+            raise UsageError(f"task {name}: this model was trained on {', '.join(tasks)}; name one of them")
+        return tasks[name]
+
+    def _checked(self, task: FieldTask, fields: Tensor) -> Tensor:
+        """Return fields as (B, C, H, W) fp32 on the CPU."""
+        found = torch.as_tensor(fields).detach().float().cpu()
+        height, width = task.grid
+        if found.dim() == 3 and height == 1:
+            found = found[:, :, None]
+        required = (task.input_channels, height, width)
+        if found.dim() != 4 or tuple(found.shape[1:]) != required or len(found) == 0:
+            flat = f", or (B, {task.input_channels}, {width})" if height == 1 else ""
+            raise UsageError(
+                f"input of shape {tuple(fields.shape)}: {task.name} reads (B, {', '.join(map(str, required))}){flat}, "
+                "on the grid that it was trained on"
+            )
+        if not found.isfinite().all():
+            raise UsageError("input: NaN or infinity among the fields; finite numbers are required")
+        return found.contiguous()
+
+    def _parameters(self, task: FieldTask, values: Tensor | None, count: int) -> Tensor:
+        """Return normalised parameters (B, P)."""
+        names = ", ".join(task.parameters)
+        width = len(task.parameters)
+        given = torch.zeros(count, 0) if values is None else torch.as_tensor(values).detach().float().cpu()
+        if given.dim() == 1:
+            given = given.expand(count, -1)
+        if tuple(given.shape) != (count, width):
+            shape = "none" if values is None else f"shape {tuple(torch.as_tensor(values).shape)}"
+            raise UsageError(
+                f"parameters: {shape} given; {task.name} has {width} of each of the {count} samples"
+                + (f": {names}" if names else ", so leave them out")
+            )
+        return self.assets.normalise_parameters(task.name, given)
+
+    def _panels(self, task: FieldTask, first: Tensor, predicted: Tensor) -> list[pictures.Panel]:
+        """Show the first sample: all times of a 1-D task, or the input and the last prediction."""
+        if task.has_time and task.grid[0] == 1:
+            times = torch.cat((first[None, :1, 0], predicted[:, :1, 0])).squeeze(1)  # (steps + 1, W)
+            return [pictures.Panel("prediction", times, "u", "step in time")]
+        last = predicted[-1] if task.has_time else predicted
+        scale = "u" if task.has_time else "a"
+        return [pictures.Panel("input", first[0], scale), pictures.Panel("prediction", last[0], "u")]
+
+
+def describe_model(
+    shape: PdeTransformerConfig, objective: ObjectiveConfig, assets: FieldAssets, path: str
+) -> dict[str, Any]:
+    """Return config.json of a checkpoint: architecture, objective, normalisation, units. ``path`` is ``data.path``."""
+    names = ("input", "target", "parameter", "parameters", "logarithmic", "dt", "boundary", "has_time")
+    tasks = {task.name: asdict(task) for task in assets.tasks}
+    return describe(
+        FieldPipeline,
+        shape,
+        objective=asdict(objective),
+        sampler={"residual_steps": objective.residual_steps, "seed": 0},
+        normalisation={task: {name: values[name] for name in names} for task, values in tasks.items()},
+        units=UNITS,
+        card={"measured_on": f"held-out fields of {path}"},
+    )
+
+
+def _residual_steps(directory: Path) -> int:
+    """Return the denoising steps of the residual, from config.json, or from the options of an older version."""
+    described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
+    if described is not None:
+        return int(described["sampler"]["residual_steps"])
+    for file, key in (("experiment.json", "options"), ("manifest.json", "experiment")):
+        path = directory / file
+        if path.is_file():
+            options: dict[str, Any] = json.loads(path.read_text("utf-8")).get(key) or {}
+            return int(options.get("objective.residual_steps", 1))
+    return 1
+
+
+def _noise(stream: str, shape: Sequence[int]) -> Tensor:
+    return rng.normal(rng.sample_keys(0, stream, 0, torch.arange(shape[0])), shape[1:])
+
+
+def _read_fields(file: str) -> tuple[Tensor, Tensor | None]:
+    """Read input fields and, if the file has them, parameters."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = expand_path(file)
+    try:
+        if path.suffix == ".npy":
+            import numpy as np
+
+            return torch.from_numpy(np.load(path, allow_pickle=False)), None
+        tensors = load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(f"input {file}: cannot be read ({error}); a .safetensors or .npy file is required") from None
+    if "input" not in tensors:
+        raise UsageError(
+            f"input {file}: holds {', '.join(sorted(tensors)[:6]) or 'nothing'}; a tensor `input` is needed"
+        )
+    return tensors["input"], tensors.get("parameters")

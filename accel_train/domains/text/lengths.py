@@ -1,0 +1,97 @@
+"""Length of a text, estimated from its latent, so that text sampled from a latent alone ends by itself.
+
+The model is trained with the true length of each text, given as the mask of its padding, and says nothing about it. A
+ridge regression of the logarithm of the length on the latent, in closed form over the training split, says what the
+latent knows of the length and falls back to the geometric mean where it knows nothing. It changes nothing in training.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+MOST_ROWS = 65_536
+"""Texts of the fit. More hardly change it, and every start waits for it."""
+BLOCK_ROWS = 4096
+FILE = "length.json"
+
+
+class Latents(Protocol):
+    """Latents by row, as in `LatentTable`."""
+
+    def __len__(self) -> int: ...
+    def rows(self, indices: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LengthEstimate:
+    """log(length) = bias + weights . features: the latent, averaged over its tokens, and its root mean square."""
+
+    weights: Tensor
+    """(Dz + 1,) float64"""
+    bias: float
+    mean_error: float
+    """Mean absolute error in tokens on the texts of the fit."""
+    shortest: int
+    longest: int
+    """Range of the training split, which an estimate does not leave."""
+
+    def __call__(self, latents: Tensor) -> Tensor:
+        """Estimate the tokens of the texts of normalised latents (B, L, Dz), special tokens included: (B,) int64."""
+        logarithms = _features(latents) @ self.weights + self.bias
+        return logarithms.exp().round().long().clamp(self.shortest, self.longest)
+
+    def save(self, directory: Path) -> None:
+        """Write length.json."""
+        facts = {
+            "weights": self.weights.tolist(),
+            "bias": self.bias,
+            "mean_error": self.mean_error,
+            "shortest": self.shortest,
+            "longest": self.longest,
+        }
+        (directory / FILE).write_text(json.dumps(facts), "utf-8")
+
+
+def load_length(directory: Path) -> LengthEstimate | None:
+    """Read length.json. None for assets of an older version."""
+    path = directory / FILE
+    if not path.is_file():
+        return None
+    facts = json.loads(path.read_text("utf-8"))
+    weights = torch.tensor(facts.pop("weights"), dtype=torch.float64)
+    return LengthEstimate(weights, **facts)
+
+
+def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float) -> LengthEstimate:
+    """Fit the estimate to lengths (N,) of the texts of ``table``, which ``mean`` (Dz,) and ``std`` normalise.
+
+    Takes up to ``MOST_ROWS`` texts, evenly spread. The penalty is that of as many texts as there are features, with
+    the mean length.
+    """
+    step = -(-len(table) // MOST_ROWS)
+    rows = torch.arange(0, len(table), step)
+    blocks = [_features((table.rows(block) - mean) / std) for block in rows.split(BLOCK_ROWS)]
+    x = torch.cat(blocks)  # (n, Dz + 1)
+    y = lengths[rows].double().log()
+    centre = x.mean(0)
+    bias = float(y.mean())
+    x = x - centre
+    gram = x.T @ x
+    gram.diagonal().add_(x.shape[1] * float(gram.diagonal().mean()) / len(x) + 1e-9)
+    weights = torch.linalg.solve(gram, x.T @ (y - bias))
+    found = (x @ weights + bias).exp()
+    error = float((found - lengths[rows]).abs().mean())
+    return LengthEstimate(weights, bias - float(centre @ weights), error, int(lengths.min()), int(lengths.max()))
+
+
+def _features(latents: Tensor) -> Tensor:
+    """Return the mean over the latent tokens and the root mean square: (B, L, Dz) -> (B, Dz + 1) float64."""
+    values = latents.double().cpu()
+    size = values.square().mean(dim=(1, 2)).sqrt()
+    return torch.cat((values.mean(1), size[:, None]), dim=1)

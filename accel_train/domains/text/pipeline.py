@@ -1,0 +1,380 @@
+"""Pipeline of a model of text and latents: text from a latent, the latent of a text, and both."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel_train import rng
+from accel_train.config import PositiveInt, Seed, UsageError, expand_path
+from accel_train.domains.diffusion.latents import LatentDiffusionConfig
+from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
+from accel_train.domains.models.mmdit import MultimodalMMDiT, MultimodalMMDiTConfig
+from accel_train.domains.text.both_ways import (
+    Batch,
+    BothWays,
+    EvaluationConfig,
+    latents_from_tokens,
+    tokens_from_latents,
+)
+from accel_train.domains.text.dataset import DataAssets
+from accel_train.domains.text.modes import ModeConfig, Part, learned_conditions
+from accel_train.domains.text.trained_model import learned_modes, load_both_ways
+from accel_train.pipeline import Example, describe
+
+BATCH = 64
+"""Prompts of one forward."""
+EXAMPLE_LENGTH = 8
+"""Tokens of a text in an example, whose logits would otherwise fill more space than the weights."""
+HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
+UNITS = {
+    "latents": "as the encoder gives them; the model reads (latents - mean) / std",
+    "time": "0 is clean, 1 is pure noise or all tokens masked",
+}
+
+
+@dataclass(frozen=True)
+class TextLatentOptions:
+    """Sample text from texts or latents, or latents from texts.
+
+    One prompt with one seed gives one answer, whatever else is asked for with it.
+    """
+
+    text: tuple[str, ...] = ()
+    """Texts. Each is encoded, and a text is sampled from its latent; with --to latents, its latent is sampled."""
+    text_file: str | None = None
+    """File with a text per line, beside or instead of --text."""
+    latents: str | None = None
+    """File .safetensors with latents (B, L, Dz), or (B, Dz) for one token, in the encoder's units: text is sampled."""
+    to: Literal["text", "latents"] = "text"
+    """What is sampled."""
+    length: PositiveInt | None = None
+    """Tokens of each sampled text. None: estimated from its latent."""
+    seed: Seed = 0
+    """Another seed gives another answer to the same prompt."""
+    device: str = "cpu"
+    """Device of torch."""
+    output: str | None = None
+    """File to write. Latents: latents.safetensors if not given. Texts: printed, and written one per line if given."""
+
+    def __post_init__(self) -> None:
+        if self.latents is not None and (self.text or self.text_file):
+            raise UsageError("latents and text: sampling starts from one of the two; leave one of them out")
+        if self.latents is None and not (self.text or self.text_file):
+            raise UsageError(
+                "nothing to sample from: give --text 'a text', --text_file texts.txt or --latents latents.safetensors"
+            )
+        if self.latents is not None and self.to == "latents":
+            raise UsageError("to latents with --latents: latents are sampled from text; give --text instead")
+        if self.length is not None and self.to == "latents":
+            raise UsageError("length with --to latents: only sampled texts have a length; leave it out")
+
+
+class TextLatentSamples(NamedTuple):
+    """Samples for a list of prompts."""
+
+    texts: list[str] | None
+    """None if the model has no encoder to get from a text to its latent, or has not learned l2t."""
+    latents: Tensor | None
+    """(B, L, Dz) in the encoder's units, on the CPU. None if the model has not learned t2l."""
+
+
+class TextLatentPipeline:
+    """Text sampled from latents (l2t), and latents sampled from text (t2l).
+
+    Latents are in the units of their encoder. Noise is keyed by seed and prompt: an answer does not depend on the
+    other prompts of a call.
+    """
+
+    recipe: ClassVar[str] = "mmdit"
+    tag: ClassVar[str | None] = "text-generation"
+    usage: ClassVar[str] = 'print(pipeline("A text to say in other words.").texts)'
+    standalone: ClassVar[tuple[Any, ...] | None] = (
+        MultimodalMMDiT,
+        MultimodalMMDiTConfig,
+        tokens_from_latents,
+        latents_from_tokens,
+    )
+    options: ClassVar[type] = TextLatentOptions
+
+    def __init__(
+        self,
+        model: MultimodalMMDiT,
+        both: BothWays,
+        assets: DataAssets,
+        device: str = "cpu",
+        conditions: frozenset[Part] = frozenset(("text", "latent")),
+    ) -> None:
+        self.model = model
+        self.both = both
+        self.assets = assets
+        self.device = device
+        self.conditions = conditions
+        """Conditions that the model has learned to sample from."""
+
+    @classmethod
+    def recognises(cls, description: Mapping[str, Any]) -> bool:
+        return {"transformer", "vocabulary_size", "latent_dim"} <= description.keys()
+
+    @classmethod
+    def from_directory(cls, directory: Path, device: str = "cpu") -> TextLatentPipeline:
+        """Read a checkpoint or an export. Raises ``UsageError``."""
+        both, assets = load_both_ways(directory, device)
+        assert isinstance(both.model, MultimodalMMDiT)
+        config = learned_modes(directory)
+        conditions = frozenset[Part](("text", "latent") if config is None else learned_conditions(config))
+        return cls(both.model, both, assets, device, conditions)
+
+    def __call__(
+        self,
+        texts: str | Sequence[str] | None = None,
+        latents: Tensor | None = None,
+        *,
+        seed: int = 0,
+        length: int | None = None,
+    ) -> TextLatentSamples:
+        """Sample from texts in both directions, or text from ``latents``.
+
+        From texts, ``latents`` of the result are sampled from each text, and ``texts`` from the encoder's latent of
+        each. From latents, ``latents`` are those given. Raises ``UsageError`` for both or neither.
+        """
+        if (texts is None) == (latents is None):
+            raise UsageError("texts and latents: give one of the two to sample from")
+        if latents is not None:
+            return TextLatentSamples(self.texts_from_latents(latents, seed=seed, length=length), self._checked(latents))
+        prompts = [texts] if isinstance(texts, str) else list(texts or ())
+        rewritten = None
+        sampled = None
+        if self.assets.encoder is not None and "latent" in self.conditions:
+            rewritten = self.texts_from_texts(prompts, seed=seed, length=length)
+        if "text" in self.conditions:
+            sampled = self.latents_from_texts(prompts, seed=seed)
+        return TextLatentSamples(rewritten, sampled)
+
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """Return the encoder's latents (B, L, Dz). Raises ``UsageError`` for a model of ready-made latents."""
+        # One at a time: a batch is padded, which changes the last bits of some encoders.
+        return torch.cat([self.assets.denormalise(self.assets.encode([text])) for text in texts])
+
+    def texts_from_latents(self, latents: Tensor, *, seed: int = 0, length: int | None = None) -> list[str]:
+        """Sample a text for each of the latents (B, L, Dz), or (B, Dz) if L is 1.
+
+        ``length`` is in tokens. None estimates it from each latent.
+        """
+        checked = self._checked(latents)
+        return self._sample_texts(checked, [latent.numpy().tobytes() for latent in checked], seed, length)
+
+    def texts_from_texts(self, texts: Sequence[str], *, seed: int = 0, length: int | None = None) -> list[str]:
+        """Encode each text and sample a text from its latent, which has to say the same in other words."""
+        self._refuse_empty(texts)
+        return self._sample_texts(self.encode(texts), [text.encode() for text in texts], seed, length)
+
+    def latents_from_texts(self, texts: Sequence[str], *, seed: int = 0) -> Tensor:
+        """Sample a latent for each text: (B, L, Dz) on the CPU."""
+        self._refuse_unlearned("text")
+        self._refuse_empty(texts)
+        sampled: list[Tensor] = []
+        for start in range(0, len(texts), BATCH):
+            part = texts[start : start + BATCH]
+            batch = self.assets.tokenise(part) | self._keys([text.encode() for text in part])
+            batch["latent"] = torch.zeros(len(part), *self.assets.latent_shape)
+            both = replace(self.both, seed=seed)
+            found = both.sample_latents({name: values.to(self.device) for name, values in batch.items()})
+            sampled.append(self.assets.denormalise(found.float().cpu()))
+        return torch.cat(sampled)
+
+    def sample(self, options: TextLatentOptions) -> list[str]:
+        """Sample as ``accel-train sample`` is asked to, and return the lines to print."""
+        if options.latents is not None:
+            return self._written(
+                self.texts_from_latents(_read_latents(options.latents), seed=options.seed, length=options.length),
+                options,
+            )
+        texts = [*options.text, *_read_texts(options.text_file)]
+        if options.to == "text":
+            return self._written(self.texts_from_texts(texts, seed=options.seed, length=options.length), options)
+        from safetensors.torch import save_file
+
+        path = expand_path(options.output or "latents.safetensors")
+        latents = self.latents_from_texts(texts, seed=options.seed)
+        save_file({"latents": latents}, path)
+        return [f"{path}: latents {tuple(latents.shape)}, in the encoder's units"]
+
+    def examples(self) -> list[Example]:
+        """Return forwards with and without padding, with noise on either side, and a sample in each direction."""
+        config = self.model.config
+        rows = 3
+        keys = rng.sample_keys(0, "example", 0, torch.arange(rows))
+        length = min(config.max_text_length, EXAMPLE_LENGTH)
+        draws = rng.uniform(rng.sample_keys(0, "example/text", 0, torch.arange(rows)), (length,))
+        tokens = (draws * config.vocabulary_size).long()
+        lengths = torch.tensor([length, max(1, length // 2), 1])
+        arguments: dict[str, Any] = {
+            "tokens": tokens,
+            "latents": rng.normal(keys, (config.max_latent_length, config.latent_dim)),
+            "text_time": torch.tensor([0.3, 0.0, 1.0]),
+            "latent_time": torch.tensor([0.7, 1.0, 0.0]),
+        }
+        mask = torch.arange(length) < lengths[:, None]
+        texts = {"tokens": tokens, "text_mask": mask, "maskable": mask, "sample": torch.arange(rows), "steps": 3}
+        return [
+            Example("padded texts", arguments | {"text_mask": mask}),
+            Example("whole texts", arguments | {"text_mask": None}),
+            Example("text from latents", texts | {"latents": arguments["latents"]}, tokens_from_latents),
+            Example("latents from text", texts, latents_from_tokens),
+        ]
+
+    # ------------------------------------------------------------------------------------------------------------ parts
+    def _sample_texts(self, latents: Tensor, prompts: Sequence[bytes], seed: int, length: int | None) -> list[str]:
+        """Sample from latents in the encoder's units, with noise keyed by ``prompts``."""
+        self._refuse_unlearned("latent")
+        normalised = self.assets.normalise(latents)
+        lengths = self._lengths(normalised, length)
+        both = replace(self.both, seed=seed)
+        texts: list[str] = []
+        for start in range(0, len(prompts), BATCH):
+            rows = slice(start, start + BATCH)
+            batch = self._blank(lengths[rows]) | self._keys(prompts[rows]) | {"latent": normalised[rows]}
+            tokens = both.sample_text({name: values.to(self.device) for name, values in batch.items()})
+            texts += [self.assets.tokenizer.decode(row) for row in tokens.cpu()]
+        return texts
+
+    def _lengths(self, normalised: Tensor, length: int | None) -> Tensor:
+        """Return the tokens of each text, special tokens included: (B,) int64."""
+        frame = sum(map(len, self.assets.tokenizer.frame()))
+        if length is not None:
+            if not frame < length <= self.assets.max_length:
+                raise UsageError(
+                    f"length {length}: {frame + 1} to {self.assets.max_length} tokens are possible with this model; "
+                    "give such a number, or leave it out"
+                )
+            return torch.full((len(normalised),), length)
+        if self.assets.length is None:
+            raise UsageError(
+                "length: this model was saved by an older version, without an estimate of lengths; give --length, "
+                f"{frame + 1} to {self.assets.max_length} tokens (in Python, length=)"
+            )
+        return self.assets.length(normalised).clamp(frame + 1, self.assets.max_length)
+
+    def _blank(self, lengths: Tensor) -> Batch:
+        """Return texts (B, S) to be filled, between the tokenizer's special tokens. S is always the longest length."""
+        before, after = self.assets.tokenizer.frame()
+        size = self.assets.max_length
+        tokens = torch.full((len(lengths), size), self.assets.tokenizer.pad_id)
+        place = torch.arange(size)
+        mask = place < lengths[:, None]
+        maskable = (place >= len(before)) & (place < lengths[:, None] - len(after))
+        tokens[:, : len(before)] = torch.tensor(before, dtype=torch.int64)
+        for row, length in zip(tokens, lengths.tolist(), strict=True):
+            row[length - len(after) : length] = torch.tensor(after, dtype=torch.int64)
+        tokens[maskable] = self.assets.tokenizer.mask_id
+        return {"tokens": tokens, "text_mask": mask, "maskable": maskable}
+
+    def _keys(self, prompts: Sequence[bytes]) -> Batch:
+        """Key the noise of each row by its prompt: (B,) each."""
+        digests = [hashlib.blake2b(prompt, digest_size=8).digest() for prompt in prompts]
+        numbers = [int.from_bytes(digest, "little", signed=True) for digest in digests]
+        return {"sample": torch.tensor(numbers), "weight": torch.ones(len(prompts))}
+
+    def _checked(self, latents: Tensor) -> Tensor:
+        """Return latents as (B, L, Dz) fp32 on the CPU. Raises ``UsageError`` for another shape and for NaN."""
+        length, width = self.assets.latent_shape
+        found = torch.as_tensor(latents).detach().float().cpu()
+        if found.dim() == 2 and length == 1:
+            found = found[:, None]
+        if found.dim() != 3 or found.shape[1:] != (length, width) or len(found) == 0:
+            single = f", or (B, {width})" if length == 1 else ""
+            raise UsageError(
+                f"latents of shape {tuple(latents.shape)}: this model reads (B, {length}, {width}){single}, as its "
+                "encoder gives them"
+            )
+        if not found.isfinite().all():
+            raise UsageError("latents: NaN or infinity among them; finite numbers are required")
+        return found.contiguous()
+
+    def _refuse_unlearned(self, condition: Part) -> None:
+        if condition not in self.conditions:
+            asked = "text from a latent (l2t)" if condition == "latent" else "a latent from its text (t2l)"
+            raise UsageError(
+                f"{asked}: this model was never trained for it, as modes in the objective of its config.json says; "
+                "sample the other direction, or train with --modes.mode mixed"
+            )
+
+    def _refuse_empty(self, texts: Sequence[str]) -> None:
+        if not texts:
+            raise UsageError("texts: none given; at least one is required")
+        maskable = self.assets.tokenizer.maskable()
+        for text in texts:
+            if not bool(maskable[self.assets.tokenizer.tokenise([text], self.assets.max_length).ids].any()):
+                raise UsageError(f"text {text[:60]!r}: the tokenizer leaves no token of it; give a text with words")
+
+    def _written(self, texts: list[str], options: TextLatentOptions) -> list[str]:
+        lines = [" ".join(text.split()) for text in texts]
+        if options.output is not None:
+            expand_path(options.output).write_text("".join(f"{line}\n" for line in lines), "utf-8")
+        return lines
+
+
+def describe_model(
+    shape: MultimodalMMDiTConfig,
+    modes: ModeConfig,
+    text: TextDiffusionConfig,
+    latent: LatentDiffusionConfig,
+    evaluation: EvaluationConfig,
+    seed: int,
+    assets: DataAssets,
+    path: str,
+) -> dict[str, Any]:
+    """Return config.json of a checkpoint: architecture, objective, samplers, normalisation, units.
+
+    ``path`` is ``data.path``.
+    """
+    datasets = [path] if HUB_DATASET.fullmatch(path) and not expand_path(path).exists() else []
+    return describe(
+        TextLatentPipeline,
+        shape,
+        objective={"modes": modes, "text": text, "latent": latent},
+        sampler={
+            "text": evaluation.text,
+            "latent": evaluation.latent,
+            "seed": seed,
+            "mask_id": assets.tokenizer.mask_id,
+        },
+        normalisation={"mean": assets.latent_mean.tolist(), "std": assets.latent_std},
+        units=UNITS,
+        card={"datasets": datasets, "measured_on": f"held-out texts of {path}"},
+    )
+
+
+def _read_latents(file: str) -> Tensor:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = expand_path(file)
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"latents {file}: cannot be read ({error}); a .safetensors file is required") from None
+    if len(tensors) != 1 and "latents" not in tensors:
+        raise UsageError(
+            f"latents {file}: holds {', '.join(sorted(tensors)[:6]) or 'nothing'}; one tensor, or one named "
+            "latents, is required"
+        )
+    return tensors.get("latents", next(iter(tensors.values())))
+
+
+def _read_texts(file: str | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        lines = expand_path(file).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"text_file {file}: cannot be read ({error}); a file in UTF-8 is required") from None
+    return [line for line in lines if line.strip()]

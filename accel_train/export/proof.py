@@ -1,0 +1,128 @@
+"""Write model.py, a stored example and verify.py beside exported weights, and run them once.
+
+model.py is cut out of the library's sources. The example holds fixed inputs with the outputs of the library's own
+model, computed from the exported weights. verify.py repeats them with model.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from accel_train import __version__
+from accel_train.export import standalone, verify_script
+from accel_train.export.single_file import single_file
+from accel_train.pipeline import Pipeline
+
+TOLERANCE = 1e-4
+"""Largest difference of an output relative to the largest one. Rounding makes 1e-6, a wrong weight far more."""
+FORMAT = 1
+SCRIPTS = ("model.py", "verify.py")
+
+HEADER = '''"""{name} of recipe {recipe}, in one file that needs torch, and safetensors to read the weights.
+
+    model = load("{directory}")  # the folder with config.json and model.safetensors
+
+Cut out of the sources of accel_train {version}, licensed under the Apache License 2.0. config.json says which objective
+the outputs belong to, with which settings to sample, and the normalisation of inputs and outputs.
+"""
+
+from __future__ import annotations
+
+'''
+LOADER = '''
+
+# loading --------------------------------------------------------------------------------------------------------------
+
+
+def load(directory: str | Path = Path(__file__).parent) -> {name}:
+    """Build the model of config.json in a directory and load its weights, in fp32 on the CPU, for inference."""
+    return build_model({name}, {config}, Path(directory))
+'''
+
+
+class ProofError(RuntimeError):
+    """The exported files do not give the outputs of the library's model. An error of accel_train, not of the user."""
+
+
+def write_proof(directory: Path, pipeline: Pipeline) -> str:
+    """Write model.py, example.json, example.safetensors and verify.py into an export, and run verify.py.
+
+    ``pipeline`` was loaded from ``directory``, so its outputs are of the exported weights. Returns what verify.py
+    printed. Raises ``ProofError`` if it found a difference.
+    """
+    (directory / "model.py").write_text(model_source(pipeline), "utf-8")
+    script = Path(str(verify_script.__file__)).read_text("utf-8")
+    (directory / "verify.py").write_text(script, "utf-8")
+    _write_example(directory, pipeline)
+    return _run(directory / "verify.py")
+
+
+def model_source(pipeline: type[Pipeline] | Pipeline) -> str:
+    """Return model.py for the models of a pipeline."""
+    assert pipeline.standalone is not None, "a model of another library is not cut out"
+    model, config, *functions = pipeline.standalone
+    header = HEADER.format(name=model.__name__, recipe=pipeline.recipe, directory=".", version=__version__)
+    body = single_file(model, config, standalone.build_model, *functions)
+    return header + body + LOADER.format(name=model.__name__, config=config.__name__)
+
+
+def _write_example(directory: Path, pipeline: Pipeline) -> None:
+    tensors: dict[str, Tensor] = {}
+    examples: list[dict[str, Any]] = []
+    description: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    for number, example in enumerate(pipeline.examples()):
+        arguments = {name: _encode(f"{number}.{name}", value, tensors) for name, value in example.arguments.items()}
+        outputs: dict[str, str] = {}
+        with torch.no_grad():
+            found = example.call(pipeline.model, description)
+        for name, value in found.items():
+            outputs[name] = f"{number}.output.{name}"
+            tensors[outputs[name]] = value.contiguous().clone()
+        function = None if example.function is None else example.function.__name__
+        examples.append({"name": example.name, "function": function, "arguments": arguments, "outputs": outputs})
+    save_file(tensors, directory / "example.safetensors")
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != "example.json"]
+    proof = {
+        "format": FORMAT,
+        "accel_train": __version__,
+        "torch": torch.__version__,
+        "tolerance": TOLERANCE,
+        "examples": examples,
+        "files": {path.relative_to(directory).as_posix(): _sha256(path) for path in files},
+    }
+    (directory / "example.json").write_text(json.dumps(proof, indent=1), "utf-8")
+
+
+def _encode(key: str, value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Describe an argument as ``verify_script.decode`` reads it, with its tensors in ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors[key] = value.contiguous().clone()  # two arguments may share memory, a file cannot
+        return {"tensor": key}
+    if hasattr(value, "_asdict"):
+        parts = {name: _encode(f"{key}.{name}", part, tensors) for name, part in value._asdict().items()}
+        return {"tuple": type(value).__name__, "parts": parts}
+    return {"value": value}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _run(script: Path) -> str:
+    # -I leaves out the working directory and PYTHONPATH, and so a checkout of the library.
+    done = subprocess.run([sys.executable, "-I", "-B", str(script)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ProofError(
+            f"{script.parent}: verify.py of the export failed; nothing was exported:\n{done.stdout}{done.stderr}"
+        )
+    return done.stdout

@@ -1,0 +1,166 @@
+"""``accel_train.load``: a trained model from a run, a checkpoint, an export or the Hub, ready to be called."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any, TypeVar, cast, overload
+
+from accel_train.commands import places
+from accel_train.config import UsageError, expand_path
+from accel_train.data.artifacts import cache_directory
+from accel_train.pipeline import Pipeline
+from accel_train.store import commit, manifest, strict_json
+
+logger = logging.getLogger(__name__)
+
+P = TypeVar("P", bound=Pipeline)
+
+HUB = "hub:"
+DOMAINS = "accel_train.domains"
+ALLOWED = re.compile(r"accel_train\.domains\.([a-z_]+)\.pipeline:([A-Z][A-Za-z]*)")
+"""What a config.json may name. A folder is data, and what it says must never decide which code is imported: only the
+pipelines inside this package can be named."""
+MAX_DESCRIPTION_BYTES = 16 << 20
+PROOF = "example.json"
+"""In an export: its example, and the sha256 of all other files."""
+
+
+@overload
+def load(place: str | PathLike[str], *, device: str = "cpu") -> Any: ...
+@overload
+def load(place: str | PathLike[str], *, pipeline: type[P], device: str = "cpu") -> P: ...
+def load(place: str | PathLike[str], *, pipeline: type[P] | None = None, device: str = "cpu") -> Any:
+    """Load a trained model with all that is needed to use it, and return its recipe's pipeline.
+
+    ``place`` is a run (its newest checkpoint that verifies), a checkpoint, the directory of an export, or
+    ``hub:org/name``, ``hub:org/name@1200`` or ``hub:org/name@REVISION``. EMA weights are used where a checkpoint has
+    them. Files are compared with the sha256 of the manifest, or of the export's example, before any is read.
+
+    The folder is data: its config.json can name a pipeline of this package and nothing else. For a recipe of your own
+    pass its class as ``pipeline``. Raises ``UsageError`` for a place without a model, a damaged file, an unknown
+    pipeline, and ``HubError`` if the Hub cannot be reached.
+    """
+    directory = find(place)
+    return (pipeline or pipeline_of(directory)).from_directory(directory, device)
+
+
+def find(place: str | PathLike[str]) -> Path:
+    """Return the directory with the model at ``place``, its files verified. Downloads one from the Hub."""
+    if isinstance(place, str) and place.startswith(HUB):
+        return _download(place.removeprefix(HUB))
+    path = expand_path(place)
+    if (path / "config.json").is_file() and not (path / manifest.MANIFEST).is_file():
+        _verify_export(path)
+        return path
+    checkpoint, skipped = places.newest_at(path)
+    for reason in skipped:
+        logger.warning("skipped: %s", reason)
+    return checkpoint.path
+
+
+def is_allowed(named: object) -> bool:
+    """Return True for the name of a pipeline inside this package."""
+    return isinstance(named, str) and ALLOWED.fullmatch(named) is not None
+
+
+def pipeline_of(directory: Path) -> type[Pipeline]:
+    """Return the class of the pipeline for the model in ``directory``. Raises ``UsageError`` if there is none."""
+    description = read_description(directory)
+    named = description.get("pipeline")
+    if named is None:
+        return _recognised(description, directory)
+    match = ALLOWED.fullmatch(named) if isinstance(named, str) else None
+    if match is None:
+        raise UsageError(
+            f"{directory / 'config.json'}: names the pipeline {str(named)[:100]!r}, which is none of this package, and "
+            "a folder is not allowed to have code imported. If the model is of your own recipe, pass the class, as in "
+            "load(place, pipeline=MyPipeline), or give `accel-train sample` the file, with --recipe"
+        )
+    module, _, name = named.partition(":")
+    found: Any = None
+    if find_spec(f"{DOMAINS}.{match[1]}") is not None and find_spec(module) is not None:
+        found = getattr(import_module(module), name, None)
+    # A class that the module has merely imported is not a pipeline of it.
+    if not isinstance(found, type) or found.__module__ != module:
+        raise UsageError(
+            f"{directory / 'config.json'}: names the pipeline {named}, which this version of accel_train lacks; "
+            "install the version that wrote it, or a newer one"
+        )
+    return cast("type[Pipeline]", found)
+
+
+def _recognised(description: Mapping[str, Any], directory: Path) -> type[Pipeline]:
+    """Find the pipeline for a config.json without its name, as written by an older version."""
+    for domain in iter_modules(import_module(DOMAINS).__path__, f"{DOMAINS}."):
+        if find_spec(f"{domain.name}.pipeline") is None:
+            continue
+        for value in vars(import_module(f"{domain.name}.pipeline")).values():
+            if getattr(value, "__module__", None) == f"{domain.name}.pipeline" and hasattr(value, "recognises"):
+                candidate = cast("type[Pipeline]", value)
+                if candidate.recognises(description):
+                    return candidate
+    raise UsageError(
+        f"{directory / 'config.json'}: does not name the pipeline of its recipe, and is no config of a recipe of this "
+        "package; for a recipe of your own pass the class, as in load(place, pipeline=MyPipeline)"
+    )
+
+
+def read_description(directory: Path) -> dict[str, Any]:
+    """Read config.json of a checkpoint or an export. Raises ``UsageError``."""
+    path = directory / "config.json"
+    try:
+        return strict_json.read_object(path, MAX_DESCRIPTION_BYTES)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{directory}: has no config.json, so nothing says what its weights are; a checkpoint of a recipe that "
+            "writes one is required"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy") from None
+
+
+def _verify_export(directory: Path) -> None:
+    """Compare the files of an export with their hashes. Exports of older versions have none."""
+    path = directory / PROOF
+    if not path.is_file():
+        return
+    try:
+        files: dict[str, Any] = strict_json.read_object(path, MAX_DESCRIPTION_BYTES)["files"]
+        wrong = [name for name, digest in files.items() if _sha256(directory, name) != digest]
+    except (KeyError, AttributeError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); export the model again") from None
+    if wrong:
+        raise UsageError(f"{directory}: {', '.join(sorted(wrong))} changed since the export; export the model again")
+
+
+def _sha256(directory: Path, name: str) -> str | None:
+    path = directory / name
+    if ".." in Path(name).parts or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download(spec: str) -> Path:
+    """Download a pushed checkpoint into the cache, unless it is there already."""
+    from accel_train.hub.download import download, download_manifest
+
+    pushed = download_manifest(spec)
+    contents = hashlib.sha256(json.dumps(pushed["files"], sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache_directory(None) / "hub" / contents
+    path = folder / manifest.checkpoint_name(pushed["step"])
+    if path.is_dir():
+        try:
+            return commit.verify(path).path
+        except ValueError:
+            commit.remove(path)
+    return download(spec, folder)

@@ -1,0 +1,150 @@
+"""What a recipe declares so that its trained models can be used: a pipeline, and the description in config.json.
+
+``config.json`` of a checkpoint holds the architecture, and beside it, under the names of ``DESCRIBED``, all that is
+needed to use the weights rightly: the objective that gave their outputs a meaning, the samplers' settings, the
+normalisation and the units. ``accel_train.load`` reads it and returns the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from accel_train.config import UsageError
+from accel_train.config_tree import to_tree
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FORMAT = 1
+DESCRIBED = ("recipe", "pipeline", "objective", "sampler", "normalisation", "units", "card")
+"""Keys beside the architecture in config.json."""
+
+P = TypeVar("P", bound="Pipeline", covariant=True)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call of the model, stored with its result in an export."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    """By name: tensors, plain values, and named tuples of these from the model's own file."""
+    function: Callable[..., Any] | None = None
+    """One of ``Pipeline.standalone``, called with the model and config.json before the arguments. None: the model."""
+
+    def call(self, model: Callable[..., Any], description: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the outputs by name, without those that are None."""
+        result = (
+            model(**self.arguments) if self.function is None else self.function(model, description, **self.arguments)
+        )
+        found: dict[str, Any] = result._asdict() if hasattr(result, "_asdict") else {"output": result}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class SampleOptions(Protocol):
+    """Options of ``accel-train sample`` that every pipeline has beside its own."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def output(self) -> str | None: ...
+
+
+class Pipeline(Protocol):
+    """A trained model with all that is around it. Each recipe has its own call, with inputs in the units of its data.
+
+    ``domains.NAME.pipeline`` of the library defines a pipeline, or the file of a recipe of your own.
+    """
+
+    recipe: ClassVar[str]
+    """Name of the recipe, for config.json."""
+    tag: ClassVar[str | None]
+    """``pipeline_tag`` on the Hub. None where the Hub has no word for it."""
+    usage: ClassVar[str]
+    """A line of Python that calls ``pipeline``, for the card on the Hub."""
+    standalone: ClassVar[tuple[Any, ...] | None]
+    """What is cut out of the sources for an export: the class of the model, that of its config, and functions that
+    sample, called with the model, config.json and their arguments. None for a model of another library, such as
+    transformers, whose own ``from_pretrained`` loads it."""
+    options: ClassVar[type]
+    """Options of ``sample``, a frozen dataclass with the fields of ``SampleOptions``."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @classmethod
+    def recognises(cls, description: Mapping[str, Any]) -> bool:
+        """Return True for the config.json of such a model without the name of its pipeline, from an older version."""
+        ...
+
+    @classmethod
+    def from_directory(cls: type[P], directory: Path, device: str) -> P:
+        """Read a checkpoint or an export, whose files are verified already. Raises ``UsageError``."""
+        ...
+
+    def sample(self, options: Any) -> list[str]:
+        """Do what ``accel-train sample`` asks for and return the lines to print."""
+        ...
+
+    def examples(self) -> Sequence[Example]:
+        """Return fixed calls that reach every part of the model that a user of it may need."""
+        ...
+
+
+def describe(
+    pipeline: type[Pipeline],
+    shape: object,
+    *,
+    objective: Mapping[str, object],
+    sampler: Mapping[str, object],
+    normalisation: Mapping[str, Any],
+    units: Mapping[str, str],
+    card: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return config.json of a model: its architecture, ``shape``, and how it is used.
+
+    Options are dataclasses by name, or plain values. ``card`` may have ``datasets`` (ids on the Hub), ``base_model``
+    and ``measured_on`` (the data of the metrics). ``from_pretrained`` of the model's class reads the architecture and
+    leaves out the rest.
+    """
+    architecture = to_tree(shape)
+    taken = sorted({*DESCRIBED, "format"} & architecture.keys())
+    assert not taken, f"{taken} of {type(shape).__name__} would be overwritten"
+    return {
+        **architecture,
+        "format": FORMAT,
+        "recipe": pipeline.recipe,
+        "pipeline": f"{pipeline.__module__}:{pipeline.__qualname__}",
+        "objective": _plain(objective),
+        "sampler": _plain(sampler),
+        "normalisation": dict(normalisation),
+        "units": dict(units),
+        "card": {"pipeline_tag": pipeline.tag, "usage": pipeline.usage} | dict(card),
+    }
+
+
+def _plain(options: Mapping[str, object]) -> dict[str, Any]:
+    return {
+        name: to_tree(value) if hasattr(value, "__dataclass_fields__") else value for name, value in options.items()
+    }
+
+
+def settings(description: Mapping[str, Any], directory: Path) -> Mapping[str, Any] | None:
+    """Return the description if it says how the model is used. None for one of an older version.
+
+    Raises ``UsageError`` for one of a newer version.
+    """
+    found = description.get("format")
+    if found is None:
+        return None
+    if found != FORMAT:
+        raise UsageError(
+            f"{directory / 'config.json'}: format {found!r} was written by another version of accel_train; this one "
+            f"reads {FORMAT}. Install the version that wrote it, or a newer one"
+        )
+    return description

@@ -1,0 +1,105 @@
+"""``accel-train sample``: its help, and the pipeline of a recipe of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_train import cli
+from accel_train.config import UsageError
+from accel_train.store import commit
+from tests.trained import commit_checkpoint, text_run
+
+RECIPE = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from accel_train import experiment
+
+
+@dataclass(frozen=True)
+class Options:
+    """Say a word."""
+
+    word: str = "none"
+    seed: int = 0
+    device: str = "cpu"
+    output: str | None = None
+
+
+class Sayer:
+    recipe = "sayer"
+    options = Options
+
+    @classmethod
+    def from_directory(cls, directory, device):
+        return cls()
+
+    def sample(self, options):
+        return [f"{options.word} {options.seed}"]
+
+
+@dataclass(frozen=True)
+class Config(experiment.ExperimentConfig):
+    recipe: ClassVar = experiment.Recipe(%s)
+
+
+def main(argv):
+    raise AssertionError("nothing is trained")
+'''
+
+
+def test_the_pipeline_of_a_recipe_of_your_own_is_taken_from_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    description = {"format": 1, "pipeline": "sayer:Sayer"}
+    commit_checkpoint(tmp_path / "run", torch.nn.Linear(1, 1), description, Path.mkdir)
+    recipe = tmp_path / "sayer.py"
+    recipe.write_text(RECIPE % "pipeline=Sayer")
+    words = [str(tmp_path / "run"), "--word", "hello", "--seed", "3"]
+    assert cli._main(["sample", "--recipe", str(recipe), *words]) == 0
+    assert capsys.readouterr().out == "hello 3\n"
+    with pytest.raises(UsageError, match=r"or give `accel-train sample` the file, with --recipe"):
+        cli._main(["sample", *words])
+    silent = tmp_path / "silent.py"
+    silent.write_text(RECIPE % "")
+    with pytest.raises(UsageError, match="declares no pipeline"):
+        cli._main(["sample", "--recipe", str(silent), *words])
+
+
+def test_its_help_lists_the_options_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = text_run(tmp_path / "run")
+    with pytest.raises(SystemExit) as left:
+        cli._main(["sample", str(run), "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for part in ("--text_file", "--length", "--to {text,latents}", "Sample text from texts or latents"):
+        assert part in shown, part
+
+
+def test_without_a_pipeline_an_export_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, description in (("old", {"hidden": 3}), ("own", {"format": 1, "pipeline": "sayer:Sayer"})):
+        commit_checkpoint(tmp_path / name, torch.nn.Linear(1, 1), description, Path.mkdir)
+        assert cli._main(["export", str(tmp_path / name), str(tmp_path / f"{name}-out")]) == 0
+        assert "without model.py and verify.py: config.json names" in capsys.readouterr().out
+        assert json.loads((tmp_path / f"{name}-out" / "config.json").read_text()) == description
+        assert not (tmp_path / f"{name}-out" / "model.py").exists()
+
+
+def test_a_model_that_cannot_be_used_here_is_exported_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one whose encoder is not on this machine."""
+    run = text_run(tmp_path / "run", length=False)
+    directory = run / "checkpoints" / "checkpoint_00000003"
+    checkpoint = commit.verify(directory)
+    (directory / "assets" / "encoder.json").write_text("{}")
+    changed = {"assets/encoder.json": commit.seal_file(directory / "assets" / "encoder.json")}
+    commit.rewrite_manifest(directory, {"files": checkpoint.manifest["files"] | changed})
+    assert cli._main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert "because the model cannot be used here: " in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert not (tmp_path / "out" / "verify.py").exists()

@@ -1,0 +1,140 @@
+"""Tiny trained models with random weights, as checkpoints that a run of each recipe would write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accel_train.domains.diffusion.latents import LatentDiffusionConfig
+from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
+from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
+from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
+from accel_train.domains.pde import pipeline as pde_pipeline
+from accel_train.domains.pde.fields import Scale
+from accel_train.domains.pde.operator_learning import task_shape
+from accel_train.domains.pde.options import ObjectiveConfig
+from accel_train.domains.pde.rows import FieldAssets, FieldTask
+from accel_train.domains.pde.transformer import PdeModelConfig, PdeTransformer, PdeTransformerConfig
+from accel_train.domains.text import pipeline as text_pipeline
+from accel_train.domains.text import tfidf
+from accel_train.domains.text.both_ways import EvaluationConfig
+from accel_train.domains.text.dataset import DataAssets
+from accel_train.domains.text.lengths import LengthEstimate
+from accel_train.domains.text.modes import ModeConfig
+from accel_train.domains.text.tokenizer import train_tokenizer
+from accel_train.store import atomic_files, commit
+
+TEXTS = ["the sun on the sea", "a bird in a tree", "wind and rain and snow", "stone hill river", "fire light road"] * 3
+EARLIER = Path(__file__).parent / "earlier_artefacts"
+"""Written by the version before config.json named objective, sampler and pipeline."""
+
+
+def commit_checkpoint(run: Path, model: nn.Module, description: dict[str, Any], save: Callable[[Path], None]) -> Path:
+    """Commit weights, config.json and assets as step 3 of ``run``. Returns the checkpoint's directory."""
+    temporary = run / "checkpoints" / commit.temporary_name(3, atomic_files.new_nonce())
+    temporary.mkdir(parents=True)
+    save_file(dict(model.state_dict()), temporary / "model.safetensors")
+    (temporary / "config.json").write_text(json.dumps(description))
+    save(temporary / "assets")
+    files = {
+        path.relative_to(temporary).as_posix(): commit.seal_file(path)
+        for path in sorted(temporary.rglob("*"))
+        if path.is_file()
+    }
+    final = run / "checkpoints" / commit.checkpoint_name(3)
+    facts = {"run_id": "abc", "state": False, "metrics": {}, "experiment": {"seed": 7}, "files": files}
+    commit.commit(temporary, final, {"schema": 1, "step": 3} | facts)
+    return final
+
+
+def randomise(model: nn.Module) -> None:
+    """Move every weight away from its start, where whole blocks are the identity."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def text_run(run: Path, *, length: bool = True) -> Path:
+    """Write a run of recipes/mmdit.py with texts of at most 24 tokens and latents of 8 dimensions."""
+    tokenizer = train_tokenizer(TEXTS, 300)
+    encoder = tfidf.fit(TEXTS, 8, True)
+    latents = torch.from_numpy(encoder.encode(TEXTS))
+    weights = torch.zeros(9, dtype=torch.float64)
+    weights[0] = 0.5
+    estimate = LengthEstimate(weights, 2.0, 1.0, 3, 20) if length else None
+    assets = DataAssets(tokenizer, encoder, 24, latents.mean(0), float(latents.std()), 1, estimate)
+    shape = ModelConfig(width=8, depth=2, heads=2).multimodal(tokenizer.vocab_size, 24, (1, 8))
+    model = MultimodalMMDiT(shape)
+    randomise(model)
+    sampling = EvaluationConfig(
+        text=TextSamplingConfig(steps=4, guidance=1.5), latent=LatentSamplingConfig(steps=3, guidance=2.0)
+    )
+    latent = LatentDiffusionConfig(kind="ddpm", schedule="cosine", prediction="v")
+    objective = ModeConfig(), TextDiffusionConfig("uniform"), latent
+    description = text_pipeline.describe_model(shape, *objective, sampling, 7, assets, "org/texts")
+    commit_checkpoint(run, model, description, assets.save)
+    return run
+
+
+ADVECTION = FieldTask(
+    name="advection",
+    input_channels=1,
+    target_channels=1,
+    grid=(1, 16),
+    parameters=("speed",),
+    boundary="periodic",
+    conserved=True,
+    has_time=True,
+    dt=0.1,
+    input=Scale((0.1,), (2.0,)),
+    target=Scale((0.1,), (2.0,)),
+    parameter=Scale((0.5,), (0.2,)),
+)
+DARCY = FieldTask(
+    name="darcy",
+    input_channels=1,
+    target_channels=1,
+    grid=(8, 8),
+    parameters=(),
+    boundary="dirichlet",
+    conserved=False,
+    has_time=False,
+    dt=0.0,
+    input=Scale((0.1,), (2.0,)),
+    target=Scale((0.3,), (0.5,)),
+    parameter=Scale((), ()),
+)
+PLAIN = PdeModelConfig(width=8, depth=1, heads=2, decoder_width=8, octaves=2, stem_width=2)
+REFINED = PdeModelConfig(
+    operator="pdet_unet",
+    width=8,
+    latent_width=4,
+    depths=(1, 1, 1),
+    heads=2,
+    attention="channel_separated",
+    group_width=4,
+    decoder_width=8,
+    octaves=2,
+    stem_width=2,
+    residual_depth=1,
+)
+
+
+def field_run(run: Path, model_config: PdeModelConfig = PLAIN) -> Path:
+    """Write a run of recipes/pde.py with two tasks, and a residual network if ``model_config`` has one."""
+    assets = FieldAssets((ADVECTION, DARCY))
+    shape = PdeTransformerConfig(tuple(map(task_shape, assets.tasks)), model_config)
+    model = PdeTransformer(shape)
+    randomise(model)
+    objective = ObjectiveConfig()
+    if model_config.residual_depth:
+        objective = ObjectiveConfig(residual_from=10, residual_steps=2)
+    commit_checkpoint(run, model, pde_pipeline.describe_model(shape, objective, assets, "demo"), assets.save)
+    return run
