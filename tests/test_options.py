@@ -191,6 +191,7 @@ data.speed
 data.viscosity
 data.seed
 data.workers
+data.cache_mib
 data.cache_dir
 task_weights
 objective.autoencode_steps
