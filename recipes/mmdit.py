@@ -43,7 +43,7 @@ class Config(experiment.ExperimentConfig):
     """Multimodal diffusion transformer: text and latents, learned in both directions."""
 
     recipe: ClassVar = experiment.Recipe(
-        free_to_change=("evaluation", "data.cache_dir", "data.encoder_batch_size", "data.workers"),
+        free_to_change=("evaluation", "data.cache_dir", "data.cache_mib", "data.encoder_batch_size", "data.workers"),
         labels=Labels(
             loss_of="mode",
             units={"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"},
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
     accelerator = startup.start(config)
     prepare_data = partial(prepare.prepare_data, config.data, device=str(accelerator.device))
     data = startup.prepare_data(accelerator, prepare_data)
-    order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
+    order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed, blocks=data.train.order)
     opened = experiment.open_experiment(
         config,
         accelerator,

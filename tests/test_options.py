@@ -118,6 +118,9 @@ model.ffn_ratio
 model.qk_norm
 model.bias
 data.path
+data.read
+data.shuffle_blocks
+data.cache_mib
 data.split
 data.text_column
 data.heldout_path

@@ -1,0 +1,226 @@
+"""The text recipe's data read from shards: the same samples as in memory, and every bad row by file and place."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from accel_train.config import UsageError
+from accel_train.data.loader import iterate_steps
+from accel_train.data.options import LoaderConfig
+from accel_train.data.sampler import BatchShard, StepSampler
+from accel_train.domains.text import shard_corpus
+from accel_train.domains.text.corpus import DEMO_FILE
+from accel_train.domains.text.dataset import PreparedData
+from accel_train.domains.text.prepare import DataConfig, prepare_data
+from accel_train.domains.text.shard_dataset import ShardTextDataset
+from tests.domains.text.test_prepare import same
+
+LINES = DEMO_FILE.read_text().splitlines()[:400]
+ROWS: list[Any] = [*LINES[:200], "  ", LINES[3].upper(), *LINES[200:], "one"]
+
+
+def shards(folder: Path, kind: str = "parquet", rows: list[Any] = ROWS) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, start in enumerate(range(0, len(rows), 150)):
+        part = rows[start : start + 150]
+        file = folder / f"part-{number}.{kind}"
+        if kind == "jsonl":
+            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+        else:
+            parquet.write_table(pa.table({"text": pa.array(part, pa.string())}), file, row_group_size=64)
+    return folder
+
+
+def settings(folder: Path, **options: object) -> DataConfig:
+    base = DataConfig(
+        path=str(folder / "data"),
+        cache_dir=str(folder / "cache"),
+        vocab_size=400,
+        latent_dim=8,
+        heldout_fraction=0.1,
+        min_words=2,
+        max_bad_rows=1,
+        read="shards",
+    )
+    return replace(base, **options)  # type: ignore[arg-type]
+
+
+def batches(data: PreparedData, workers: int = 0, start: int = 0, stop: int = 40) -> list[dict[str, torch.Tensor]]:
+    order = StepSampler(len(data.train), 16, 7, blocks=data.train.order)
+    steps = iterate_steps(
+        data.train,
+        order,
+        BatchShard(0, 1, 8),
+        start_step=start,
+        max_steps=stop,
+        device=torch.device("cpu"),
+        config=LoaderConfig(num_workers=workers),
+    )
+    return [batch for step in steps for batch in step.micro_batches]
+
+
+def equal(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> bool:
+    return len(a) == len(b) and all(
+        one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+        for one, two in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_shards_give_the_samples_of_memory(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_train.data.shards.LINES_PER_BLOCK", 64)
+    shards(tmp_path / "data", kind)
+    config = settings(tmp_path, shuffle_blocks=2, cache_mib=1)
+    read = prepare_data(config)
+    held = prepare_data(replace(config, read="memory", cache_mib=None, cache_dir=str(tmp_path / "other")))
+    assert isinstance(read.train, ShardTextDataset)
+    assert same(read, held)
+    assert list(read.train.texts) == list(held.train.texts) == read.train.texts[:]
+    assert read.train.texts[5:9] == held.train.texts[5:9]
+    assert read.train.texts[-1] == held.train.texts[-1]
+    assert read.tokenizer.to_json() == held.tokenizer.to_json()
+    assert torch.equal(read.latent_mean, held.latent_mean)
+    assert read.latent_std == held.latent_std
+    assert read.heldout.texts == held.heldout.texts
+    indices = [7, 0, 300, 7]
+    assert equal([read.train.batch(indices)], [held.train.batch(indices)])
+    # Rows and their order, through the loader: the training losses are functions of them.
+    assert equal(batches(read), batches(held))
+    said = " ".join(read.notices)
+    assert "1 bad rows left out" in said
+    assert "1 short texts left out" in said
+    assert "1 repeated texts left out" in said
+    assert held.notices[:5] == read.notices[:5]
+
+
+def test_what_is_split_is_what_a_corpus_in_memory_splits(tmp_path: Path) -> None:
+    shards(tmp_path / "data")
+    read = prepare_data(settings(tmp_path))
+    (tmp_path / "corpus.txt").write_text("\n".join(map(str, ROWS)))
+    whole = prepare_data(settings(tmp_path, path=str(tmp_path / "corpus.txt"), read="memory"))
+    assert list(read.train.texts) == whole.train.texts  # type: ignore[attr-defined]
+    assert read.heldout.texts == whole.heldout.texts
+    assert same(read, whole)
+    # All rows of a folder of parquet, shuffled among each other as ever.
+    held = prepare_data(settings(tmp_path, read="memory"))
+    assert held.train.order is None
+    assert equal(batches(held), batches(whole))
+
+
+def test_workers_and_a_resume_read_the_same_batches(tmp_path: Path) -> None:
+    shards(tmp_path / "data")
+    data = prepare_data(settings(tmp_path, shuffle_blocks=2))
+    whole = batches(data)
+    assert equal(batches(data, workers=2), whole)
+    assert equal(batches(data, start=30), whole[60:])
+    copied = pickle.loads(pickle.dumps(data.train))
+    assert equal([copied.batch([1, 2])], [data.train.batch([1, 2])])
+
+
+def test_a_later_start_reads_no_shard_and_changed_files_are_another_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shards(tmp_path / "data")
+    first = prepare_data(settings(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_corpus, "_scan_block", None)
+        patch.setattr(shard_corpus.ShardTexts, "take", None)
+        again = prepare_data(settings(tmp_path))
+    assert again.fingerprint == first.fingerprint
+    assert prepare_data(settings(tmp_path, shuffle_blocks=3)).fingerprint == first.fingerprint
+    (folder / "part-2.parquet").unlink()
+    fewer = prepare_data(settings(tmp_path))
+    assert len(fewer.train) < len(first.train)
+    assert fewer.fingerprint != first.fingerprint
+
+
+def test_small_partitions_and_limits_choose_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards(tmp_path / "data")
+    whole = prepare_data(settings(tmp_path))
+    monkeypatch.setattr(shard_corpus, "ROWS_PER_PARTITION", 50)
+    parted = prepare_data(settings(tmp_path, cache_dir=str(tmp_path / "parted")))
+    assert same(whole, parted)
+    monkeypatch.setattr(shard_corpus, "HELDOUT_ROWS", 10)
+    monkeypatch.setattr(shard_corpus, "SAMPLE_ROWS", 200)
+    few = prepare_data(settings(tmp_path, cache_dir=str(tmp_path / "few")))
+    assert few.heldout.texts == whole.heldout.texts[:10]
+    assert len(few.train) == len(whole.train)
+    assert re.search(r"10 held out of \d\d that the hash chose; the others are not used", " ".join(few.notices))
+
+
+def test_a_held_out_source_of_its_own(tmp_path: Path) -> None:
+    shards(tmp_path / "data")
+    (tmp_path / "held.txt").write_text("\n".join(LINES[10:40]))
+    options = {"heldout_path": str(tmp_path / "held.txt"), "heldout_fraction": 0.0}
+    read = prepare_data(settings(tmp_path, **options))
+    assert sorted(read.heldout.texts) == sorted(LINES[10:40])
+    assert not set(read.heldout.texts) & set(read.train.texts)
+    assert len(read.train) == 370
+
+
+def test_a_window_larger_than_the_cache_is_said(tmp_path: Path) -> None:
+    rows = [f"{i} {'word ' * 2000}{i}" for i in range(400)]
+    shards(tmp_path / "data", rows=rows)
+    said = " ".join(prepare_data(settings(tmp_path, cache_mib=1)).notices)
+    assert re.search(r"shuffle_blocks 16: the blocks of a window take up to \d MiB, but --data.cache_mib keeps 1", said)
+    assert "cache_mib" not in " ".join(prepare_data(settings(tmp_path, cache_mib=8)).notices)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(UsageError) as refused:
+        call()
+    return str(refused.value)
+
+
+def test_bad_rows_are_named_by_file_and_place(tmp_path: Path) -> None:
+    shards(tmp_path / "data", rows=[*LINES[:70], None, *LINES[70:200]])
+    said = refusal(lambda: prepare_data(settings(tmp_path, max_bad_rows=0)))
+    assert re.search(r"part-0\.parquet, row group 1, row 6: 'text' is NoneType, text is required.*max_bad_rows", said)
+    folder = shards(tmp_path / "lines", "jsonl", LINES[:150])
+    with (folder / "part-0.jsonl").open("a") as file:
+        file.write('{"text": \n')
+    said = refusal(lambda: prepare_data(settings(tmp_path, path=str(folder), max_bad_rows=0)))
+    assert re.search(r"part-0\.jsonl:151: not JSON \(.*one object a line", said)
+
+
+def test_a_text_that_changed_under_its_file_is_named(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "data", "jsonl", LINES)
+    data = prepare_data(settings(tmp_path))
+    file = folder / "part-1.jsonl"
+    stat = file.stat()
+    victim = next(text for text in data.train.texts[200:] if text.isascii()).encode()
+    assert victim in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(victim, victim[:-1] + bytes([victim[-1] ^ 1])))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    unread = pickle.loads(pickle.dumps(data.train.texts))
+    said = refusal(lambda: list(unread))
+    assert re.search(r"part-1\.jsonl:\d+: its text is not the one .*Its bytes are damaged: copy the file again", said)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"latents": "made", "latent_dim": None}, r"--data\.latents 'made' has no effect with --data\.read 'shards'"),
+        ({"read": "memory", "cache_mib": 8}, r"--data\.cache_mib 8 has no effect with --data\.read 'memory'"),
+        ({"split": "test"}, r"read by blocks, where data\.latents and splits have no effect"),
+        ({"text_column": "txt"}, r"part-0\.parquet has no column 'txt'; it has \['text'\]"),
+        ({"path": "demo"}, r"demo.* does not exist"),
+        ({"heldout_fraction": 1e-9}, r"at least 1 and 2 are required"),
+    ],
+)
+def test_options_that_shards_cannot_obey_are_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    shards(tmp_path / "data")
+    assert re.search(says, refusal(lambda: prepare_data(settings(tmp_path, **options))))
