@@ -9,8 +9,10 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ import numpy as np
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cached_folder
 from accel_train.wording import shortened
+
+logger = logging.getLogger(__name__)
 
 INDEX_FORMAT = 1
 SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl"}
@@ -84,6 +88,8 @@ def index_shards(
         (directory / "index.json").write_text(json.dumps(found), "utf-8")
 
     folder = cached_folder(cache / "shards" / key, write, rank=rank, barrier=barrier)
+    if rank == 0:
+        _warn_of_changes(option, value, cache, dict(zip(map(str, files), identities, strict=True)))
     saved: list[tuple[dict[str, str], list[list[int]]]] = json.loads((folder / "index.json").read_text("utf-8"))
     blocks = [
         Block(number, *numbers) for number, (_, of_file) in enumerate(saved) for numbers in of_file if numbers[1] > 0
@@ -97,6 +103,30 @@ def index_shards(
     if empty:
         notices.append(f"shards without rows are left out: {shortened(empty, SHOWN)}")
     return ShardIndex(option, tuple(files), kind, identities, types, tuple(blocks), key, tuple(notices))
+
+
+def _warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tuple[int, int]]) -> None:
+    """Name the shards that came, went or changed since the last start of this cache with the same `value`.
+
+    A run refuses changed data by their fingerprint, which says nothing of files.
+    """
+    name = hashlib.sha256(str(expand_path(value)).encode()).hexdigest()
+    listing = cache / "shards" / f"{name}.last.json"
+    try:
+        before = {file: tuple(identity) for file, identity in json.loads(listing.read_text("utf-8")).items()}
+    except (OSError, ValueError, AttributeError, TypeError):  # the first start, or a damaged listing
+        before = dict(files)
+    kinds = {
+        "removed": [file for file in before if file not in files],
+        "added": [file for file in files if file not in before],
+        "written again": [file for file in files if before.get(file, files[file]) != files[file]],
+    }
+    for kind, names in kinds.items():
+        if names:
+            logger.warning("%s %r: since the last start, %s: %s", option, value, kind, shortened(names, SHOWN))
+    part = listing.with_name(f".{listing.name}.{socket.gethostname()}.{os.getpid()}.part")
+    part.write_text(json.dumps(files), "utf-8")
+    part.replace(listing)
 
 
 # ------------------------------------------------------------------------------------------------------------- files

@@ -132,6 +132,21 @@ def test_the_index_is_cached_until_a_file_changes(tmp_path: Path, monkeypatch: p
     assert len(table_of(folder, tmp_path / "cache")) == 100 + 90 + 149
 
 
+def test_shards_that_came_went_or_changed_are_named_at_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of(tmp_path / "data")
+    for _ in range(2):
+        table_of(folder, tmp_path / "cache")
+    assert not caplog.messages
+    (folder / "part-0.parquet").rename(folder / "part-9.parquet")
+    as_parquet(folder / "part-1.parquet", ROWS[:9])
+    table_of(folder, tmp_path / "cache")
+    said = " ".join(caplog.messages)
+    for kind, name in (("removed", 0), ("added", 9), ("written again", 1)):
+        assert re.search(rf"since the last start, {kind}: \S*part-{name}\.parquet( |$)", said), said
+
+
 def test_a_glob_takes_the_files_it_matches(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data")
     (folder / "notes.md").write_text("no shard")

@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +27,10 @@ from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData
 from accel_train.domains.text.prepare import DataConfig, prepare_data
 from accel_train.domains.text.shard_dataset import ShardTextDataset
+from tests.distributed.launching import environment
 from tests.domains.text.test_prepare import same
 
+ROOT = Path(__file__).parents[3]
 LINES = DEMO_FILE.read_text().splitlines()[:400]
 ROWS: list[Any] = [*LINES[:200], "  ", LINES[3].upper(), *LINES[200:], "one"]
 
@@ -176,6 +180,35 @@ def test_a_window_larger_than_the_cache_is_said(tmp_path: Path) -> None:
     said = " ".join(prepare_data(settings(tmp_path, cache_mib=1)).notices)
     assert re.search(r"shuffle_blocks 16: the blocks of a window take up to \d MiB, but --data.cache_mib keeps 1", said)
     assert "cache_mib" not in " ".join(prepare_data(settings(tmp_path, cache_mib=8)).notices)
+
+
+def losses(folder: Path, read: str) -> list[float]:
+    """Training losses of a few steps of the recipe."""
+    run = folder / f"run-{read}"
+    words = (
+        f"demo --data.path {folder}/data --data.read {read} --data.shuffle_blocks 2 --data.vocab_size 300 "
+        f"--data.latent_dim 4 --data.cache_dir {folder}/cache-{read} --data.max_bad_rows 1 --data.heldout_fraction 0.1 "
+        f"--model.width 32 --model.heads 2 --model.depth 1 --global_batch_size 16 --micro_batch_size 8 --max_steps 30 "
+        f"--schedule.warmup_steps 2 --evaluation.samples 8 --evaluation.timesteps 1 --evaluation.text.steps 2 "
+        f"--log.log_every 1 --output_dir {run}"
+    )
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / "mmdit.py"), *words.split()],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["event"] == "train"]
+
+
+def test_the_recipe_learns_the_same_from_shards_as_from_memory(tmp_path: Path) -> None:
+    shards(tmp_path / "data")
+    from_shards = losses(tmp_path, "shards")
+    assert len(from_shards) == 30  # more than an epoch
+    assert from_shards == losses(tmp_path, "memory")
 
 
 # --------------------------------------------------------------------------------------------------------- bad input
