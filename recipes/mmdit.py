@@ -43,7 +43,16 @@ class Config(experiment.ExperimentConfig):
     """Multimodal diffusion transformer: text and latents, learned in both directions."""
 
     recipe: ClassVar = experiment.Recipe(
-        free_to_change=("evaluation", "data.cache_dir", "data.cache_mib", "data.encoder_batch_size", "data.workers"),
+        free_to_change=(
+            *(
+                "evaluation",
+                "data.cache_dir",
+                "data.cache_mib",
+                "data.changed",
+                "data.encoder_batch_size",
+                "data.workers",
+            ),
+        ),
         labels=Labels(
             loss_of="mode",
             units={"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"},
@@ -156,10 +165,12 @@ def evaluate(
 
 
 # ------------------------------------------------------------------------------------------------------------ main
-def save_extras(shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, directory: Path) -> None:
+def save_extras(
+    shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, start_step: int, directory: Path
+) -> None:
     """Write the files for sampling from the checkpoint, beside its weights."""
     records.write_json(directory / "config.json", to_tree(shape))
-    data.assets.save(directory / "assets")
+    data.save_assets(directory / "assets", start_step)
 
 
 @one_run
@@ -167,7 +178,8 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
     accelerator = startup.start(config)
-    prepare_data = partial(prepare.prepare_data, config.data, device=str(accelerator.device))
+    earlier = startup.earlier_assets(config)
+    prepare_data = partial(prepare.prepare_data, config.data, device=str(accelerator.device), earlier=earlier)
     data = startup.prepare_data(accelerator, prepare_data)
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed, blocks=data.train.order)
     opened = experiment.open_experiment(
@@ -192,7 +204,7 @@ def main(argv: Sequence[str]) -> int:
     if config.evaluate_only:
         return loop.evaluate_only(opened, run_evaluation)
 
-    write_extras = partial(save_extras, shape, data)
+    write_extras = partial(save_extras, shape, data, opened.start_step)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             step = batches.step

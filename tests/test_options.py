@@ -121,6 +121,7 @@ data.path
 data.read
 data.shuffle_blocks
 data.cache_mib
+data.changed
 data.split
 data.text_column
 data.heldout_path

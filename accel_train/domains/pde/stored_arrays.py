@@ -7,6 +7,7 @@ compressed one is read by whole chunks, which are kept in a bounded cache.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import mmap
 from collections.abc import Generator
 from pathlib import Path
@@ -47,13 +48,12 @@ def hdf5() -> Any:
 def zarr() -> Any:
     """Import zarr, or name the extra to install."""
     try:
-        import zarr
+        return importlib.import_module("zarr")
     except ImportError:
         raise UsageError(
             "--data.path: the package zarr, which reads .zarr folders, is not installed; pip install "
             "'accel-train[zarr]', or convert the fields to HDF5"
         ) from None
-    return zarr
 
 
 @contextlib.contextmanager

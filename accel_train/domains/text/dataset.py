@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.data.block_order import BlockOrder
+from accel_train.data.ledger import Span, continued, write_ledger
 from accel_train.domains.text.corpus import (
     texts_hash,
 )
@@ -264,6 +265,10 @@ class PreparedData:
     """sha256 of both splits' contents and of all preprocessing."""
     notices: tuple[str, ...]
     """Lines for the main process to log: sizes, texts cut or left out."""
+    ledger: tuple[Span, ...] = ()
+    """Data that the resumed run has seen before, if they may change."""
+    contents: str = ""
+    """sha256 of what is read now. Differs from `fingerprint`, that of the first start, if the data changed."""
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -300,5 +305,7 @@ class PreparedData:
         texts = [self.train.texts[index] for index in indices]
         return list(zip(texts, best.tolist(), strict=True))
 
-    def save_assets(self, directory: Path) -> None:
+    def save_assets(self, directory: Path, start_step: int = 0) -> None:
+        """Write the assets, and the ledger of a run that was started or resumed at `start_step`."""
         self.assets.save(directory)
+        write_ledger(directory, continued(self.ledger, start_step, self.contents, len(self.train)))

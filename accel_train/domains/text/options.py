@@ -31,6 +31,10 @@ class DataConfig:
     cache_mib: PositiveInt | None = None
     """With read shards: decoded texts kept by each process and each worker in MiB, and as much of mapped latents. Has
     room for a window of shuffle_blocks, or blocks are read again and again. null: 256."""
+    changed: Literal["refuse", "allow"] = "refuse"
+    """Data that changed since the run began, such as rows that were added or removed. refuse: do not resume. allow: go
+    on with tokenizer, encoder, mean and std of the checkpoint; its assets/ledger.json tells from which step on the run
+    has seen which data."""
     split: str = "train"
     """Split of a saved or Hub dataset. Files have none."""
     text_column: str = "text"

@@ -13,6 +13,7 @@ import torch
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder, open_cache
 from accel_train.data.block_order import BlockOrder
+from accel_train.data.ledger import Span, read_ledger
 from accel_train.data.sharded_table import ShardedTable
 from accel_train.data.shards import index_shards
 from accel_train.domains.text import tfidf
@@ -80,15 +81,21 @@ def prepare_data(
     progress: bool = True,
     device: str = "cpu",
     assets: Path | None = None,
+    earlier: Path | None = None,
 ) -> PreparedData:
     """Prepare the datasets of a run. Every rank calls it with the same configuration (several barriers).
 
     Reads the corpus, trains the tokenizer, fits or loads the encoder (on the training split only) and computes the
     latents missing from the cache, on `device` for a neural encoder. With `assets`, the folder of a checkpoint,
-    tokenizer, encoder, mean and std are read from there. Each process holds texts and ids in memory. Latents are
-    memory-mapped. Raises `UsageError`.
+    tokenizer, encoder, mean and std are read from there. So they are from `earlier`, the assets of the checkpoint to
+    resume, if `config.changed` allows other data than those of the first start. Each process holds texts and ids in
+    memory, or with `read: shards` reads them by block. Latents are memory-mapped. Raises `UsageError`.
     """
     processes = _Processes(rank, world_size, barrier or _no_barrier, progress, device)
+    ledger: tuple[Span, ...] = ()
+    if config.changed == "allow" and earlier is not None:
+        assets = earlier
+        ledger = tuple(read_ledger(earlier))
     cache = open_cache(config.cache_dir, rank, world_size)
     splits = _read_shards(config, cache, processes) if config.by_blocks else _read_splits(config)
     saved = load_assets(assets, device) if assets else None
@@ -117,8 +124,12 @@ def prepare_data(
         train_data = _dataset(train.texts, train_tokens, table, own, splits.order)
     heldout_data = _dataset(heldout.texts, heldout_tokens, heldout_table, own)
     notices = [*splits.notices, *_truncation_notice(train_tokens, config.max_length)]
-    fingerprint = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
-    return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices))
+    contents = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
+    # The run is that of its first contents. A resume with others is no other experiment if they may change.
+    fingerprint = ledger[0].fingerprint if ledger else contents
+    if ledger and ledger[-1].fingerprint != contents:
+        notices.append(f"--data.changed allow: other data than the {ledger[-1].samples:,} samples of the checkpoint")
+    return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices), ledger, contents)
 
 
 def _truncation_notice(tokens: Tokens, max_length: int) -> list[str]:

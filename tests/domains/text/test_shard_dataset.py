@@ -19,10 +19,11 @@ import torch
 from pyarrow import parquet
 
 from accel_train.config import UsageError
+from accel_train.data.ledger import LEDGER, Span, continued, read_ledger
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
-from accel_train.domains.text import shard_corpus
+from accel_train.domains.text import latent_cache, shard_corpus
 from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData
 from accel_train.domains.text.prepare import DataConfig, prepare_data
@@ -182,25 +183,23 @@ def test_a_window_larger_than_the_cache_is_said(tmp_path: Path) -> None:
     assert "cache_mib" not in " ".join(prepare_data(settings(tmp_path, cache_mib=8)).notices)
 
 
-def losses(folder: Path, read: str) -> list[float]:
-    """Training losses of a few steps of the recipe."""
-    run = folder / f"run-{read}"
+def train(folder: Path, read: str, steps: int, more: str = "") -> subprocess.CompletedProcess[str]:
+    """A few steps of the recipe with a tiny model."""
     words = (
         f"demo --data.path {folder}/data --data.read {read} --data.shuffle_blocks 2 --data.vocab_size 300 "
         f"--data.latent_dim 4 --data.cache_dir {folder}/cache-{read} --data.max_bad_rows 1 --data.heldout_fraction 0.1 "
-        f"--model.width 32 --model.heads 2 --model.depth 1 --global_batch_size 16 --micro_batch_size 8 --max_steps 30 "
-        f"--schedule.warmup_steps 2 --evaluation.samples 8 --evaluation.timesteps 1 --evaluation.text.steps 2 "
-        f"--log.log_every 1 --output_dir {run}"
+        f"--model.width 32 --model.heads 2 --model.depth 1 --global_batch_size 16 --micro_batch_size 8 "
+        f"--max_steps {steps} --schedule.warmup_steps 2 --evaluation.samples 8 --evaluation.timesteps 1 "
+        f"--evaluation.text.steps 2 --log.log_every 1 --output_dir {folder}/run-{read} {more}"
     )
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / "mmdit.py"), *words.split()],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, str(ROOT / "recipes" / "mmdit.py"), *words.split()]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+
+
+def losses(folder: Path, read: str) -> list[float]:
+    done = train(folder, read, 30)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / f"run-{read}" / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["event"] == "train"]
 
 
@@ -209,6 +208,70 @@ def test_the_recipe_learns_the_same_from_shards_as_from_memory(tmp_path: Path) -
     from_shards = losses(tmp_path, "shards")
     assert len(from_shards) == 30  # more than an epoch
     assert from_shards == losses(tmp_path, "memory")
+
+
+# ------------------------------------------------------------------------------------------------------ changed data
+def test_changed_data_go_on_with_the_scale_of_the_checkpoint_and_the_ledger_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shards(tmp_path / "data")
+    first = prepare_data(settings(tmp_path, changed="allow"))
+    first.save_assets(tmp_path / "assets")
+    kept = prepare_data(settings(tmp_path, changed="allow"), earlier=tmp_path / "assets")
+    assert kept.fingerprint == first.fingerprint
+    kept.save_assets(tmp_path / "same", start_step=10)
+    assert (tmp_path / "same" / LEDGER).read_bytes() == (tmp_path / "assets" / LEDGER).read_bytes()
+
+    (folder / "part-0.parquet").unlink()
+    built: list[int] = []
+    encode = latent_cache.encode_rows
+    monkeypatch.setattr(
+        "accel_train.domains.text.shard_dataset.encode_rows",
+        lambda texts, *rest: built.append(len(texts)) or encode(texts, *rest),
+    )
+    changed = prepare_data(settings(tmp_path, changed="allow"), earlier=tmp_path / "assets")
+    assert sum(built) < len(changed.train)  # latents of blocks that are still there come from the cache
+    assert changed.fingerprint == first.fingerprint != changed.contents
+    assert changed.tokenizer.to_json() == first.tokenizer.to_json()
+    assert torch.equal(changed.latent_mean, first.latent_mean)
+    assert changed.latent_std == first.latent_std
+    there = {text: number for number, text in enumerate(first.train.texts)}
+    shared = [(there[text], number) for number, text in enumerate(changed.train.texts) if text in there]
+    assert len(shared) > 150
+    before, after = zip(*shared, strict=True)
+    assert equal([first.train.batch(list(before))], [changed.train.batch(list(after))])
+    changed.save_assets(tmp_path / "changed", start_step=10)
+    assert read_ledger(tmp_path / "changed") == [
+        Span(0, first.fingerprint, len(first.train)),
+        Span(10, changed.contents, len(changed.train)),
+    ]
+    # By default a change is another fingerprint, which a resume refuses.
+    assert prepare_data(settings(tmp_path), earlier=tmp_path / "assets").fingerprint != first.fingerprint
+    (tmp_path / "assets" / LEDGER).unlink()
+    said = refusal(lambda: prepare_data(settings(tmp_path, changed="allow"), earlier=tmp_path / "assets"))
+    assert re.search(r"--data\.changed allow: .*ledger\.json cannot be read .*--allow data_fingerprint", said)
+
+
+def test_the_ledger_forgets_steps_that_are_lost() -> None:
+    ledger = [Span(0, "a", 5), Span(10, "b", 6), Span(20, "c", 7)]
+    assert continued(ledger, 30, "c", 7) == ledger
+    assert continued(ledger, 20, "b", 6) == ledger[:2]
+    assert continued(ledger, 15, "a", 5) == [*ledger[:2], Span(15, "a", 5)]
+    assert continued([], 0, "a", 5) == [Span(0, "a", 5)]
+
+
+def test_the_recipe_goes_on_with_changed_data_only_if_allowed(tmp_path: Path) -> None:
+    shards(tmp_path / "data")
+    assert train(tmp_path, "shards", 4).returncode == 0
+    (tmp_path / "data" / "part-0.parquet").unlink()
+    refused = train(tmp_path, "shards", 8)
+    assert refused.returncode == 2
+    assert "data_fingerprint" in refused.stdout + refused.stderr
+    allowed = train(tmp_path, "shards", 8, "--data.changed allow")
+    assert allowed.returncode == 0, allowed.stdout + allowed.stderr
+    ledger = read_ledger(tmp_path / "run-shards" / "checkpoints" / "checkpoint_00000008" / "assets")
+    assert [span.from_step for span in ledger] == [0, 4]
+    assert ledger[1].samples < ledger[0].samples
 
 
 # --------------------------------------------------------------------------------------------------------- bad input
