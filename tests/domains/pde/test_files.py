@@ -6,11 +6,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
 from accel_train.data.block_cache import BlockCache
 from accel_train.domains.pde import files, stored_arrays
+from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde
 from accel_train.domains.pde.files import FieldHeader, FieldPart, Fields, field_facts, read_stored, write_fields
 from accel_train.domains.pde.stored_arrays import MappedArray
 
@@ -241,3 +243,26 @@ class _Changing:
     def update(self, **values: Any) -> None:
         for name, value in values.items():
             self.content[name] = value
+
+
+def test_a_zarr_folder_gives_the_rows_of_the_same_hdf5(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    for split in ("train", "heldout"):
+        file = write(tmp_path / f"heat_{split}.h5")
+        (tmp_path / "zarr").mkdir(exist_ok=True)
+        group = zarr.open_group(str(tmp_path / "zarr" / f"heat_{split}.zarr"), mode="w")
+        with h5py.File(file) as content:
+            for name in ("fields", "parameters"):
+                group.create_array(name, data=content[name][...], chunks=(2, *content[name].shape[1:]))
+            for name, value in content.attrs.items():
+                group.attrs[name] = value.tolist() if hasattr(value, "tolist") else value
+    options = {"tasks": ("heat",), "time_stride": 1, "cache_dir": str(tmp_path / "cache")}
+    from_hdf5 = prepare_pde(PdeDataConfig(path=str(tmp_path), **options))  # type: ignore[arg-type]
+    from_zarr = prepare_pde(PdeDataConfig(path=str(tmp_path / "zarr"), cache_mib=1, **options))  # type: ignore[arg-type]
+    assert from_zarr.fingerprint == from_hdf5.fingerprint
+    rows = list(range(len(from_hdf5.train)))
+    expected = from_hdf5.train.batch(rows)
+    assert all(torch.equal(values, expected[name]) for name, values in from_zarr.train.batch(rows).items())
+    (tmp_path / "zarr" / "heat_train.zarr" / "zarr.json").write_text("{")
+    with pytest.raises(UsageError, match=r"heat_train\.zarr cannot be read"):
+        prepare_pde(PdeDataConfig(path=str(tmp_path / "zarr"), **options))  # type: ignore[arg-type]
