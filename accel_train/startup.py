@@ -23,6 +23,7 @@ from accel_train.runtime.main_alone import failing_together
 from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.attention import check_name
 from accel_train.speed.float8 import refuse_float8
+from accel_train.store.manifest import committed
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -85,6 +86,15 @@ def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Acc
             logs.__exit__(kind, error, traceback)
 
     current_run.push(end_logging)
+
+
+def earlier_assets(config: ExperimentConfig) -> Path | None:
+    """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, or None for a run without one."""
+    directory = expand_path(config.output_dir)
+    if config.overwrite:
+        return None
+    saved = [path / "assets" for _, path in committed(directory / "checkpoints") if (path / "assets").is_dir()]
+    return saved[-1] if saved else None
 
 
 def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:

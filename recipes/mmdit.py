@@ -42,7 +42,16 @@ class Config(experiment.ExperimentConfig):
     """Multimodal diffusion transformer: text and latents, learned in both directions."""
 
     recipe: ClassVar = experiment.Recipe(
-        free_to_change=("evaluation", "data.cache_dir", "data.encoder_batch_size", "data.workers"),
+        free_to_change=(
+            *(
+                "evaluation",
+                "data.cache_dir",
+                "data.cache_mib",
+                "data.changed",
+                "data.encoder_batch_size",
+                "data.workers",
+            ),
+        ),
         labels=Labels(
             loss_of="mode",
             units={"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"},
@@ -158,13 +167,13 @@ def evaluate(
 
 # ------------------------------------------------------------------------------------------------------------ main
 def save_extras(
-    config: Config, shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, directory: Path
+    config: Config, shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, start_step: int, directory: Path
 ) -> None:
     """Write the files for sampling from the checkpoint, beside its weights."""
     objective = config.modes, config.text, config.latent
     facts = config.evaluation, config.seed, data.assets, config.data.path
     records.write_json(directory / "config.json", pipeline.describe_model(shape, *objective, *facts))
-    data.assets.save(directory / "assets")
+    data.save_assets(directory / "assets", start_step)
 
 
 @one_run
@@ -172,9 +181,10 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
     accelerator = startup.start(config)
-    prepare_data = partial(prepare.prepare_data, config.data, device=str(accelerator.device))
+    earlier = startup.earlier_assets(config)
+    prepare_data = partial(prepare.prepare_data, config.data, device=str(accelerator.device), earlier=earlier)
     data = startup.prepare_data(accelerator, prepare_data)
-    order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed)
+    order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed, blocks=data.train.order)
     opened = experiment.open_experiment(
         config,
         accelerator,
@@ -197,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
     if config.evaluate_only:
         return loop.evaluate_only(opened, run_evaluation)
 
-    write_extras = partial(save_extras, config, shape, data)
+    write_extras = partial(save_extras, config, shape, data, opened.start_step)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             step = batches.step

@@ -57,7 +57,7 @@ class Config(experiment.ExperimentConfig):
     """Neural PDE operator on latent tokens: several equations, one transformer."""
 
     recipe: ClassVar = experiment.Recipe(
-        free_to_change=("evaluation", "data.cache_dir", "data.workers"),
+        free_to_change=("evaluation", "data.cache_dir", "data.cache_mib", "data.workers"),
         labels=Labels(loss_of="task"),
         loads_with=transformer.PdeTransformer,
         first_options=("model.width", "model.depth", "data.path", "data.tasks", "task_weights", "evaluation.every"),

@@ -95,6 +95,7 @@ INSIDE_FUNCTIONS = {
     "tokenizers",
     "torchao",
     "transformers",
+    "zarr",
 }
 """Heavy or optional: imported by the function that needs them, so that ``import accel_train.x`` stays fast."""
 
@@ -114,6 +115,11 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "core", "base", "helpers", "misc"}
 
 CHAIN = 7
 PACKAGE_FILES = 12
+MORE_FILES = {
+    "data": (17, "data larger than memory: the index of shards, the reading, cache and order of blocks; the ledger"),
+    "domains.text": (20, "texts in shards beside texts in memory: their split, and their dataset"),
+    "domains.pde": (20, "arrays read by chunk, and PDEBench's layout apart from the generation of equations"),
+}
 DOMAIN_FILES = 18
 """One of them is the pipeline of the domain's trained models."""
 FILE_LINES = 400
@@ -239,7 +245,8 @@ def test_packages_keep_their_budget() -> None:
     for path in MODULES:
         if path.stem != "__init__" and path.parent != LIBRARY:
             sizes[package_of_file(path)] = sizes.get(package_of_file(path), 0) + 1
-    wrong = over(sizes, {name: DOMAIN_FILES if name in DOMAINS else PACKAGE_FILES for name in sizes})
+    budget = {name: DOMAIN_FILES if name in DOMAINS else PACKAGE_FILES for name in sizes}
+    wrong = over(sizes, budget | {name: limit for name, (limit, _) in MORE_FILES.items()})
     assert not wrong, wrong
 
 

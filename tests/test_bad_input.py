@@ -122,6 +122,44 @@ def saved_dataset(folder: Path) -> None:
     datasets.Dataset.from_dict(rows).save_to_disk(str(folder / "saved"))
 
 
+def parquet_shards(folder: Path, *columns: dict[str, list[object]]) -> Path:
+    """A folder of three shards of good rows, and one more for each of ``columns``."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    lines = [json.loads(line) for line in texts(60).splitlines()]
+    (folder / "shards").mkdir()
+    for number in range(3):
+        table = pa.table({"text": [row["text"] for row in lines[number::3]]})
+        parquet.write_table(table, folder / "shards" / f"{number}.parquet", row_group_size=8)
+    for number, more in enumerate(columns, 3):
+        parquet.write_table(pa.table(more), folder / "shards" / f"{number}.parquet")
+    return folder / "shards"
+
+
+def damaged_row_group(folder: Path) -> None:
+    from pyarrow import parquet
+
+    file = parquet_shards(folder) / "1.parquet"
+    column = parquet.ParquetFile(file).metadata.row_group(1).column(0)
+    content = bytearray(file.read_bytes())
+    start = column.dictionary_page_offset or column.data_page_offset
+    for place in range(start + 20, start + column.total_compressed_size):
+        content[place] ^= 0xFF
+    file.write_bytes(bytes(content))
+
+
+def removed_shard(folder: Path) -> None:
+    """A run that was trained on three shards, of which one is gone."""
+    shards = parquet_shards(folder)
+    with pytest.raises(ModelReachedError):
+        recipe.main(words(SHARDS, folder))
+    OPENED[-1].note_training()
+    reset()
+    (shards / "1.parquet").unlink()
+
+
+SHARDS = "--data.path {}/shards --data.read shards"
 BASE = (
     "demo --data.path {}/texts.jsonl --data.vocab_size 300 --data.latent_dim 4 --output_dir {}/run "
     "--data.heldout_fraction 0.2 --global_batch_size 8 --micro_batch_size 8 --max_steps 40"
@@ -418,6 +456,54 @@ DATA = [
         "--data.path {}/load.py",
         r"load\.py' is a dataset script: code from a dataset is never run",
         prepare=write("load.py", "raise SystemExit(9)"),
+    ),
+    Row(
+        "R8-removed",
+        SHARDS,
+        r"since the last start, removed: \S*1\.parquet .*data_fingerprint: '\w+' there, '\w+' now",
+        prepare=removed_shard,
+    ),
+    Row(
+        "R8-removed-allowed",
+        f"{SHARDS} --allow data_fingerprint",
+        r"removed: \S*1\.parquet .*no checkpoint yet",
+        None,
+        removed_shard,
+    ),
+    Row("R8-damaged", SHARDS, r"1\.parquet, row group 1 cannot be read", prepare=damaged_row_group),
+    Row(
+        "R8-no-rows",
+        SHARDS,
+        r"shards without rows are left out: \S*3\.parquet",
+        None,
+        lambda folder: parquet_shards(folder, {"text": []}),
+    ),
+    Row(
+        "R8-mixed-schemas",
+        SHARDS,
+        r"column 'text' is int64 in \S*3\.parquet, but string in \S*0\.parquet",
+        prepare=lambda folder: parquet_shards(folder, {"text": [1, 2]}),
+    ),
+    Row("R8-glob", "--data.path {}/none/*.parquet", r"none/\*\.parquet matches no file"),
+    Row(
+        "R8-formats",
+        SHARDS,
+        r"files of several formats, 3 parquet \(0\.parquet\), 1 jsonl \(a\.jsonl\)",
+        prepare=then(parquet_shards, write("shards/a.jsonl", texts(9))),
+    ),
+    Row(
+        "R8-line",
+        "--data.path {}/bad.jsonl --data.read shards",
+        r"bad\.jsonl:2: not JSON .*; one object a line",
+        prepare=write("bad.jsonl", '{"text": "a"}\n{"text": \n'),
+    ),
+    Row(
+        "R8-twice",
+        SHARDS,
+        r"0\.parquet and \S*again\.parquet are one file under two names",
+        prepare=then(
+            parquet_shards, lambda folder: os.link(folder / "shards/0.parquet", folder / "shards/again.parquet")
+        ),
     ),
     Row("I51-flag", "--data.trust_remote_code True", r"--data\.trust_remote_code: unknown option"),
     Row("I53-epochs", "--max_steps None", r"max_steps: None, max_epochs: None: exactly one of the two"),

@@ -281,6 +281,16 @@ def test_a_script_runs_at_a_tiny_size(name: str, tmp_path: Path, monkeypatch: py
         assert (reads["value"], reads["verdict"]) == (0, "passed")
 
 
+def test_the_readers_of_shards_run_at_a_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", ["shards", "--tiny", "--output", str(tmp_path / "result.json")])
+    try:
+        assert import_module("benchmarks.shards").main() == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert len(check(tmp_path / "result.json", "shards")) == 7
+
+
 def run(module: str, tmp_path: Path, *arguments: str, ok: tuple[int, ...] = (0, 1)) -> Path:
     output = tmp_path / "result.json"
     done = subprocess.run(

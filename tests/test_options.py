@@ -124,6 +124,10 @@ model.ffn_ratio
 model.qk_norm
 model.bias
 data.path
+data.read
+data.shuffle_blocks
+data.cache_mib
+data.changed
 data.split
 data.text_column
 data.heldout_path
@@ -197,6 +201,7 @@ data.speed
 data.viscosity
 data.seed
 data.workers
+data.cache_mib
 data.cache_dir
 task_weights
 objective.autoencode_steps

@@ -2,7 +2,7 @@
 
 Sample i of step s has position p = s * global_batch_size + i in one endless order. Its epoch is p // N. Its index is a
 permutation of range(N) keyed by (seed, epoch), evaluated on demand. Batches span epochs, so nothing is dropped.
-To resume, continue at the next step.
+To resume, continue at the next step. Rows of data larger than memory come in the order of `data.block_order` instead.
 """
 
 import itertools
@@ -91,6 +91,15 @@ class Sampler(Protocol):
     ) -> list[list[Draw]]: ...
 
 
+class RowOrder(Protocol):
+    """Keyed order of each epoch other than a permutation of all samples, such as `BlockOrder`."""
+
+    def __len__(self) -> int: ...
+    def rows(self, seed: int, epoch: int, offset: int, count: int) -> Sequence[int]:
+        """Return the samples at places `offset` and on of an epoch: at least 1, at most `count`."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepSampler:
     """Stateless sampler with random access to any step. Refuses a dataset smaller than one global batch."""
@@ -99,10 +108,14 @@ class StepSampler:
     global_batch_size: int
     seed: int
     shuffle: bool = True
+    blocks: RowOrder | None = None
+    """Shuffle blocks, and rows within windows of blocks. None: shuffle all rows among each other."""
 
     def __post_init__(self) -> None:
         size = self.dataset_size
         batch = self.global_batch_size
+        if self.blocks is not None and len(self.blocks) != size:
+            raise ValueError(f"the blocks have {len(self.blocks)} rows, the dataset has {size}")
         if size == 0:
             raise UsageError("dataset: it is empty, at least 1 sample is required. Check its path and filters.")
         if batch < 1:
@@ -153,18 +166,21 @@ class StepSampler:
         # One iteration for each block of each epoch in the range.
         while start < stop:
             epoch, offset = divmod(first + start, self.dataset_size)
-            block, block_offset = divmod(offset, BLOCK)
-            count = min(stop - start, self.dataset_size - offset, BLOCK - block_offset)
-            if self.shuffle:
-                samples = _shuffled_block(self.dataset_size, self.seed, epoch, block)
-                samples = samples[block_offset : block_offset + count]
-            else:
-                samples = range(offset, offset + count)
+            samples = self._samples(epoch, offset, min(stop - start, self.dataset_size - offset))
             for position, sample in enumerate(samples, start):
                 occurrence = epoch * self.dataset_size + sample
                 draws.append(Draw(sample, occurrence, position, weight=1.0))
-            start += count
+            start += len(samples)
         return draws
+
+    def _samples(self, epoch: int, offset: int, count: int) -> Sequence[int]:
+        """Return the samples at places `offset` and on of an epoch: at least 1, at most `count`."""
+        if not self.shuffle:
+            return range(offset, offset + count)
+        if self.blocks is not None:
+            return self.blocks.rows(self.seed, epoch, offset, count)
+        block, block_offset = divmod(offset, BLOCK)
+        return _shuffled_block(self.dataset_size, self.seed, epoch, block)[block_offset : block_offset + count]
 
 
 @lru_cache(maxsize=32)

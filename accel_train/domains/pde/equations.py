@@ -1,7 +1,7 @@
 """Data of partial differential equations, generated here or read from files.
 
-Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` with the schema of `accel_train.domains.pde.files`, or those of
-PDEBench.
+Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.zarr``) with the schema of
+`accel_train.domains.pde.files`, or those of PDEBench.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
@@ -27,9 +26,19 @@ from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed,
 from accel_train.data.artifacts import cached_folder, open_cache
 from accel_train.data.generation import blocks_in_order, split_evenly
 from accel_train.data.progress import Progress
-from accel_train.domains.pde.files import FieldHeader, FieldPart, StoredFields, hdf5, read_stored, require, write_fields
+from accel_train.domains.pde.files import (
+    DEFAULT_CACHE_MIB,
+    FieldHeader,
+    FieldPart,
+    StoredFields,
+    read_stored,
+    require,
+    write_fields,
+)
+from accel_train.domains.pde.pdebench import check_layout, parameter_of, spacing_of
 from accel_train.domains.pde.rows import FieldData, build_field_data
 from accel_train.domains.pde.solvers import Float, gaussian_fields, solve_burgers, solve_darcy
+from accel_train.domains.pde.stored_arrays import ZARR, open_fields
 
 DEMO = "demo"
 SPLITS = ("train", "heldout")
@@ -50,8 +59,8 @@ class PdeDataConfig:
     """Source of the fields. Options of generation are refused with files."""
 
     path: str = DEMO
-    """'demo' (generated here), a folder with files {task}_train.h5 and {task}_heldout.h5 of our schema, or a folder
-    with PDEBench's files as downloaded. The last samples of those are held out."""
+    """'demo' (generated here), a folder with files {task}_train.h5 and {task}_heldout.h5 (or .zarr) of our schema, or a
+    folder with PDEBench's files as downloaded. The last samples of those are held out."""
     tasks: tuple[str, ...] = ("advection", "darcy")
     """Generated or from PDEBench: advection (1-D, periodic), burgers (1-D, viscous, periodic), darcy (2-D, steady).
     Files of our schema may hold any other task."""
@@ -81,6 +90,9 @@ class PdeDataConfig:
     workers: NonNegativeInt | Literal["auto"] = "auto"
     """Processes for generation, with the same data for any number. 0: this process alone. auto: one per core of the
     host if the work takes longer than starting them."""
+    cache_mib: PositiveInt | None = None
+    """Files: decoded chunks of each split kept by each process and each worker, in MiB. At least one is kept. null:
+    256."""
     cache_dir: str | None = None
     """Cache of generated data between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
 
@@ -88,6 +100,7 @@ class PdeDataConfig:
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise UsageError(f"--data.tasks {list(self.tasks)}: at least one task, each once, is required.")
         if self.path == DEMO:
+            self._refuse_unread(("cache_mib",), f"--data.path {DEMO!r}, whose files have no chunks", "read files")
             self._check_generation()
         else:
             names = ("snapshots", "dt", "speed", "viscosity", "seed", "workers")
@@ -257,7 +270,9 @@ def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[St
     """Select the samples of each split: from its own file, or the first and last of every PDEBench file."""
     points = {1: config.resolution_1d, 2: config.resolution_2d}
     own = {split: folder / f"{task}_{split}.h5" for split in SPLITS}
-    if not any(file.is_file() for file in own.values()):
+    if any((folder / f"{task}_{split}{ZARR}").is_dir() for split in SPLITS):
+        own = {split: folder / f"{task}_{split}{ZARR}" for split in SPLITS}
+    elif not any(file.is_file() for file in own.values()):
         return _pdebench_splits(config, task, folder)
     splits: dict[str, list[StoredFields]] = {}
     for split, file in own.items():
@@ -298,11 +313,11 @@ def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path
 
 def _open(file: Path, task: str) -> StoredFields:
     try:
-        with hdf5().File(file, "r") as content:
+        with open_fields(file) as content:
             stored = read_stored(file, content) if "fields" in content else _read_pdebench(file, content, task)
     except OSError as error:
         raise UsageError(
-            f"--data.path: {file} cannot be read ({error}). A complete HDF5 file is required for the training split "
+            f"--data.path: {file} cannot be read ({error}). A complete file is required for the training split "
             "and for the held-out one: bring it, or delete both to use others of the folder."
         ) from None
     if stored.header.task != task:
@@ -326,54 +341,13 @@ def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
     coordinates = ("x-coordinate",) if steady else ("x-coordinate", "t-coordinate")
     require(file, content, (*names, *coordinates))
     shape = content["tensor"].shape
-    _check_pdebench_layout(file, content, task, steady)
+    check_layout(file, content, task, steady)
     dt = 0.0
     if not steady:  # some files have one time more than snapshots
-        dt = _spacing(file, content["t-coordinate"][: shape[1]], shape[1])
+        dt = spacing_of(file, content["t-coordinate"][: shape[1]], shape[1])
     header = FieldHeader(task, (kind.attribute,), 1, dt, kind.boundary, kind.conserved)
-    value = np.full((shape[0], 1), _parameter(file, content, kind.attribute), np.float32)
+    value = np.full((shape[0], 1), parameter_of(file, content, kind.attribute), np.float32)
     return StoredFields(header, FieldPart(file, names, kind.space, 0, shape[0]), value)
-
-
-def _check_pdebench_layout(file: Path, content: Any, task: str, steady: bool) -> None:
-    shape = content["tensor"].shape
-    points = len(content["x-coordinate"])
-    found = f"tensor {shape}"
-    if steady:
-        nu = content["nu"].shape
-        found += f" and nu {nu}"
-        layout = "tensor (N, 1, X, Y) and nu (N, X, Y)"
-        fits = shape == (*nu[:1], 1, *nu[1:])
-    else:
-        layout = "tensor (N, T, X) or (N, T, X, C)"
-        fits = len(shape) in (3, 4)
-    if not fits or shape[2] != points:
-        raise UsageError(
-            f"--data.path: {file} has a {found} for {points} x-coordinates; {layout} for X coordinates is PDEBench's "
-            f"layout of {task}. Check which file it is."
-        )
-
-
-def _spacing(file: Path, times: Float, count: int) -> float:
-    steps = np.diff(times)
-    if len(times) < count or count < 2 or not np.allclose(steps, steps.mean(), rtol=1e-3):
-        raise UsageError(
-            f"--data.path: {file} has {len(times)} times in 't-coordinate' for {count} snapshots; as many, 2 or more "
-            "and evenly spaced, are required."
-        )
-    return round(float(steps.mean()), 6)
-
-
-def _parameter(file: Path, content: Any, name: str) -> float:
-    """Read the parameter from the file's attribute or from its name. Some of PDEBench's files have the name only."""
-    if name in content.attrs:
-        return float(content.attrs[name])
-    if found := re.search(rf"{name}(\d+(?:\.\d+)?(?:e-?\d+)?)", file.name, re.IGNORECASE):
-        return float(found[1])
-    raise UsageError(
-        f"--data.path: {file} has no attribute {name!r} (it has {sorted(content.attrs) or 'none'}) and no such number "
-        f"in its name. The parameter is an input of the model: name the file as PDEBench does, ..._{name}0.4.hdf5."
-    )
 
 
 def prepare_pde(
@@ -394,4 +368,5 @@ def prepare_pde(
             write = partial(_generate, config, task, sharing, rank == 0)
             folder = cached_folder(cache / f"{task}-{_key(config, task)}", write, rank=rank, barrier=barrier)
         splits[task] = _splits(config, task, folder)
-    return build_field_data(splits, config.time_stride, cache, rank=rank, barrier=barrier)
+    cache_bytes = (config.cache_mib or DEFAULT_CACHE_MIB) * 2**20
+    return build_field_data(splits, config.time_stride, cache, rank=rank, barrier=barrier, cache_bytes=cache_bytes)

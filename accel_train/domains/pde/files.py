@@ -6,8 +6,8 @@ A file of our schema holds
     parameters   (N, P) float32, further inputs of a model
     attributes   schema, grid (H, W) and those of `FieldHeader`
 
-A contiguous dataset is memory-mapped: it may have any size and is shared by all processes of a host. Each process and
-worker opens it. A chunked or compressed dataset is read into the memory of each process on first use.
+or is a zarr folder (.zarr) with these arrays and attributes. Both may have any size: `stored_arrays` maps contiguous
+datasets and reads others by chunk.
 """
 
 from __future__ import annotations
@@ -28,23 +28,14 @@ from numpy.typing import NDArray
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
+from accel_train.data.block_cache import BlockCache
+from accel_train.domains.pde.stored_arrays import StoredArray, hdf5, open_array
 
 SCHEMA = "accel_train/fields-1"
 FACTS_FORMAT = 1
 VALUES_PER_BLOCK = 2**24
+DEFAULT_CACHE_MIB = 256
 Array = NDArray[np.float32]
-
-
-def hdf5() -> Any:
-    """Import h5py, or name the extra to install."""
-    try:
-        import h5py
-    except ImportError:
-        raise UsageError(
-            "--data.path: fields are kept in HDF5 files, and the package h5py, which reads them, is not installed; "
-            "pip install 'accel-train[pde]'"
-        ) from None
-    return h5py
 
 
 @dataclass(frozen=True)
@@ -76,14 +67,36 @@ class FieldPart(NamedTuple):
     stride: int = 1
     """Distance of the points kept along each axis."""
 
-    def views(self) -> list[NDArray[Any]]:
-        """View each dataset as (samples, T, C, H, W). Memory-mapped data are not read."""
-        samples = slice(self.first, self.first + self.samples)
-        views: list[NDArray[Any]] = []
-        for name in self.datasets:
-            array = _view(_open_array(self.file, name), self.space)
-            views.append(array[samples, ..., :: self.stride, :: self.stride])
-        return views
+    def open(self, cache: BlockCache[NDArray[Any]]) -> list[FieldView]:
+        """Open each dataset as (samples, T, C, H, W). No data are read."""
+        return [FieldView(open_array(self.file, name, cache), self) for name in self.datasets]
+
+
+@dataclass(frozen=True)
+class FieldView:
+    """An open dataset as (samples, T, C, H, W), whatever its layout on disk."""
+
+    stored: StoredArray
+    part: FieldPart
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(samples, T, C, H, W)"""
+        # An array of this shape without memory.
+        whole = _view(np.broadcast_to(np.zeros((), np.float32), self.stored.shape), self.part.space)
+        return (self.part.samples, *whole[..., :: self.part.stride, :: self.part.stride].shape[1:])
+
+    def read(self, samples: slice, times: slice) -> NDArray[Any]:
+        """Read (n, t, C, H, W)."""
+        count, steps, *_ = self.shape
+        rows = range(count)[samples]
+        first = range(rows.start + self.part.first, rows.stop + self.part.first)
+        second = range(self.stored.shape[1])
+        # Without an axis of time the second one is of space.
+        if self.part.space == 0 or len(self.stored.shape) > 1 + self.part.space:
+            second = range(steps)[times]
+        array = _view(self.stored.read(first, second), self.part.space)
+        return array[..., :: self.part.stride, :: self.part.stride]
 
 
 class StoredFields(NamedTuple):
@@ -178,21 +191,12 @@ def read_stored(file: Path, content: Any) -> StoredFields:
 def require(file: Path, content: Any, names: Sequence[str]) -> None:
     """Refuse an open file without one of these datasets. The error also lists the existing ones."""
     if missing := [name for name in names if name not in content]:
-        existing = ", ".join(f"{name} {getattr(item, 'shape', '(a group)')}" for name, item in content.items())
+        items = ((name, content[name]) for name in content)
+        existing = ", ".join(f"{name} {getattr(item, 'shape', '(a group)')}" for name, item in items)
         raise UsageError(
             f"--data.path: {file} has no dataset {missing[0]!r}; it holds {existing or 'nothing'}. "
             f"{' and '.join(names)} are required: check what the file is."
         )
-
-
-def _open_array(file: Path, dataset: str) -> NDArray[Any]:
-    """Memory-map a contiguous dataset, or read any other one as a whole."""
-    with hdf5().File(file, "r") as content:
-        stored = content[dataset]
-        offset = stored.id.get_offset()
-        if offset is None:  # chunked or compressed
-            return stored[...]
-        return np.asarray(np.memmap(file, stored.dtype, "r", offset, stored.shape))
 
 
 def _view(array: NDArray[Any], space: int) -> NDArray[Any]:
@@ -213,11 +217,15 @@ class Fields:
     """N samples of shape (T, C, H, W) in physical units, read on demand."""
 
     parts: tuple[FieldPart, ...]
-    _open: dict[int, list[NDArray[Any]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    cache_bytes: int = DEFAULT_CACHE_MIB * 2**20
+    """Bound of the decoded chunks, and of each mapped dataset, in the memory of a process or worker."""
+    _cache: BlockCache[NDArray[Any]] = field(init=False, repr=False, compare=False)
+    _open: dict[tuple[int, int], list[FieldView]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_ends", tuple(itertools.accumulate(part.samples for part in self.parts)))
+        object.__setattr__(self, "_cache", BlockCache(self.cache_bytes))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -238,7 +246,7 @@ class Fields:
         number = bisect_right(self._ends, sample)
         first = self._ends[number] - self.parts[number].samples
         row = sample - first
-        views = [view[row, times] for view in self._views(number)]
+        views = [view.read(slice(row, row + 1), times)[0] for view in self._views(number)]
         return np.concatenate(views, axis=1, dtype=np.float32, casting="same_kind")
 
     def blocks(self) -> Iterator[tuple[FieldPart, int, Array]]:
@@ -246,13 +254,15 @@ class Fields:
         size = max(1, VALUES_PER_BLOCK // int(np.prod(self.shape)))
         for number, part in enumerate(self.parts):
             for start in range(0, part.samples, size):
-                views = [view[start : start + size] for view in self._views(number)]
+                views = [view.read(slice(start, start + size), slice(None)) for view in self._views(number)]
                 yield part, start, np.concatenate(views, axis=2, dtype=np.float32, casting="same_kind")
 
-    def _views(self, number: int) -> list[NDArray[Any]]:
-        if number not in self._open:
-            self._open[number] = self.parts[number].views()
-        return self._open[number]
+    def _views(self, number: int) -> list[FieldView]:
+        # By process: a forked worker must not read through its parent's HDF5 handles.
+        key = (os.getpid(), number)
+        if key not in self._open:
+            self._open[key] = self.parts[number].open(self._cache)
+        return self._open[key]
 
 
 class FieldFacts(NamedTuple):
@@ -291,9 +301,9 @@ def field_facts(data: Fields) -> FieldFacts:
     return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest())
 
 
-def join_files(task: str, files: Sequence[StoredFields], time_stride: int) -> Fields:
+def join_files(task: str, files: Sequence[StoredFields], time_stride: int, cache_bytes: int) -> Fields:
     """Concatenate the samples of several files with the same header and shape."""
-    fields = Fields(tuple(stored.part for stored in files))
+    fields = Fields(tuple(stored.part for stored in files), cache_bytes)
     header = files[0].header
     for stored in files:
         shape = Fields((stored.part,)).shape
@@ -341,14 +351,19 @@ def cached_facts(
 
 def _identity(both: Mapping[str, Fields]) -> str:
     """Hash the selected samples with the size and date of their files."""
-    files: dict[Path, os.stat_result] = {}
-    for fields in both.values():
-        for part in fields.parts:
-            files[part.file] = part.file.stat()
+    files = dict.fromkeys(part.file for fields in both.values() for part in fields.parts)
     # A hash of the contents would need the very pass that the cache saves.
-    dates = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in files.items()]
+    dates = [(str(file), *_size_and_date(file)) for file in files]
     parts = [[split, *map(str, fields.parts)] for split, fields in both.items()]
     return hashlib.sha256(json.dumps([FACTS_FORMAT, dates, parts]).encode()).hexdigest()
+
+
+def _size_and_date(file: Path) -> tuple[int, int]:
+    """Return the bytes and the last date of a file, or of all files in a zarr folder."""
+    stats = [file.stat()]
+    if file.is_dir():
+        stats = [entry.stat() for entry in file.rglob("*") if entry.is_file()]
+    return sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)
 
 
 def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.pde.fields import Scale
-from accel_train.domains.pde.files import Array, FieldFacts, Fields, StoredFields, cached_facts, file_sizes, join_files
+from accel_train.domains.pde.files import (
+    DEFAULT_CACHE_MIB,
+    Array,
+    FieldFacts,
+    Fields,
+    StoredFields,
+    cached_facts,
+    file_sizes,
+    join_files,
+)
 
 ASSETS_FORMAT = 1
 WIDE = 20.0
@@ -260,17 +269,23 @@ Splits = Mapping[str, Sequence[StoredFields]]
 
 
 def build_field_data(
-    stored: Mapping[str, Splits], time_stride: int, cache: Path, *, rank: int, barrier: Callable[[], None]
+    stored: Mapping[str, Splits],
+    time_stride: int,
+    cache: Path,
+    *,
+    rank: int,
+    barrier: Callable[[], None],
+    cache_bytes: int = DEFAULT_CACHE_MIB * 2**20,
 ) -> FieldData:
     """Build the rows of every task in `stored`. Every rank calls it (two barriers per task).
 
     Rank 0 computes mean, deviation and hash of all contents in one pass. They are cached in `cache` until a file
-    changes its size or date.
+    changes its size or date. `cache_bytes` bounds the decoded chunks of each split in each process and worker.
     """
     # Mismatched files of any task are refused before the first pass over the contents.
     data: dict[str, dict[str, Fields]] = {}
     for name, splits in stored.items():
-        data[name] = {split: join_files(name, files, time_stride) for split, files in splits.items()}
+        data[name] = {split: join_files(name, files, time_stride, cache_bytes) for split, files in splits.items()}
     facts = {name: cached_facts(both, cache, rank, barrier) for name, both in data.items()}
     tasks = [_describe(stored[name], data[name]["train"], facts[name]["train"], time_stride) for name in stored]
     assets = FieldAssets(tuple(tasks))

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, w
     texts: list[str] = []
     references: list[tuple[str | int, int]] = []
     for place, row in rows:
-        reason = _text_fault(row, text_column)
+        reason = text_fault(row, text_column)
         if reason is None and with_references:
             reason = _reference_fault(row)
         if reason:
@@ -232,7 +232,8 @@ def _json_rows(file: Path, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]
             bad.add(place, f"a JSON {type(row).__name__}, not an object; one object a line is required")
 
 
-def _text_fault(row: dict[str, Any], column: str) -> str | None:
+def text_fault(row: Mapping[str, Any], column: str) -> str | None:
+    """Return what is wrong with the text of a row, or None."""
     if column not in row:
         near = nearest(column, row) or next(iter(row), None)
         hint = ""

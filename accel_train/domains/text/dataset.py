@@ -5,18 +5,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.data.block_order import BlockOrder
+from accel_train.data.ledger import Span, continued, write_ledger
 from accel_train.domains.text.corpus import (
     texts_hash,
 )
 from accel_train.domains.text.encoders import LatentEncoder, load_encoder
-from accel_train.domains.text.latent_cache import BatchMemory, LatentTable
+from accel_train.domains.text.latent_cache import BatchMemory, LatentRows, LatentTable
 from accel_train.domains.text.lengths import LengthEstimate, load_length
 from accel_train.domains.text.tokenizer import TextTokenizer, Tokens
 
@@ -148,6 +150,25 @@ def padded_rows(tokens: Tokens, index: Tensor, positions: Tensor, pad_id: int) -
     return torch.where(mask, tokens.ids[places].long(), pad_id), mask
 
 
+class TextLatents(Protocol):
+    """Training pairs of text and latent: in memory (`TextLatentDataset`) or in shards (`ShardTextDataset`)."""
+
+    @property
+    def texts(self) -> Sequence[str]: ...
+    @property
+    def table(self) -> LatentRows: ...
+    @property
+    def order(self) -> BlockOrder | None:
+        """Blocks to shuffle, and rows within windows of them. None: all rows among each other."""
+        ...
+
+    @property
+    def fingerprint(self) -> str: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
+    def batch(self, indices: list[int], /) -> dict[str, Tensor]: ...
+
+
 class TextLatentDataset:
     """Map-style dataset of text and latents. `texts[i]` is the whole text of sample i, not cut to `max_length`."""
 
@@ -155,10 +176,17 @@ class TextLatentDataset:
     """Fields with the text length as second dimension."""
 
     def __init__(
-        self, texts: Sequence[str], tokens: Tokens, table: LatentTable, assets: DataAssets, fingerprint: str
+        self,
+        texts: Sequence[str],
+        tokens: Tokens,
+        table: LatentTable,
+        assets: DataAssets,
+        fingerprint: str,
+        order: BlockOrder | None = None,
     ) -> None:
         self.texts = list(texts)
         self.table = table
+        self.order = order
         self.fingerprint = fingerprint
         self._tokens = tokens
         self._positions = torch.arange(assets.max_length)
@@ -206,7 +234,7 @@ class TextLatentDataset:
         return trimmed
 
 
-def statistics(table: LatentTable) -> tuple[Tensor, float]:
+def statistics(table: LatentRows) -> tuple[Tensor, float]:
     """Compute the mean (Dz,) over samples and latent tokens, and one std over all centred entries.
 
     Reads every latent once and accumulates in float64.
@@ -250,7 +278,7 @@ def dataset_fingerprint(texts: Sequence[str], table: LatentTable, assets: DataAs
 class PreparedData:
     """Datasets of a run with their assets."""
 
-    train: TextLatentDataset
+    train: TextLatents
     heldout: TextLatentDataset
     assets: DataAssets
     """Tokenizer, latent encoder, mean and std, as stored in a checkpoint (`assets.save(directory)`)."""
@@ -258,6 +286,10 @@ class PreparedData:
     """sha256 of both splits' contents and of all preprocessing."""
     notices: tuple[str, ...]
     """Lines for the main process to log: sizes, texts cut or left out."""
+    ledger: tuple[Span, ...] = ()
+    """Data that the resumed run has seen before, if they may change."""
+    contents: str = ""
+    """sha256 of what is read now. Differs from `fingerprint`, that of the first start, if the data changed."""
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -290,8 +322,11 @@ class PreparedData:
             cosine, index = (queries @ keys.T).max(1)
             nearest = torch.where(cosine > best, index + start, nearest)
             best = torch.maximum(best, cosine)
-        texts = [self.train.texts[index] for index in nearest.tolist()]
+        indices: list[int] = nearest.tolist()
+        texts = [self.train.texts[index] for index in indices]
         return list(zip(texts, best.tolist(), strict=True))
 
-    def save_assets(self, directory: Path) -> None:
+    def save_assets(self, directory: Path, start_step: int = 0) -> None:
+        """Write the assets, and the ledger of a run that was started or resumed at `start_step`."""
         self.assets.save(directory)
+        write_ledger(directory, continued(self.ledger, start_step, self.contents, len(self.train)))

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -85,12 +85,28 @@ class LatentTable:
 
     def blocks(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield (first index, latents (n, L, Dz)) in order. `size` None: as many rows as fit into 64 MiB."""
-        row_bytes = 4 * math.prod(self.shape)
-        if size is None:
-            size = max(1, BLOCK_BYTES // row_bytes)
-        for start in range(0, len(self), size):
-            stop = min(start + size, len(self))
-            yield start, self.rows(torch.arange(start, stop))
+        return row_blocks(self, size)
+
+
+class LatentRows(Protocol):
+    """Latents (L, Dz) float32 by row."""
+
+    def __len__(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    def row(self, index: int, /) -> Tensor: ...
+    def rows(self, indices: Tensor, out: Tensor | None = None, /) -> Tensor: ...
+    def blocks(self, size: int | None = None, /) -> Iterator[tuple[int, Tensor]]: ...
+
+
+def row_blocks(table: LatentRows, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first index, latents (n, L, Dz)) in order. `size` None: as many rows as fit into 64 MiB."""
+    row_bytes = 4 * math.prod(table.shape)
+    if size is None:
+        size = max(1, BLOCK_BYTES // row_bytes)
+    for start in range(0, len(table), size):
+        stop = min(start + size, len(table))
+        yield start, table.rows(torch.arange(start, stop))
 
 
 class BatchMemory:
@@ -159,14 +175,18 @@ def cached_latents(
 
 def _build(folder: Path, shards: Sequence[int], texts: Sequence[str], encoder: LatentEncoder, progress: bool) -> None:
     """Build the missing or damaged ones of `shards`. Another process may do so at the same time."""
-    missing = [number for number in shards if not _intact(folder, number, len(texts), encoder.dim)]
+
+    def is_intact(number: int) -> bool:
+        return intact(shard_file(folder, number), _rows_of_shard(number, len(texts)), encoder.dim)
+
+    missing = [number for number in shards if not is_intact(number)]
     if not missing:
         return
     rows = sum(_rows_of_shard(number, len(texts)) for number in missing)
     with Progress("latents", rows, progress) as bar:
         for number in missing:
             # Another process may have finished this shard in the meantime.
-            if _intact(folder, number, len(texts), encoder.dim):
+            if is_intact(number):
                 continue
             start = number * ROWS_PER_SHARD
             latents = encode_rows(texts[start : start + ROWS_PER_SHARD], encoder, bar.update)
@@ -185,8 +205,11 @@ def encode_rows(texts: Sequence[str], encoder: LatentEncoder, done: Callable[[in
     return latents
 
 
-def check_finite(latents: Tensor, start: int, texts: Sequence[str]) -> None:
-    """Refuse NaN and infinity, naming the first such text. `start` is the index of the first latent."""
+def check_finite(latents: Tensor, start: int, texts: Sequence[str], first: int = 0) -> None:
+    """Refuse NaN and infinity, naming the first such text.
+
+    `start` is the index of the first latent, `first` that of the first text.
+    """
     finite = torch.isfinite(latents.flatten(1)).all(1)
     wrong = (~finite).nonzero().flatten().tolist()
     if wrong:
@@ -195,8 +218,8 @@ def check_finite(latents: Tensor, start: int, texts: Sequence[str]) -> None:
         if len(wrong) > 1:
             more = f", so do {len(wrong) - 1} after it"
         raise UsageError(
-            f"--data.path: the latent of sample {index} ({texts[index][:60]!r}) holds NaN or infinity{more}. Finite "
-            "latents are required: check the encoder's weights and that text."
+            f"--data.path: the latent of sample {index} ({texts[index - first][:60]!r}) holds NaN or infinity{more}. "
+            "Finite latents are required: check the encoder's weights and that text."
         )
 
 
@@ -233,13 +256,12 @@ def _rows_of_shard(number: int, total: int) -> int:
     return min(ROWS_PER_SHARD, total - number * ROWS_PER_SHARD)
 
 
-def _intact(folder: Path, number: int, total: int, dim: int) -> bool:
+def intact(file: Path, rows: int, dim: int) -> bool:
     """Check shape, dtype, checksum and finiteness of a shard. False for an unreadable file."""
     from safetensors import SafetensorError, safe_open
 
-    rows = _rows_of_shard(number, total)
     try:
-        with safe_open(shard_file(folder, number), framework="np") as shard:
+        with safe_open(file, framework="np") as shard:
             latents: NDArray[Any] = shard.get_tensor("latents")
             metadata: dict[str, str] = shard.metadata() or {}
     except (OSError, SafetensorError):

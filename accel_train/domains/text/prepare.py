@@ -1,14 +1,21 @@
-"""Options of the `data` group, and their training and held-out datasets (`prepare_data`)."""
+"""Training and held-out datasets of the options of the `data` group (`prepare_data`)."""
+
+from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypedDict
 
 import torch
 
-from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
+from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder, open_cache
+from accel_train.data.block_order import BlockOrder
+from accel_train.data.ledger import Span, read_ledger
+from accel_train.data.sharded_table import ShardedTable
+from accel_train.data.shards import index_shards
 from accel_train.domains.text import tfidf
 from accel_train.domains.text.corpus import (
     Corpus,
@@ -27,92 +34,21 @@ from accel_train.domains.text.dataset import (
     load_assets,
     statistics,
 )
-from accel_train.domains.text.encoders import LatentEncoder, Pooling, TransformerEncoder, load_encoder
+from accel_train.domains.text.encoders import LatentEncoder, TransformerEncoder, load_encoder
 from accel_train.domains.text.latent_cache import LatentTable, cached_latents, check_finite
 from accel_train.domains.text.latent_files import read_latents
 from accel_train.domains.text.lengths import fit_length
+from accel_train.domains.text.options import TFIDF_SVD, TRAINED
+from accel_train.domains.text.options import DataConfig as DataConfig
+from accel_train.domains.text.shard_corpus import ShardTexts, SplitRules, split_notices, split_shards, word_key
+from accel_train.domains.text.shard_dataset import BlockLatents, ShardTextDataset, block_latents, window_notices
 from accel_train.domains.text.tokenizer import TextTokenizer, Tokens, train_tokenizer, transformers_tokenizer
 from accel_train.wording import shortened
 
-TFIDF_SVD = "tfidf-svd"
-TRAINED = "trained"
 TFIDF_DIM = 64
 SPLIT = "split="
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Source of texts and latents."""
-
-    path: str = "demo"
-    """'demo' (bundled Shakespeare), a .jsonl, .txt, .parquet or .csv file, a folder of .jsonl and .txt files, a
-    folder written by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration)."""
-    split: str = "train"
-    """Split of a saved or Hub dataset. Files have none."""
-    text_column: str = "text"
-    """Field or column of the text."""
-    heldout_path: str | None = None
-    """Held-out texts: any source accepted by `path`, or split=NAME, another split of `path`. Training texts found in
-    it are left out. null: heldout_fraction of `path`."""
-    heldout_fraction: FractionBelowOne = 0.04
-    """Share of texts held out for evaluation, by a hash of their words. Not with heldout_path."""
-    min_words: NonNegativeInt = 1
-    """Fewest words of a text. Shorter ones are left out."""
-    max_bad_rows: NonNegativeInt = 0
-    """Unusable rows (bad JSON, no text, not UTF-8) to leave out. The next one is an error with its place."""
-    tokenizer: str = TRAINED
-    """'trained': a byte-level BPE of vocab_size pieces, trained on the training split. Otherwise the tokenizer of a
-    transformers model, by Hub id or local directory."""
-    vocab_size: PositiveInt = 2048
-    """Pieces of the trained tokenizer, 300 or more."""
-    max_length: PositiveInt = 32
-    """Tokens per text: longer ones are cut, shorter ones padded. Compute grows with it. At least 1 more than the
-    tokenizer's special tokens around a text ('trained': none). With 1, only the first token is learned."""
-    encoder: str = TFIDF_SVD
-    """Encoder of the latents: 'tfidf-svd' (fitted on the training split, needs no network), or a transformers encoder
-    by Hub id or local directory with safetensors weights."""
-    latent_dim: PositiveInt | None = None
-    """Latent dimensions: the size of tfidf-svd (null: 64), or the leading dimensions kept of a transformers encoder
-    (null: all)."""
-    pooling: Pooling = "mean"
-    """Pooling of a transformers encoder's token states to one latent: their mean, the first or the last."""
-    normalise: bool = True
-    """Scale each latent to length 1, after latent_dim."""
-    encoder_max_length: PositiveInt | None = None
-    """Tokens read of each text by a transformers encoder. null: its maximum, but at most 512."""
-    encoder_batch_size: PositiveInt = 64
-    """Texts per forward of a transformers encoder. Affects speed and memory only."""
-    latents: str | None = None
-    """Folder of ready-made latent shards (.npy or safetensors), instead of an encoder. The rows of `path` are then
-    JSONL objects with the fields shard and idx in addition to the text."""
-    cache_dir: str | None = None
-    """Cache of tokenizers, encoders and latents between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
-
-    def __post_init__(self) -> None:
-        if self.heldout_path is None and self.heldout_fraction == 0:
-            raise UsageError(
-                "--data.heldout_fraction 0 without --data.heldout_path leaves nothing to evaluate on. Set a "
-                "fraction such as 0.04, or give a held-out source."
-            )
-        if self.heldout_path is not None and self.heldout_fraction:
-            self._refuse(("heldout_fraction",), f"heldout_path {self.heldout_path!r}")
-        transformer_only = ("pooling", "encoder_max_length", "encoder_batch_size")
-        if self.latents is not None:
-            self._refuse(("encoder", "normalise", "latent_dim", *transformer_only), f"latents {self.latents!r}")
-        elif self.encoder == TFIDF_SVD:
-            self._refuse(transformer_only, f"encoder {TFIDF_SVD!r}")
-        if self.tokenizer != TRAINED:
-            self._refuse(("vocab_size",), f"tokenizer {self.tokenizer!r}")
-
-    def _refuse(self, names: Sequence[str], because: str) -> None:
-        """Refuse options that another one makes meaningless, unless they have their default value."""
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in names:
-            if getattr(self, name) != defaults[name]:
-                raise UsageError(
-                    f"--data.{name} {getattr(self, name)!r} has no effect with --data.{because}. Leave it at its "
-                    f"default {defaults[name]!r}, or change the other option."
-                )
+DEFAULT_SHUFFLE_BLOCKS = 16
+DEFAULT_CACHE_MIB = 256
 
 
 @dataclass(frozen=True)
@@ -125,6 +61,17 @@ class _Processes:
     progress: bool
     device: str
 
+    def building(self) -> _Building:
+        """Return what functions take that build a part of the cache together."""
+        return _Building(rank=self.rank, world_size=self.world_size, barrier=self.barrier, progress=self.progress)
+
+
+class _Building(TypedDict):
+    rank: int
+    world_size: int
+    barrier: Callable[[], None]
+    progress: bool
+
 
 def prepare_data(
     config: DataConfig,
@@ -135,23 +82,33 @@ def prepare_data(
     progress: bool = True,
     device: str = "cpu",
     assets: Path | None = None,
+    earlier: Path | None = None,
 ) -> PreparedData:
     """Prepare the datasets of a run. Every rank calls it with the same configuration (several barriers).
 
     Reads the corpus, trains the tokenizer, fits or loads the encoder (on the training split only) and computes the
     latents missing from the cache, on `device` for a neural encoder. With `assets`, the folder of a checkpoint,
-    tokenizer, encoder, mean and std are read from there. Each process holds texts and ids in memory. Latents are
-    memory-mapped. Raises `UsageError`.
+    tokenizer, encoder, mean and std are read from there. So they are from `earlier`, the assets of the checkpoint to
+    resume, if `config.changed` allows other data than those of the first start. Each process holds texts and ids in
+    memory, or with `read: shards` reads them by block. Latents are memory-mapped. Raises `UsageError`.
     """
     processes = _Processes(rank, world_size, barrier or _no_barrier, progress, device)
+    ledger: tuple[Span, ...] = ()
+    if config.changed == "allow" and earlier is not None:
+        assets = earlier
+        ledger = tuple(read_ledger(earlier))
     cache = open_cache(config.cache_dir, rank, world_size)
-    train, heldout, notices = _read_splits(config)
+    splits = _read_shards(config, cache, processes) if config.by_blocks else _read_splits(config)
     saved = load_assets(assets, device) if assets else None
-    tokenizer = saved.tokenizer if saved else _build_tokenizer(config, train.texts, cache, processes)
-    train, train_tokens = _tokenise(train, tokenizer, config)
-    heldout, heldout_tokens = _tokenise(heldout, tokenizer, config)
+    tokenizer = saved.tokenizer if saved else _build_tokenizer(config, splits.train.texts, cache, processes)
+    train, train_tokens = _tokenise(splits.train, tokenizer, config)
+    heldout, heldout_tokens = _tokenise(splits.heldout, tokenizer, config)
     encoder = saved.encoder if saved else _build_encoder(config, train.texts, cache, processes)
-    table = _latents(config, train, encoder, cache, processes)
+    if splits.shards is None:
+        table = _latents(config, train, encoder, cache, processes)
+    else:
+        assert encoder is not None, "ready-made latents are refused with shards"
+        table = block_latents(splits.shards, encoder, cache, **processes.building())
     if saved:  # the scale that the model has learned
         mean = saved.latent_mean
         std = saved.latent_std
@@ -164,11 +121,18 @@ def prepare_data(
     if isinstance(encoder, TransformerEncoder):
         # Training does not encode.
         encoder.release()
-    train_data = _dataset(train.texts, train_tokens, table, own)
+    if isinstance(table, BlockLatents):
+        train_data = ShardTextDataset(table, own, splits.order)
+    else:
+        train_data = _dataset(train.texts, train_tokens, table, own, splits.order)
     heldout_data = _dataset(heldout.texts, heldout_tokens, heldout_table, own)
-    notices += _truncation_notice(train_tokens, config.max_length)
-    fingerprint = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
-    return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices))
+    notices = [*splits.notices, *_truncation_notice(train_tokens, config.max_length)]
+    contents = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
+    # The run is that of its first contents. A resume with others is no other experiment if they may change.
+    fingerprint = ledger[0].fingerprint if ledger else contents
+    if ledger and ledger[-1].fingerprint != contents:
+        notices.append(f"--data.changed allow: other data than the {ledger[-1].samples:,} samples of the checkpoint")
+    return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices), ledger, contents)
 
 
 def _truncation_notice(tokens: Tokens, max_length: int) -> list[str]:
@@ -183,17 +147,82 @@ def _no_barrier() -> None:
     """Do nothing, as the barrier of a single process."""
 
 
-def _dataset(texts: Sequence[str], tokens: Tokens, table: LatentTable, assets: DataAssets) -> TextLatentDataset:
+def _dataset(
+    texts: Sequence[str], tokens: Tokens, table: LatentTable, assets: DataAssets, order: BlockOrder | None = None
+) -> TextLatentDataset:
     if table.shape != assets.latent_shape:
         raise UsageError(
             f"--data.latents: latents of shape {table.shape} beside others of {assets.latent_shape}. Training, "
             "held-out and checkpoint latents must come from one encoder with one latent_dim."
         )
-    return TextLatentDataset(texts, tokens, table, assets, dataset_fingerprint(texts, table, assets))
+    if order is not None and len(order) != len(texts):
+        raise UsageError(
+            f"--data.shuffle_blocks: {len(order) - len(texts)} of {len(order)} texts have no token and would be "
+            "missing from their blocks. Take them out of the files, or leave shuffle_blocks out."
+        )
+    fingerprint = dataset_fingerprint(texts, table, assets)
+    if order is not None:
+        # The blocks are part of the order of samples.
+        fingerprint = hashlib.sha256(f"{fingerprint} {list(order.sizes)}".encode()).hexdigest()
+    return TextLatentDataset(texts, tokens, table, assets, fingerprint, order)
 
 
-def _read_splits(config: DataConfig) -> tuple[Corpus, Corpus, list[str]]:
-    """Return the training and the held-out texts, and notices for the log about both."""
+class _Splits(NamedTuple):
+    """Texts of a run."""
+
+    train: Corpus
+    """Training texts, or with `shards` a sample of them to fit on."""
+    heldout: Corpus
+    notices: list[str]
+    """Lines for the log about both."""
+    order: BlockOrder | None = None
+    shards: ShardTexts | None = None
+    """All training texts, where they are not held in memory."""
+
+
+def _read_shards(config: DataConfig, cache: Path, processes: _Processes) -> _Splits:
+    """Split the rows of shards. Every rank calls it (four barriers)."""
+    if config.latents is not None or config.split != "train" or str(config.heldout_path).startswith(SPLIT):
+        raise UsageError(
+            f"--data.path {config.path!r} is read by blocks, where data.latents and splits have no effect. Leave them "
+            "out, or give one JSONL file or a saved dataset, without data.read and data.shuffle_blocks."
+        )
+    heldout = Corpus([])
+    if config.heldout_path is not None:
+        heldout = _read_heldout(config, config.heldout_path)
+        heldout = heldout.select(split_heldout(heldout, 1.0)[1])
+    index = index_shards("--data.path", config.path, cache, rank=processes.rank, barrier=processes.barrier)
+    table = ShardedTable(index, (config.text_column,), 2**20 * (config.cache_mib or DEFAULT_CACHE_MIB))
+    keys = tuple(sorted(word_key(text) for text in heldout.texts))
+    rules = SplitRules(config.text_column, config.min_words, config.max_bad_rows, config.heldout_fraction, keys)
+    split = split_shards(table, rules, cache, **processes.building())
+    if config.heldout_path is None:
+        heldout = Corpus(split.heldout)
+    texts = split.train
+    _refuse_too_few(config, len(texts), len(heldout.texts))
+    window = config.shuffle_blocks or DEFAULT_SHUFFLE_BLOCKS
+    notices = [*index.notices, *split_notices(split, len(heldout.texts))]
+    if config.read == "memory":
+        order = BlockOrder(texts.sizes, window) if config.shuffle_blocks else None
+        return _Splits(Corpus(list(texts), [], split.facts["bad"]), heldout, notices, order)
+    notices += window_notices(texts, window)
+    train = Corpus(split.sample, [], split.facts["bad"])
+    return _Splits(train, heldout, notices, BlockOrder(texts.sizes, window), texts)
+
+
+def _refuse_too_few(config: DataConfig, train: int, heldout: int) -> None:
+    # Evaluation also pairs each held-out text with the latent of another one.
+    if train and heldout >= 2:
+        return
+    raise UsageError(
+        f"--data.path {config.path!r}, --data.heldout_fraction {config.heldout_fraction:g}: "
+        f"{train} training and {heldout} held-out texts; at least 1 and 2 are required. "
+        "Bring more text, raise the fraction, or give --data.heldout_path."
+    )
+
+
+def _read_splits(config: DataConfig) -> _Splits:
+    """Read all texts into memory and split them."""
     check_options_have_effect(config.path, config.split, config.text_column)
     corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:
@@ -206,18 +235,12 @@ def _read_splits(config: DataConfig) -> tuple[Corpus, Corpus, list[str]]:
         train_rows, heldout_rows = remove_heldout(corpus, heldout_corpus)
     train = corpus.select(train_rows)
     heldout = heldout_corpus.select(heldout_rows)
-    # Evaluation also pairs each held-out text with the latent of another one.
-    if not train.texts or len(heldout.texts) < 2:
-        raise UsageError(
-            f"--data.path {config.path!r}, --data.heldout_fraction {config.heldout_fraction:g}: "
-            f"{len(train.texts)} training and {len(heldout.texts)} held-out texts; at least 1 and 2 are required. "
-            "Bring more text, raise the fraction, or give --data.heldout_path."
-        )
+    _refuse_too_few(config, len(train.texts), len(heldout.texts))
     repeated = total - len(train.texts) - len(heldout.texts)
     left_out = {"bad rows": corpus.skipped, "short texts": short, "repeated texts": repeated}
     notices = [f"{len(train.texts):,} training texts, {len(heldout.texts):,} held out"]
     notices += [f"{count:,} {kind} left out" for kind, count in left_out.items() if count]
-    return train, heldout, notices
+    return _Splits(train, heldout, notices)
 
 
 def _read_heldout(config: DataConfig, source: str) -> Corpus:
@@ -309,12 +332,4 @@ def _latents(
         for start, block in table.blocks():
             check_finite(block, start, corpus.texts)
         return table
-    return cached_latents(
-        corpus.texts,
-        encoder,
-        cache,
-        rank=processes.rank,
-        world_size=processes.world_size,
-        barrier=processes.barrier,
-        progress=processes.progress,
-    )
+    return cached_latents(corpus.texts, encoder, cache, **processes.building())

@@ -1,15 +1,20 @@
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
-from accel_train.domains.pde import files
+from accel_train.data.block_cache import BlockCache
+from accel_train.domains.pde import files, stored_arrays
+from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde
 from accel_train.domains.pde.files import FieldHeader, FieldPart, Fields, field_facts, read_stored, write_fields
+from accel_train.domains.pde.stored_arrays import MappedArray
 
 HEADER = FieldHeader("heat", ("a", "b"), 1, 0.5, "periodic", True)
 VALUES = np.random.default_rng(0).normal(size=(11, 3, 2, 4, 6)).astype(np.float32)
@@ -88,12 +93,81 @@ def test_another_process_opens_the_files_for_itself(two_files: Fields) -> None:
 
 
 def test_a_contiguous_file_is_mapped_and_not_read(tmp_path: Path) -> None:
-    [view] = FieldPart(write(tmp_path / "x.h5"), ("fields",), 0, 3, 5, 2).views()
-    base: Any = view
-    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
-        base = base.base
-    assert isinstance(base, np.memmap)
-    assert np.array_equal(view, VALUES[3:8, :, :, ::2, ::2])
+    [view] = FieldPart(write(tmp_path / "x.h5"), ("fields",), 0, 3, 5, 2).open(BlockCache(2**20))
+    assert isinstance(view.stored, MappedArray)
+    found = view.read(slice(None), slice(None))
+    assert view.shape == found.shape == (5, 3, 2, 2, 3)
+    assert np.array_equal(found, VALUES[3:8, :, :, ::2, ::2])
+    with pytest.raises(ValueError, match="read-only"):
+        found[0] = 0
+
+
+def test_pages_of_a_map_are_handed_back(tmp_path: Path) -> None:
+    values = np.arange(2**21, dtype=np.float32).reshape(8, 64, 1, 64, 64)  # 8 MiB
+    with h5py.File(tmp_path / "x.h5", "w") as content:
+        content.create_dataset("fields", data=values)
+    fields = Fields((FieldPart(tmp_path / "x.h5", ("fields",), 0, 0, 8),), cache_bytes=2**20)
+    resident = Path("/proc/self/smaps")
+    if not resident.exists():
+        pytest.skip("no /proc/self/smaps here")
+    for _ in range(2):
+        for sample in range(8):
+            assert np.array_equal(fields.snapshots(sample, slice(None)), values[sample])
+    lines = resident.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.endswith("x.h5"))
+    kilobytes = next(int(line.split()[1]) for line in lines[start:] if line.startswith("Rss:"))
+    assert kilobytes <= 3 * 1024  # of 8 MiB: the limit, and the sample behind it
+
+
+@pytest.mark.parametrize("chunks", [(2, 1, 2, 4, 6), (3, 2, 1, 3, 5), (11, 3, 2, 4, 6), None])
+@pytest.mark.parametrize("kind", ["h5", "zarr"])
+def test_chunks_are_read_once_while_they_fit(kind: str, chunks: tuple[int, ...] | None, tmp_path: Path) -> None:
+    file = tmp_path / f"x.{kind}"
+    if kind == "h5":
+        with h5py.File(file, "w") as content:
+            content.create_dataset("fields", data=VALUES, chunks=chunks or True, compression="gzip")
+    else:
+        zarr = pytest.importorskip("zarr")
+        group = zarr.open_group(str(file), mode="w")
+        group.create_array("fields", data=VALUES, chunks=chunks or "auto")
+    fields = Fields((FieldPart(file, ("fields",), 0, 2, 8, 2),))
+    expected = VALUES[2:10, ..., ::2, ::2]
+    for sample in (7, 0, 3, 3):
+        assert np.array_equal(fields.snapshots(sample, slice(0, 3, 2)), expected[sample, ::2])
+    [view] = fields._views(0)
+    view.stored._stored = None  # type: ignore[attr-defined]  # everything it needs is in the cache
+    assert np.array_equal(fields.snapshots(3, slice(0, 3, 2)), expected[3, ::2])
+    assert np.array_equal(np.concatenate([b for _, _, b in Fields(fields.parts).blocks()]), expected)
+    bounded = Fields(fields.parts, cache_bytes=1)
+    assert np.array_equal(np.concatenate([b for _, _, b in bounded.blocks()]), expected)
+    assert len(bounded._cache) == 1
+
+
+def test_storage_that_was_never_written_is_its_fill_value(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as content:
+        content.create_dataset("fields", (11, 3, 2, 4, 6), np.float32)
+    fields = Fields((FieldPart(tmp_path / "x.h5", ("fields",), 0, 0, 11),))
+    assert not fields.snapshots(10, slice(None)).any()
+
+
+def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.h5"
+    with h5py.File(file, "w") as content:
+        stored = content.create_dataset("fields", data=VALUES, chunks=(4, 3, 2, 4, 6), compression="gzip")
+        place = stored.id.get_chunk_info(1).byte_offset
+    damaged = bytearray(file.read_bytes())
+    damaged[place + 20 : place + 60] = bytes(40)
+    file.write_bytes(bytes(damaged))
+    fields = Fields((FieldPart(file, ("fields",), 0, 0, 11),))
+    assert np.array_equal(fields.snapshots(3, slice(None)), VALUES[3])
+    with pytest.raises(UsageError, match=r"x\.h5, 'fields', the chunk of samples 4 to 7 cannot be read .*damaged"):
+        fields.snapshots(5, slice(None))
+
+
+def test_zarr_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    with pytest.raises(UsageError, match=r"zarr.*not installed; pip install 'accel-train\[zarr\]'"):
+        stored_arrays.zarr()
 
 
 LAYOUTS = {
@@ -169,3 +243,26 @@ class _Changing:
     def update(self, **values: Any) -> None:
         for name, value in values.items():
             self.content[name] = value
+
+
+def test_a_zarr_folder_gives_the_rows_of_the_same_hdf5(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    for split in ("train", "heldout"):
+        file = write(tmp_path / f"heat_{split}.h5")
+        (tmp_path / "zarr").mkdir(exist_ok=True)
+        group = zarr.open_group(str(tmp_path / "zarr" / f"heat_{split}.zarr"), mode="w")
+        with h5py.File(file) as content:
+            for name in ("fields", "parameters"):
+                group.create_array(name, data=content[name][...], chunks=(2, *content[name].shape[1:]))
+            for name, value in content.attrs.items():
+                group.attrs[name] = value.tolist() if hasattr(value, "tolist") else value
+    options = {"tasks": ("heat",), "time_stride": 1, "cache_dir": str(tmp_path / "cache")}
+    from_hdf5 = prepare_pde(PdeDataConfig(path=str(tmp_path), **options))  # type: ignore[arg-type]
+    from_zarr = prepare_pde(PdeDataConfig(path=str(tmp_path / "zarr"), cache_mib=1, **options))  # type: ignore[arg-type]
+    assert from_zarr.fingerprint == from_hdf5.fingerprint
+    rows = list(range(len(from_hdf5.train)))
+    expected = from_hdf5.train.batch(rows)
+    assert all(torch.equal(values, expected[name]) for name, values in from_zarr.train.batch(rows).items())
+    (tmp_path / "zarr" / "heat_train.zarr" / "zarr.json").write_text("{")
+    with pytest.raises(UsageError, match=r"heat_train\.zarr cannot be read"):
+        prepare_pde(PdeDataConfig(path=str(tmp_path / "zarr"), **options))  # type: ignore[arg-type]

@@ -91,8 +91,9 @@ def test_nothing_fitted_sees_held_out_text(tmp_path: Path) -> None:
         data.save_assets(tmp_path / part)
     names = sorted(file.name for file in (tmp_path / "one").iterdir())
     fitted = ["encoder.json", "encoder.safetensors", "latent.safetensors", "length.json", "tokenizer.json"]
-    assert names == sorted([*fitted, "assets.json", "tokenizer_config.json"])
-    for name in names:
+    fitted += ["assets.json", "tokenizer_config.json"]
+    assert names == sorted([*fitted, "ledger.json"])
+    for name in fitted:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert one.train.fingerprint == two.train.fingerprint
     assert one.heldout.fingerprint != two.heldout.fingerprint
@@ -280,8 +281,8 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_option_is_explained() -> None:
-    assert len(fields(DataConfig)) == 18
-    tree = ast.parse((Path(accel_train.domains.text.__file__).parent / "prepare.py").read_text())
+    assert len(fields(DataConfig)) == 22
+    tree = ast.parse((Path(accel_train.domains.text.__file__).parent / "options.py").read_text())
     config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "DataConfig")
     for option, text in zip(config.body, config.body[1:], strict=False):
         if isinstance(option, ast.AnnAssign):

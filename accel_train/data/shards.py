@@ -1,0 +1,324 @@
+"""Shards of a table on disk: which files, and where their blocks of rows are.
+
+A block is what is read at once: a row group of parquet, a record batch of Arrow, or some thousand lines of JSONL. An
+index of a few numbers per block is all that is kept in memory. It is cached by the size and date of the files.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel_train.config import UsageError, expand_path
+from accel_train.data.artifacts import cached_folder
+from accel_train.wording import shortened
+
+logger = logging.getLogger(__name__)
+
+INDEX_FORMAT = 1
+SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+UNITS = {"parquet": "row group", "arrow": "record batch", "jsonl": "block of lines"}
+LINES_PER_BLOCK = 4096
+BYTES_PER_BLOCK = 2**23
+PIECE_BYTES = 2**22
+ENCODED = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip-compressed"}
+SHOWN = 4
+
+
+class Block(NamedTuple):
+    """Rows that are read at once."""
+
+    file: int
+    """Index of the shard."""
+    number: int
+    """Row group, record batch or block of lines in its file."""
+    rows: int
+    """Of JSONL, lines: also blank and damaged ones."""
+    offset: int = 0
+    """First byte, where the format needs it."""
+    size: int = 0
+    """Bytes in the file, of JSONL."""
+    line: int = 1
+    """First line, of JSONL."""
+
+
+class ShardIndex(NamedTuple):
+    """Where the rows of a table are."""
+
+    option: str
+    """Option that named the files, for messages."""
+    files: tuple[Path, ...]
+    format: str
+    identities: tuple[tuple[int, int], ...]
+    """Size in bytes and date (mtime in ns) of each file."""
+    types: tuple[dict[str, str], ...]
+    """Arrow types of the columns of each file. Empty for JSONL."""
+    blocks: tuple[Block, ...]
+    key: str
+    """Hash of names, sizes and dates of the files."""
+    notices: tuple[str, ...]
+    """Lines for the log."""
+
+
+def index_shards(
+    option: str, value: str, cache: Path, *, rank: int = 0, barrier: Callable[[], None] = lambda: None
+) -> ShardIndex:
+    """Find the shards of a file, folder or glob, and index their blocks. Every rank calls it (two barriers).
+
+    Rank 0 reads the footers of parquet, the metadata of Arrow, and all of JSONL, unless the index is cached. Refuses
+    an empty glob, a folder of several formats, one file under two names, unreadable files and tables without rows.
+    """
+    files, kind = find_shards(option, value)
+    stats = [file.stat() for file in files]
+    identities = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
+    described = [INDEX_FORMAT, kind, [str(file) for file in files], identities, LINES_PER_BLOCK, BYTES_PER_BLOCK]
+    key = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+    def write(directory: Path) -> None:
+        found = [_index_file(option, file, kind) for file in files]
+        (directory / "index.json").write_text(json.dumps(found), "utf-8")
+
+    folder = cached_folder(cache / "shards" / key, write, rank=rank, barrier=barrier)
+    if rank == 0:
+        _warn_of_changes(option, value, cache, dict(zip(map(str, files), identities, strict=True)))
+    saved: list[tuple[dict[str, str], list[list[int]]]] = json.loads((folder / "index.json").read_text("utf-8"))
+    blocks = [
+        Block(number, *numbers) for number, (_, of_file) in enumerate(saved) for numbers in of_file if numbers[1] > 0
+    ]
+    types = tuple(columns for columns, _ in saved)
+    filled = {block.file for block in blocks}
+    empty = [str(file) for number, file in enumerate(files) if number not in filled]
+    if not blocks:
+        raise UsageError(f"{option} {value!r}: {shortened(empty, SHOWN)} hold no rows. At least 1 row is required.")
+    notices = [f"{len(files):,} {kind} shards in {len(blocks):,} {UNITS[kind]}s"]
+    if empty:
+        notices.append(f"shards without rows are left out: {shortened(empty, SHOWN)}")
+    return ShardIndex(option, tuple(files), kind, identities, types, tuple(blocks), key, tuple(notices))
+
+
+def _warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tuple[int, int]]) -> None:
+    """Name the shards that came, went or changed since the last start of this cache with the same `value`.
+
+    A run refuses changed data by their fingerprint, which says nothing of files.
+    """
+    name = hashlib.sha256(str(expand_path(value)).encode()).hexdigest()
+    listing = cache / "shards" / f"{name}.last.json"
+    try:
+        before = {file: tuple(identity) for file, identity in json.loads(listing.read_text("utf-8")).items()}
+    except (OSError, ValueError, AttributeError, TypeError):  # the first start, or a damaged listing
+        before = dict(files)
+    kinds = {
+        "removed": [file for file in before if file not in files],
+        "added": [file for file in files if file not in before],
+        "written again": [file for file in files if before.get(file, files[file]) != files[file]],
+    }
+    for kind, names in kinds.items():
+        if names:
+            logger.warning("%s %r: since the last start, %s: %s", option, value, kind, shortened(names, SHOWN))
+    part = listing.with_name(f".{listing.name}.{socket.gethostname()}.{os.getpid()}.part")
+    part.write_text(json.dumps(files), "utf-8")
+    part.replace(listing)
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+def find_shards(option: str, value: str) -> tuple[list[Path], str]:
+    """Return the shards of a file, folder or glob in the order of their names, and their format."""
+    path = expand_path(value)
+    if path.is_dir():
+        found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+        nothing = f"{path} holds no such file"
+    elif path.exists() or not glob.has_magic(str(path)):
+        found = [path]
+        nothing = ""
+    else:
+        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        found = [file for file in found if file.is_file()]
+        nothing = f"{path} matches no file"
+    if not found:
+        raise UsageError(
+            f"{option} {value!r}: {nothing}. Give a folder or glob of {', '.join(SUFFIXES)} files, such as "
+            "'data/*.parquet'."
+        )
+    if not found[0].exists():
+        raise UsageError(f"{option} {value!r}: {found[0]} does not exist. Give a file, folder or glob that exists.")
+    return found, _format_of(option, value, found)
+
+
+def is_shards(value: str) -> bool:
+    """Return True for a glob, an Arrow file, or a folder with parquet or Arrow files: what only blocks can be read of.
+
+    False for a folder written by `dataset.save_to_disk`.
+    """
+    path = expand_path(value)
+    if path.is_dir():
+        saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        return not saved and any(file.suffix in (".parquet", ".arrow") for file in path.iterdir())
+    return path.suffix == ".arrow" or (glob.has_magic(str(path)) and not path.exists())
+
+
+def _format_of(option: str, value: str, files: Sequence[Path]) -> str:
+    formats: dict[str, list[str]] = {}
+    for file in files:
+        if file.suffix not in SUFFIXES:
+            raise UsageError(
+                f"{option} {value!r}: {file} is no shard. Files ending in {', '.join(SUFFIXES)} are read by blocks."
+            )
+        formats.setdefault(SUFFIXES[file.suffix], []).append(file.name)
+    if len(formats) > 1:
+        counts = ", ".join(f"{len(names)} {kind} ({names[0]})" for kind, names in formats.items())
+        raise UsageError(
+            f"{option} {value!r}: files of several formats, {counts}; one is required. Name one with a glob, such as "
+            f"'*{files[0].suffix}'."
+        )
+    _refuse_second_names(option, files)
+    return next(iter(formats))
+
+
+def _refuse_second_names(option: str, files: Sequence[Path]) -> None:
+    """Refuse one file under two names, through a link: its rows would count twice."""
+    names: dict[tuple[int, int], Path] = {}
+    for file in files:
+        stat = file.stat()
+        other = names.setdefault((stat.st_dev, stat.st_ino), file)
+        if other is not file:
+            raise UsageError(
+                f"{option}: {other} and {file} are one file under two names, so its rows would count twice. Remove "
+                "one of the two."
+            )
+
+
+def _index_file(option: str, file: Path, kind: str) -> tuple[dict[str, str], list[tuple[int, ...]]]:
+    """Return the types of the columns, and `Block` of each block without the index of the file."""
+    index = {"parquet": _index_parquet, "arrow": _index_arrow, "jsonl": _index_jsonl}[kind]
+    try:
+        return index(file)
+    except UsageError:
+        raise
+    except Exception as error:  # damaged files raise half a dozen types
+        raise UsageError(
+            f"{option}: {file} cannot be read as {kind} ({' '.join(str(error).split())[:200]}). A complete file is "
+            "required: copy it again, or take it out."
+        ) from None
+
+
+# ----------------------------------------------------------------------------------------------------------- formats
+def _index_parquet(file: Path) -> tuple[dict[str, str], list[tuple[int, ...]]]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(file) as content:
+        metadata: Any = content.metadata
+        types = {field.name: str(field.type) for field in content.schema_arrow}
+        groups = range(metadata.num_row_groups)
+        return types, [(number, metadata.row_group(number).num_rows) for number in groups]
+
+
+def _index_arrow(file: Path) -> tuple[dict[str, str], list[tuple[int, ...]]]:
+    """Index an Arrow file, or a stream as `datasets` writes. Reads the metadata of a stream alone."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as source:
+        if is_arrow_file(file):
+            content: Any = pyarrow.ipc.open_file(source)
+            rows = [content.get_batch(number).num_rows for number in range(content.num_record_batches)]
+            return _types(content.schema), list(enumerate(rows))
+        stream: Any = pyarrow.ipc.open_stream(source)
+        blocks: list[tuple[int, ...]] = []
+        while True:
+            offset = source.tell()
+            try:
+                batch = stream.read_next_batch()
+            except StopIteration:
+                return _types(stream.schema), blocks
+            blocks.append((len(blocks), batch.num_rows, offset))
+
+
+def is_arrow_file(file: Path) -> bool:
+    """Return True for the random-access format, False for a stream."""
+    with file.open("rb") as content:
+        return content.read(6) == b"ARROW1"
+
+
+def _types(schema: Any) -> dict[str, str]:
+    return {field.name: str(field.type) for field in schema}
+
+
+def _index_jsonl(file: Path) -> tuple[dict[str, str], list[tuple[int, ...]]]:
+    """Cut a file into blocks of up to 4,096 lines or about 8 MiB. Reads it once, a few MiB at a time."""
+    blocks: list[tuple[int, ...]] = []
+    line = 1
+    start = 0
+    for end, lines in _line_blocks(file):
+        blocks.append((len(blocks), lines, start, end - start, line))
+        start = end
+        line += lines
+    return {}, blocks
+
+
+def _line_blocks(file: Path) -> Iterator[tuple[int, int]]:
+    """Yield the end in bytes and the number of lines of each block."""
+    start = position = lines = 0
+    last = b"\n"
+    with file.open("rb") as content:
+        while piece := content.read(PIECE_BYTES):
+            if position == 0 and piece[:2] in ENCODED:
+                raise ValueError(f"it is {ENCODED[piece[:2]]}, UTF-8 is required")
+            ends = position + 1 + np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n"))
+            while len(ends):
+                # The line that completes a block, by number or by size.
+                by_size = int(np.searchsorted(ends, start + BYTES_PER_BLOCK))
+                count = min(LINES_PER_BLOCK - lines, by_size + 1)
+                if count > len(ends):
+                    lines += len(ends)
+                    break
+                yield int(ends[count - 1]), lines + count
+                start = int(ends[count - 1])
+                ends = ends[count:]
+                lines = 0
+            position += len(piece)
+            last = piece[-1:]
+    # The last line may lack its end.
+    lines += last != b"\n"
+    if lines:
+        yield position, lines
+
+
+def check_columns(index: ShardIndex, columns: Sequence[str]) -> None:
+    """Refuse a shard without one of `columns`, or with another type of it than the first. JSONL has no types."""
+    filled = sorted({block.file for block in index.blocks})
+    first = filled[0]
+    for column in columns:
+        for number in filled:
+            types = index.types[number]
+            if not types and index.format == "jsonl":
+                continue
+            if column not in types:
+                raise UsageError(
+                    f"{index.option}: {index.files[number]} has no column {column!r}; it has {list(types)}. All "
+                    "shards need it: name another column, or write the file again."
+                )
+            if _plain(types[column]) != _plain(index.types[first][column]):
+                raise UsageError(
+                    f"{index.option}: column {column!r} is {types[column]} in {index.files[number]}, but "
+                    f"{index.types[first][column]} in {index.files[first]}. One type is required: write one of them "
+                    "again."
+                )
+
+
+def _plain(kind: str) -> str:
+    # The same values with longer offsets.
+    return kind.replace("large_", "")
+
+
+def identity_of(file: Path) -> tuple[int, int]:
+    """Return size and date of a file, as in `ShardIndex.identities`."""
+    stat = os.stat(file)
+    return stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,55 @@
+"""Files of PDEBench: their layout, times and parameter."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel_train.config import UsageError
+from accel_train.domains.pde.solvers import Float
+
+
+def check_layout(file: Path, content: Any, task: str, steady: bool) -> None:
+    """Refuse an open file whose arrays are not laid out as PDEBench's of `task`."""
+    shape = content["tensor"].shape
+    points = len(content["x-coordinate"])
+    found = f"tensor {shape}"
+    if steady:
+        nu = content["nu"].shape
+        found += f" and nu {nu}"
+        layout = "tensor (N, 1, X, Y) and nu (N, X, Y)"
+        fits = shape == (*nu[:1], 1, *nu[1:])
+    else:
+        layout = "tensor (N, T, X) or (N, T, X, C)"
+        fits = len(shape) in (3, 4)
+    if not fits or shape[2] != points:
+        raise UsageError(
+            f"--data.path: {file} has a {found} for {points} x-coordinates; {layout} for X coordinates is PDEBench's "
+            f"layout of {task}. Check which file it is."
+        )
+
+
+def spacing_of(file: Path, times: Float, count: int) -> float:
+    """Return the time between snapshots. Refuses fewer than `count` times, and uneven ones."""
+    steps = np.diff(times)
+    if len(times) < count or count < 2 or not np.allclose(steps, steps.mean(), rtol=1e-3):
+        raise UsageError(
+            f"--data.path: {file} has {len(times)} times in 't-coordinate' for {count} snapshots; as many, 2 or more "
+            "and evenly spaced, are required."
+        )
+    return round(float(steps.mean()), 6)
+
+
+def parameter_of(file: Path, content: Any, name: str) -> float:
+    """Read the parameter from the file's attribute or from its name. Some of PDEBench's files have the name only."""
+    if name in content.attrs:
+        return float(content.attrs[name])
+    if found := re.search(rf"{name}(\d+(?:\.\d+)?(?:e-?\d+)?)", file.name, re.IGNORECASE):
+        return float(found[1])
+    raise UsageError(
+        f"--data.path: {file} has no attribute {name!r} (it has {sorted(content.attrs) or 'none'}) and no such number "
+        f"in its name. The parameter is an input of the model: name the file as PDEBench does, ..._{name}0.4.hdf5."
+    )

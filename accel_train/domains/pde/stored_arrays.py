@@ -1,0 +1,170 @@
+"""Arrays of fields in HDF5 files and zarr folders, read by chunk with bounded memory.
+
+A contiguous HDF5 dataset is memory-mapped, and its pages are handed back to the system as they add up. A chunked or
+compressed one is read by whole chunks, which are kept in a bounded cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from accel_train.config import UsageError
+from accel_train.data.block_cache import BlockCache
+
+ZARR = ".zarr"
+Array = NDArray[Any]
+
+
+class StoredArray(Protocol):
+    """An array (N, T, ...) on disk."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def read(self, first: range, second: range, /) -> Array:
+        """Return (len(first), len(second), ...). It may be a view of the file: copy what you keep."""
+        ...
+
+
+def hdf5() -> Any:
+    """Import h5py, or name the extra to install."""
+    try:
+        import h5py
+    except ImportError:
+        raise UsageError(
+            "--data.path: fields are kept in HDF5 files, and the package h5py, which reads them, is not installed; "
+            "pip install 'accel-train[pde]'"
+        ) from None
+    return h5py
+
+
+def zarr() -> Any:
+    """Import zarr, or name the extra to install."""
+    try:
+        return importlib.import_module("zarr")
+    except ImportError:
+        raise UsageError(
+            "--data.path: the package zarr, which reads .zarr folders, is not installed; pip install "
+            "'accel-train[zarr]', or convert the fields to HDF5"
+        ) from None
+
+
+@contextlib.contextmanager
+def open_fields(file: Path) -> Generator[Any]:
+    """Open an HDF5 file or a zarr folder as a group with `attrs`, `in` and `[name]`. Raises `OSError` as h5py does."""
+    if file.suffix != ZARR:
+        with hdf5().File(file, "r") as content:
+            yield content
+        return
+    package = zarr()
+    try:
+        content = package.open_group(str(file), mode="r")
+    except Exception as error:  # zarr's own, of format and of JSON
+        raise OSError(f"{type(error).__name__}: {error}") from None
+    yield content
+
+
+def open_array(file: Path, dataset: str, cache: BlockCache[Array]) -> StoredArray:
+    """Open a dataset. Each process and worker does so for itself."""
+    if file.suffix == ZARR:
+        return ChunkedArray(file, dataset, zarr().open_array(str(file / dataset), mode="r"), cache)
+    content = hdf5().File(file, "r")
+    stored = content[dataset]
+    offset = stored.id.get_offset()
+    if offset is None:  # chunked or compressed
+        return ChunkedArray(file, dataset, stored, cache)
+    mapped = MappedArray(file, offset, stored.shape, stored.dtype, cache.limit_bytes)
+    content.close()
+    return mapped
+
+
+class MappedArray:
+    """A contiguous dataset, memory-mapped. At most about `limit_bytes` of it stay in this process's memory."""
+
+    def __init__(self, file: Path, offset: int, shape: tuple[int, ...], dtype: Any, limit_bytes: int) -> None:
+        with file.open("rb") as content:
+            self._map = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
+        self._array: Array = np.ndarray(shape, dtype, self._map, offset)
+        self._limit_bytes = limit_bytes
+        self._read_bytes = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._array.shape
+
+    def read(self, first: range, second: range) -> Array:
+        """View rows `first` and entries `second` of the second axis, both of ascending numbers."""
+        if self._read_bytes > self._limit_bytes:
+            # The pages stay in the system's cache as long as it has room. Windows has no such call, and no need.
+            if hasattr(self._map, "madvise"):
+                self._map.madvise(mmap.MADV_DONTNEED)
+            self._read_bytes = 0
+        found = self._array[_slice(first), _slice(second)]
+        # Where a step leaves some out, their pages are often read all the same.
+        self._read_bytes += found.nbytes * first.step * second.step
+        return found
+
+
+def _slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop, numbers.step)
+
+
+class ChunkedArray:
+    """A chunked dataset. Whole chunks of the first two axes are decoded, with all of the others, and cached."""
+
+    def __init__(self, file: Path, dataset: str, stored: Any, cache: BlockCache[Array]) -> None:
+        self._file = file
+        self._dataset = dataset
+        self._stored = stored
+        self._dtype = stored.dtype
+        self._shape: tuple[int, ...] = tuple(stored.shape)
+        self._cache = cache
+        # Storage that was never written has no chunks.
+        chunks: tuple[int, ...] = stored.chunks or (1, *stored.shape[1:])
+        self._chunk = chunks[:2]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def read(self, first: range, second: range) -> Array:
+        """Copy rows `first` and entries `second` of the second axis."""
+        found = np.empty((len(first), len(second), *self.shape[2:]), self._dtype)
+        by_first, by_second = (
+            _by_chunk(numbers, size) for numbers, size in zip((first, second), self._chunk, strict=True)
+        )
+        for row, (to_rows, rows) in by_first.items():
+            for column, (to_columns, columns) in by_second.items():
+                key = (self._file, self._dataset, row, column)
+                chunk = self._cache.get(key, lambda at=(row, column): self._decode(*at), lambda array: array.nbytes)
+                found[np.ix_(to_rows, to_columns)] = chunk[np.ix_(rows, columns)]
+        return found
+
+    def _decode(self, row: int, column: int) -> Array:
+        rows = slice(row * self._chunk[0], (row + 1) * self._chunk[0])
+        columns = slice(column * self._chunk[1], (column + 1) * self._chunk[1])
+        try:
+            return np.asarray(self._stored[rows, columns])
+        except Exception as error:  # of h5py, of zarr, and of each compression
+            raise UsageError(
+                f"--data.path: {self._file}, {self._dataset!r}, the chunk of samples {rows.start} to "
+                f"{min(rows.stop, self.shape[0]) - 1} cannot be read ({' '.join(str(error).split())[:200]}). Its bytes "
+                "are damaged: copy the file again."
+            ) from None
+
+
+def _by_chunk(numbers: range, size: int) -> dict[int, tuple[list[int], list[int]]]:
+    """Map each chunk to the places of its numbers in `numbers`, and in the chunk."""
+    chunks: dict[int, tuple[list[int], list[int]]] = {}
+    for place, number in enumerate(numbers):
+        to, within = chunks.setdefault(number // size, ([], []))
+        to.append(place)
+        within.append(number % size)
+    return chunks

@@ -1,0 +1,112 @@
+"""Options of the `data` group: source of texts and latents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
+from accel_train.data.shards import is_shards
+from accel_train.domains.text.encoders import Pooling
+
+TFIDF_SVD = "tfidf-svd"
+TRAINED = "trained"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Source of texts and latents."""
+
+    path: str = "demo"
+    """'demo' (bundled Shakespeare), a .jsonl, .txt, .parquet or .csv file, a folder of .jsonl and .txt files, a folder
+    or glob of .parquet, .arrow or .jsonl shards, a folder written by dataset.save_to_disk, or a Hub id (owner/name or
+    owner/name:configuration)."""
+    read: Literal["memory", "shards"] = "memory"
+    """memory: hold all texts and tokens. shards: read .parquet, .arrow or .jsonl files by block (row group, record
+    batch, 4,096 lines) and tokenise when needed, for data larger than memory."""
+    shuffle_blocks: PositiveInt | None = None
+    """Shards: blocks whose rows are mixed at a time, in an order of blocks that each epoch draws. Part of the order of
+    samples. null: 16 with read shards; with read memory all rows are mixed."""
+    cache_mib: PositiveInt | None = None
+    """With read shards: decoded texts kept by each process and each worker in MiB, and as much of mapped latents. Has
+    room for a window of shuffle_blocks, or blocks are read again and again. null: 256."""
+    changed: Literal["refuse", "allow"] = "refuse"
+    """Data that changed since the run began, such as rows that were added or removed. refuse: do not resume. allow: go
+    on with tokenizer, encoder, mean and std of the checkpoint; its assets/ledger.json tells from which step on the run
+    has seen which data."""
+    split: str = "train"
+    """Split of a saved or Hub dataset. Files have none."""
+    text_column: str = "text"
+    """Field or column of the text."""
+    heldout_path: str | None = None
+    """Held-out texts: any source accepted by `path`, or split=NAME, another split of `path`. Training texts found in
+    it are left out. null: heldout_fraction of `path`."""
+    heldout_fraction: FractionBelowOne = 0.04
+    """Share of texts held out for evaluation, by a hash of their words. Not with heldout_path."""
+    min_words: NonNegativeInt = 1
+    """Fewest words of a text. Shorter ones are left out."""
+    max_bad_rows: NonNegativeInt = 0
+    """Unusable rows (bad JSON, no text, not UTF-8) to leave out. The next one is an error with its place."""
+    tokenizer: str = TRAINED
+    """'trained': a byte-level BPE of vocab_size pieces, trained on the training split. Otherwise the tokenizer of a
+    transformers model, by Hub id or local directory."""
+    vocab_size: PositiveInt = 2048
+    """Pieces of the trained tokenizer, 300 or more."""
+    max_length: PositiveInt = 32
+    """Tokens per text: longer ones are cut, shorter ones padded. Compute grows with it. At least 1 more than the
+    tokenizer's special tokens around a text ('trained': none). With 1, only the first token is learned."""
+    encoder: str = TFIDF_SVD
+    """Encoder of the latents: 'tfidf-svd' (fitted on the training split, needs no network), or a transformers encoder
+    by Hub id or local directory with safetensors weights."""
+    latent_dim: PositiveInt | None = None
+    """Latent dimensions: the size of tfidf-svd (null: 64), or the leading dimensions kept of a transformers encoder
+    (null: all)."""
+    pooling: Pooling = "mean"
+    """Pooling of a transformers encoder's token states to one latent: their mean, the first or the last."""
+    normalise: bool = True
+    """Scale each latent to length 1, after latent_dim."""
+    encoder_max_length: PositiveInt | None = None
+    """Tokens read of each text by a transformers encoder. null: its maximum, but at most 512."""
+    encoder_batch_size: PositiveInt = 64
+    """Texts per forward of a transformers encoder. Affects speed and memory only."""
+    latents: str | None = None
+    """Folder of ready-made latent shards (.npy or safetensors), instead of an encoder. The rows of `path` are then
+    JSONL objects with the fields shard and idx in addition to the text."""
+    cache_dir: str | None = None
+    """Cache of tokenizers, encoders and latents between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+
+    def __post_init__(self) -> None:
+        if self.read == "shards":
+            self._refuse(("latents",), "read 'shards'")
+        else:
+            self._refuse(("cache_mib",), "read 'memory'")
+        if self.heldout_path is None and self.heldout_fraction == 0:
+            raise UsageError(
+                "--data.heldout_fraction 0 without --data.heldout_path leaves nothing to evaluate on. Set a "
+                "fraction such as 0.04, or give a held-out source."
+            )
+        if self.heldout_path is not None and self.heldout_fraction:
+            self._refuse(("heldout_fraction",), f"heldout_path {self.heldout_path!r}")
+        transformer_only = ("pooling", "encoder_max_length", "encoder_batch_size")
+        if self.latents is not None:
+            self._refuse(("encoder", "normalise", "latent_dim", *transformer_only), f"latents {self.latents!r}")
+        elif self.encoder == TFIDF_SVD:
+            self._refuse(transformer_only, f"encoder {TFIDF_SVD!r}")
+        if self.tokenizer != TRAINED:
+            self._refuse(("vocab_size",), f"tokenizer {self.tokenizer!r}")
+
+    @property
+    def by_blocks(self) -> bool:
+        """Return True if the texts are split by a pass over shards, whether or not they are held in memory then."""
+        return self.read == "shards" or self.shuffle_blocks is not None or is_shards(self.path)
+
+    def _refuse(self, names: Sequence[str], because: str) -> None:
+        """Refuse options that another one makes meaningless, unless they have their default value."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                raise UsageError(
+                    f"--data.{name} {getattr(self, name)!r} has no effect with --data.{because}. Leave it at its "
+                    f"default {defaults[name]!r}, or change the other option."
+                )

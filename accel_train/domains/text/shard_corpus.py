@@ -1,0 +1,331 @@
+"""Texts in shards larger than memory: one pass that checks, identifies and splits them, and reading by index.
+
+The pass leaves a folder in the cache, so that a later start with the same files reads no shard:
+
+    ids       8 bytes a row: the head of the sha256 of its text, 0 for an unusable row
+    sides     1 byte a row: left out, training or held out
+    texts     held-out texts, and a sample of the training texts to fit on
+    facts     counts for the log
+
+The id of a sample is the hash of its text, and not its file and row: it survives a file that is renamed, cut or merged,
+and rows that are removed before it. Each text is compared with its id when it is read, so damage that the format does
+not notice is an error too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from accel_train.config import UsageError
+from accel_train.data.artifacts import cached_folder
+from accel_train.data.generation import blocks_in_order
+from accel_train.data.progress import Progress
+from accel_train.data.sharded_table import DecodedBlock, ShardedTable
+from accel_train.domains.text.corpus import BadRows, content_key, text_fault
+
+SPLIT_FORMAT = 1
+LEFT_OUT, TRAIN, HELDOUT = range(3)
+HELDOUT_ROWS = 2**14
+"""Most held-out texts. They are kept in memory, because evaluation reads them in the order of their hash."""
+SAMPLE_ROWS = 2**17
+"""Most training texts that a tokenizer or TF-IDF is fitted on."""
+CHARACTERS = 2**26
+"""Most characters of the held-out texts, and of the sample. Long texts are fewer."""
+ROWS_PER_PARTITION = 2**22
+"""Rows whose hashes are compared at a time, to find equal texts."""
+Keys = NDArray[np.uint64]
+Ints = NDArray[np.int64]
+
+
+class SplitRules(NamedTuple):
+    """What decides about a row, beside its text."""
+
+    column: str
+    min_words: int
+    max_bad_rows: int
+    fraction: float
+    """Share of held-out texts. 0: those of `heldout_keys`, which no training text may equal."""
+    heldout_keys: tuple[int, ...] = ()
+
+
+class SplitShards(NamedTuple):
+    """Both splits of a table, and what is fitted on."""
+
+    train: ShardTexts
+    heldout: list[str]
+    sample: list[str]
+    """All training texts, or at most 131,072 at even distances."""
+    facts: dict[str, int]
+    """Counts: bad, short, repeated and held-out rows."""
+
+
+def split_shards(
+    table: ShardedTable,
+    rules: SplitRules,
+    cache: Path,
+    *,
+    rank: int,
+    world_size: int,
+    barrier: Callable[[], None],
+    progress: bool,
+) -> SplitShards:
+    """Check, identify and split all rows, unless the cache has it. Every rank calls it (two barriers).
+
+    Rank 0 reads every row once, with worker processes if that takes long. Equal texts are kept once, and a text is held
+    out by its hash, as with texts in memory. Refuses more than `max_bad_rows` unusable rows, naming the first one
+    beyond.
+    """
+    described = json.dumps([SPLIT_FORMAT, table.index.key, list(table.columns), rules])
+    folder = cache / "splits" / hashlib.sha256(described.encode()).hexdigest()
+    sharing = world_size if rank else 1
+    write = partial(_write_split, table, rules, sharing, progress and rank == 0)
+    cached_folder(folder, write, rank=rank, barrier=barrier)
+    texts = json.loads((folder / "texts.json").read_text("utf-8"))
+    facts = json.loads((folder / "facts.json").read_text("utf-8"))
+    counts = np.load(folder / "train_rows.npy")
+    return SplitShards(ShardTexts(table, rules.column, folder, counts), texts["heldout"], texts["sample"], facts)
+
+
+class ShardTexts(Sequence[str]):
+    """Training texts of a table by index, in the order of the table. Read on demand, each compared with its id."""
+
+    def __init__(self, table: ShardedTable, column: str, folder: Path, counts: Ints) -> None:
+        self.table = table
+        self.column = column
+        self.sizes: tuple[int, ...] = tuple(counts.tolist())
+        """Training texts of each block of the table."""
+        self.starts: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+        """Index of the first training text of each block, and the number of texts."""
+        self._folder = folder
+        self._maps: tuple[NDArray[np.uint8], Keys] | None = None
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker maps the files itself. Pickled maps would carry their contents.
+        return {**self.__dict__, "_maps": None}
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return self.take(range(*index.indices(len(self))))
+        return self.take([range(len(self))[index]])[0]
+
+    def __iter__(self) -> Iterator[str]:
+        for number in range(len(self.sizes)):
+            yield from self.of_block(number)
+
+    def take(self, indices: Sequence[int]) -> list[str]:
+        """Read texts in the order of `indices`. Raises `UsageError` for a text that is not the one of the pass."""
+        rows = self._rows(indices)
+        return self._checked(self.table.take(self.column, rows), rows)
+
+    def place(self, index: int) -> str:
+        """Name file and place of a text."""
+        return self.table.place(int(self._rows([index])[0]))
+
+    def _rows(self, indices: Sequence[int]) -> Ints:
+        """Return the rows in the table of texts."""
+        wanted = np.asarray(indices, np.int64)
+        blocks = np.searchsorted(self.starts, wanted, side="right") - 1
+        rows = np.empty_like(wanted)
+        for number in dict.fromkeys(blocks.tolist()):
+            here = blocks == number
+            rows[here] = self.rows_of_block(number)[wanted[here] - self.starts[number]]
+        return rows
+
+    def of_block(self, number: int) -> list[str]:
+        """Read all training texts of a block."""
+        rows = self.rows_of_block(number)
+        return self._checked(self.table.take(self.column, rows), rows)
+
+    def rows_of_block(self, number: int) -> Ints:
+        """Return the rows in the table of a block's training texts."""
+        sides, _ = self._mapped()
+        first, end = self.table.starts[number : number + 2].tolist()
+        return first + np.flatnonzero(sides[first:end] == TRAIN)
+
+    def ids(self, number: int) -> Keys:
+        """Return the ids of a block's training texts."""
+        _, ids = self._mapped()
+        return ids[self.rows_of_block(number)]
+
+    def digest(self) -> str:
+        """Hash the ids of all training texts in order."""
+        digest = hashlib.sha256()
+        for number in range(len(self.sizes)):
+            digest.update(self.ids(number).tobytes())
+        return digest.hexdigest()
+
+    def _checked(self, values: list[str | None], rows: Ints) -> list[str]:
+        _, ids = self._mapped()
+        texts: list[str] = []
+        for value, row, expected in zip(values, rows.tolist(), ids[rows].tolist(), strict=True):
+            text = (value or "").strip()
+            if text_id(text) != expected:
+                raise UsageError(
+                    f"{self.table.index.option}: {self.table.place(row)}: its text is not the one that was there when "
+                    "the files were first read, and the file has kept its date. Its bytes are damaged: copy the file "
+                    "again, or take it out."
+                )
+            texts.append(text)
+        return texts
+
+    def _mapped(self) -> tuple[NDArray[np.uint8], Keys]:
+        if self._maps is None:
+            sides = np.memmap(self._folder / "sides.bin", np.uint8, "r")
+            self._maps = sides, np.memmap(self._folder / "ids.bin", np.uint64, "r")
+        return self._maps
+
+
+def text_id(text: str) -> int:
+    """Return the id of a text: the first 8 bytes of its sha256. Never 0."""
+    return _head(hashlib.sha256(text.encode()).digest()) or 1
+
+
+def word_key(text: str) -> int:
+    """Return the first 8 bytes of `content_key`, by which equal texts are found and held out."""
+    return _head(content_key(text))
+
+
+def split_notices(split: SplitShards, heldout: int) -> list[str]:
+    """Return lines for the log: sizes of the splits, and rows left out. `heldout` is the number of texts in use."""
+    notices = [f"{len(split.train):,} training texts, {heldout:,} held out"]
+    if split.facts["heldout"] > heldout:
+        notices[0] += f" of {split.facts['heldout']:,} that the hash chose; the others are not used"
+    kinds = {"bad": "bad rows", "short": "short texts", "repeated": "repeated texts"}
+    return notices + [f"{split.facts[name]:,} {kind} left out" for name, kind in kinds.items() if split.facts[name]]
+
+
+def _head(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big")
+
+
+# ---------------------------------------------------------------------------------------------------------- the pass
+class _ScannedBlock(NamedTuple):
+    ids: Keys
+    keys: Keys
+    """Hashes of the words alone, by which equal texts are found and held out."""
+    usable: NDArray[np.bool_]
+    short: int
+    characters: int
+    faults: list[tuple[int, str]]
+
+
+def _scan_block(table: ShardedTable, rules: SplitRules, number: int) -> _ScannedBlock:
+    """Identify the rows of a block. A function of the files, on any process."""
+    block = table.block(number)
+    values: list[Any] = block.columns[rules.column].to_pylist()
+    ids = np.zeros(len(values), np.uint64)
+    keys = np.zeros(len(values), np.uint64)
+    faults: list[tuple[int, str]] = []
+    short = characters = 0
+    for row, value in enumerate(values):
+        fault = _fault(block, row, value, rules.column)
+        if fault is None:
+            text = value.strip()
+            if len(text.split()) < rules.min_words:
+                short += 1
+                continue
+            ids[row] = text_id(text)
+            keys[row] = word_key(text)
+            characters += len(text)
+        elif fault:
+            faults.append((row, fault))
+    return _ScannedBlock(ids, keys, ids != 0, short, characters, faults)
+
+
+def _fault(block: DecodedBlock, row: int, value: Any, column: str) -> str | None:
+    """Return what is wrong with a row, "" for a blank line, or None."""
+    if row in block.faults:
+        return block.faults[row]
+    return text_fault({column: value}, column)
+
+
+def _write_split(table: ShardedTable, rules: SplitRules, sharing: int, progress: bool, directory: Path) -> None:
+    bad = BadRows(rules.max_bad_rows)
+    short = characters = 0
+    usable = np.zeros(len(table), np.bool_)
+    count = len(table.index.blocks)
+    scanned = blocks_in_order(partial(_scan_block, table, rules), count, "auto", sharing)
+    keys_file = directory / "keys.bin"
+    with (
+        (directory / "ids.bin").open("wb") as ids,
+        keys_file.open("wb") as keys,
+        Progress("texts", len(table), progress) as bar,
+    ):
+        for number, block in enumerate(scanned):
+            first = int(table.starts[number])
+            for row, reason in block.faults:
+                bad.add(table.place(first + row), reason)
+            usable[first : first + len(block.usable)] = block.usable
+            short += block.short
+            characters += block.characters
+            ids.write(block.ids.tobytes())
+            keys.write(block.keys.tobytes())
+            bar.update(len(block.ids))
+    sides, heldout = _choose_sides(keys_file, usable, rules)
+    keys_file.unlink()
+    sides.tofile(directory / "sides.bin")
+    counts = np.add.reduceat(sides == TRAIN, table.starts[:-1], dtype=np.int64)
+    np.save(directory / "train_rows.npy", counts)
+    repeated = int(usable.sum() - (sides != LEFT_OUT).sum())
+    facts = {"bad": bad.count, "short": short, "repeated": repeated, "heldout": int((sides == HELDOUT).sum())}
+    (directory / "facts.json").write_text(json.dumps(facts), "utf-8")
+    train = ShardTexts(table, rules.column, directory, counts)
+    affordable = CHARACTERS * int(usable.sum()) // max(1, characters)
+    count = min(len(train), SAMPLE_ROWS, affordable)
+    chosen = np.linspace(0, len(train) - 1, count).round().astype(np.int64)
+    texts = {
+        "heldout": [text.strip() for text in table.take(rules.column, heldout[:affordable])],
+        "sample": train.take(chosen.tolist()),
+    }
+    (directory / "texts.json").write_text(json.dumps(texts), "utf-8")
+
+
+def _choose_sides(keys_file: Path, usable: NDArray[np.bool_], rules: SplitRules) -> tuple[NDArray[np.uint8], Ints]:
+    """Return the side of each row, and the first held-out rows by hash. Of equal texts the first is kept."""
+    sides = np.zeros(len(usable), np.uint8)
+    keys: Any = np.memmap(keys_file, np.uint64, "r") if len(usable) else np.zeros(0, np.uint64)
+    partitions = max(1, math.ceil(len(usable) / ROWS_PER_PARTITION))
+    threshold = np.uint64(math.ceil(rules.fraction * 2**64))
+    excluded = np.array(rules.heldout_keys, np.uint64)
+    heldout_keys = np.zeros(0, np.uint64)
+    heldout_rows = np.zeros(0, np.int64)
+    for partition in range(partitions):
+        rows = _rows_of_partition(keys, usable, partition, partitions)
+        # Rows ascend, and of equal values `unique` returns the place of the first.
+        values, first = np.unique(keys[rows], return_index=True)
+        rows = rows[first]
+        held = values < threshold
+        sides[rows[held]] = HELDOUT
+        sides[rows[~held & ~np.isin(values, excluded)]] = TRAIN
+        heldout_keys = np.concatenate([heldout_keys, values[held]])
+        heldout_rows = np.concatenate([heldout_rows, rows[held]])
+        by_hash = heldout_keys.argsort()[:HELDOUT_ROWS]
+        heldout_keys = heldout_keys[by_hash]
+        heldout_rows = heldout_rows[by_hash]
+    return sides, heldout_rows
+
+
+def _rows_of_partition(keys: Keys, usable: NDArray[np.bool_], partition: int, partitions: int) -> Ints:
+    """Return the usable rows whose hash falls into one of `partitions` parts."""
+    found: list[Ints] = []
+    for start in range(0, len(keys), ROWS_PER_PARTITION):
+        piece = slice(start, start + ROWS_PER_PARTITION)
+        here = (keys[piece] % np.uint64(partitions) == partition) & usable[piece]
+        found.append(start + np.flatnonzero(here))
+    return np.concatenate(found) if found else np.zeros(0, np.int64)

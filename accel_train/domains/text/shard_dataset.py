@@ -1,0 +1,188 @@
+"""Training pairs of text and latent from shards larger than memory: texts and latents are read by block."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.data.block_cache import BlockCache
+from accel_train.data.block_order import BlockOrder
+from accel_train.data.progress import Progress
+from accel_train.domains.text.dataset import DataAssets, padded_rows
+from accel_train.domains.text.encoders import LatentEncoder
+from accel_train.domains.text.latent_cache import (
+    FORMAT,
+    check_finite,
+    encode_rows,
+    intact,
+    open_shard,
+    row_blocks,
+    write_shard,
+)
+from accel_train.domains.text.shard_corpus import ShardTexts
+
+
+class BlockLatents:
+    """Latents (L, Dz) of the training texts, one file for each block of the table.
+
+    Files are memory-mapped up to `cache_bytes` in all, at least one. Same interface as `LatentTable`.
+    """
+
+    def __init__(self, files: tuple[Path | None, ...], texts: ShardTexts, cache_bytes: int) -> None:
+        self.texts = texts
+        self._files = files
+        self._starts = texts.starts
+        self._mapped: BlockCache[Tensor] = BlockCache(cache_bytes)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, Dz)"""
+        shard = self._file(int(np.searchsorted(self._starts, 0, side="right")) - 1)
+        return shard.shape[1], shard.shape[2]
+
+    def row(self, index: int) -> Tensor:
+        """Read one latent (L, Dz) float32."""
+        return self.rows(torch.tensor([index]))[0]
+
+    def rows(self, indices: Tensor, out: Tensor | None = None) -> Tensor:
+        """Read rows (n,) int64 as (n, L, Dz) float32, into `out` if given."""
+        if out is None:
+            out = torch.empty(len(indices), *self.shape)
+        wanted = indices.numpy()
+        blocks = np.searchsorted(self._starts, wanted, side="right") - 1
+        for number in dict.fromkeys(blocks.tolist()):
+            here = torch.from_numpy(blocks == number)
+            out[here] = self._file(number)[indices[here] - int(self._starts[number])]
+        return out
+
+    def blocks(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first index, latents (n, L, Dz)) in order. `size` None: as many rows as fit into 64 MiB."""
+        return row_blocks(self, size)
+
+    def _file(self, number: int) -> Tensor:
+        file = self._files[number]
+        assert file is not None, "a block without training texts has no latents"
+        # Pages of a map count as memory of the process until it is closed.
+        return self._mapped.get(number, lambda: open_shard(file), lambda shard: shard.nbytes)
+
+
+def block_latents(
+    texts: ShardTexts,
+    encoder: LatentEncoder,
+    cache: Path,
+    *,
+    rank: int,
+    world_size: int,
+    barrier: Callable[[], None],
+    progress: bool,
+) -> BlockLatents:
+    """Load the latents of all training texts and compute the missing ones. Every rank calls it (two barriers).
+
+    A file is named by the encoder and by the ids of its texts, so blocks survive others that come or go. Rank r
+    first builds blocks r, r + world_size, ... Then each rank builds those still missing on its own disk. Each process
+    reads every file once to verify it.
+    """
+    files = [_file_of(texts, number, encoder, cache) for number in range(len(texts.sizes))]
+    filled = [number for number, file in enumerate(files) if file is not None]
+    start = rank % max(1, len(filled))
+    for assigned in (filled[rank::world_size], filled[start:] + filled[:start]):
+        with Progress("latents", sum(texts.sizes[number] for number in assigned), progress and rank == 0) as bar:
+            for number in assigned:
+                _build(files[number], texts, number, encoder, bar.update)
+        barrier()
+    return BlockLatents(tuple(files), texts, texts.table.cache_bytes)
+
+
+def _file_of(texts: ShardTexts, number: int, encoder: LatentEncoder, cache: Path) -> Path | None:
+    if not texts.sizes[number]:
+        return None
+    digest = hashlib.sha256(f"{FORMAT} {encoder.identity} ".encode() + texts.ids(number).tobytes()).hexdigest()
+    return cache / "latents" / "blocks" / digest[:2] / f"{digest}.safetensors"
+
+
+def _build(
+    file: Path | None, texts: ShardTexts, number: int, encoder: LatentEncoder, done: Callable[[int], None]
+) -> None:
+    """Build the file of a block, unless it is intact. Another process may do so at the same time."""
+    rows = texts.sizes[number]
+    if file is None or intact(file, rows, encoder.dim):
+        done(rows)
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    block = texts.of_block(number)
+    latents = encode_rows(block, encoder, done)
+    check_finite(torch.from_numpy(latents), int(texts.starts[number]), block, int(texts.starts[number]))
+    write_shard(file, latents[:, None, :])
+
+
+class ShardTextDataset:
+    """Map-style dataset of text and latents, with the samples of `TextLatentDataset`. Texts are tokenised when read.
+
+    It knows no lengths, so its batches cannot be grouped by them.
+    """
+
+    PADDED = ("tokens", "text_mask", "maskable")
+
+    def __init__(self, table: BlockLatents, assets: DataAssets, order: BlockOrder | None) -> None:
+        self.texts = table.texts
+        self.table = table
+        self.order = order
+        self.fingerprint = _fingerprint(table.texts, assets)
+        self._tokenizer = assets.tokenizer
+        self._max_length = assets.max_length
+        self._maskable = assets.tokenizer.maskable()
+        self._mean = assets.latent_mean
+        self._std = assets.latent_std
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return tokens (S,) int64, text_mask (S,) bool, maskable (S,) bool and latent (L, Dz) float32."""
+        return {name: values[0] for name, values in self.batch([index]).items()}
+
+    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+        """Stack samples: tokens, text_mask, maskable (B, S) and latent (B, L, Dz)."""
+        tokens = self._tokenizer.tokenise(self.texts.take(indices), self._max_length)
+        rows, mask = padded_rows(
+            tokens, torch.arange(len(indices)), torch.arange(self._max_length), self._tokenizer.pad_id
+        )
+        maskable = mask & self._maskable[rows]
+        without_token = maskable.any(1).logical_not().nonzero().flatten().tolist()
+        if without_token:
+            place = self.texts.place(indices[without_token[0]])
+            raise UsageError(f"--data.path: {place}: the tokenizer leaves no token of its text. Take it out.")
+        latent = self.table.rows(torch.tensor(indices))
+        latent.sub_(self._mean).div_(self._std)
+        return {"tokens": rows, "text_mask": mask, "maskable": maskable, "latent": latent}
+
+
+def _fingerprint(texts: ShardTexts, assets: DataAssets) -> str:
+    """Hash the ids of all training texts, their blocks, tokenizer, length and encoder with sha256."""
+    assert assets.encoder is not None, "ready-made latents are refused with shards"
+    sizes = list(texts.sizes)
+    facts = [texts.digest(), sizes, assets.max_length, assets.tokenizer.to_json(), assets.encoder.identity]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def window_notices(texts: ShardTexts, window: int) -> list[str]:
+    """Return a line if the decoded blocks of a window exceed the cache. Reads the largest block."""
+    table = texts.table
+    sizes = [block.rows for block in table.index.blocks]
+    needed = table.block(sizes.index(max(sizes))).size * min(window, len(sizes))
+    if needed <= table.cache_bytes:
+        return []
+    return [
+        f"--data.shuffle_blocks {window}: the blocks of a window take up to {needed / 2**20:,.0f} MiB, but "
+        f"--data.cache_mib keeps {table.cache_bytes / 2**20:,.0f}, so blocks are read again and again. Raise "
+        "cache_mib, or lower shuffle_blocks"
+    ]

@@ -1,0 +1,125 @@
+"""Read 20 GB of cheap files through the loader, and print how much memory it took: ``python -m ... KIND FOLDER``.
+
+KIND is ``parquet`` (constant texts, which parquet stores once for each row group) or ``hdf5`` (a sparse file). Each row
+carries its number, so that every row is known to be read once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accel_train.data.block_order import BlockOrder
+from accel_train.data.loader import iterate_steps
+from accel_train.data.options import LoaderConfig
+from accel_train.data.sampler import BatchShard, StepSampler
+from accel_train.data.sharded_table import ShardedTable
+from accel_train.data.shards import index_shards
+from accel_train.domains.pde.files import FieldPart, Fields
+
+CACHE_BYTES = 128 * 2**20
+SHARDS, GROUPS, ROWS, CHARACTERS = 20, 25, 1000, 40_000
+SAMPLES, FIELD = 5000, (16, 1, 256, 256)
+
+
+def write_parquet(folder: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    text = pa.array(["x" * CHARACTERS]).take(pa.array(np.zeros(ROWS, np.int32)))
+    for shard in range(SHARDS):
+        schema = pa.schema([("text", pa.string()), ("n", pa.int64())])
+        with parquet.ParquetWriter(folder / f"{shard:02}.parquet", schema, write_page_checksum=True) as writer:
+            for group in range(GROUPS):
+                first = (shard * GROUPS + group) * ROWS
+                writer.write_table(pa.table({"text": text, "n": np.arange(first, first + ROWS)}))
+
+
+def write_hdf5(folder: Path) -> None:
+    import h5py
+
+    with h5py.File(folder / "fields.h5", "w") as content:
+        properties: Any = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        # Allocated and not written: the file has holes.
+        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        space = h5py.h5s.create_simple((SAMPLES, *FIELD))
+        stored = h5py.Dataset(h5py.h5d.create(content.id, b"fields", h5py.h5t.NATIVE_FLOAT, space, properties))
+        for sample in range(SAMPLES):
+            stored[sample, 0, 0, 0, 0] = sample
+
+
+class Texts:
+    """Rows of a table: length and number of each."""
+
+    def __init__(self, table: ShardedTable) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[0] for name, values in self.batch([index]).items()}
+
+    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+        texts = self.table.take("text", indices)
+        return {"size": torch.tensor([len(t) for t in texts]), "n": torch.tensor(self.table.take("n", indices))}
+
+
+class Samples:
+    """All snapshots of each sample: their bytes, and the number written into the first."""
+
+    def __init__(self, fields: Fields) -> None:
+        self.fields = fields
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        values = self.fields.snapshots(index, slice(None))
+        return {"size": torch.tensor(values.nbytes), "n": torch.tensor(int(values.flat[0]))}
+
+
+def read(dataset: Texts | Samples, order: BlockOrder | None) -> tuple[int, bool]:
+    """Read an epoch. Return the bytes, and if each row came once."""
+    rows = len(dataset)
+    steps = iterate_steps(
+        dataset,
+        StepSampler(rows, 50, 0, blocks=order),
+        BatchShard(0, 1, 50),
+        start_step=0,
+        max_steps=rows // 50,
+        device=torch.device("cpu"),
+        config=LoaderConfig(num_workers=0),
+    )
+    seen = np.zeros(rows, np.int64)
+    total = 0
+    for step in steps:
+        [batch] = step.micro_batches
+        seen[batch["n"].numpy()] += 1
+        total += int(batch["size"].sum())
+    return total, bool((seen == 1).all())
+
+
+def main(kind: str, folder: Path) -> None:
+    """Read the files of ``write_...`` and print the result as JSON."""
+    if kind == "parquet":
+        table = ShardedTable(index_shards("--data.path", str(folder), folder / "cache"), ("text", "n"), CACHE_BYTES)
+        total, once = read(Texts(table), BlockOrder([block.rows for block in table.index.blocks], 2))
+    else:
+        part = FieldPart(folder / "fields.h5", ("fields",), 0, 0, SAMPLES)
+        total, once = read(Samples(Fields((part,), CACHE_BYTES)), None)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    # Of this program alone. The maximum of getrusage also counts the process that started it.
+    peak = int(status["VmHWM"].split()[0]) * 1024
+    print(json.dumps({"bytes": total, "each_once": once, "peak_bytes": peak}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
