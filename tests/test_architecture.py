@@ -72,6 +72,7 @@ INSIDE_FUNCTIONS = {
     "deepspeed",
     "diffusers",
     "h5py",
+    "kernels",
     "matplotlib",
     "pyarrow",
     "scipy",
