@@ -83,7 +83,8 @@ def texts(planned: snapshot.Plan, step: int, random_states: Sequence[Any] | None
     """Build the small JSON files by name. ``random_states`` of all ranks are None for a save without state."""
     found = indices(planned)
     if random_states is not None:
-        found["optimizer/index.json"] = state_index(planned, step, shards.numbers())
+        numbers = shards.numbers() if step > 0 else {}  # without a step there is no state yet
+        found["optimizer/index.json"] = state_index(planned, step, numbers)
         found["trainer_state.json"] = {"step": step, "random_state": random_states}
     return {name: atomic_files.to_json(value) for name, value in found.items()}
 

@@ -7,6 +7,7 @@ once. ``sharding`` holds the layout of each strategy.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -142,11 +143,13 @@ class Shards:
         per element nor one for the whole parameter, because a checkpoint could not hold it by parameter name.
         """
         optimizer = self._sharding.optimizer
-        if not self._is_own or not optimizer.state:
+        if not self._is_own:
             return {}
+        # What the constructor takes is an option of the run, and a resume with another value must not undo it.
+        options = {*GROUP_OPTIONS, *inspect.signature(type(optimizer)).parameters}
         groups: dict[str, Any] = {}
         for group in optimizer.param_groups:
-            kept = {key: encode_number(value) for key, value in group.items() if key not in GROUP_OPTIONS}
+            kept = {key: encode_number(value) for key, value in group.items() if key not in options}
             groups[group["name"]] = {key: number for key, number in kept.items() if number is not None}
         parameters: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
@@ -248,7 +251,7 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 # ------------------------------------------------------------------- a trial of an optimizer of the user's own
-TRIAL_STEPS = 6
+TRIAL_STEPS = 12
 
 
 def try_saving(
@@ -325,7 +328,8 @@ class _Trial:
         for step in steps:
             for index, parameter in enumerate(self.model.parameters()):
                 angles = torch.linspace(-1, 1, parameter.numel(), device=parameter.device).view(parameter.shape)
-                parameter.grad = torch.sin(angles * (step + 2) + index)
+                # Much the same direction in every step, so that optimizers that estimate a distance see one.
+                parameter.grad = torch.sin(2 * angles + index + 0.1 * step)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["base_lr"] * min(step / 2, 1.0)
             self.optimizer.step()
