@@ -86,6 +86,7 @@ INSIDE_FUNCTIONS = {
     "deepspeed",
     "diffusers",
     "h5py",
+    "kernels",
     "matplotlib",
     "peft",
     "pyarrow",

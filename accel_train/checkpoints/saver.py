@@ -291,7 +291,8 @@ class Saver:
         shards = self._shards
         loss_scale = read_loss_scale(self._accelerator, shards.model)
         state = random_states if self._config.save_state else None
-        return contents.texts(planned, step, state, shards.numbers(), loss_scale)
+        numbers = shards.numbers() if step > 0 else {}  # without a step there is no state yet
+        return contents.texts(planned, step, state, numbers, loss_scale)
 
     # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:

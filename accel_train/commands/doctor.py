@@ -24,6 +24,7 @@ PACKAGES = (
     "huggingface-hub",
     "deepspeed",
     "flash-attn",
+    "kernels",
 )
 # Lowest version without known security problems, and the reason.
 ADVISED = {"torch": ("2.10", "CVE-2026-24747"), "transformers": ("5.3", "several CVEs")}

@@ -16,7 +16,8 @@ from accel_train.wording import did_you_mean, nearest, shortened
 
 REPLACED = {
     "xformers": "sdpa_efficient, which is the same kernel inside torch",
-    "flash_attention_2": "flash",
+    "flash_attention_2": "flash, or flash_hub, which compiles nothing",
+    "kernels-community/flash-attn2": "flash_hub",
     "flash_attention_3": "flash3",
     "flex_attention": "flex",
     "eager": "sdpa_math",

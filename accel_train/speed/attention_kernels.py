@@ -181,6 +181,27 @@ def _build_flash(name: str) -> Attention:
     return Attention(name, flash_attention(module, torch.are_deterministic_algorithms_enabled()), pack_mask)
 
 
+HUB_FLASH = ("kernels-community/flash-attn2", 2)
+"""Repository and version of flash-attn 2, built for each torch and CUDA, so that nothing is compiled here."""
+
+
+def _build_flash_hub(name: str) -> Attention:
+    """flash-attn 2 of the Hub, by the package `kernels`: downloaded once, then read from the cache of the Hub."""
+    get_kernel: Callable[..., Any] = importlib.import_module("kernels").get_kernel
+    repository, version = HUB_FLASH
+    try:
+        module = get_kernel(repository, version=version)
+        kernel = flash_attention(module, torch.are_deterministic_algorithms_enabled())
+    except Exception as error:  # of foreign code: the network, the cache, no build for this torch and CUDA
+        raise UsageError(
+            f"attention {name}: {repository} version {version} could not be loaded. Fetch it once where there is a "
+            f'network (HF_HUB_OFFLINE not set), with the same HF_HOME and torch {torch.__version__}: python -c "from '
+            f"kernels import get_kernel; get_kernel('{repository}', version={version})\", or use flash, varlen or auto "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return Attention(name, kernel, pack_mask)
+
+
 def _flash_of_torch(name: str) -> Attention:
     """torch's flash kernel. It takes no mask on CUDA, so masked batches use its variable-length form."""
     dense = partial(restricted_sdpa, "sdpa_flash")
@@ -258,6 +279,7 @@ def _user_kernel(name: str) -> Kernel:
 
 _BUILDERS: dict[str, Callable[[str], Attention]] = {
     "flash": _build_flash,
+    "flash_hub": _build_flash_hub,
     "flash3": _build_activated,
     "flash4": _build_activated,
     "varlen": _build_varlen,

@@ -116,6 +116,18 @@ BACKENDS: tuple[Backend, ...] = (
         install="'accel-train[flash]'",
     ),
     Backend(
+        "flash_hub",
+        "cuda",
+        _HALF,
+        "packed",
+        largest_head=256,
+        head_multiple=8,
+        capability=(8, 0),
+        compiles=False,  # not known of the builds on the Hub
+        requires=("kernels",),
+        install="'accel-train[kernels]'",
+    ),
+    Backend(
         "flash3",
         "cuda",
         _HALF,

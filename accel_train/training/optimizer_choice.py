@@ -232,7 +232,7 @@ class OwnOptimizer:
 
 
 # ------------------------------------------------------------------- a trial of an optimizer of the user's own
-TRIAL_STEPS = 6
+TRIAL_STEPS = 12
 
 
 def try_saving(
@@ -312,7 +312,8 @@ class _Trial:
         for step in steps:
             for index, parameter in enumerate(self.model.parameters()):
                 angles = torch.linspace(-1, 1, parameter.numel(), device=parameter.device).view(parameter.shape)
-                parameter.grad = torch.sin(angles * (step + 2) + index)
+                # Much the same direction in every step, so that optimizers that estimate a distance see one.
+                parameter.grad = torch.sin(2 * angles + index + 0.1 * step)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["base_lr"] * min(step / 2, 1.0)
             self.optimizer.step()

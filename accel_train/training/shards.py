@@ -7,6 +7,7 @@ once. ``sharding`` holds the layout of each strategy.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -192,11 +193,13 @@ class Shards:
         per element nor one for the whole parameter, because a checkpoint could not hold it by parameter name.
         """
         optimizer = self._sharding.optimizer
-        if not self._is_own or not optimizer.state:
+        if not self._is_own:
             return {}
+        # What the constructor takes is an option of the run, and a resume with another value must not undo it.
+        options = {*GROUP_OPTIONS, *inspect.signature(type(optimizer)).parameters}
         groups: dict[str, Any] = {}
         for group in optimizer.param_groups:
-            kept = {key: encode_number(value) for key, value in group.items() if key not in GROUP_OPTIONS}
+            kept = {key: encode_number(value) for key, value in group.items() if key not in options}
             groups[group["name"]] = {key: number for key, number in kept.items() if number is not None}
         parameters: dict[str, Any] = {}
         for name, parameter in self.parameters.items():

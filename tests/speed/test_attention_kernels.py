@@ -4,17 +4,23 @@ is given and computes in fp64, takes its place. That tests the contract with the
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import pickle
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.speed.attention import apply_attention
 from accel_train.speed.attention_kernels import (
@@ -117,6 +123,95 @@ def with_varlen_stand_in() -> Attention:
         return _rows_as_sequences(flash_attn_varlen_func, q, k, v, None)
 
     return Attention("varlen", packed_kernel(dense, flash_attn_varlen_func), pack_mask)
+
+
+# ------------------------------------------------------------------------------------------ flash-attn of the Hub
+def sdpa_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Tensor:
+    """The signature of kernels-community/flash-attn2, with torch's attention on (batch, sequence, heads, head size)."""
+    assert set(named) <= set(inspect.signature(flash_attn_func).parameters)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+
+
+def sdpa_flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **named: Any,
+) -> Tensor:
+    """As above on packed tokens, one sequence after the other."""
+    assert set(named) <= set(inspect.signature(flash_attn_varlen_func).parameters)
+    queries, keys = bounds(q, cu_seqlens_q, max_seqlen_q), bounds(k, cu_seqlens_k, max_seqlen_k)
+    rows = [(q[of][None], k[seen][None], v[seen][None]) for of, seen in zip(queries, keys, strict=True)]
+    return torch.cat([sdpa_flash_attn_func(*row)[0] if row[0].shape[1] else row[0][0] for row in rows])
+
+
+def stand_in_for_kernels(monkeypatch: pytest.MonkeyPatch, get_kernel: Any) -> None:
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flash_of_the_hub_is_loaded_at_its_pinned_version_and_passes_the_proof(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def get_kernel(repository: str, *, version: int) -> Any:
+        asked.append((repository, version))
+        return SimpleNamespace(flash_attn_func=sdpa_flash_attn_func, flash_attn_varlen_func=sdpa_flash_attn_varlen_func)
+
+    stand_in_for_kernels(monkeypatch, get_kernel)
+    built = build_attention("flash_hub")
+    assert asked == [("kernels-community/flash-attn2", 2)]
+    proof = prove_attention(built, AttentionNeeds(torch.device("cpu"), dtype, 16, heads=2, length=50, cross=True))
+    assert max(proof.forward_error, proof.backward_error) <= proof.tolerance
+
+
+def test_a_wrong_layout_of_the_hub_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof above can fail: here with heads and sequence changed over."""
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    module = SimpleNamespace(flash_attn_func=wrong, flash_attn_varlen_func=sdpa_flash_attn_varlen_func)
+    stand_in_for_kernels(monkeypatch, lambda *_, **__: module)
+    needs = AttentionNeeds(torch.device("cpu"), torch.float32, 16, heads=2, length=50)
+    with pytest.raises(UsageError, match="attention flash_hub: differs from the fp64 reference without a mask"):
+        prove_attention(build_attention("flash_hub"), needs)
+
+
+@pytest.mark.parametrize("error", [OSError("offline"), ValueError("no build"), FileNotFoundError("not cached")])
+def test_flash_of_the_hub_that_cannot_be_loaded(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_kernel(*_: Any, **__: Any) -> Any:
+        raise error
+
+    stand_in_for_kernels(monkeypatch, get_kernel)
+    with pytest.raises(UsageError) as raised:
+        build_attention("flash_hub")
+    for words in ("flash-attn2 version 2 could not be loaded", str(error), "HF_HUB_OFFLINE", "get_kernel('kernels-c"):
+        assert words in str(raised.value)
+
+
+def test_a_kernel_without_the_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_kernels(monkeypatch, lambda *_, **__: SimpleNamespace())
+    with pytest.raises(UsageError, match="flash_attn_func"):
+        build_attention("flash_hub")
+
+
+def test_the_package_itself_says_that_the_kernel_is_not_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the real package, offline and with an empty cache."""
+    if find_spec("kernels") is None:
+        pytest.skip("kernels is not installed: pip install -e '.[kernels]'")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UsageError, match=r"attention flash_hub: kernels-community/flash-attn2 version 2 could not"):
+        build_attention("flash_hub")
 
 
 def inputs(rows: int, length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

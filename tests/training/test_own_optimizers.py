@@ -37,6 +37,17 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.norm(self.first(x))))
 
 
+class Counting(torch.optim.SGD):
+    """Steps in proportion to a number that it keeps in its groups, as Prodigy does with its estimate."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"]:
+                parameter.grad.mul_(1 + 1 / group["count"])
+        return super().step(closure)
+
+
 def factor(step: int) -> float:
     """A warm-up from 0 and a decay."""
     return min(step / 3, 1.0) * (1 - step / 40)
@@ -69,7 +80,8 @@ CLASSES: list[tuple[str, float, tuple[str, ...], dict[str, Any]]] = [
     ("torch.optim:NAdam", 0.01, ("betas=[0.8, 0.99]",), {"betas": (0.8, 0.99)}),
     ("torch.optim:RMSprop", 0.01, ("centered=true",), {"centered": True}),
     ("torch.optim:ASGD", 0.1, (), {}),
-    ("prodigyopt:Prodigy", 1.0, ("d_coef=0.5", "d0=1e-3"), {"betas": (0.9, 0.95), "d_coef": 0.5, "d0": 1e-3}),
+    ("prodigyopt:Prodigy", 1.0, ("d_coef=2",), {"betas": (0.9, 0.95), "d_coef": 2}),
+    (f"{HERE}:Counting", 0.1, (), {}),
 ]
 
 
@@ -135,6 +147,7 @@ def test_prodigy_state_holds_its_estimate() -> None:
     train(model, optimizer, range(8))
     shards = Shards(model, optimizer)
     assert decode_number(shards.numbers()["groups"]["decay"]["d"], CPU) == optimizer.param_groups[0]["d"] > 1e-6
+    assert "d_coef" not in shards.numbers()["groups"]["decay"]  # an argument of the run, not of the checkpoint
     assert "p0" not in shards.numbers()["parameters"]["first.weight"]
     assert shards.numbers()["parameters"]["head.weight"]["p0"] == ["torch.float32", "0.0"]  # that layer began at zero
 
@@ -217,6 +230,15 @@ class Modes(torch.optim.SGD):
     def eval(self) -> None: ...
 
 
+class Decaying(torch.optim.SGD):
+    """Changes an argument of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["momentum"] = 0.5 + group["momentum"] / 2
+        return super().step(closure)
+
+
 class Lookahead(torch.optim.SGD):
     """Keeps a list of tensors in its state."""
 
@@ -250,13 +272,14 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"name": "torch.optim:Rprop"}, ["optimizer.weight_decay: 0.01", "--optimizer.weight_decay 0"]),
     ({"name": "torch.optim:Rprop", "weight_decay": 0}, ["moves parameters while the learning rate is 0"]),
     ({"name": "torch.optim:LBFGS", "weight_decay": 0}, ["doesn't support per-parameter options"]),
-    ({"name": "torch.optim:SparseAdam", "weight_decay": 0}, ["a trial of 6 steps failed", "dense gradients"]),
+    ({"name": "torch.optim:SparseAdam", "weight_decay": 0}, ["a trial of 12 steps failed", "dense gradients"]),
     (
         {"name": "torch.optim:Adafactor", "arguments": ("eps=[none, 1e-3]",)},
         ["Adafactor keeps row_var of matrix as a tensor (4, 1) of float32"],
     ),
     ({"name": f"{HERE}:Hidden"}, ["went on with other bits", "no checkpoint finds it"]),
     ({"name": f"{HERE}:Sampling"}, ["draws random numbers"]),
+    ({"name": f"{HERE}:Decaying"}, ["went on with other bits"]),
     ({"name": f"{HERE}:Modes"}, ["has train() and eval()", "--optimizer.name adamw with --ema.decay"]),
     ({"name": f"{HERE}:Lookahead"}, ["Lookahead keeps before of matrix as a list"]),
 ]
