@@ -31,6 +31,7 @@ from accel_train.opened import Prepared
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate
+from accel_train.training.shards import plain_module
 
 logger = logging.getLogger("recipes.causal_lm")
 DEFAULT_PRESET = "causal_lm_demo"
@@ -110,7 +111,7 @@ def evaluate(
         sums = evaluation.weighted_sums(
             accelerator, batches, lambda batch: perplexity.metric_sums(model.logits(batch), batch, unigram)
         )
-        module = accelerator.unwrap_model(prepared.model)
+        module = plain_module(prepared.model)
         written = samples.write(module, data, options, config.seed, processes=accelerator.num_processes)
     metrics = perplexity.metrics_from_sums(sums)
     if accelerator.is_main_process:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launching import Finished, Layout, command, fork, relative_difference, run_recipe
+from tests.distributed.launching import Finished, Layout, command, few_texts, fork, relative_difference, run_recipe
 from tests.domains.language import tiny
 
 pytestmark = pytest.mark.distributed
@@ -135,3 +135,16 @@ def test_pretrained_weights_are_tuned_on_chats_and_resume_without_their_source(t
     assert lines[1]["loss"] == pytest.approx(torch.log(torch.tensor(320.0)).item(), rel=0.05)  # of random weights
     (folder / "model.safetensors").unlink()
     assert "at step 2" in run(3)
+
+
+def test_losses_are_those_of_the_trainer_of_transformers(tmp_path: Path) -> None:
+    """The same weights, packed rows and order, fp32, four micro-batches a step."""
+    from benchmarks import causal_lm
+
+    path = str(few_texts())
+    causal_lm.write_model(tmp_path, path, tiny.LLAMA)
+    found = causal_lm.ours(tmp_path, path, 8)["losses"]
+    expected = causal_lm.trainer(tmp_path, path, 8)["losses"]
+    assert len(found) == len(expected) == 8
+    assert found[-1] < found[0]
+    assert causal_lm.largest_difference(found, expected) < 1e-4

@@ -167,8 +167,9 @@ def build(options: ModelConfig, config: Any, device: torch.device, *, load_sourc
 def _make(options: ModelConfig, config: Any, attention: str, reads: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    loader: Any = AutoModelForCausalLM
     if reads:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = loader.from_pretrained(
             options.source,
             config=config,
             revision=options.revision,
@@ -180,7 +181,7 @@ def _make(options: ModelConfig, config: Any, attention: str, reads: bool) -> nn.
         )
         _refuse_missing(str(options.source), found)
     else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = loader.from_config(config, dtype=torch.float32, attn_implementation=attention)
     # Other programs find the class by it.
     model.config.architectures = [type(model).__name__]
     return model.train()
