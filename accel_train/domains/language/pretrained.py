@@ -166,7 +166,11 @@ def build(options: ModelConfig, config: Any, device: torch.device, *, load_sourc
 
 def _make(options: ModelConfig, config: Any, attention: str, reads: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    # Under ZeRO-3 transformers would build a sharded model. Here each process builds it whole, from the same seed, and
+    # `accelerator.prepare` shards it.
+    unset_hf_deepspeed_config()
     loader: Any = AutoModelForCausalLM
     if reads:
         model, found = loader.from_pretrained(
