@@ -31,7 +31,7 @@ Source = Literal["model", "ema"]
 
 
 def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", source: Source = "model") -> int:
-    """Write the weights or their EMA as ``destination/model.safetensors``, with config.json, assets and options.
+    """Write the weights or their EMA as ``destination/model.safetensors``, with its other files and the options.
 
     experiment.json has the options of the experiment: weights are of little use without objective and samplers. Above
     2 GB the weights are shards with an index. A run stands for its newest verified checkpoint. If ``save_precision``
@@ -97,11 +97,16 @@ def _experiment(checkpoint: Checkpoint, source: Source) -> dict[str, Any]:
 
 
 def _copy_extras(checkpoint: Checkpoint, directory: Path) -> None:
-    """Copy config.json and assets as listed in the manifest, since only those files were verified."""
+    """Copy what a recipe wrote beside the weights, as listed in the manifest, since only those files were verified.
+
+    These are config.json, assets, and other files of the directory itself, such as a tokenizer where transformers
+    looks for it. Weights and training state are left out.
+    """
     for name in checkpoint.manifest["files"]:
         parts = PurePosixPath(name).parts
         is_asset = parts[:1] == ("assets",) and ".." not in parts
-        if is_asset or parts == ("config.json",):
+        is_beside = len(parts) == 1 and not name.startswith(("trainer_state.json", "model.", "model-", "ema.", "ema-"))
+        if is_asset or is_beside:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint.file(name), directory / name)
 
