@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel_train import cli
 from tests.distributed.launching import Finished, Layout, command, few_texts, fork, relative_difference, run_recipe
 from tests.domains.language import tiny
 
@@ -87,6 +88,17 @@ def test_a_checkpoint_loads_with_transformers(trained: Finished) -> None:
     written = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     assert written.shape[1] <= ids.shape[1] + 4
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_an_export_of_the_average_loads_with_transformers(trained: Finished, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert cli._main(["checkpoints", "export", str(trained.directory), str(tmp_path / "out"), "--weights", "ema"]) == 0
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    average = trained.tensors(6, "ema")
+    assert all(torch.equal(p, average[name]) for name, p in model.named_parameters())
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(tokenizer) == model.config.vocab_size
 
 
 def test_evaluation_is_the_same_on_two_processes_and_any_batch(trained: Finished, tmp_path: Path) -> None:

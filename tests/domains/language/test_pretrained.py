@@ -13,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from accel_train.config import UsageError
 from accel_train.domains.language import flops, pretrained, tokenizers
 from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
+from accel_train.speed.options import ActivationCheckpointingConfig
 from tests.domains.language import tiny
 
 CPU = torch.device("cpu")
@@ -172,3 +174,22 @@ def test_a_missing_pad_token_is_set_and_said() -> None:
     (notice,) = tokenizers.set_pad_token(tokenizer)
     assert "no pad token: '</s>' is set" in notice
     assert (tokenizer.pad_token_id, len(tokenizer)) == (tokenizer.eos_token_id, size)
+
+
+@pytest.mark.parametrize("mode", ["full", "every_nth", "selective"])
+@pytest.mark.parametrize("config", ["llama", "gpt2"])
+def test_activation_checkpointing_of_its_blocks_changes_no_gradient(config: str, mode: Any) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    options = ModelConfig(config=config, **sizes)
+    ids = torch.arange(24).reshape(1, 24)
+    packed = {"input_ids": ids, "position_ids": torch.arange(12).repeat(2).reshape(1, 24)}
+
+    def gradients(checkpointed: bool) -> list[torch.Tensor]:
+        model = tiny.model(options)
+        if checkpointed:
+            notice = apply_activation_checkpointing(model, ActivationCheckpointingConfig(mode))
+            assert f"{1 if mode == 'every_nth' else 2} of 2 blocks" in notice
+        pretrained.logits(model, packed, packing=True, attention="sdpa").square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
