@@ -7,8 +7,11 @@ masks other texts in every layer, windows included, or calls the kernels for var
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,16 +71,23 @@ class TokenDataset:
     the token itself, or -100 where the loss does not count it. Padding forms a last text of its own.
     """
 
-    def __init__(self, texts: Sequence[Encoded], max_length: int, pad_id: int, *, packing: bool) -> None:
-        lengths = [len(text.ids) for text in texts]
+    def __init__(self, texts: Iterable[Encoded], max_length: int, pad_id: int, *, packing: bool) -> None:
+        # Read one by one: a list of Python's numbers takes ten times the memory.
+        ids = array("i")
+        trained = bytearray()
+        lengths: list[int] = []
+        for text in texts:
+            ids.extend(text.ids)
+            trained.extend(text.trained)
+            lengths.append(len(text.ids))
         self.packing = packing
-        self._rows = pack(lengths, max_length) if packing else [[index] for index in range(len(texts))]
-        self._ids = torch.tensor([token for text in texts for token in text.ids], dtype=torch.int32)
-        self._trained = torch.tensor([flag for text in texts for flag in text.trained], dtype=torch.bool)
-        self._offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        self._rows = pack(lengths, max_length) if packing else [[index] for index in range(len(lengths))]
+        self._ids = torch.from_numpy(np.frombuffer(ids, np.int32))
+        self._trained = torch.from_numpy(np.frombuffer(trained, np.bool_))
+        self._offsets = [0, *itertools.accumulate(lengths)]
         self._max_length = max_length
         self._pad_id = pad_id
-        self.texts = len(texts)
+        self.texts = len(lengths)
 
     def __len__(self) -> int:
         return len(self._rows)

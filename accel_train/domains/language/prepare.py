@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,22 +148,25 @@ def _read_splits(config: DataConfig, bad: BadRows) -> tuple[list[Row], list[Row]
 
 def _tokenise(config: DataConfig, found: Sequence[Row], tokenizer: Any, bad: BadRows) -> tuple[TokenDataset, list[str]]:
     """Return the rows of tokens, and notices of texts that were too long and of the packing."""
-    texts: list[templates.Encoded] = []
     split = cut = 0
-    for row in found:
-        encoded = templates.encode(row, tokenizer)
-        too_long = len(encoded.ids) > config.max_length
-        is_plain = row.text is not None
-        split += too_long and is_plain
-        cut += too_long and not is_plain
-        pieces = [piece for piece in packing.fit(encoded, config.max_length, split=is_plain) if any(piece.trained)]
-        texts += pieces
-        if not pieces:
-            why = f"the first {config.max_length} tokens" if too_long else f"its {len(encoded.ids)} tokens"
-            bad.add(row.place, f"nothing to learn: none of {why} is trained (--data.max_length, the chat template)")
-    if not texts:
+
+    def pieces() -> Iterator[templates.Encoded]:
+        nonlocal split, cut
+        for row in found:
+            encoded = templates.encode(row, tokenizer)
+            too_long = len(encoded.ids) > config.max_length
+            is_plain = row.text is not None
+            split += too_long and is_plain
+            cut += too_long and not is_plain
+            kept = [piece for piece in packing.fit(encoded, config.max_length, split=is_plain) if any(piece.trained)]
+            yield from kept
+            if not kept:
+                why = f"the first {config.max_length} tokens" if too_long else f"its {len(encoded.ids)} tokens"
+                bad.add(row.place, f"nothing to learn: none of {why} is trained (--data.max_length, the chat template)")
+
+    data = TokenDataset(pieces(), config.max_length, tokenizer.pad_token_id, packing=config.packing)
+    if not data.texts:
         raise UsageError(f"--data.path: no row of {config.path!r} has a token to learn. Bring other rows.")
-    data = TokenDataset(texts, config.max_length, tokenizer.pad_token_id, packing=config.packing)
     notices = [
         *([f"{split:,} texts longer than {config.max_length} tokens are split"] if split else []),
         *([f"{cut:,} chats or completions are cut to {config.max_length} tokens"] if cut else []),

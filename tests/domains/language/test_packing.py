@@ -125,6 +125,21 @@ def test_logits_and_losses_of_packed_texts_are_those_of_the_texts_alone(name: st
     assert int(perplexity.trained_tokens(batch)) == sum(sum(trained) for _, trained in texts)
 
 
+def test_rows_one_after_another_have_the_same_logits() -> None:
+    """As flash_attention_2 gets them, whose kernel for varying lengths takes one row."""
+    model = tiny.model()
+    data = TokenDataset(encoded(), S, 0, packing=True)
+    batch = data.batch(list(range(len(data))))
+    assert len(data) > 1
+    shapes: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(lambda *given: shapes.append(tuple(given[2]["input_ids"].shape)), with_kwargs=True)
+    with torch.no_grad():
+        expected = pretrained.logits(model, batch, packing=True, attention="sdpa")
+        found = pretrained.logits(model, batch, packing=True, attention="flash_attention_2")
+    assert shapes == [(len(data), S), (1, len(data) * S)]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_model_that_can_pack_is_proven() -> None:
     model = tiny.model().train()
     assert "packing: proven" in pretrained.check_packing(model)
