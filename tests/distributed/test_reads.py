@@ -21,16 +21,11 @@ SELDOM = (
 ).split()
 
 
-UNPACKED = ("--data.no_packing", "--data.max_length", "64")
-"""Of packed rows transformers itself reads the positions, once a forward."""
-
-
-@pytest.mark.parametrize("recipe", ["mmdit", "pde", "causal_lm"])
+@pytest.mark.parametrize("recipe", ["mmdit", "pde"])
 def test_a_step_that_neither_logs_nor_saves_waits_for_nothing(recipe: str, tmp_path: Path) -> None:
     """Every mode, task and stage, two micro-batches a step. The first step and the last one are log points."""
     preset, small = DEMOS[recipe]
-    own = UNPACKED if recipe == "causal_lm" else ()
-    argv = [recipe, preset, *small, *own, *SELDOM, "--output_dir", str(tmp_path / "run")]
+    argv = [recipe, preset, *small, *SELDOM, "--output_dir", str(tmp_path / "run")]
     single = Layout("single", 1)
     done = fork(single, command(single, argv, tmp_path, WORKER), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout[-4000:]
