@@ -144,6 +144,7 @@ def main(argv: Sequence[str]) -> int:
     fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
     build = partial(pretrained.build, config.model, shape, accelerator.device, load_source=fresh)
     plain = preparation.build_model(opened, build)
+    logs.info(logger, pretrained.describe_attention(config.model, plain))
     if config.data.packing:
         logs.info(logger, pretrained.check_packing(plain))
     flops_per_token = flops.forward_flops_per_token(plain, config.data.max_length)

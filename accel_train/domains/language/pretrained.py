@@ -141,8 +141,8 @@ def _refuse_unknown_sizes(options: ModelConfig, known: Any) -> None:
     for name, value in options.sizes.items():
         if not hasattr(known, name):
             raise UsageError(
-                f"--model.{name} {value}: a config of {known.model_type} has no {name}. Leave it out, or take another "
-                "--model.config."
+                f"--model.{name} {value}: a config of {known.model_type} has no {name}. Leave it out (None where a "
+                "preset has it), or take another --model.config."
             )
 
 
@@ -193,7 +193,7 @@ def _make(options: ModelConfig, config: Any, attention: str, reads: bool) -> nn.
 
 def _no_attention(name: str, error: Exception) -> str:
     return (
-        f"--model.attn_implementation {name}: {' '.join(str(error).split())[:300]}. Use sdpa or eager, or install what "
+        f"--model.attn_implementation {name}: {' '.join(str(error).split())[:300]}. Use auto or eager, or install what "
         "it needs (flash_attention_2: pip install 'accel-train[flash]')."
     )
 
@@ -223,6 +223,16 @@ def attention_of(model: nn.Module) -> str:
     """Return the name of the attention that transformers chose for a model."""
     config: Any = model.config
     return config._attn_implementation
+
+
+def describe_attention(options: ModelConfig, model: nn.Module) -> str:
+    """Return a notice of the attention and why it is that one."""
+    name = attention_of(model)
+    if options.attn_implementation != "auto":
+        return f"attention of transformers: {name}, as asked"
+    if name == "sdpa":
+        return "attention of transformers: sdpa (auto: this model has it)"
+    return f"attention of transformers: {name} (auto: this model has no sdpa)"
 
 
 def logits(model: nn.Module, inputs: Mapping[str, Tensor], *, packing: bool, attention: str) -> Tensor:

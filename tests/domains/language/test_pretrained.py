@@ -123,8 +123,19 @@ def test_a_vocabulary_or_positions_too_few_are_refused_with_the_numbers(tmp_path
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
 def test_the_attention_is_the_one_asked_for(name: Any) -> None:
     options = dataclasses.replace(tiny.LLAMA, attn_implementation=name)
-    assert pretrained.attention_of(tiny.model(options)) == name
-    assert pretrained.attention_of(tiny.model()) == "sdpa"
+    model = tiny.model(options)
+    assert pretrained.attention_of(model) == name
+    assert pretrained.describe_attention(options, model) == f"attention of transformers: {name}, as asked"
+
+
+def test_auto_is_sdpa_or_eager_for_a_model_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    assert "sdpa (auto: this model has it)" in pretrained.describe_attention(tiny.LLAMA, tiny.model())
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
+    assert "eager (auto: this model has no sdpa)" in pretrained.describe_attention(tiny.LLAMA, tiny.model())
+    with pytest.raises(UsageError, match=r"--model.attn_implementation sdpa: .*Use auto or eager, or install"):
+        tiny.model(dataclasses.replace(tiny.LLAMA, attn_implementation="sdpa"))
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
