@@ -5,8 +5,8 @@
 The model of `causal_lm_demo`, the same initial weights, packed rows in the same order, fp32, AdamW without decay at a
 constant learning rate, the norm clipped to 1, four micro-batches a step. The Trainer computes transformers' own loss
 and divides it by the tokens of the step. The two run in turns in processes of their own, on one thread each unless
-OMP_NUM_THREADS says otherwise; throughput is of the steps after the first ten. CPU time holds on a busy machine too: ours is
-the difference between a whole run and one of a third of its steps, which start, save and evaluate alike.
+OMP_NUM_THREADS says otherwise; throughput is of the steps after the first ten. CPU time holds on a busy machine too: of
+ours it is the difference between a whole run and one of a third of its steps, which start, save and evaluate alike.
 """
 
 from __future__ import annotations
