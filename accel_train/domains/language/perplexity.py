@@ -14,25 +14,25 @@ METRICS = ("nll", "perplexity", "accuracy", "unigram_perplexity")
 
 
 def targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the label of the next token at each place, (B, S - 1), -100 where none counts.
+    """Return the label of the next token at each place, (B, S), -100 where none counts, as after the last one.
 
     Rows of weight 0, which only keep the processes in step, count nowhere.
     """
-    return batch["labels"][:, 1:].masked_fill(batch["weight"].unsqueeze(-1) == 0, IGNORED)
+    following = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    return following.masked_fill(batch["weight"].unsqueeze(-1) == 0, IGNORED)
 
 
 def loss_sum(logits: Tensor, expected: Tensor) -> Tensor:
-    """Sum the cross entropy in fp32, in nats, of logits (B, S, V) against targets (B, S - 1)."""
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), expected.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    """Sum the cross entropy in fp32, in nats, of logits (B, S, V) against targets (B, S)."""
+    # All logits, because a slice of them would be copied, forward and backward.
+    return F.cross_entropy(logits.flatten(0, 1).float(), expected.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def metric_sums(logits: Tensor, batch: Mapping[str, Tensor], unigram: Tensor) -> dict[str, Tensor]:
     """Sum over the targets of a batch. ``unigram`` (V,) is the log-probability of each token without a context."""
     expected = targets(batch)
     counted = expected != IGNORED
-    found = logits[:, :-1].argmax(-1)
+    found = logits.argmax(-1)
     return {
         "nll": loss_sum(logits, expected),
         "unigram_nll": -unigram[expected[counted]].sum(),
