@@ -1,4 +1,4 @@
-"""Compare two versions of the code bit for bit: both demos are run, and what came out is written to a file.
+"""Compare two versions of the code bit for bit: every demo is run, and what came out is written to a file.
 
     git worktree add ../before REVISION
     python -m tests.judge before.json --tree ../before
@@ -23,10 +23,14 @@ from typing import Any
 
 import psutil
 
-from tests.distributed.launching import ROOT, SMALL_DEMO, SMALL_PDE, Layout, command, environment
+from tests.distributed.launching import ROOT, SMALL_CAUSAL_LM, SMALL_DEMO, SMALL_PDE, Layout, command, environment
 from tests.waiting import PATIENCE_SECONDS, until
 
-DEMOS = {"mmdit": ("demo", SMALL_DEMO), "pde": ("pde_demo", SMALL_PDE)}
+DEMOS = {
+    "mmdit": ("demo", SMALL_DEMO),
+    "pde": ("pde_demo", SMALL_PDE),
+    "causal_lm": ("causal_lm_smoke", SMALL_CAUSAL_LM),
+}
 STEPS, SAVE_EVERY, KILL_AT = 40, 20, 28
 LAYOUTS = [
     Layout(strategy, processes, recipe)

@@ -24,14 +24,14 @@ VALUES = {
 }
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
 TOOLS = {"commands", "compare"}
-DOMAINS = {"domains.models", "domains.diffusion", "domains.text", "domains.pde"}
+DOMAINS = {"domains.models", "domains.diffusion", "domains.text", "domains.pde", "domains.language"}
 ROWS = (
     VALUES,
     {"launch_files"},
     {"store", "training", "data", "runtime", "speed", "pipeline"},
     {"hub", "checkpoints", "metrics"},
     {"domains.models", "domains.diffusion"},
-    {"domains.text", "domains.pde"},
+    {"domains.text", "domains.pde", "domains.language"},
     {"experiment_options"},
     {"opened"},
     {"frozen_weights"},
@@ -253,7 +253,7 @@ def test_packages_keep_their_budget() -> None:
 
 DOMAIN_WORDS = re.compile(
     r"mmdit|\bpde|l2t|t2l|\bnll\b|fields\.(png|json)|samples\.md|darcy|advection|shakespeare|latent|tokenizer"
-    r"|from accel_train\.domains|domains[/.](models|diffusion|text|pde)",
+    r"|from accel_train\.domains|domains[/.](models|diffusion|text|pde|language)",
     re.IGNORECASE,
 )
 NAMED_AS_EXAMPLES = {

@@ -20,13 +20,17 @@ from accel_train.config import UsageError
 from accel_train.config_loading import load_config
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.metrics.records import read_metrics
-from recipes import mmdit, pde
+from recipes import causal_lm, mmdit, pde
 from tests import zygote
 from tests.distributed.launching import Layout, environment, run_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-RECIPES: dict[str, tuple[Any, str]] = {"recipes/mmdit.py": (mmdit, "demo"), "recipes/pde.py": (pde, pde.DEFAULT_PRESET)}
+RECIPES: dict[str, tuple[Any, str]] = {
+    "recipes/mmdit.py": (mmdit, "demo"),
+    "recipes/pde.py": (pde, pde.DEFAULT_PRESET),
+    "recipes/causal_lm.py": (causal_lm, causal_lm.DEFAULT_PRESET),
+}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SHELL = {"", "sh", "bash", "console"}
 

@@ -17,7 +17,7 @@ from accel_train.experiment import ExperimentConfig
 from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.option_help import field_texts
 from accel_train.store.run_file import write_config
-from recipes import mmdit, pde
+from recipes import causal_lm, mmdit, pde
 from recipes.mmdit import Config
 from tests import options_page
 
@@ -229,6 +229,40 @@ evaluation.patience
 """
 
 
+CAUSAL_LM = """
+model.source
+model.revision
+model.config
+model.hidden_size
+model.intermediate_size
+model.num_hidden_layers
+model.num_attention_heads
+model.num_key_value_heads
+model.tie_word_embeddings
+model.attn_implementation
+data.path
+data.split
+data.text_column
+data.sample_by
+data.heldout_path
+data.heldout_fraction
+data.max_bad_rows
+data.tokenizer
+data.vocab_size
+data.chat_template
+data.max_length
+data.packing
+data.cache_dir
+evaluation.every
+evaluation.samples
+evaluation.batch_size
+evaluation.shown
+evaluation.prompt_tokens
+evaluation.max_new_tokens
+evaluation.temperature
+"""
+
+
 def test_the_options_of_mmdit_are_these() -> None:
     assert option_names(Config) == MMDIT.split()
 
@@ -237,12 +271,22 @@ def test_the_options_of_pde_are_these_beside_the_shared_ones() -> None:
     assert [name for name in option_names(pde.Config) if name not in option_names(ExperimentConfig)] == PDE.split()
 
 
-RECIPES: dict[str, tuple[type, str]] = {"mmdit": (mmdit.Config, "demo"), "pde": (pde.Config, pde.DEFAULT_PRESET)}
+def test_the_options_of_causal_lm_are_these_beside_the_shared_ones() -> None:
+    own = [name for name in option_names(causal_lm.Config) if name not in option_names(ExperimentConfig)]
+    assert own == CAUSAL_LM.split()
+
+
+RECIPES: dict[str, tuple[type, str]] = {
+    "mmdit": (mmdit.Config, "demo"),
+    "pde": (pde.Config, pde.DEFAULT_PRESET),
+    "causal_lm": (causal_lm.Config, causal_lm.DEFAULT_PRESET),
+}
 
 
 def of_preset(name: str) -> type:
-    """The recipe that a preset belongs to: by its first word, else mmdit."""
-    return RECIPES.get(name.split("_")[0], RECIPES["mmdit"])[0]
+    """The recipe that a preset belongs to: by the name that it begins with, else mmdit."""
+    recipe = next((recipe for recipe in RECIPES if name.startswith(f"{recipe}_")), "mmdit")
+    return RECIPES[recipe][0]
 
 
 def groups(cls: type) -> list[type]:
@@ -252,19 +296,24 @@ def groups(cls: type) -> list[type]:
     return [cls, *(group for child in below for group in groups(child))]
 
 
+def every_group() -> list[type]:
+    """Each group of options of any recipe, once."""
+    return list(dict.fromkeys(group for config, _ in RECIPES.values() for group in groups(config)))
+
+
 def documented(cls: type) -> set[str]:
     """Fields with a string under them: what tyro shows as help."""
     return {name for name, text in field_texts(cls).items() if len(text) > 15}
 
 
-@pytest.mark.parametrize("cls", dict.fromkeys([*groups(Config), *groups(pde.Config)]), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", every_group(), ids=lambda cls: cls.__name__)
 def test_every_option_says_what_it_does(cls: type) -> None:
     hints = get_type_hints(cls)
     options = {f.name for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(hints[f.name])}
     assert options <= documented(cls), sorted(options - documented(cls))
 
 
-@pytest.mark.parametrize("cls", dict.fromkeys([*groups(Config), *groups(pde.Config)]), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", every_group(), ids=lambda cls: cls.__name__)
 def test_groups_are_frozen_and_complete_without_a_file(cls: type) -> None:
     assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     for field in dataclasses.fields(cls):
@@ -340,6 +389,9 @@ def preset_names() -> list[str]:
 def test_the_presets_are_these() -> None:
     assert preset_names() == [
         "base",
+        "causal_lm_demo",
+        "causal_lm_smoke",
+        "causal_lm_tune",
         "demo",
         "l2t_qwen",
         "mmdit_baseline",

@@ -55,6 +55,7 @@ IMPORTS = {
         "tokenizers",
         "recipes.mmdit",
         "recipes.pde",
+        "recipes.causal_lm",
         "accel_train.commands.launch",
     ),
     "sharded": (

@@ -32,7 +32,7 @@ Source = Literal["model", "ema"]
 
 
 def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", source: Source = "model") -> int:
-    """Write the weights or their EMA as ``destination/model.safetensors``, with config.json, assets and options.
+    """Write the weights or their EMA as ``destination/model.safetensors``, with its other files and the options.
 
     Beside them are model.py, which rebuilds the model with torch alone, an example of inputs and outputs, and
     verify.py, which repeats it; it is run once. They need a checkpoint whose config.json names the pipeline of its
@@ -98,7 +98,10 @@ def _unused(destination: str) -> Path:
 
 
 def _best_copy(checkpoint: Checkpoint, source: Source) -> dict[str, TensorInfo]:
-    """Find the exact fp32 weights beside the optimizer state, or else the weights of the collection."""
+    """Find the exact fp32 weights beside the optimizer state, or else the weights of the collection.
+
+    What is not trained, buffers and embedded frozen parameters, is in ``model.safetensors`` alone.
+    """
     if source not in diff.stems_in(checkpoint.path):
         raise UsageError(
             f"{checkpoint.path}: has no {source}.safetensors, so there are no EMA weights (ema.decay was 0); "
@@ -109,8 +112,8 @@ def _best_copy(checkpoint: Checkpoint, source: Source) -> dict[str, TensorInfo]:
         key = "master" if source == "model" else "master_ema"
         exact = diff.optimizer_state(checkpoint.path, [key])
         if key in exact:
-            return exact[key]
-    return weights.find_tensors(checkpoint.path, source)
+            return weights.find_tensors(checkpoint.path, "model") | exact[key]
+    return weights.find_tensors(checkpoint.path, "model") | weights.find_tensors(checkpoint.path, source)
 
 
 def _experiment(checkpoint: Checkpoint, source: Source) -> dict[str, Any]:
@@ -123,11 +126,16 @@ def _experiment(checkpoint: Checkpoint, source: Source) -> dict[str, Any]:
 
 
 def _copy_extras(checkpoint: Checkpoint, directory: Path) -> None:
-    """Copy config.json and assets as listed in the manifest, since only those files were verified."""
+    """Copy what a recipe wrote beside the weights, as listed in the manifest, since only those files were verified.
+
+    These are config.json, assets, and other files of the directory itself, such as a tokenizer where transformers
+    looks for it. Weights and training state are left out.
+    """
     for name in checkpoint.manifest["files"]:
         parts = PurePosixPath(name).parts
         is_asset = parts[:1] == ("assets",) and ".." not in parts
-        if is_asset or parts == ("config.json",):
+        is_beside = len(parts) == 1 and not name.startswith(("trainer_state.json", "model.", "model-", "ema.", "ema-"))
+        if is_asset or is_beside:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint.file(name), directory / name)
 

@@ -87,6 +87,7 @@ def checkpoint(
     state = {key: dict.fromkeys(exact, f"optimizer/{key}.safetensors") for key in keys}
     texts = {"optimizer/index.json": {"step": step, "state": state}, "trainer_state.json": {"step": step}}
     texts |= {"config.json": to_tree(model.config), "assets/tokenizer.json": {"vocabulary": ["a"]}}
+    texts |= {"generation_config.json": {"eos_token_id": 1}}
     for name, value in texts.items():
         (temporary / name).write_text(json.dumps(value))
     files = {
@@ -579,6 +580,10 @@ def test_an_export_of_the_demo_model_loads_in_a_fresh_process(tmp_path: Path) ->
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), values_of(model))
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == to_tree(demo)
     assert (tmp_path / "out" / "assets" / "tokenizer.json").read_text() == '{"vocabulary": ["a"]}'
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": 1}'
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        *("model.safetensors", "config.json", "assets", "generation_config.json", "experiment.json"),
+    }
     assert {p.name for p in tmp_path.iterdir()} == {"run", "out", "loaded.pt"}
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as opened:
         assert opened.metadata() == {"format": "pt"}  # what transformers asks for
@@ -641,7 +646,7 @@ def test_an_export_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: 
             call("export", place, tmp_path / "out", *flags)
     assert {p.name for p in tmp_path.iterdir()} == {"large", "broken", "damaged"}
     assert call("export", places["fp16"][0], tmp_path / "out", "--precision", "bf16") == 0
-    with pytest.raises(UsageError, match=r"holds assets, config.json, experiment.json, model.safetensors; give a"):
+    with pytest.raises(UsageError, match=r"holds assets, config.json, experiment.json, .*; give a"):
         call("export", places["fp16"][0], tmp_path / "out")
 
 

@@ -39,7 +39,9 @@ def run(words: Sequence[str], folder: Path, **extra: str) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- init
-@pytest.mark.parametrize(("recipe", "presets"), [("mmdit", "demo"), ("pde", "pde_demo")])
+@pytest.mark.parametrize(
+    ("recipe", "presets"), [("mmdit", "demo"), ("pde", "pde_demo"), ("causal_lm", "causal_lm_demo")]
+)
 def test_a_copy_has_the_recipe_its_presets_and_the_launch_files(
     recipe: str, presets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,7 +51,7 @@ def test_a_copy_has_the_recipe_its_presets_and_the_launch_files(
     assert f"accelerate launch {recipe}.py --smoke" in shown
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert {f"{recipe}.py", f"presets/{presets}.yaml", "accelerate_configs/fsdp2.yaml"} <= files
-    others = {"mmdit": "pde_demo", "pde": "base"}[recipe]
+    others = {"mmdit": "pde_demo", "pde": "base", "causal_lm": "demo"}[recipe]
     assert f"presets/{others}.yaml" not in files
     assert not any(" recipes/" in path.read_text() for path in folder.rglob("*") if path.is_file())
 
@@ -64,7 +66,7 @@ def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_unknown_recipe_is_refused_with_the_names(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--recipe mdit: .* there are mmdit, pde: did you mean 'mmdit'\?"):
+    with pytest.raises(UsageError, match=r"--recipe mdit: .* there are causal_lm, mmdit, pde: did you mean 'mmdit'\?"):
         cli._main(["init", str(tmp_path / "x"), "--recipe", "mdit"])
     assert not (tmp_path / "x").exists()
 
@@ -82,7 +84,9 @@ def test_a_bundled_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pyte
 def test_neither_a_file_nor_a_name_is_refused(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sources = ["demo", "base"] if command == "compare" else []
-    with pytest.raises(UsageError, match=r"recipe 'mmdt': .* a bundled one: mmdit, pde: did you mean 'mmdit'\?"):
+    with pytest.raises(
+        UsageError, match=r"recipe 'mmdt': .* a bundled one: causal_lm, mmdit, pde: did you mean 'mmdit'\?"
+    ):
         cli._main([command, "mmdt", *sources])
 
 

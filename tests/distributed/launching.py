@@ -62,7 +62,18 @@ SMALL_PDE = (
     "--evaluation.trajectories 2 --evaluation.conditioning.candidates 2 --evaluation.conditioning.beam 1"
 ).split()
 """All three stages, both tasks, and everything that draws, in a few steps of a small model."""
-DEMOS = {"mmdit": ("demo", SMALL), "pde": ("pde_demo", SMALL_PDE)}
+SMALL_CAUSAL_LM = [
+    *"--global_batch_size 16 --micro_batch_size 16 --log.log_every 1 --log.progress_bar off".split(),
+    *"--evaluation.samples 8 --evaluation.shown 1 --evaluation.max_new_tokens 4".split(),
+    *("--model.tie_word_embeddings", "true"),
+    *("--data.path", str(few_texts()), "--data.vocab_size", "400", "--data.max_length", "32"),
+]
+"""Packed rows of few texts, and tied embeddings."""
+DEMOS = {
+    "mmdit": ("demo", SMALL),
+    "pde": ("pde_demo", SMALL_PDE),
+    "causal_lm": ("causal_lm_smoke", SMALL_CAUSAL_LM),
+}
 
 
 @dataclass(frozen=True)

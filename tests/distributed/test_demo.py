@@ -49,3 +49,20 @@ def test_the_demo_of_pde_learns_both_equations(tmp_path: Path) -> None:
     gaps = (figures[f"advection_{which}_conservation_gap"] for which in ("conditioned", "rollout"))
     assert next(gaps) < 0.75 * next(gaps)  # what test-time conditioning looks at; the error stays about the same
     assert (tmp_path / "run" / "report" / "fields.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_demo_of_causal_lm_predicts_better_than_unigrams(tmp_path: Path) -> None:
+    """Held out: at most 0.35 of the perplexity of a model that knows only how often each token is."""
+    command = ["accelerate", "launch", str(RECIPE.with_stem("causal_lm")), "--output_dir", str(tmp_path / "run")]
+    threads = str(len(os.sched_getaffinity(0)))
+    done = subprocess.run(
+        command, env=environment(OMP_NUM_THREADS=threads), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    figures = json.loads((tmp_path / "run" / "report" / "evaluation.json").read_text())
+    print(figures)
+    assert figures["perplexity"] <= 0.35 * figures["unigram_perplexity"]
+    assert "train it on your own rows" in done.stdout
+    assert "written by the model" in (tmp_path / "run" / "report" / "samples.md").read_text()

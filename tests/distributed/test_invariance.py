@@ -1,7 +1,8 @@
 """The trajectory belongs to the experiment: steps of every recipe's demo on every layout, compared number by number.
 
 That of mmdit trains with mode `mixed` and conditioning dropout, that of pde in two stages on two tasks with drop-path,
-flips and drawn points, so these are in every comparison.
+flips and drawn points, that of causal_lm on packed rows with different numbers of trained tokens and with tied
+embeddings, so these are in every comparison.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from tests.distributed.launching import Finished, Layout, relative_difference, run_recipe
 
 pytestmark = pytest.mark.distributed
-STEPS = {"mmdit": 40, "pde": 16}
+STEPS = {"mmdit": 40, "pde": 16, "causal_lm": 16}
 
 LAYOUTS = {
     "2 processes": (Layout("ddp", 2), ()),
@@ -46,10 +47,11 @@ SLOW = {
 
 
 QUICK_PDE = {"3 processes, ragged"}
+QUICK_CAUSAL_LM = {"2 processes", "FSDP2"}
 
 
 def cases() -> list[object]:
-    quick = {"mmdit": set(LAYOUTS) - SLOW, "pde": QUICK_PDE}
+    quick = {"mmdit": set(LAYOUTS) - SLOW, "pde": QUICK_PDE, "causal_lm": QUICK_CAUSAL_LM}
     return [
         pytest.param(recipe, name, marks=() if name in quick[recipe] else pytest.mark.slow, id=f"{recipe}-{name}")
         for recipe in STEPS

@@ -18,7 +18,8 @@ OFFLOADED = [Layout("zero2_offload", 2), Layout("zero3_offload", 2)]
 THREE = [Layout("ddp", 3), Layout("fsdp2", 3), Layout("zero2", 3)]
 """With two processes a sum has no order; with three it depends on how their numbers are laid out."""
 PDE = [Layout("single", 1, "pde"), Layout("fsdp2", 2, "pde"), Layout("zero3", 2, "pde")]
-SAME = [*LAYOUTS, *THREE, *PDE, *OFFLOADED]
+CAUSAL_LM = [Layout("single", 1, "causal_lm"), Layout("fsdp2", 2, "causal_lm"), Layout("zero3", 2, "causal_lm")]
+SAME = [*LAYOUTS, *THREE, *PDE, *CAUSAL_LM, *OFFLOADED]
 FLAGS = (
     "--max_steps",
     "20",
@@ -30,13 +31,15 @@ FLAGS = (
     "5",
 )
 
-ELSEWHERE = [(first, second) for all_of in (LAYOUTS, PDE) for first in all_of for second in all_of if first != second]
-RING = {(a, b) for all_of in (LAYOUTS, PDE) for a, b in zip(all_of, [*all_of[1:], all_of[0]], strict=True)}
+ELSEWHERE = [
+    (first, second) for all_of in (LAYOUTS, PDE, CAUSAL_LM) for first in all_of for second in all_of if first != second
+]
+RING = {(a, b) for all_of in (LAYOUTS, PDE, CAUSAL_LM) for a, b in zip(all_of, [*all_of[1:], all_of[0]], strict=True)}
 """One way round: each strategy of each recipe once as the writer and once as the reader."""
 QUICK = {(Layout("fsdp2", 2), Layout("zero3", 2))}
 """Two strategies that both cut the state, each in its own way."""
 
-DAILY = {Layout("fsdp2", 2)}
+DAILY = {Layout("fsdp2", 2), Layout("single", 1, "causal_lm")}
 """Resumed on the same layout in the quick half; one process is in test_pde_residual.py."""
 
 

@@ -29,6 +29,7 @@ ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, None)
 FLAGS = {
     "mmdit": ("demo", "--global_batch_size", "16", "--micro_batch_size", "8", "--evaluation.samples", "32"),
     "pde": ("pde_demo", "--objective.autoencode_steps", "10"),
+    "causal_lm": ("causal_lm_smoke",),
 }
 
 
@@ -66,10 +67,10 @@ def trained(out: Path) -> int:
 
 
 @pytest.mark.fault(
-    "R4", injected="a stop at 40 instants of both demos, 1 and 2 processes", outcome="all work is saved; exit code 75"
+    "R4", injected="a stop at 60 instants of three demos, 1 and 2 processes", outcome="all work is saved; exit code 75"
 )
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("recipe", ["mmdit", "pde"])
+@pytest.mark.parametrize("recipe", ["mmdit", "pde", "causal_lm"])
 def test_a_stop_at_any_instant(recipe: str, processes: int, tmp_path: Path) -> None:
     began = time.monotonic()
     whole = start(command(recipe, processes, tmp_path / "whole", tmp_path), tmp_path / "whole.log")

@@ -1,0 +1,1 @@
+"""Causal language models of transformers: rows, chat templates, packing, perplexity, samples."""

@@ -1,0 +1,42 @@
+"""FLOPs of a causal language model: 6 N D, and attention (Chowdhery et al. 2022, PaLM, appendix B)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+TRAINING_FACTOR = 3
+"""A training step costs three forwards. Recomputation by activation checkpointing is not counted, and lowers MFU."""
+
+
+def forward_flops_per_token(model: nn.Module, length: int) -> int:
+    """Return the FLOPs in matrix products of one token's forward in rows of ``length`` tokens, padding included.
+
+    2 N for the weights and 4 L H Q T for attention over the whole row, as a kernel without a sparse mask computes it.
+    N are the parameters without the input embeddings, which are looked up. Of the experts of a layer those count that
+    a token passes.
+    """
+    plain: Any = model
+    config = plain.config.get_text_config()
+    share = _share_of_experts(config)
+    looked_up = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    parameters = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and parameter not in looked_up:
+            parameters += parameter.numel() * (share if ".experts." in name else 1)
+    output = plain.get_output_embeddings()
+    if output is not None and output.weight in looked_up:  # tied: the same weights are looked up and multiplied
+        parameters += output.weight.numel()
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return round(2 * parameters + 4 * config.num_hidden_layers * heads * head_dim * length)
+
+
+def _share_of_experts(config: Any) -> float:
+    active = getattr(config, "num_experts_per_tok", None)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        total = getattr(config, name, None)
+        if active and total:
+            return active / total
+    return 1.0

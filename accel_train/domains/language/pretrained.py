@@ -1,0 +1,307 @@
+"""Causal language models of transformers: from a checkpoint or from a config, their attention, and their files."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from accel_train.config import PositiveInt, UsageError
+from accel_train.wording import did_you_mean, nearest
+
+AttnImplementation = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"]
+FLASH = "flash_attention_2"
+SCRATCH = "llama"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A causal language model of transformers, by the names of its options there."""
+
+    source: str | None = None
+    """Pretrained weights to go on from: a Hub id or a folder. null: from scratch, by `config`."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id, of its tokenizer as well."""
+    config: str = SCRATCH
+    """Architecture from scratch: a model type of transformers (llama, gpt2, qwen3), or the Hub id or folder of a
+    config.json, whose weights are not read."""
+    hidden_size: PositiveInt | None = None
+    """Width, from scratch. null: that of `config`, as for the options below."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the feed-forward layers, from scratch."""
+    num_hidden_layers: PositiveInt | None = None
+    """Number of blocks, from scratch."""
+    num_attention_heads: PositiveInt | None = None
+    """Heads of attention, from scratch."""
+    num_key_value_heads: PositiveInt | None = None
+    """Heads of keys and values, from scratch: fewer than num_attention_heads for grouped queries."""
+    tie_word_embeddings: bool | None = None
+    """Use the input embeddings as output layer, from scratch."""
+    attn_implementation: AttnImplementation = "auto"
+    """Attention of transformers. auto: sdpa, or eager for a model without it. flash_attention_2 needs flash-attn, a
+    GPU and bf16 or fp16; it packs without a mask. flex_attention needs a GPU."""
+
+    def __post_init__(self) -> None:
+        if self.source is None:
+            if self.revision is not None:
+                raise UsageError(
+                    f"--model.revision {self.revision!r} has no effect without --model.source. Give both, or neither."
+                )
+            return
+        if self.config != SCRATCH or self.sizes:
+            given = {**({"config": self.config} if self.config != SCRATCH else {}), **self.sizes}
+            names = ", ".join(f"--model.{name} {value}" for name, value in given.items())
+            raise UsageError(
+                f"{names}: no effect with --model.source {self.source!r}, whose config.json says it. Leave them out "
+                "(the preset causal_lm_tune has none), or train from scratch without --model.source."
+            )
+
+    @property
+    def sizes(self) -> dict[str, int | bool]:
+        """Options of the config that are given."""
+        values = {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "tie_word_embeddings": self.tie_word_embeddings,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any:
+    """Return transformers' config of the model, fit for the tokenizer and the length of rows.
+
+    Raises ``UsageError`` for an unknown architecture, an option that it does not have, and a vocabulary or a number of
+    positions that is too small.
+    """
+    config = _load_config(options.source, options.revision) if options.source else _from_scratch(options, tokenizer)
+    needed = 1 + max(tokenizer.get_vocab().values())
+    if config.vocab_size < needed:
+        raise UsageError(
+            f"--data.tokenizer: it has ids up to {needed - 1}, and the model {options.source or options.config!r} has "
+            f"embeddings of {config.vocab_size}. Use the model's own tokenizer (leave --data.tokenizer out), or train "
+            "from scratch with --model.config."
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < max_length:
+        raise UsageError(
+            f"--data.max_length {max_length}: {options.source or options.config!r} has {positions} positions. Give "
+            f"{positions} or less."
+        )
+    return config
+
+
+def _load_config(name: str, revision: str | None = None) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except Exception as error:  # failures of hub, network, code and format have no common type
+        raise UsageError(_not_loaded(name, error)) from None
+
+
+def _not_loaded(name: str, error: Exception) -> str:
+    return (
+        f"--model.source {name!r} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
+        "Required is the Hub id or folder of a causal language model with safetensors weights (without a network it "
+        "must be in the cache); code from a repository is never run."
+    )
+
+
+def _from_scratch(options: ModelConfig, tokenizer: Any) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    types = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    values = {**options.sizes, "vocab_size": 1 + max(tokenizer.get_vocab().values()), **special}
+    if options.config in types:
+        known = AutoConfig.for_model(options.config)
+        _refuse_unknown_sizes(options, known)
+        return AutoConfig.for_model(options.config, **values)
+    if not Path(options.config).exists() and "/" not in options.config:
+        raise UsageError(
+            f"--model.config {options.config!r}: no model type of a causal language model of transformers"
+            f"{did_you_mean(nearest(options.config, types))}, no folder, and no Hub id. Give one of them."
+        )
+    known = _load_config(options.config)
+    _refuse_unknown_sizes(options, known)
+    return type(known).from_dict({**known.to_dict(), **values})
+
+
+def _refuse_unknown_sizes(options: ModelConfig, known: Any) -> None:
+    for name, value in options.sizes.items():
+        if not hasattr(known, name):
+            raise UsageError(
+                f"--model.{name} {value}: a config of {known.model_type} has no {name}. Leave it out (None where a "
+                "preset has it), or take another --model.config."
+            )
+
+
+def build(options: ModelConfig, config: Any, device: torch.device, *, load_source: bool) -> nn.Module:
+    """Return the model in fp32, with the weights of ``source`` if there is one and ``load_source``, else random ones.
+
+    Raises ``UsageError`` for an attention that cannot run on ``device`` and for weights that are not there.
+    """
+    name = resolve_attention(options.attn_implementation, device)
+    # The meta device is where parameters are counted, and takes no weights.
+    reads = load_source and options.source is not None and torch.get_default_device().type != "meta"
+    try:
+        return _make(options, config, name, reads)
+    except (ImportError, ValueError, OSError) as error:
+        if not re.search(r"attention|attn", str(error), re.IGNORECASE):
+            raise UsageError(_not_loaded(options.source or options.config, error)) from None
+        if options.attn_implementation != "auto":
+            raise UsageError(_no_attention(name, error)) from None
+    return _make(options, config, "eager", reads)
+
+
+def _make(options: ModelConfig, config: Any, attention: str, reads: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    # Under ZeRO-3 transformers would build a sharded model. Here each process builds it whole, from the same seed, and
+    # `accelerator.prepare` shards it.
+    unset_hf_deepspeed_config()
+    loader: Any = AutoModelForCausalLM
+    if reads:
+        model, found = loader.from_pretrained(
+            options.source,
+            config=config,
+            revision=options.revision,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        _refuse_missing(str(options.source), found)
+    else:
+        model = loader.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    # Other programs find the class by it.
+    model.config.architectures = [type(model).__name__]
+    return model.train()
+
+
+def _no_attention(name: str, error: Exception) -> str:
+    return (
+        f"--model.attn_implementation {name}: {' '.join(str(error).split())[:300]}. Use auto or eager, or install what "
+        "it needs (flash_attention_2: pip install 'accel-train[flash]')."
+    )
+
+
+def _refuse_missing(source: str, found: Mapping[str, Any]) -> None:
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise UsageError(
+            f"--model.source {source!r}: {len(missing)} weight(s) are not in its files ({', '.join(missing[:3])}), and "
+            "would stay random. Give the folder or Hub id of a causal language model."
+        )
+
+
+def resolve_attention(name: AttnImplementation, device: torch.device) -> str:
+    """Return transformers' name. Raises ``UsageError`` for one that does not run on ``device``."""
+    if name == "auto":
+        return "sdpa"
+    if name in (FLASH, "flex_attention") and device.type != "cuda":
+        raise UsageError(
+            f"--model.attn_implementation {name}: needs a GPU for training, this run is on {device.type}. Use sdpa, "
+            "eager or auto."
+        )
+    return name
+
+
+def attention_of(model: nn.Module) -> str:
+    """Return the name of the attention that transformers chose for a model."""
+    config: Any = model.config
+    return config._attn_implementation
+
+
+def describe_attention(options: ModelConfig, model: nn.Module) -> str:
+    """Return a notice of the attention and why it is that one."""
+    name = attention_of(model)
+    if options.attn_implementation != "auto":
+        return f"attention of transformers: {name}, as asked"
+    if name == "sdpa":
+        return "attention of transformers: sdpa (auto: this model has it)"
+    return f"attention of transformers: {name} (auto: this model has no sdpa)"
+
+
+def logits(model: nn.Module, inputs: Mapping[str, Tensor], *, packing: bool, attention: str) -> Tensor:
+    """Return the logits (B, S, V) of a batch of rows, with each text of a packed row for itself.
+
+    Padding is at the end of a row and needs no mask: no token sees a later one.
+    """
+    ids = inputs["input_ids"]
+    named: dict[str, Tensor] = {}
+    shape = ids.shape
+    if packing:
+        named["position_ids"] = inputs["position_ids"]
+        if attention == FLASH:
+            # Its kernel for varying lengths takes one row: all rows one after another.
+            ids = ids.reshape(1, -1)
+            named["position_ids"] = named["position_ids"].reshape(1, -1)
+    output = model(input_ids=ids, use_cache=False, **named)
+    return output.logits.reshape(*shape, -1)
+
+
+def check_packing(model: nn.Module) -> str:
+    """Prove that texts packed into one row do not see each other, and return a notice with the largest difference.
+
+    Three forwards of two short texts, before the model is sharded. Raises ``UsageError`` for a model that cannot take
+    them: a recurrent state, or positions that it does not read.
+    """
+    name = type(model).__name__
+    remedy = "Set --data.no_packing, and --loader.bucket_by_length to save padding."
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if getattr(model, "_is_stateful", False) or not takes_positions:
+        reason = "keeps a state over the whole row" if takes_positions else "takes no position_ids"
+        raise UsageError(f"--data.packing: {name} {reason}, so one text of a row would see another. {remedy}")
+    config: Any = model.config
+    ids = torch.arange(1, 17).remainder(config.vocab_size).reshape(1, 16)
+    positions = torch.cat([torch.arange(9), torch.arange(7)]).reshape(1, 16)
+    attention = attention_of(model)
+    proven_with = attention if attention in ("eager", "sdpa") else "sdpa"
+    apart, together = _forwards(model, ids, positions, proven_with)
+    error = float((apart - together).abs().max() / apart.abs().max())
+    if not error < 1e-4:
+        raise UsageError(
+            f"--data.packing: {name}: two texts in one row have other logits than alone, by {error:.1e} of the largest "
+            f"(1e-4 is allowed), so one sees the other. {remedy}"
+        )
+    return f"packing: proven, two texts of one row have the logits that they have alone, within {error:.0e}"
+
+
+@torch.no_grad()
+def _forwards(model: Any, ids: Tensor, positions: Tensor, attention: str) -> tuple[Tensor, Tensor]:
+    """Return the logits of the texts alone, one after the other, and those of the packed row."""
+    before = attention_of(model)
+    training = model.training
+    model.eval()
+    if before != attention:
+        model.set_attn_implementation(attention)
+    try:
+        parts = [model(input_ids=part, use_cache=False).logits for part in (ids[:, :9], ids[:, 9:])]
+        together = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    finally:
+        model.train(training)
+        if before != attention:
+            model.set_attn_implementation(before)
+    return torch.cat(parts, 1), together
+
+
+def save_files(model: nn.Module, tokenizer: Any, directory: Path) -> None:
+    """Write config, generation config, tokenizer and chat template, so that ``from_pretrained(directory)`` loads."""
+    plain: Any = model
+    plain.config.save_pretrained(directory)
+    if plain.can_generate():
+        plain.generation_config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

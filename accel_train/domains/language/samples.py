@@ -1,0 +1,118 @@
+"""Continuations of held-out texts, in Markdown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accel_train import rng
+from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveInt
+from accel_train.domains.language.packing import TokenDataset
+from accel_train.domains.language.prepare import LanguageData
+from accel_train.metrics import evaluation
+from accel_train.store.atomic_files import replace_file
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out perplexity, and texts that the model writes."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations. 0: only at the end."""
+    samples: PositiveInt = 256
+    """Held-out rows of tokens, at most."""
+    batch_size: PositiveInt = 16
+    """Rows per process and forward. Affects speed and memory only."""
+    shown: NonNegativeInt = 4
+    """Held-out texts to continue in report/samples.md."""
+    prompt_tokens: PositiveInt = 6
+    """Tokens given of a plain text. Of a chat or a pair, all that is not trained is given."""
+    max_new_tokens: PositiveInt = 48
+    """Tokens written, at most."""
+    temperature: NonNegativeFloat = 0.8
+    """Of the draws. 0: always the most likely token."""
+
+    def due(self, done: int, max_steps: int) -> bool:
+        """Return True if an evaluation is due after ``done`` steps."""
+        return done == max_steps or (self.every > 0 and done % self.every == 0)
+
+
+class Sample(NamedTuple):
+    """One text: what was given, what the model wrote, and what the text goes on with."""
+
+    prompt: str
+    written: str
+    original: str
+
+
+def write(
+    model: nn.Module, data: LanguageData, options: EvaluationConfig, seed: int, *, processes: int
+) -> list[Sample]:
+    """Continue the first held-out texts. Every process calls it with its unwrapped model, inside ``evaluating``.
+
+    The draws are a function of the seed and the number of the text, so all processes write the same.
+    """
+    generator: Any = model
+    device = next(model.parameters()).device
+    tokenizer = data.tokenizer
+    drawn: dict[str, Any] = {"do_sample": False}
+    if options.temperature > 0:
+        drawn = {"do_sample": True, "temperature": options.temperature}
+    samples: list[Sample] = []
+    for number in range(min(options.shown, data.heldout.texts)):
+        evaluation.stopping_point()
+        prompt, rest = _divide(data.heldout, number, options.prompt_tokens)
+        ids = torch.tensor([prompt], device=device)
+        with rng.preserve_random_states():
+            rng.seed_generators(rng.key(seed, "generate", number))
+            # A process of a sharded model that ended before the others would leave them waiting.
+            written = generator.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=options.max_new_tokens,
+                pad_token_id=tokenizer.pad_token_id,
+                use_cache=True,
+                synced_gpus=processes > 1,
+                **drawn,
+            )
+        new = written[0, len(prompt) :].tolist()
+        samples.append(Sample(*(tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, new, rest))))
+    return samples
+
+
+def _divide(heldout: TokenDataset, number: int, prompt_tokens: int) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text that are given, and the others."""
+    tokens, trained = heldout.text(number)
+    first = int(trained.int().argmax())
+    # The first token is never trained, so plain text begins to be trained at the second.
+    given = prompt_tokens if first <= 1 else first
+    given = min(given, len(tokens) - 1)
+    return tokens[:given].tolist(), tokens[given:].tolist()
+
+
+def report(directory: Path, samples: Sequence[Sample]) -> None:
+    """Write ``samples.md`` on the main process. A write error is logged as a warning."""
+    lines = ["# Continuations of held-out texts", ""]
+    for number, sample in enumerate(samples, 1):
+        lines += [f"## {number}", ""]
+        lines += [f"- given: {_quoted(sample.prompt)}", f"- written by the model: {_quoted(sample.written)}"]
+        lines += [f"- the text itself: {_quoted(sample.original)}", ""]
+    path = directory / "samples.md"
+    try:
+        directory.mkdir(exist_ok=True)
+        replace_file(path, "\n".join(lines).encode("utf-8", "replace"))
+    except OSError as error:
+        logger.warning("%s could not be written (%s); training is not affected", path, error)
+
+
+def _quoted(text: str) -> str:
+    words = " ".join(text.split())
+    return f"> {words or '(empty)'}"

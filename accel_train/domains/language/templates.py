@@ -1,0 +1,117 @@
+"""Rows to token ids, and which of them the loss counts.
+
+All tokens of plain text are trained, of a pair the completion, of a chat what the assistant says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from accel_train.config import UsageError
+from accel_train.domains.language.rows import Row
+
+Span = tuple[int, int]
+"""First character, and the one after the last."""
+
+
+class Encoded(NamedTuple):
+    """Tokens of one text."""
+
+    ids: list[int]
+    trained: list[bool]
+    """True where the token counts in the loss as a target. Never the first one, which nothing predicts."""
+
+
+def encode(row: Row, tokenizer: Any) -> Encoded:
+    """Return the tokens of a row, of any length. Raises ``UsageError`` for messages without a usable template."""
+    if row.text is not None:
+        ids = tokenizer(row.text)["input_ids"]
+        return _with_end(ids, [True] * len(ids), tokenizer)
+    if row.prompt is not None:
+        whole = f"{row.prompt}{row.completion}"
+        ids, trained = _tokenise(tokenizer, whole, [(len(row.prompt), len(whole))], special=True)
+        return _with_end(ids, trained, tokenizer)
+    return _encode_messages(row, tokenizer)
+
+
+def _with_end(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> Encoded:
+    """Append the end of the text, which is learned so that generation stops."""
+    ids = list(ids)
+    trained = list(trained)
+    if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
+        ids.append(tokenizer.eos_token_id)
+        trained.append(True)
+    trained[0] = False
+    return Encoded(ids, trained)
+
+
+def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, special: bool) -> tuple[list[int], list[bool]]:
+    """Tokenise the whole text, and mark each token with at least one character in a span.
+
+    Never part by part: a token of the text may reach over the border, and the parts alone have other tokens.
+    """
+    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+    # Tokens that the tokenizer adds around a text have the empty range (0, 0).
+    trained = [any(end > first and start < last for first, last in spans) for start, end in encoded["offset_mapping"]]
+    return list(encoded["input_ids"]), trained
+
+
+def _encode_messages(row: Row, tokenizer: Any) -> Encoded:
+    if tokenizer.chat_template is None:
+        raise UsageError(
+            f"--data.path: {row.place} has messages, and the tokenizer has no chat template to write them with. Give "
+            "--data.chat_template FILE.jinja, the --data.tokenizer of a chat model, or rows with prompt and completion."
+        )
+    marked = "{% generation %}" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template
+    if marked and row.first_trained == 0:
+        ids, trained = _marked_by_template(row, tokenizer)
+    else:
+        spans = _assistant_spans(row, tokenizer)
+        ids, trained = _tokenise(tokenizer, _render(row, tokenizer), spans, special=False)
+    trained[0] = False
+    return Encoded(ids, trained)
+
+
+def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Use the template's own marks of what the assistant says."""
+    found = tokenizer.apply_chat_template(
+        list(row.messages), tools=row.tools, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]]
+
+
+def _render(row: Row, tokenizer: Any, count: int | None = None, *, prompt: bool = False) -> str:
+    """Return the text of the first ``count`` messages, with ``prompt`` up to where the assistant begins to write."""
+    messages: list[Mapping[str, Any]] = list(row.messages[:count])
+    try:
+        return tokenizer.apply_chat_template(messages, tools=row.tools, tokenize=False, add_generation_prompt=prompt)
+    except Exception as error:  # a template may raise anything: roles out of order, a field that is missing
+        raise UsageError(
+            f"--data.path: {row.place}: the chat template refuses its messages ({type(error).__name__}: {error}). "
+            "Correct the row, or give another --data.chat_template."
+        ) from None
+
+
+def _assistant_spans(row: Row, tokenizer: Any) -> list[Span]:
+    """Find what the assistant writes, as ranges of characters of the whole chat.
+
+    A turn is what the chat up to it has and the prompt for it has not. This needs a template that writes a message
+    alike whatever follows.
+    """
+    whole = _render(row, tokenizer)
+    spans: list[Span] = []
+    for number, message in enumerate(row.messages):
+        if message["role"] != "assistant" or number < row.first_trained:
+            continue
+        before = _render(row, tokenizer, number, prompt=True)
+        after = _render(row, tokenizer, number + 1)
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise UsageError(
+                f"--data.path: {row.place}: the chat template writes message {number + 1} in another way once others "
+                "follow, so what the assistant said cannot be found. Mark it in the template with {% generation %} "
+                "... {% endgeneration %} and give it as --data.chat_template FILE.jinja, or give one row for each "
+                "answer."
+            )
+        spans.append((len(before), len(after)))
+    return spans

@@ -1,0 +1,102 @@
+"""The tokenizer of a model, or a byte-level BPE trained on the texts, with its chat template and special tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_train.config import UsageError, expand_path
+from accel_train.data.artifacts import cached_folder
+
+TRAINED = "trained"
+MIN_VOCAB_SIZE = 300
+BEGIN, END, PAD = "<s>", "</s>", "<pad>"
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
+    """Train a byte-level BPE that begins every text with ``<s>``. Equal texts give equal merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    # With the space, a word has the same pieces at the start of a text as inside it.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BEGIN, END, PAD],
+        # All 256 bytes, or a byte missing from the texts could not be encoded; in an order that every process shares.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END, pad_token=PAD)
+
+
+def cached_tokenizer(
+    texts: Sequence[str], vocab_size: int, cache: Path, *, rank: int, barrier: Callable[[], None]
+) -> Any:
+    """Return ``train_tokenizer`` from the cache, trained if it is not there. Every process calls it (barriers)."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise UsageError(
+            f"--data.vocab_size {vocab_size}: 256 pieces are single bytes and 3 are special; at least {MIN_VOCAB_SIZE} "
+            "is required, 2048 suits a small corpus."
+        )
+    digest = hashlib.sha256(f"causal-bpe-1 {vocab_size}".encode())
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
+
+    def write(directory: Path) -> None:
+        train_tokenizer(texts, vocab_size).save_pretrained(directory)
+
+    folder = cached_folder(cache / "tokenizers" / digest.hexdigest(), write, rank=rank, barrier=barrier)
+    return load_tokenizer(str(folder), None)
+
+
+def load_tokenizer(name: str, revision: str | None) -> Any:
+    """Load the tokenizer of a Hub id or folder. Raises ``UsageError`` for one that is not there or not fast."""
+    from transformers import AutoTokenizer
+
+    try:
+        # A tokenizer that warns of long texts does not know that they are split later.
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False, verbose=False)
+    except Exception as error:  # failures of hub, network, code and format have no common type
+        raise UsageError(
+            f"tokenizer {name!r} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
+            "Required is a folder with tokenizer.json or a Hub id (without a network it must be in the cache); code "
+            "from a repository is never run. Name another one with --data.tokenizer, or 'trained'."
+        ) from None
+    if not tokenizer.is_fast:
+        raise UsageError(
+            f"tokenizer {name!r}: {type(tokenizer).__name__} is written in Python; one with a tokenizer.json is "
+            "required, which knows the place of each token in the text. Name a model with a fast tokenizer."
+        )
+    return tokenizer
+
+
+def set_pad_token(tokenizer: Any) -> list[str]:
+    """Give the tokenizer a token to pad with, if it has none, and return a notice of it.
+
+    No token is added: no loss counts padding and no text sees it, so any token will do.
+    """
+    if tokenizer.pad_token_id is not None:
+        return []
+    token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    tokenizer.pad_token = token
+    return [f"the tokenizer has no pad token: {token!r} is set, which no loss counts as padding"]
+
+
+def set_chat_template(tokenizer: Any, file: str | None) -> None:
+    """Give the tokenizer the chat template of a Jinja file. None keeps its own."""
+    if file is None:
+        return
+    path = expand_path(file)
+    try:
+        tokenizer.chat_template = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--data.chat_template {file!r} cannot be read ({error}). Give a Jinja file.") from None

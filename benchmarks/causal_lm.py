@@ -1,0 +1,184 @@
+"""recipes/causal_lm.py beside HuggingFace's Trainer: the same losses, and the ratio of their throughput.
+
+    python -m benchmarks.causal_lm --steps 60 --rounds 2
+
+The model of `causal_lm_demo`, the same initial weights, packed rows in the same order, fp32, AdamW without decay at a
+constant learning rate, the norm clipped to 1, four micro-batches a step. The Trainer computes transformers' own loss
+and divides it by the tokens of the step. The two run in turns in processes of their own, on one thread each unless
+OMP_NUM_THREADS says otherwise; throughput is of the steps after the first ten. CPU time holds on a busy machine too: of
+ours it is the difference between a whole run and one of a third of its steps, which start, save and evaluate alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_train.data.sampler import StepSampler
+from accel_train.domains.language import prepare, pretrained
+from accel_train.domains.language.prepare import DataConfig, LanguageData
+from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.metrics.records import read_metrics, write_json
+
+ROOT = Path(__file__).parents[1]
+ROWS, MICRO_ROWS = 16, 4
+LEARNING_RATE = 1e-3
+SKIPPED = 10
+SIZES = ModelConfig(hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4)
+"""Those of the preset causal_lm_demo."""
+
+
+def data_of(folder: Path, path: str) -> DataConfig:
+    """The rows of both, from the tokenizer in the folder if it is there."""
+    made = (folder / "model" / "tokenizer.json").exists()
+    tokenizer = str(folder / "model") if made else None
+    return DataConfig(path=path, max_length=128, tokenizer=tokenizer, cache_dir=str(folder / "cache"))
+
+
+def write_model(folder: Path, path: str, sizes: ModelConfig) -> None:
+    """Initial weights and the tokenizer, as a folder of transformers."""
+    data = prepare.prepare_data(data_of(folder, path), sizes)
+    config = pretrained.resolve_config(sizes, data.tokenizer, 128)
+    torch.manual_seed(0)
+    model: Any = pretrained.build(sizes, config, torch.device("cpu"), load_source=False)
+    model.save_pretrained(folder / "model")
+    data.tokenizer.save_pretrained(folder / "model")
+
+
+def ours(folder: Path, path: str, steps: int, log_every: int = 1) -> dict[str, Any]:
+    """Losses and samples per second of the recipe."""
+    config = folder / "ours.yaml"
+    config.write_text(
+        f"output_dir: {folder / 'ours'}\nglobal_batch_size: {ROWS}\nmicro_batch_size: {MICRO_ROWS}\n"
+        f"max_steps: {steps}\nmodel: {{source: {folder / 'model'}}}\n"
+        f"data: {{path: {path}, max_length: 128, cache_dir: {folder / 'cache'}}}\n"
+        f"optimizer: {{lr: {LEARNING_RATE}, weight_decay: 0.0, max_grad_norm: 1.0}}\n"
+        "schedule: {kind: constant, warmup_steps: 0}\nema: {decay: 0.0}\n"
+        f"log: {{log_every: {log_every}, progress_bar: 'off'}}\nevaluation: {{samples: 1, shown: 0}}\n"
+    )
+    command = [sys.executable, str(ROOT / "recipes" / "causal_lm.py"), str(config), "--overwrite"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [r for r in read_metrics(folder / "ours" / "metrics.jsonl") if r["event"] == "train"]
+    # Wall time between log lines: the same clock as the Trainer's, logging included.
+    timed = [line for line in lines if line["step"] >= SKIPPED] or lines[-1:]
+    return {
+        "losses": [line["loss"] for line in lines],
+        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "samples_per_second": statistics.median(line["samples_per_second"] for line in timed),
+    }
+
+
+def trainer(folder: Path, path: str, steps: int) -> dict[str, Any]:
+    """The same of the Trainer, which gets the rows of each step in the order of our sampler."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    source = ModelConfig(source=str(folder / "model"))
+    data = prepare.prepare_data(data_of(folder, path), source)
+    loader: Any = AutoModelForCausalLM
+    model = loader.from_pretrained(folder / "model", dtype=torch.float32)
+    losses: list[float] = [0.0]
+    times: list[float] = []
+    cpu_times: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            times.append(time.perf_counter())
+            cpu_times.append(time.process_time())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            losses.append(0.0)
+
+    class Loop(Trainer):
+        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+            loss: Any = super().compute_loss(*arguments, **named)
+            losses[-1] += float(loss.detach())
+            return loss
+
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return None  # in order
+
+    given: Any = TrainingArguments(
+        output_dir=str(folder / "trainer"), max_steps=steps, learning_rate=LEARNING_RATE, weight_decay=0.0,
+        lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, max_grad_norm=1.0,
+        per_device_train_batch_size=MICRO_ROWS, gradient_accumulation_steps=ROWS // MICRO_ROWS, use_cpu=True,
+        logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    Loop(model, given, train_dataset=in_order(data, steps), callbacks=[Clock()]).train()
+    times.append(time.perf_counter())
+    cpu_times.append(time.process_time())
+    first = min(SKIPPED, len(times) - 2)
+    timed = times[first:]
+    return {
+        "losses": losses[:steps],
+        "samples_per_second": ROWS * (len(timed) - 1) / (timed[-1] - timed[0]),
+        "cpu_seconds_per_step": (cpu_times[-1] - cpu_times[first]) / (len(timed) - 1),
+    }
+
+
+def in_order(data: LanguageData, steps: int) -> list[dict[str, Any]]:
+    """Rows as the sampler of the recipe draws them, with the inputs of the model alone."""
+    sampler = StepSampler(len(data.train), ROWS, 0)
+    rows = [data.train[draw.sample] for step in range(steps) for draw in sampler.draws(step)]
+    return [{name: row[name] for name in ("input_ids", "labels", "position_ids")} for row in rows]
+
+
+def largest_difference(a: list[float], b: list[float]) -> float:
+    """Relative, over the steps."""
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--path", default="demo")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder, given.path, SIZES)
+        for _ in range(given.rounds):
+            short = ours(folder, given.path, given.steps // 3)
+            whole = ours(folder, given.path, given.steps)
+            whole["cpu_seconds_per_step"] = (whole["cpu_seconds"] - short["cpu_seconds"]) / (
+                given.steps - given.steps // 3
+            )
+            found.append((whole, trainer(folder, given.path, given.steps)))
+    difference = max(largest_difference(a["losses"], b["losses"]) for a, b in found)
+    ratios = [a["samples_per_second"] / b["samples_per_second"] for a, b in found]
+    result = {
+        "steps": given.steps,
+        "largest_relative_difference_of_losses": difference,
+        "samples_per_second_over_trainer": ratios,
+        "samples_per_second": [{"ours": a["samples_per_second"], "trainer": b["samples_per_second"]} for a, b in found],
+        "cpu_seconds_per_step": [
+            {"ours": a["cpu_seconds_per_step"], "trainer": b["cpu_seconds_per_step"]} for a, b in found
+        ],
+        "torch_threads": torch.get_num_threads(),
+    }
+    print(json.dumps(result, indent=1))
+    if given.output:
+        write_json(given.output, result)
+    return 0 if difference < 1e-4 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Train a causal language model of transformers: from scratch, or from pretrained weights.
+
+    accelerate launch recipes/causal_lm.py                                    # a small Llama on Shakespeare, offline
+    accelerate launch recipes/causal_lm.py causal_lm_tune --model.source Qwen/Qwen3-0.6B --data.path chats.jsonl
+
+Texts are packed into rows without seeing each other. Every token that the loss counts weighs alike, on any number of
+processes and any micro-batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train import experiment, loop, preparation, startup
+from accel_train.config import UsageError
+from accel_train.config_loading import load_config
+from accel_train.data.loader import StepBatches
+from accel_train.data.sampler import StepSampler
+from accel_train.domains.language import flops, perplexity, prepare, pretrained, samples
+from accel_train.metrics import evaluation, logs
+from accel_train.metrics.progress import Labels
+from accel_train.opened import Prepared
+from accel_train.runtime.exiting import one_run, run_main
+from accel_train.training.accumulation import Batch
+from accel_train.training.optimizers import set_learning_rate
+from accel_train.training.shards import plain_module
+
+logger = logging.getLogger("recipes.causal_lm")
+DEFAULT_PRESET = "causal_lm_demo"
+OWN_ROWS = (
+    "train it on your own rows: accelerate launch recipes/causal_lm.py --data.path FILE.txt --output_dir runs/mine",
+    "tune a pretrained model: accelerate launch recipes/causal_lm.py causal_lm_tune --model.source NAME",
+)
+
+
+# ---------------------------------------------------------------------------------------------------------- config
+@dataclass(frozen=True)
+class Config(experiment.ExperimentConfig):
+    """Causal language model of transformers, on plain text, completions or chats."""
+
+    recipe: ClassVar = experiment.Recipe(
+        free_to_change=("evaluation", "data.cache_dir", "model.attn_implementation"),
+        labels=Labels(units={"nll": "nats per token", "accuracy": "fraction"}, titles={"nll": "NLL"}),
+        smoke={"evaluation.samples": 2, "evaluation.shown": 1, "evaluation.max_new_tokens": 4},
+    )
+
+    output_dir: str = "runs/causal-lm-demo"
+    model: pretrained.ModelConfig = field(default_factory=pretrained.ModelConfig)
+    data: prepare.DataConfig = field(default_factory=prepare.DataConfig)
+    evaluation: samples.EvaluationConfig = field(default_factory=samples.EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.attention != "auto":
+            raise UsageError(
+                f"attention {self.attention}: this model's attention is that of transformers; leave the option out and "
+                "give --model.attn_implementation: eager, sdpa, flash_attention_2 or flex_attention"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------ loss
+# A batch holds input_ids, labels and position_ids (B, S), and what the loader adds: weight, sample ... (B,).
+def weigh(batch: Batch) -> tuple[Batch, Tensor]:
+    """Return the model's inputs, and their weight in the loss: the number of tokens that count."""
+    return batch, perplexity.trained_tokens(batch)
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """The prepared model, called with the inputs that its attention and the packing need."""
+
+    module: nn.Module
+    packing: bool
+    attention: str
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits of the next token, (B, S, V)."""
+        return pretrained.logits(self.module, batch, packing=self.packing, attention=self.attention)
+
+
+def loss_sum(model: LanguageModel, batch: Batch) -> Tensor:
+    """Sum the loss over a micro-batch, in fp32. The window divides by the tokens of the global batch."""
+    return perplexity.loss_sum(model.logits(batch), perplexity.targets(batch))
+
+
+def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
+    """Count this process's part of a step, for the throughput."""
+    shapes = [batch["input_ids"].shape for batch in batches.micro_batches]
+    computed = sum(rows * length for rows, length in shapes)
+    tokens = sum(perplexity.real_tokens(batch) for batch in batches.micro_batches)
+    return {"tokens": tokens, "padded_tokens": computed, "flops": flops.TRAINING_FACTOR * flops_per_token * computed}
+
+
+# ------------------------------------------------------------------------------------------------------ evaluation
+def evaluate(
+    config: Config, accelerator: Accelerator, prepared: Prepared, model: LanguageModel, data: prepare.LanguageData
+) -> dict[str, float]:
+    """Compute held-out perplexity and write samples.md, with the EMA weights. Every process calls it."""
+    options = config.evaluation
+    unigram = data.unigram.to(accelerator.device)
+    with evaluation.evaluating(prepared.model, prepared.ema):
+        batches = evaluation.heldout_batches(accelerator, data.heldout, options.samples, options.batch_size)
+        sums = evaluation.weighted_sums(
+            accelerator, batches, lambda batch: perplexity.metric_sums(model.logits(batch), batch, unigram)
+        )
+        module = plain_module(prepared.model)
+        written = samples.write(module, data, options, config.seed, processes=accelerator.num_processes)
+    metrics = perplexity.metrics_from_sums(sums)
+    if accelerator.is_main_process:
+        samples.report(config.report_directory, written)
+    logs.info(logger, perplexity.summary(metrics))
+    return metrics
+
+
+# ------------------------------------------------------------------------------------------------------------ main
+@one_run
+def main(argv: Sequence[str]) -> int:
+    """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
+    config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
+    accelerator = startup.start(config)
+    data = startup.prepare_data(accelerator, partial(prepare.prepare_data, config.data, config.model))
+    order = StepSampler(len(data.train), config.global_batch_size, config.seed)
+    shape = pretrained.resolve_config(config.model, data.tokenizer, config.data.max_length)
+    opened = experiment.open_experiment(
+        config,
+        accelerator,
+        dataset_size=len(data.train),
+        fingerprint=data.fingerprint,
+        notices=data.notices,
+        metrics=perplexity.METRICS,
+    )
+    if opened.finished:
+        return experiment.nothing_to_do(opened)
+
+    # Other weights than those of the source come later, from a checkpoint or from init_from.
+    fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
+    build = partial(pretrained.build, config.model, shape, accelerator.device, load_source=fresh)
+    plain = preparation.build_model(opened, build)
+    logs.info(logger, pretrained.describe_attention(config.model, plain))
+    if config.data.packing:
+        logs.info(logger, pretrained.check_packing(plain))
+    flops_per_token = flops.forward_flops_per_token(plain, config.data.max_length)
+    prepared = preparation.prepare(opened, plain)
+    model = LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
+    run_evaluation = partial(evaluate, config, accelerator, prepared, model, data)
+    if config.evaluate_only:
+        return loop.evaluate_only(opened, run_evaluation)
+
+    write_extras = partial(pretrained.save_files, plain, data.tokenizer)
+    with loop.training(opened, prepared, data.train, order, write_extras) as training:
+        for batches in training:
+            set_learning_rate(prepared.optimizer, opened.learning_rate_factor(batches.step))
+
+            window = prepared.window([weigh(batch) for batch in batches.micro_batches], {"nll": 1.0}, batches.step)
+            # Gradients stay local until the last micro-batch.
+            for batch in window:
+                window.backward(loss_sum(model, batch))
+            result = window.finish(config.optimizer.max_grad_norm)
+            prepared.optimizer.step()
+            prepared.optimizer.zero_grad()
+            prepared.ema.update(batches.step)
+
+            training.report(batches, result, **work(batches, flops_per_token))
+            # Save before the evaluation, so that one that fails loses nothing.
+            training.save_if_due(result)
+            if config.evaluation.due(batches.done, opened.max_steps):
+                training.evaluate(run_evaluation)
+    code = loop.finish(training)
+    logs.info(logger, *OWN_ROWS)
+    return code
+
+
+if __name__ == "__main__":
+    run_main(main)

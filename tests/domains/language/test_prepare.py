@@ -1,0 +1,162 @@
+"""From a source of rows to the tokens of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_train.config import UsageError
+from accel_train.domains.language import perplexity, prepare, tokenizers
+from accel_train.domains.language.packing import IGNORED
+from accel_train.domains.language.prepare import DataConfig, LanguageData
+from accel_train.domains.language.pretrained import ModelConfig
+from tests.domains.language import tiny
+
+LINES = [f"{text} {number}" for number in range(20) for text in tiny.TEXTS]
+
+
+def prepared(folder: Path, *found: Any, model: ModelConfig = tiny.LLAMA, **options: Any) -> LanguageData:
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row if isinstance(row, dict) else {"text": row}) for row in found or LINES))
+    given = {"path": str(file), "heldout_fraction": 0.2, "max_length": 64, "cache_dir": str(folder / "cache")} | options
+    if model.source is None and "tokenizer" not in options:
+        given.setdefault("vocab_size", 320)
+    return prepare.prepare_data(DataConfig(**given), model)
+
+
+def test_tokens_of_both_splits_and_their_unigrams(tmp_path: Path) -> None:
+    data = prepared(tmp_path)
+    assert data.train.texts + data.heldout.texts == len(LINES)
+    assert 5 < data.heldout.texts < 45
+    targets = data.train.targets()
+    assert float(data.unigram.exp().sum()) == pytest.approx(1)
+    token = int(targets.mode().values)
+    count = int((targets == token).sum())
+    expected = math.log((count + 1) / (len(targets) + len(data.unigram)))
+    assert float(data.unigram[token]) == pytest.approx(expected, rel=1e-5)
+    assert prepared(tmp_path).fingerprint == data.fingerprint
+    assert "training rows of data" in data.notices[0]
+    assert "% filled" in data.notices[-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"heldout_fraction": 0.4},
+        {"vocab_size": 300},
+        {"max_length": 24},
+        {"packing": False},
+        {"chat_template": "chat.jinja"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_option_changes_the_data(options: dict[str, Any], tmp_path: Path) -> None:
+    rows = [*LINES, {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]}]
+    (tmp_path / "plain.jinja").write_text(tiny.CHATML)
+    (tmp_path / "chat.jinja").write_text(tiny.CHATML.replace("<|", "<<"))
+    base = {"chat_template": str(tmp_path / "plain.jinja")}
+    changed = base | options
+    changed["chat_template"] = str(tmp_path / Path(changed["chat_template"]).name)
+    assert prepared(tmp_path, *rows, **base).fingerprint != prepared(tmp_path, *rows, **changed).fingerprint
+
+
+def test_heldout_rows_of_another_file_are_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "held.txt").write_text("\n".join(LINES[:7]))
+    data = prepared(tmp_path, heldout_path=str(tmp_path / "held.txt"))
+    assert (data.train.texts, data.heldout.texts) == (len(LINES) - 7, 7)
+
+
+def test_the_tokenizer_is_that_of_the_model_or_another(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "model", template=tiny.CHATML)
+    model = ModelConfig(source=str(tmp_path / "model"))
+    assert prepared(tmp_path, model=model).tokenizer.chat_template == tiny.CHATML
+    other = tokenizers.train_tokenizer(tiny.TEXTS, 310)
+    other.save_pretrained(tmp_path / "other")
+    assert len(prepared(tmp_path, model=model, tokenizer=str(tmp_path / "other")).tokenizer) == 310
+    with pytest.raises(UsageError, match=r"tokenizer '.*nothing' cannot be loaded"):
+        prepared(tmp_path, tokenizer=str(tmp_path / "nothing"))
+
+
+def test_a_model_without_a_pad_token_is_padded_and_it_is_said(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "model")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = tmp_path / "model" / name
+        if file.exists():
+            fields = json.loads(file.read_text())
+            fields.pop("pad_token", None)
+            file.write_text(json.dumps(fields))
+    data = prepared(tmp_path, model=ModelConfig(source=str(tmp_path / "model")))
+    assert any("no pad token" in notice for notice in data.notices)
+    batch = data.train.batch([0])
+    assert (batch["labels"][0, int(batch["length"]) :] == IGNORED).all()
+
+
+def test_texts_that_are_too_long_are_split_or_cut_and_it_is_said(tmp_path: Path) -> None:
+    long = " ".join(tiny.TEXTS * 3)
+    pair = {"prompt": "Who is there?", "completion": f" {long}"}
+    data = prepared(tmp_path, *LINES, long, pair, heldout_fraction=0.01)
+    assert "1 texts longer than 64 tokens are split" in data.notices
+    assert "1 chats or completions are cut to 64 tokens" in data.notices
+    whole = prepared(tmp_path, *LINES, long, pair, heldout_fraction=0.01, max_length=1024)
+    assert not any("are split" in notice or "are cut" in notice for notice in whole.notices)
+
+
+def test_a_row_of_which_nothing_is_left_to_learn_is_named(tmp_path: Path) -> None:
+    pair = {"prompt": " ".join(tiny.TEXTS * 3), "completion": " Friends."}
+    with pytest.raises(UsageError, match=r"rows.jsonl:101: nothing to learn: none of the first 64 tokens is trained"):
+        prepared(tmp_path, *LINES, pair)
+    data = prepared(tmp_path, *LINES, pair, max_bad_rows=1)
+    assert "1 bad rows left out" in data.notices
+
+
+def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]}
+    with pytest.raises(UsageError, match=r"rows.jsonl:101 has messages, and the tokenizer has no chat template"):
+        prepared(tmp_path, *LINES, chat)
+    with pytest.raises(UsageError, match=r"--data.chat_template 'nothing.jinja' cannot be read"):
+        prepared(tmp_path, chat_template="nothing.jinja")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 1}, "--data.max_length 1: a row needs 2 tokens"),
+        ({"heldout_fraction": 0.0}, "leaves nothing to evaluate on"),
+        ({"tokenizer": "x", "vocab_size": 300}, "--data.vocab_size 300 has no effect with --data.tokenizer 'x'"),
+    ],
+)
+def test_options_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DataConfig(**options)
+
+
+def test_a_vocabulary_below_the_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--data.vocab_size 200: 256 pieces are single bytes and 3 are special"):
+        prepared(tmp_path, vocab_size=200)
+
+
+def test_one_row_leaves_none_to_evaluate_on(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"1 training and 0 held-out rows|0 training and 1 held-out rows"):
+        prepared(tmp_path, "one row alone")
+
+
+def test_perplexity_is_weighted_by_tokens() -> None:
+    """Closed form: logits that give every target the same probability, and uniform unigrams."""
+    labels = torch.tensor([[IGNORED, 1, 2, 3], [IGNORED, IGNORED, 4, IGNORED], [IGNORED, 1, 1, 1]])
+    batch = {"labels": labels, "weight": torch.tensor([1.0, 1.0, 0.0])}
+    logits = torch.zeros(3, 4, 8)
+    logits[1] = 5.0 * torch.nn.functional.one_hot(torch.tensor(4), 8)
+    sums = perplexity.metric_sums(logits, batch, torch.full((8,), -math.log(8)))
+    assert int(sums["tokens"]) == int(perplexity.trained_tokens(batch)) == 4
+    found = perplexity.metrics_from_sums(sums)
+    certain = math.log(1 + 7 * math.exp(-5))
+    assert found["nll"] == pytest.approx((3 * math.log(8) + certain) / 4, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(found["nll"]))
+    assert found["unigram_perplexity"] == pytest.approx(8)
+    assert found["accuracy"] == pytest.approx(1 / 4)
+    assert tuple(found) == perplexity.METRICS

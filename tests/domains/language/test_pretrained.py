@@ -1,0 +1,206 @@
+"""Models of transformers: options, what is refused, attention, files, FLOPs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from accel_train.config import UsageError
+from accel_train.domains.language import flops, pretrained, tokenizers
+from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
+from accel_train.speed.options import ActivationCheckpointingConfig
+from tests.domains.language import tiny
+
+CPU = torch.device("cpu")
+
+
+def resolved(options: ModelConfig) -> Any:
+    return pretrained.resolve_config(options, tiny.tokenizer(), 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", 64),
+        ("intermediate_size", 96),
+        ("num_hidden_layers", 3),
+        ("num_attention_heads", 2),
+        ("num_key_value_heads", 4),
+        ("tie_word_embeddings", True),
+    ],
+)
+def test_a_size_from_scratch_is_that_of_the_model(name: str, value: Any) -> None:
+    changed = dataclasses.replace(tiny.LLAMA, **{name: value})
+    assert getattr(resolved(tiny.LLAMA), name) != value
+    assert getattr(resolved(changed), name) == value
+    shapes = [[tuple(p.shape) for p in tiny.model(options).parameters()] for options in (tiny.LLAMA, changed)]
+    assert shapes[0] != shapes[1]
+
+
+def test_vocabulary_and_special_tokens_from_scratch_are_the_tokenizers() -> None:
+    tokenizer = tiny.tokenizer()
+    config = resolved(tiny.LLAMA)
+    assert config.vocab_size == len(tokenizer)
+    assert (config.bos_token_id, config.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+
+def test_the_architecture_is_a_model_type_or_the_config_of_a_folder(tmp_path: Path) -> None:
+    assert type(tiny.model(ModelConfig(config="gpt2", hidden_size=32, num_attention_heads=4))).__name__ == (
+        "GPT2LMHeadModel"
+    )
+    resolved(tiny.LLAMA).save_pretrained(tmp_path)
+    found = resolved(ModelConfig(config=str(tmp_path), num_hidden_layers=1))
+    assert (found.hidden_size, found.num_hidden_layers) == (32, 1)
+    with pytest.raises(UsageError, match=r"--model.config 'lama': no model type .*did you mean 'llama'"):
+        resolved(ModelConfig(config="lama"))
+    with pytest.raises(UsageError, match=r"--model.num_key_value_heads 2: a config of gpt2 has no num_key_value_heads"):
+        resolved(ModelConfig(config="gpt2", num_key_value_heads=2))
+
+
+def test_pretrained_weights_are_those_of_the_folder_and_a_resume_reads_none(tmp_path: Path) -> None:
+    tiny.save(tmp_path)
+    options = ModelConfig(source=str(tmp_path))
+    config = resolved(options)
+    expected = tiny.model().state_dict()
+    found = pretrained.build(options, config, CPU, load_source=True).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    torch.manual_seed(1)
+    random = pretrained.build(options, config, CPU, load_source=False).state_dict()
+    assert not torch.equal(random["lm_head.weight"], expected["lm_head.weight"])
+    with torch.device("meta"):
+        assert next(pretrained.build(options, config, CPU, load_source=True).parameters()).is_meta
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"hidden_size": 64}, {"config": "gpt2"}, {"tie_word_embeddings": False}],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_sizes_have_no_effect_on_pretrained_weights_and_are_refused(flags: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=rf"--model.{next(iter(flags))} .*: no effect with --model.source 'x'"):
+        ModelConfig(source="x", **flags)
+    with pytest.raises(UsageError, match=r"--model.revision 'main' has no effect without --model.source"):
+        ModelConfig(revision="main")
+
+
+def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--model.source '.*nothing' cannot be loaded"):
+        resolved(ModelConfig(source=str(tmp_path / "nothing")))
+    tiny.save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    options = ModelConfig(source=str(tmp_path))
+    with pytest.raises(UsageError, match=r"--model.source .* cannot be loaded .*model.safetensors"):
+        pretrained.build(options, resolved(options), CPU, load_source=True)
+
+
+def test_weights_that_would_stay_random_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny.save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    options = ModelConfig(source=str(tmp_path))
+    with pytest.raises(UsageError, match=r"1 weight\(s\) are not in its files \(lm_head.weight\)"):
+        pretrained.build(options, resolved(options), CPU, load_source=True)
+
+
+def test_a_vocabulary_or_positions_too_few_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    tiny.save(tmp_path)
+    larger = tokenizers.train_tokenizer(tiny.TEXTS * 2 + ["entirely different words of another text"], 340)
+    with pytest.raises(UsageError, match=r"--data.tokenizer: it has ids up to 339, .* has embeddings of 320"):
+        pretrained.resolve_config(ModelConfig(source=str(tmp_path)), larger, 64)
+    with pytest.raises(UsageError, match=r"--data.max_length 4096: 'llama' has 2048 positions. Give 2048 or less"):
+        pretrained.resolve_config(tiny.LLAMA, tiny.tokenizer(), 4096)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_the_attention_is_the_one_asked_for(name: Any) -> None:
+    options = dataclasses.replace(tiny.LLAMA, attn_implementation=name)
+    model = tiny.model(options)
+    assert pretrained.attention_of(model) == name
+    assert pretrained.describe_attention(options, model) == f"attention of transformers: {name}, as asked"
+
+
+def test_auto_is_sdpa_or_eager_for_a_model_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    assert "sdpa (auto: this model has it)" in pretrained.describe_attention(tiny.LLAMA, tiny.model())
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
+    assert "eager (auto: this model has no sdpa)" in pretrained.describe_attention(tiny.LLAMA, tiny.model())
+    with pytest.raises(UsageError, match=r"--model.attn_implementation sdpa: .*Use auto or eager, or install"):
+        tiny.model(dataclasses.replace(tiny.LLAMA, attn_implementation="sdpa"))
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+def test_attention_that_needs_a_gpu_is_refused_without_one(name: Any) -> None:
+    options = dataclasses.replace(tiny.LLAMA, attn_implementation=name)
+    with pytest.raises(UsageError, match=rf"--model.attn_implementation {name}: needs a GPU .* on cpu. Use sdpa"):
+        tiny.model(options)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_files_and_weights_load_with_the_same_logits(tied: bool, tmp_path: Path) -> None:
+    """As in a checkpoint: our weights file has each tied tensor once."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = tiny.model(dataclasses.replace(tiny.LLAMA, tie_word_embeddings=tied))
+    tokenizer = tiny.tokenizer(tiny.CHATML)
+    pretrained.save_files(model, tokenizer, tmp_path)
+    save_file({name: p.detach() for name, p in model.named_parameters()}, tmp_path / "model.safetensors")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    again: Any = AutoTokenizer.from_pretrained(tmp_path)
+    ids = again(tiny.TEXTS[0], return_tensors="pt")["input_ids"]
+    assert ids[0].tolist() == tokenizer(tiny.TEXTS[0])["input_ids"]
+    assert again.chat_template == tiny.CHATML
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("config", ["llama", "gpt2"])
+def test_flops_are_those_that_torch_counts(config: str, tied: bool) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = tiny.model(ModelConfig(config=config, tie_word_embeddings=tied, attn_implementation="eager", **sizes))
+    ids = torch.arange(24).reshape(1, 24)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    assert 24 * flops.forward_flops_per_token(model, 24) == pytest.approx(counter.get_total_flops(), rel=2e-3)
+
+
+def test_a_missing_pad_token_is_set_and_said() -> None:
+    tokenizer = tiny.tokenizer()
+    assert tokenizers.set_pad_token(tokenizer) == []
+    tokenizer.pad_token = None
+    size = len(tokenizer)
+    (notice,) = tokenizers.set_pad_token(tokenizer)
+    assert "no pad token: '</s>' is set" in notice
+    assert (tokenizer.pad_token_id, len(tokenizer)) == (tokenizer.eos_token_id, size)
+
+
+@pytest.mark.parametrize("mode", ["full", "every_nth", "selective"])
+@pytest.mark.parametrize("config", ["llama", "gpt2"])
+def test_activation_checkpointing_of_its_blocks_changes_no_gradient(config: str, mode: Any) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    options = ModelConfig(config=config, **sizes)
+    ids = torch.arange(24).reshape(1, 24)
+    packed = {"input_ids": ids, "position_ids": torch.arange(12).repeat(2).reshape(1, 24)}
+
+    def gradients(checkpointed: bool) -> list[torch.Tensor]:
+        model = tiny.model(options)
+        if checkpointed:
+            notice = apply_activation_checkpointing(model, ActivationCheckpointingConfig(mode))
+            assert f"{1 if mode == 'every_nth' else 2} of 2 blocks" in notice
+        pretrained.logits(model, packed, packing=True, attention="sdpa").square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))

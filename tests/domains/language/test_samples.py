@@ -1,0 +1,85 @@
+"""Continuations of held-out texts: what is given, what is drawn, and what is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_train.domains.language import prepare, samples
+from accel_train.domains.language.prepare import DataConfig, LanguageData
+from accel_train.domains.language.samples import EvaluationConfig, Sample
+from tests.domains.language import tiny
+
+OPTIONS = EvaluationConfig(shown=3, prompt_tokens=4, max_new_tokens=6)
+
+
+def data_of(folder: Path, *rows: Any) -> LanguageData:
+    """Held-out rows as given; the training rows do not matter."""
+    (folder / "held.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "train.txt").write_text("\n".join(tiny.TEXTS))
+    tiny.tokenizer(tiny.CHATML).save_pretrained(folder / "tokenizer")
+    options = DataConfig(
+        path=str(folder / "train.txt"), heldout_path=str(folder / "held.jsonl"), tokenizer=str(folder / "tokenizer"),
+        max_length=64, cache_dir=str(folder / "cache"),
+    )  # fmt: skip
+    return prepare.prepare_data(options, tiny.LLAMA)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> LanguageData:
+    return data_of(tmp_path, *({"text": f"{text} More words after it."} for text in tiny.TEXTS))
+
+
+def write(data: LanguageData, options: EvaluationConfig = OPTIONS, seed: int = 0, weights: int = 0) -> list[Sample]:
+    return samples.write(tiny.model(seed=weights), data, options, seed, processes=1)
+
+
+def test_draws_repeat_and_are_those_of_the_seed_and_the_text(data: LanguageData) -> None:
+    first = write(data)
+    model = tiny.model()
+    torch.manual_seed(12345)  # training has drawn in between
+    state = torch.get_rng_state()
+    assert samples.write(model, data, OPTIONS, 0, processes=1) == first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert write(data, seed=1) != first
+    assert write(data, dataclasses.replace(OPTIONS, shown=1)) == first[:1]
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.05}, {"max_new_tokens": 3}, {"prompt_tokens": 5}])
+def test_an_option_changes_what_is_written(change: dict[str, Any], data: LanguageData) -> None:
+    assert write(data, dataclasses.replace(OPTIONS, **change)) != write(data)
+
+
+def test_without_temperature_the_likeliest_token_is_written(data: LanguageData) -> None:
+    greedy = dataclasses.replace(OPTIONS, temperature=0.0, max_new_tokens=2, shown=1)
+    (found,) = write(data, greedy)
+    assert write(data, greedy, seed=5) == [found]
+    model = tiny.model()
+    ids = data.heldout.text(0)[0][:4].tolist()
+    with torch.no_grad():
+        for _ in range(2):
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    assert found.written == data.tokenizer.decode(ids[4:], skip_special_tokens=True)
+
+
+def test_of_a_chat_all_that_is_not_learned_is_given(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "Friends."}]
+    (found,) = write(data_of(tmp_path, {"messages": chat}))
+    assert found.prompt.strip() == "<|user|>Who is there?\n<|assistant|>"
+    assert found.original.strip() == "Friends."
+
+
+def test_samples_are_written_for_people(tmp_path: Path) -> None:
+    samples.report(tmp_path / "report", [Sample("Nay,", " answer\nme", " answer me: stand")])
+    text = (tmp_path / "report" / "samples.md").read_text()
+    assert "- given: > Nay,\n- written by the model: > answer me\n- the text itself: > answer me: stand" in text
+
+
+def test_an_evaluation_is_due_at_its_steps_and_at_the_end() -> None:
+    assert [step for step in range(1, 8) if EvaluationConfig(every=3).due(step, 7)] == [3, 6, 7]
+    assert [step for step in range(1, 8) if EvaluationConfig().due(step, 7)] == [7]

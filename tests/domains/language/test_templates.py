@@ -1,0 +1,79 @@
+"""Which tokens of a row are learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.domains.language import templates
+from accel_train.domains.language.rows import Row
+from tests.domains.language import tiny
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who is there?"},
+    {"role": "assistant", "content": "Friends to this ground."},
+    {"role": "user", "content": "Stand, ho!"},
+    {"role": "assistant", "content": "Long live the king."},
+]
+
+
+def learned(row: Row, tokenizer: Any) -> str:
+    ids, trained = templates.encode(row, tokenizer)
+    assert not trained[0]
+    return tokenizer.decode([token for token, flag in zip(ids, trained, strict=True) if flag])
+
+
+def test_of_plain_text_everything_is_learned_and_its_end() -> None:
+    tokenizer = tiny.tokenizer()
+    ids, trained = templates.encode(Row("x", text=tiny.TEXTS[0]), tokenizer)
+    assert ids == [tokenizer.bos_token_id, *tokenizer(tiny.TEXTS[0])["input_ids"][1:], tokenizer.eos_token_id]
+    assert trained == [False] + [True] * (len(ids) - 1)
+
+
+def test_of_a_pair_the_completion_and_its_end() -> None:
+    tokenizer = tiny.tokenizer()
+    row = Row("x", prompt="Have you had", completion=" quiet guard?")
+    assert learned(row, tokenizer) == " quiet guard?</s>"
+    ids, _ = templates.encode(row, tokenizer)
+    assert ids[:-1] == tokenizer("Have you had quiet guard?")["input_ids"]
+
+
+def test_a_token_over_the_border_is_learned() -> None:
+    """The space belongs to the prompt and its token to the completion: without it nothing of 'guard' may remain."""
+    row = Row("x", prompt="Have you had quiet ", completion="guard?")
+    assert learned(row, tiny.tokenizer()).strip() == "guard?</s>"
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, tiny.MARKED], ids=["found", "marked"])
+def test_of_a_chat_what_the_assistant_says(template: str) -> None:
+    tokenizer = tiny.tokenizer(template)
+    assert learned(Row("x", messages=CHAT), tokenizer) == "Friends to this ground.\nLong live the king.\n"
+    assert learned(Row("x", messages=CHAT, first_trained=3), tokenizer) == "Long live the king.\n"
+
+
+def test_found_and_marked_are_the_same_tokens() -> None:
+    found, marked = (templates.encode(Row("x", messages=CHAT), tiny.tokenizer(t)) for t in (tiny.CHATML, tiny.MARKED))
+    assert found == marked
+
+
+def test_messages_without_a_template_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"f:3 has messages, and the tokenizer has no chat template.*chat_template"):
+        templates.encode(Row("f:3", messages=CHAT), tiny.tokenizer())
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_marked() -> None:
+    """As those do that leave the thinking of earlier turns out."""
+    shown = "{{ message['content'] if loop.last or message['role'] != 'assistant' else '...' }}"
+    rewriting = tiny.CHATML.replace("{{ message['content'] }}", shown)
+    with pytest.raises(UsageError, match=r"f:3: the chat template writes message 3 in another way once others follow"):
+        templates.encode(Row("f:3", messages=CHAT), tiny.tokenizer(rewriting))
+    assert learned(Row("x", messages=CHAT[:3]), tiny.tokenizer(rewriting)) == "Friends to this ground.\n"
+
+
+def test_a_template_that_raises_names_the_row() -> None:
+    strict = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UsageError, match=r"f:3: the chat template refuses its messages .*roles must alternate"):
+        templates.encode(Row("f:3", messages=CHAT), tiny.tokenizer(strict))
