@@ -82,7 +82,10 @@ def test_bash_offers_the_options_of_a_recipe_of_your_own(scripts: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-@pytest.mark.parametrize(("line", "expected"), [pair for pair in LINES if pair[1]], ids=lambda value: str(value)[:40])
+OFFERED = [pair for pair in LINES if pair[1]]
+
+
+@pytest.mark.parametrize(("line", "expected"), OFFERED, ids=[line for line, _ in OFFERED])
 def test_fish_offers(line: str, expected: set[str], scripts: Path) -> None:
     shown = output("fish", "--no-config", "-c", f"source '{scripts / 'fish'}'; complete -C '{line}'")
     offered = {row.partition("\t")[0] for row in shown.splitlines()}
