@@ -44,6 +44,7 @@ TESTED: Mapping[str, Tested] = {
             "torch.utils.cpp_extension._get_build_directory": "DeepSpeed's build: folder of a stale lock",
             "_comm_hooks": "DistributedDataParallel: registered hooks",
             "_has_rebuilt_buckets": "DistributedDataParallel: final order of reduction",
+            "_non_persistent_buffers_set": "Module: which buffers a checkpoint holds",
             "_orig_mod": "OptimizedModule: the module that was compiled",
             "_step_supports_amp_scaling": "optimizers with a skip of the step on the device",
             "_workers": "the DataLoader's iterator: processes to end if one hangs",
@@ -86,6 +87,14 @@ TESTED: Mapping[str, Tested] = {
         "2.4",
         {
             "huggingface_hub.utils._http.default_client_factory": "timeouts of its HTTP client",
+        },
+    ),
+    "transformers": Tested(
+        "5.23",
+        {
+            "_commit_hash": "config: the revision of a base on the Hub",
+            "_attn_implementation": "config: the attention that a model chose",
+            "_is_stateful": "model: a state over the whole row, with which texts cannot be packed",
         },
     ),
 }  # fmt: skip

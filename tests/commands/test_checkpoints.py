@@ -25,14 +25,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from accel_train import cli
-from accel_train.checkpoints import fetch, snapshot
+from accel_train.checkpoints import fetch
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.commands import diff as compare
 from accel_train.config import UsageError
 from accel_train.config_tree import to_tree
 from accel_train.domains.models.mmdit import MMDiTConfig, ModelConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.hub.queue import Entry, HubQueue
-from accel_train.store import atomic_files, commit, manifest, strict_json, weights
+from accel_train.store import atomic_files, commit, manifest, planning, strict_json, weights
 from tests.store.test_weights import plant, read_weights
 from tests.waiting import PATIENCE_SECONDS
 
@@ -590,7 +590,7 @@ def test_an_export_of_the_demo_model_loads_in_a_fresh_process(tmp_path: Path) ->
 
 
 def test_a_large_export_is_split_as_the_hub_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(planning, "SHARD_BYTES", 4000)
     model = model_of(3)
     call("export", checkpoint(tmp_path / "run", 7, model), tmp_path / "out")
     shards = sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))
@@ -778,7 +778,7 @@ def test_what_diffusers_saved_becomes_a_checkpoint(tmp_path: Path, variant: str 
 
 
 def test_a_large_conversion_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "SHARD_BYTES", 100)
+    monkeypatch.setattr(planning, "SHARD_BYTES", 100)
     values = {f"t{i}": torch.randn(3, 5, dtype=torch.float64).float().double() for i in range(5)}
     found = converted(write(tmp_path / "in", **values), tmp_path / "out")
     assert_same(found, {n: v.float() for n, v in values.items()})

@@ -223,8 +223,8 @@ def test_a_checkpoint_that_crashes_the_start(trainers: Trainers, half: Path, who
 import os
 from accel_train.store import weights
 original = weights.load_weights
-def load(directory, stem, model):
-    original(directory, stem, model)
+def load(directory, stem, model, **named):
+    original(directory, stem, model, **named)
     if directory.name.endswith("10"):
         {crash}
 weights.load_weights = load

@@ -68,17 +68,21 @@ def load_length(directory: Path) -> LengthEstimate | None:
     return LengthEstimate(weights, **facts)
 
 
-def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float) -> LengthEstimate:
-    """Fit the estimate to lengths (N,) of the texts of ``table``, which ``mean`` (Dz,) and ``std`` normalise.
+def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float, rows: Tensor | None = None) -> LengthEstimate:
+    """Fit the estimate to lengths (N,) of texts with latents in ``table``, which ``mean`` (Dz,) and ``std`` normalise.
 
-    Takes up to ``MOST_ROWS`` texts, evenly spread. The penalty is that of as many texts as there are features, with
-    the mean length.
+    ``rows`` (N,) are those of the texts in the table, by default all. Takes up to ``MOST_ROWS`` texts, evenly spread.
+    The penalty is that of as many texts as there are features, with the mean length.
     """
-    step = -(-len(table) // MOST_ROWS)
-    rows = torch.arange(0, len(table), step)
+    if rows is None:
+        rows = torch.arange(len(table))
+    step = -(-len(rows) // MOST_ROWS)
+    rows = rows[::step]
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    lengths = lengths[::step]
     blocks = [_features((table.rows(block) - mean) / std) for block in rows.split(BLOCK_ROWS)]
     x = torch.cat(blocks)  # (n, Dz + 1)
-    y = lengths[rows].double().log()
+    y = lengths.double().log()
     centre = x.mean(0)
     bias = float(y.mean())
     x = x - centre
@@ -86,8 +90,8 @@ def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float) -> Len
     gram.diagonal().add_(x.shape[1] * float(gram.diagonal().mean()) / len(x) + 1e-9)
     weights = torch.linalg.solve(gram, x.T @ (y - bias))
     found = (x @ weights + bias).exp()
-    error = float((found - lengths[rows]).abs().mean())
-    return LengthEstimate(weights, bias - float(centre @ weights), error, int(lengths.min()), int(lengths.max()))
+    error = float((found - lengths).abs().mean())
+    return LengthEstimate(weights, bias - float(centre @ weights), error, shortest, longest)
 
 
 def _features(latents: Tensor) -> Tensor:

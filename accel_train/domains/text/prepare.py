@@ -35,12 +35,19 @@ from accel_train.domains.text.dataset import (
     statistics,
 )
 from accel_train.domains.text.encoders import LatentEncoder, TransformerEncoder, load_encoder
-from accel_train.domains.text.latent_cache import LatentTable, cached_latents, check_finite
+from accel_train.domains.text.latent_cache import LatentRows, LatentTable, cached_latents, check_finite
 from accel_train.domains.text.latent_files import read_latents
-from accel_train.domains.text.lengths import fit_length
+from accel_train.domains.text.lengths import LengthEstimate, fit_length
 from accel_train.domains.text.options import TFIDF_SVD, TRAINED
 from accel_train.domains.text.options import DataConfig as DataConfig
-from accel_train.domains.text.shard_corpus import ShardTexts, SplitRules, split_notices, split_shards, word_key
+from accel_train.domains.text.shard_corpus import (
+    ShardTexts,
+    SplitRules,
+    sampled_rows,
+    split_notices,
+    split_shards,
+    word_key,
+)
 from accel_train.domains.text.shard_dataset import BlockLatents, ShardTextDataset, block_latents, window_notices
 from accel_train.domains.text.tokenizer import TextTokenizer, Tokens, train_tokenizer, transformers_tokenizer
 from accel_train.wording import shortened
@@ -115,7 +122,7 @@ def prepare_data(
         length = saved.length
     else:
         mean, std = statistics(table)
-        length = fit_length(table, train_tokens.offsets.diff(), mean, std)
+        length = _estimate_length(table, train_tokens, mean, std)
     own = DataAssets(tokenizer, encoder, config.max_length, mean, std, table.shape[0], length)
     heldout_table = _latents(config, heldout, encoder, cache, processes)
     if isinstance(encoder, TransformerEncoder):
@@ -133,6 +140,13 @@ def prepare_data(
     if ledger and ledger[-1].fingerprint != contents:
         notices.append(f"--data.changed allow: other data than the {ledger[-1].samples:,} samples of the checkpoint")
     return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices), ledger, contents)
+
+
+def _estimate_length(table: LatentRows, tokens: Tokens, mean: torch.Tensor, std: float) -> LengthEstimate:
+    # Of shards only a sample is tokenised.
+    lengths = tokens.offsets.diff()
+    rows = torch.from_numpy(sampled_rows(len(table), len(lengths)))
+    return fit_length(table, lengths, mean, std, rows)
 
 
 def _truncation_notice(tokens: Tokens, max_length: int) -> list[str]:

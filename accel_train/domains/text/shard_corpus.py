@@ -288,12 +288,17 @@ def _write_split(table: ShardedTable, rules: SplitRules, sharing: int, progress:
     train = ShardTexts(table, rules.column, directory, counts)
     affordable = CHARACTERS * int(usable.sum()) // max(1, characters)
     count = min(len(train), SAMPLE_ROWS, affordable)
-    chosen = np.linspace(0, len(train) - 1, count).round().astype(np.int64)
+    chosen = sampled_rows(len(train), count)
     texts = {
         "heldout": [text.strip() for text in table.take(rules.column, heldout[:affordable])],
         "sample": train.take(chosen.tolist()),
     }
     (directory / "texts.json").write_text(json.dumps(texts), "utf-8")
+
+
+def sampled_rows(total: int, count: int) -> Ints:
+    """Return the rows of a sample of ``count`` training texts, at even distances."""
+    return np.linspace(0, total - 1, count).round().astype(np.int64)
 
 
 def _choose_sides(keys_file: Path, usable: NDArray[np.bool_], rules: SplitRules) -> tuple[NDArray[np.uint8], Ints]:
