@@ -256,6 +256,16 @@ def test_a_run_of_before_is_recognised_by_its_architecture(tmp_path: Path, pipel
     assert found("Stand,", max_new_tokens=5) == again
 
 
+def test_a_folder_does_not_choose_the_kernel_or_bring_code(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path)
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"attn_implementation": "strangers/kernel", "auto_map": {"AutoModelForCausalLM": "model.Stranger"}}
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "model.py").write_text("raise SystemExit('imported')")
+    model: Any = accel_train.load(folder).model
+    assert (type(model).__name__, model.config._attn_implementation) == ("LlamaForCausalLM", "sdpa")
+
+
 def test_weights_that_are_missing_are_refused(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path)
     tensors = load_file(folder / "model.safetensors")
