@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
 from accel_train.config import UsageError
 from accel_train.config_tree import to_tree
@@ -67,10 +68,11 @@ class Pipeline(Protocol):
     """``pipeline_tag`` on the Hub. None where the Hub has no word for it."""
     usage: ClassVar[str]
     """A line of Python that calls ``pipeline``, for the card on the Hub."""
-    standalone: ClassVar[tuple[Any, ...] | None]
+    standalone: ClassVar[tuple[Any, ...] | ModuleType | None]
     """What is cut out of the sources for an export: the class of the model, that of its config, and functions that
-    sample, called with the model, config.json and their arguments. None for a model of another library, such as
-    transformers, whose own ``from_pretrained`` loads it."""
+    sample, called with the model, config.json and their arguments. For a model of another library, such as
+    transformers, a module that is copied whole: its ``load(directory)`` returns the model, and its functions are called
+    alike. None: an export has weights and config.json alone."""
     options: ClassVar[type]
     """Options of ``sample``, a frozen dataclass with the fields of ``SampleOptions``."""
 
@@ -108,11 +110,12 @@ def describe(
 ) -> dict[str, Any]:
     """Return config.json of a model: its architecture, ``shape``, and how it is used.
 
-    Options are dataclasses by name, or plain values. ``card`` may have ``datasets`` (ids on the Hub), ``base_model``
-    and ``measured_on`` (the data of the metrics). ``from_pretrained`` of the model's class reads the architecture and
-    leaves out the rest.
+    ``shape`` is a dataclass, or what another library wrote into its config.json, where a description of before is
+    replaced. Options are dataclasses by name, or plain values. ``card`` may have ``datasets`` (ids on the Hub),
+    ``base_model`` and ``measured_on`` (the data of the metrics). ``from_pretrained`` of the model's class reads the
+    architecture and leaves out the rest.
     """
-    architecture = to_tree(shape)
+    architecture = _plain_architecture(shape)
     taken = sorted({*DESCRIBED, "format"} & architecture.keys())
     assert not taken, f"{taken} of {type(shape).__name__} would be overwritten"
     return {
@@ -126,6 +129,15 @@ def describe(
         "units": dict(units),
         "card": {"pipeline_tag": pipeline.tag, "usage": pipeline.usage} | dict(card),
     }
+
+
+def _plain_architecture(shape: object) -> dict[str, Any]:
+    if not isinstance(shape, Mapping):
+        return to_tree(shape)
+    given = cast("Mapping[str, Any]", shape)
+    # A model that was tuned further has the description of its source.
+    written = (*DESCRIBED, "format") if "pipeline" in given else ()
+    return {name: value for name, value in given.items() if name not in written}
 
 
 def _plain(options: Mapping[str, object]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from accel_train.config import UsageError
 from accel_train.config_loading import load_config
 from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
-from accel_train.domains.language import flops, perplexity, prepare, pretrained, samples
+from accel_train.domains.language import flops, perplexity, pipeline, prepare, pretrained, samples
 from accel_train.domains.models.lora import LoraConfig, describe_lora
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
@@ -51,6 +51,7 @@ class Config(experiment.ExperimentConfig):
         free_to_change=("evaluation", "data.cache_dir", "model.attn_implementation"),
         labels=Labels(units={"nll": "nats per token", "accuracy": "fraction"}, titles={"nll": "NLL"}),
         first_options=("model.source", "lora.rank", "data.path", "data.max_length", "data.packing", "evaluation.every"),
+        pipeline=pipeline.LanguagePipeline,
         smoke={"evaluation.samples": 2, "evaluation.shown": 1, "evaluation.max_new_tokens": 4},
     )
 
@@ -158,7 +159,8 @@ def main(argv: Sequence[str]) -> int:
     if config.evaluate_only:
         return loop.evaluate_only(opened, run_evaluation)
 
-    write_extras = partial(pretrained.save_files, plain, data.tokenizer, source=config.model.source)
+    facts = (config.model, config.evaluation, config.data.path)
+    write_extras = partial(pipeline.write_files, plain, data.tokenizer, *facts)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             set_learning_rate(prepared.optimizer, opened.learning_rate_factor(batches.step))

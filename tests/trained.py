@@ -14,6 +14,9 @@ from torch import nn
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
+from accel_train.domains.language import pipeline as language_pipeline
+from accel_train.domains.language.pretrained import ModelConfig as LanguageModelConfig
+from accel_train.domains.language.samples import EvaluationConfig as LanguageEvaluation
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.domains.pde import pipeline as pde_pipeline
 from accel_train.domains.pde.fields import Scale
@@ -29,6 +32,7 @@ from accel_train.domains.text.lengths import LengthEstimate
 from accel_train.domains.text.modes import ModeConfig
 from accel_train.domains.text.tokenizer import train_tokenizer
 from accel_train.store import atomic_files, commit
+from tests.domains.language import tiny
 
 TEXTS = ["the sun on the sea", "a bird in a tree", "wind and rain and snow", "stone hill river", "fire light road"] * 3
 EARLIER = Path(__file__).parent / "earlier_artefacts"
@@ -137,4 +141,24 @@ def field_run(run: Path, model_config: PdeModelConfig = PLAIN) -> Path:
     if model_config.residual_depth:
         objective = ObjectiveConfig(residual_from=10, residual_steps=2)
     commit_checkpoint(run, model, pde_pipeline.describe_model(shape, objective, assets, "demo"), assets.save)
+    return run
+
+
+def language_run(run: Path, options: LanguageModelConfig = tiny.LLAMA, *, ema: bool = False) -> Path:
+    """Write a run of recipes/causal_lm.py, with a chat template and, if asked, averaged weights."""
+    model = tiny.model(options)
+
+    def save(assets: Path) -> None:
+        directory = assets.parent
+        tokenizer = tiny.tokenizer(tiny.CHATML)
+        language_pipeline.write_files(
+            model, tokenizer, options, LanguageEvaluation(temperature=1.0), "org/texts:plain", directory
+        )
+        # Tied embeddings are saved once, as the saver does.
+        parameters = dict(model.named_parameters())
+        save_file(parameters, directory / "model.safetensors", {"format": "pt"})
+        if ema:
+            save_file({name: 0.5 * value for name, value in parameters.items()}, directory / "ema.safetensors")
+
+    commit_checkpoint(run, torch.nn.Identity(), {}, save)
     return run

@@ -22,7 +22,7 @@ from accel_train import loading
 from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
 from accel_train.domains.models import lora
-from accel_train.export.proof import write_proof
+from accel_train.export.proof import packages, write_proof
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, commit, planning, weights
 from accel_train.store.atomic_files import fsync_directory
@@ -30,6 +30,8 @@ from accel_train.store.manifest import Checkpoint
 from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
 
 Source = Literal["model", "ema"]
+BARE = ("torch", "safetensors")
+"""Packages of every model.py."""
 
 
 def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", source: Source = "model") -> int:
@@ -84,14 +86,17 @@ def _prove(directory: Path) -> str:
         return "without model.py and verify.py: config.json names the pipeline of a recipe outside this package"
     kind = loading.pipeline_of(directory)
     if kind.standalone is None:
-        return "without model.py and verify.py: from_pretrained of the library that the model is from loads it"
+        return "without model.py and verify.py: its pipeline has nothing to write them from"
     try:
         pipeline = kind.from_directory(directory, "cpu")
     # Such as an encoder that is not on this machine. The weights are of use elsewhere all the same.
     except UsageError as error:
         return f"without model.py and verify.py, because the model cannot be used here: {error}"
     printed = write_proof(directory, pipeline).splitlines()
-    return f"model.py with torch alone repeats {len(printed) - 2} examples of this model; check it with verify.py"
+    # safetensors, which reads the weights, goes without saying.
+    needed = [name for name in packages((directory / "model.py").read_text("utf-8")) if name not in BARE]
+    others = f"and {', '.join(needed)}" if needed else "alone"
+    return f"model.py with torch {others} repeats {len(printed) - 2} examples of this model; check it with verify.py"
 
 
 def _unused(destination: str) -> Path:

@@ -1,16 +1,20 @@
 """Write model.py, a stored example and verify.py beside exported weights, and run them once.
 
-model.py is cut out of the library's sources. The example holds fixed inputs with the outputs of the library's own
-model, computed from the exported weights. verify.py repeats them with model.py.
+model.py is cut out of the library's sources, or loads a model of another library by that library. The example holds
+fixed inputs with the outputs of the library's own model, computed from the exported weights. verify.py repeats them
+with model.py.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -68,11 +72,24 @@ def write_proof(directory: Path, pipeline: Pipeline) -> str:
 
 def model_source(pipeline: type[Pipeline] | Pipeline) -> str:
     """Return model.py for the models of a pipeline."""
-    assert pipeline.standalone is not None, "a model of another library is not cut out"
+    assert pipeline.standalone is not None, "nothing to write model.py from"
+    if isinstance(pipeline.standalone, ModuleType):
+        return inspect.getsource(pipeline.standalone)
     model, config, *functions = pipeline.standalone
     header = HEADER.format(name=model.__name__, recipe=pipeline.recipe, directory=".", version=__version__)
     body = single_file(model, config, standalone.build_model, *functions)
     return header + body + LOADER.format(name=model.__name__, config=config.__name__)
+
+
+def packages(source: str) -> list[str]:
+    """List the packages that a model.py imports, beside the standard library."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).split(".")[0])
+    return sorted(found - sys.stdlib_module_names)
 
 
 def _write_example(directory: Path, pipeline: Pipeline) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError
-from accel_train.store import commit
 
 THREADS = min(8, os.cpu_count() or 1)
 
@@ -44,7 +44,9 @@ class PretrainedBase:
 
     def _facts(self, name: str) -> dict[str, Any]:
         path = self.directory / name
-        return {"size": path.stat().st_size, "sha256": commit.hash_file(path)}
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"size": path.stat().st_size, "sha256": digest}
 
 
 def refuse_other_base(recorded: Mapping[str, Any], current: Mapping[str, Any] | None, checkpoint: Path) -> None:

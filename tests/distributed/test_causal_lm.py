@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import accel_train
 from accel_train import cli
 from tests.distributed.launching import Finished, Layout, command, few_texts, fork, relative_difference, run_recipe
 from tests.domains.language import tiny
@@ -99,6 +100,17 @@ def test_an_export_of_the_average_loads_with_transformers(trained: Finished, tmp
     assert all(torch.equal(p, average[name]) for name, p in model.named_parameters())
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert len(tokenizer) == model.config.vocab_size
+
+
+def test_a_run_is_loaded_with_its_average_and_continues_as_its_export_does(trained: Finished, tmp_path: Path) -> None:
+    from accel_train.domains.language.pipeline import LanguagePipeline
+
+    pipeline = accel_train.load(trained.directory)
+    assert isinstance(pipeline, LanguagePipeline)
+    average = trained.tensors(6, "ema")
+    assert all(torch.equal(p, average[name]) for name, p in pipeline.model.named_parameters())
+    assert cli._main(["export", str(trained.directory), str(tmp_path / "out"), "--weights", "ema"]) == 0
+    assert accel_train.load(tmp_path / "out")("Stand,", seed=3) == pipeline("Stand,", seed=3)
 
 
 def test_evaluation_is_the_same_on_two_processes_and_any_batch(trained: Finished, tmp_path: Path) -> None:

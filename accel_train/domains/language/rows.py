@@ -142,7 +142,7 @@ def _source(
     """Yield (place, fields) of each row of any source."""
     if path == "demo":
         return _text_rows(DEMO_FILE, text_column, sample_by)
-    if _is_hub_id(path):
+    if is_hub_id(path):
         return _dataset_rows(_hub_dataset(path, split), path)
     source = expand_path(path)
     if not source.exists():
@@ -154,7 +154,8 @@ def _source(
     return _rows_of_files(_files(source), text_column, sample_by, bad)
 
 
-def _is_hub_id(path: str) -> bool:
+def is_hub_id(path: str) -> bool:
+    """Return True for owner/name or owner/name:configuration that is no path here."""
     # A misspelt file name must not become a request to the Hub.
     return not os.path.lexists(expand_path(path)) and HUB_ID.match(path) is not None and not path.endswith(FILES)
 

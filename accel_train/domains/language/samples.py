@@ -6,13 +6,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
-from accel_train import rng
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveInt
+from accel_train.domains.language import generation
 from accel_train.domains.language.packing import TokenDataset
 from accel_train.domains.language.prepare import LanguageData
 from accel_train.metrics import evaluation
@@ -60,30 +59,16 @@ def write(
 
     The draws are a function of the seed and the number of the text, so all processes write the same.
     """
-    generator: Any = model
-    device = next(model.parameters()).device
     tokenizer = data.tokenizer
-    drawn: dict[str, Any] = {"do_sample": False}
-    if options.temperature > 0:
-        drawn = {"do_sample": True, "temperature": options.temperature}
     samples: list[Sample] = []
     for number in range(min(options.shown, data.heldout.texts)):
         evaluation.stopping_point()
         prompt, rest = _divide(data.heldout, number, options.prompt_tokens)
-        ids = torch.tensor([prompt], device=device)
-        with rng.preserve_random_states():
-            rng.seed_generators(rng.key(seed, "generate", number))
-            # A process of a sharded model that ended before the others would leave them waiting.
-            written = generator.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=options.max_new_tokens,
-                pad_token_id=tokenizer.pad_token_id,
-                use_cache=True,
-                synced_gpus=processes > 1,
-                **drawn,
-            )
-        new = written[0, len(prompt) :].tolist()
+        drawing = generation.Drawing(seed, "generate", number, options.temperature)
+        # A process of a sharded model that ended before the others would leave them waiting.
+        new = generation.continue_tokens(
+            model, prompt, drawing, options.max_new_tokens, pad_id=tokenizer.pad_token_id, synced=processes > 1
+        )
         samples.append(Sample(*(tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, new, rest))))
     return samples
 

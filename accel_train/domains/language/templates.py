@@ -35,6 +35,44 @@ def encode(row: Row, tokenizer: Any) -> Encoded:
     return _encode_messages(row, tokenizer)
 
 
+def encode_prompt(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    """Return the tokens of a text to continue, or of a chat up to where the assistant begins to write.
+
+    They are those with which a row of training begins. Raises ``UsageError`` for a text without tokens, and for
+    messages that the chat template does not take.
+    """
+    if not isinstance(prompt, str):
+        return _encode_chat_prompt(prompt, tokenizer)
+    ids: list[int] = list(tokenizer(prompt)["input_ids"])
+    # Some tokenizers end every text, which this one does not.
+    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
+        ids.pop()
+    if not ids:
+        raise UsageError(f"text {prompt[:60]!r}: the tokenizer leaves no token of it; give a text to continue")
+    return ids
+
+
+def _encode_chat_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    required = 'a list such as [{"role": "user", "content": "Who is there?"}] is required'
+    found: Sequence[Any] = messages  # may be the JSON of a command line
+    if not found or not all(isinstance(message, Mapping) and "role" in message for message in found):
+        raise UsageError(f"messages {str(messages)[:100]}: {required}")
+    if messages[-1]["role"] == "assistant":
+        raise UsageError("messages: the last one is the assistant's, so nothing is left to answer; leave it out")
+    if tokenizer.chat_template is None:
+        raise UsageError(
+            "messages: this model's tokenizer has no chat template to write them with; give a text instead, as a model "
+            "of plain text continues it"
+        )
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything: roles out of order, a field that is missing
+        raise UsageError(
+            f"messages: the chat template refuses them ({type(error).__name__}: {error}); give them as it wants them"
+        ) from None
+    return _tokenise(tokenizer, text, (), special=False)[0]
+
+
 def _with_end(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> Encoded:
     """Append the end of the text, which is learned so that generation stops."""
     ids = list(ids)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -60,7 +61,11 @@ class FieldPipeline:
     recipe: ClassVar[str] = "pde"
     tag: ClassVar[str | None] = None
     usage: ClassVar[str] = "predicted = pipeline(fields, parameters, task=name)  # in the units of the data"
-    standalone: ClassVar[tuple[Any, ...] | None] = (PdeTransformer, PdeTransformerConfig, losses.predict_refined)
+    standalone: ClassVar[tuple[Any, ...] | ModuleType | None] = (
+        PdeTransformer,
+        PdeTransformerConfig,
+        losses.predict_refined,
+    )
     options: ClassVar[type] = FieldOptions
 
     def __init__(self, model: PdeTransformer, assets: FieldAssets, residual_steps: int, device: str = "cpu") -> None:

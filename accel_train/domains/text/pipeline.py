@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ class TextLatentPipeline:
     recipe: ClassVar[str] = "mmdit"
     tag: ClassVar[str | None] = "text-generation"
     usage: ClassVar[str] = 'print(pipeline("A text to say in other words.").texts)'
-    standalone: ClassVar[tuple[Any, ...] | None] = (
+    standalone: ClassVar[tuple[Any, ...] | ModuleType | None] = (
         MultimodalMMDiT,
         MultimodalMMDiTConfig,
         tokens_from_latents,

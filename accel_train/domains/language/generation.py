@@ -1,0 +1,87 @@
+"""Continue tokens by a causal language model, with draws that are functions of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_train import rng
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn, and the key of the draws: one key gives the same numbers on any device."""
+
+    seed: int
+    stream: str
+    sample: int
+    """Number of the text, 64 bits with a sign."""
+    temperature: float
+    """0: always the most likely token."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens whose probabilities add up to it."""
+
+
+class KeyedDraw:
+    """Logits processor that leaves of each row the token that its key draws."""
+
+    def __init__(self, drawing: Drawing, prompt_length: int) -> None:
+        self.drawing = drawing
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores (B, V) of which all but one of each row are -inf, for ``input_ids`` (B, S)."""
+        position = input_ids.shape[1] - self.prompt_length
+        sample = torch.full((len(scores),), self.drawing.sample, device=scores.device)
+        keys = rng.sample_keys(self.drawing.seed, self.drawing.stream, position, sample)
+        drawn = rng.categorical(keys, scores.double().softmax(-1))
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn[:, None], 0.0)
+
+
+def continue_tokens(
+    model: nn.Module,
+    prompt: Sequence[int],
+    drawing: Drawing,
+    max_new_tokens: int,
+    *,
+    pad_id: int | None,
+    synced: bool = False,
+) -> list[int]:
+    """Return the tokens after ``prompt``, up to the end of the text or ``max_new_tokens``, the end included.
+
+    ``model`` is one of transformers in evaluation. What its generation_config.json says of ends and of penalties
+    counts; how tokens are drawn is ``drawing`` alone. ``synced``: a process that ends before others of a sharded model
+    goes on computing.
+    """
+    generator: Any = model
+    ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+    with torch.no_grad():
+        written = generator.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad_id,
+            use_cache=True,
+            synced_gpus=synced,
+            # The processor draws, and the token that it leaves is the most likely one. torch's own generators give
+            # other numbers on a GPU than on the CPU.
+            do_sample=False,
+            logits_processor=_processors(drawing, len(prompt)),
+        )
+    return written[0, len(prompt) :].tolist()
+
+
+def _processors(drawing: Drawing, prompt_length: int) -> Any:
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+    found: Any = LogitsProcessorList()
+    if drawing.temperature > 0:
+        found.append(TemperatureLogitsWarper(drawing.temperature))
+        if drawing.top_p < 1:
+            found.append(TopPLogitsWarper(drawing.top_p))
+        found.append(KeyedDraw(drawing, prompt_length))
+    return found

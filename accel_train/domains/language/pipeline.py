@@ -1,0 +1,263 @@
+"""Pipeline of a causal language model: the continuation of a text, and the answer to a chat."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, ClassVar, cast
+
+import torch
+from annotated_types import Interval
+from torch import nn
+
+from accel_train import rng
+from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
+from accel_train.domains.language import exported_model, pretrained, rows, templates, tokenizers
+from accel_train.domains.language.generation import Drawing, continue_tokens
+from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.domains.language.samples import EvaluationConfig
+from accel_train.pipeline import Example, describe, settings
+from accel_train.store import atomic_files, weights
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message]
+"""A text, or the messages of a chat, each with ``role`` and ``content``."""
+TopP = Annotated[float, Interval(gt=0, le=1)]
+
+MAX_NEW_TOKENS = 128
+EXAMPLE_SHAPE = (2, 8)
+"""Rows and tokens of an example, whose logits would otherwise fill more space than the weights."""
+UNITS = {"logits": "of the next token, natural logarithm up to a constant"}
+
+
+@dataclass(frozen=True)
+class LanguageOptions:
+    """Continue texts, or answer chats.
+
+    One prompt with one seed gives one answer, whatever else is asked for with it.
+    """
+
+    text: tuple[str, ...] = ()
+    """Texts to continue."""
+    text_file: str | None = None
+    """File with a text to continue per line, beside or instead of --text."""
+    messages: tuple[str, ...] = ()
+    """Chats to answer, each as JSON: '[{"role": "user", "content": "Who is there?"}]'."""
+    max_new_tokens: PositiveInt | None = None
+    """Tokens of each answer, at most. None: 128, or as many as the model has positions left."""
+    temperature: NonNegativeFloat | None = None
+    """Of the draws. 0: always the most likely token. None: that of the evaluation in training."""
+    top_p: TopP = 1.0
+    """Draw from the most likely tokens whose probabilities add up to it."""
+    seed: Seed = 0
+    """Another seed gives another answer to the same prompt."""
+    device: str = "cpu"
+    """Device of torch."""
+    output: str | None = None
+    """File .jsonl to write, with prompt and answer in each line. None: answers are printed."""
+
+    def __post_init__(self) -> None:
+        if not (self.text or self.text_file or self.messages):
+            raise UsageError(
+                "nothing to continue: give --text 'KING HENRY:', --text_file texts.txt or "
+                '--messages \'[{"role": "user", "content": "Who is there?"}]\''
+            )
+
+
+class LanguagePipeline:
+    """Texts continued, and chats answered through the chat template of the tokenizer.
+
+    Draws are keyed by seed and prompt, and each prompt is computed for itself: an answer depends on nothing else.
+    """
+
+    recipe: ClassVar[str] = "causal_lm"
+    tag: ClassVar[str | None] = "text-generation"
+    usage: ClassVar[str] = 'print(pipeline("A text to continue"))'
+    standalone: ClassVar[tuple[Any, ...] | ModuleType | None] = exported_model
+    options: ClassVar[type] = LanguageOptions
+
+    def __init__(self, model: nn.Module, tokenizer: Any, temperature: float) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.temperature = temperature
+        """Of the draws, where a call gives none."""
+
+    @classmethod
+    def recognises(cls, description: Mapping[str, Any]) -> bool:
+        """Return True for config.json of any causal language model of transformers."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+        named: Any = description.get("architectures")
+        return "model_type" in description and isinstance(named, list) and any(name in known for name in named)
+
+    @classmethod
+    def from_directory(cls, directory: Path, device: str = "cpu") -> LanguagePipeline:
+        """Read a checkpoint or an export. Raises ``UsageError``."""
+        described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
+        tokenizer = tokenizers.load_tokenizer(str(directory), None)
+        try:
+            model: nn.Module = exported_model.load(directory)
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"{directory}: not loaded as a causal language model of transformers ({type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}); a checkpoint or an export of recipes/causal_lm.py is required"
+            ) from None
+        if any(directory.glob("ema*.safetensors")):
+            # Of what was trained. The rest is in the weights.
+            weights.load_weights(directory, "ema", model, required=())
+        sampler: Mapping[str, Any] = {} if described is None else described["sampler"]
+        return cls(model.to(device), tokenizer, float(sampler.get("temperature", EvaluationConfig().temperature)))
+
+    def __call__(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:
+        """Continue a text, or answer a chat, and return what the model wrote.
+
+        ``temperature`` 0 takes the most likely token each time. ``top_p`` draws from the most likely tokens whose
+        probabilities add up to it. Raises ``UsageError`` for an empty prompt, messages without a usable chat template,
+        more tokens than the model has positions, and values out of range.
+        """
+        temperature = self.temperature if temperature is None else temperature
+        if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
+            raise UsageError(
+                f"temperature {temperature:g}, top_p {top_p:g}: a temperature of 0 or more and a top_p above 0, at "
+                "most 1, are required"
+            )
+        ids = templates.encode_prompt(prompt, self.tokenizer)
+        length = self._new_tokens(len(ids), max_new_tokens)
+        drawing = Drawing(seed, "prompt", _number(ids), temperature, top_p)
+        new = continue_tokens(self.model, ids, drawing, length, pad_id=self.tokenizer.pad_token_id)
+        return self._written(ids, new)
+
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[str]:
+        """Return for each prompt what a call with it alone returns."""
+        return [
+            self(prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+            for prompt in prompts
+        ]
+
+    def sample(self, options: LanguageOptions) -> list[str]:
+        """Answer as ``accel-train sample`` is asked to, and return the lines to print."""
+        prompts: list[Prompt] = [*options.text, *_read_lines(options.text_file), *map(_chat, options.messages)]
+        answers = self.answers(
+            prompts,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+        )
+        if options.output is None:
+            return answers
+        path = expand_path(options.output)
+        pairs = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
+        path.write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs), "utf-8")
+        return [f"{path}: {len(pairs)} answers"]
+
+    def examples(self) -> list[Example]:
+        """Return a forward of drawn tokens. Its logits depend on all weights that these tokens pass."""
+        config: Any = self.model.config
+        count, length = EXAMPLE_SHAPE
+        draws = rng.uniform(rng.sample_keys(0, "example", 0, torch.arange(count)), (length,))
+        tokens = (draws * config.get_text_config().vocab_size).long()
+        return [Example("logits of the next token", {"input_ids": tokens}, exported_model.logits)]
+
+    # ------------------------------------------------------------------------------------------------------------ parts
+    def _new_tokens(self, given: int, asked: int | None) -> int:
+        """Return the tokens of an answer, at most, for a prompt of ``given`` tokens."""
+        config: Any = self.model.config
+        positions: int | None = getattr(config, "max_position_embeddings", None)
+        left = MAX_NEW_TOKENS if positions is None else positions - given
+        found = min(MAX_NEW_TOKENS, left) if asked is None else asked
+        if found < 1 or (positions is not None and found > left):
+            limit = "" if positions is None else f" and the model {positions} positions, so up to {left} can be written"
+            shown = "" if asked is None else f"max_new_tokens {asked}: "
+            raise UsageError(
+                f"{shown}the prompt has {given} tokens{limit}; give 1 or more that fit, or a shorter prompt"
+            )
+        return found
+
+    def _written(self, given: Sequence[int], new: Sequence[int]) -> str:
+        """Return the text of the new tokens as it follows the prompt."""
+        before = self.tokenizer.decode(given, skip_special_tokens=True)
+        whole = self.tokenizer.decode([*given, *new], skip_special_tokens=True)
+        # Some tokenizers drop the space before the first of the tokens that they are given.
+        if whole.startswith(before):
+            return whole.removeprefix(before)
+        return self.tokenizer.decode(new, skip_special_tokens=True)
+
+
+def _number(ids: Sequence[int]) -> int:
+    """Return the number of a prompt in the keys of its draws."""
+    digest = hashlib.blake2b(" ".join(map(str, ids)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _chat(text: str) -> Sequence[Message]:
+    try:
+        found: Any = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"messages {text[:60]!r}: no JSON ({error}); a list of messages is required") from None
+    if not isinstance(found, list):
+        raise UsageError(f"messages {text[:60]!r}: a list of messages is required, as in '[{{\"role\": ...}}]'")
+    return cast("Sequence[Message]", found)
+
+
+def _read_lines(file: str | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        lines = expand_path(file).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"text_file {file}: cannot be read ({error}); a file in UTF-8 is required") from None
+    return [line for line in lines if line.strip()]
+
+
+def write_files(
+    model: nn.Module,
+    tokenizer: Any,
+    options: ModelConfig,
+    evaluation: EvaluationConfig,
+    path: str,
+    directory: Path,
+) -> None:
+    """Write what stands beside the weights of a checkpoint. ``path`` is ``data.path``.
+
+    config.json is that of transformers with the description of the pipeline, which ``from_pretrained`` leaves alone.
+    """
+    pretrained.save_files(model, tokenizer, directory, options.source)
+    file = directory / "config.json"
+    if not file.exists():  # adapters, which peft loads
+        return
+    described = describe(
+        LanguagePipeline,
+        json.loads(file.read_text("utf-8")),
+        objective={"loss": "cross entropy of the next token"},
+        sampler={"temperature": evaluation.temperature},
+        normalisation={},
+        units=UNITS,
+        card={
+            "base_model": options.source if options.source and rows.is_hub_id(options.source) else None,
+            "datasets": [path.split(":")[0]] if path != "demo" and rows.is_hub_id(path) else [],
+            "measured_on": f"held-out texts of {path}",
+        },
+    )
+    atomic_files.write_json(file, described)
