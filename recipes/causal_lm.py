@@ -25,6 +25,7 @@ from accel_train.config_loading import load_config
 from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
 from accel_train.domains.language import flops, perplexity, pipeline, prepare, pretrained, samples
+from accel_train.domains.models.lora import LoraConfig, describe_lora
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
@@ -37,7 +38,7 @@ logger = logging.getLogger("recipes.causal_lm")
 DEFAULT_PRESET = "causal_lm_demo"
 OWN_ROWS = (
     "train it on your own rows: accelerate launch recipes/causal_lm.py --data.path FILE.txt --output_dir runs/mine",
-    "tune a pretrained model: accelerate launch recipes/causal_lm.py causal_lm_tune --model.source NAME",
+    "tune a pretrained model: accelerate launch recipes/causal_lm.py causal_lm_tune --model.source NAME --lora.rank 16",
 )
 
 
@@ -50,16 +51,19 @@ class Config(experiment.ExperimentConfig):
         free_to_change=("evaluation", "data.cache_dir", "model.attn_implementation"),
         labels=Labels(units={"nll": "nats per token", "accuracy": "fraction"}, titles={"nll": "NLL"}),
         pipeline=pipeline.LanguagePipeline,
+        first_options=("model.source", "lora.rank", "data.path", "data.max_length", "data.packing", "evaluation.every"),
         smoke={"evaluation.samples": 2, "evaluation.shown": 1, "evaluation.max_new_tokens": 4},
     )
 
     output_dir: str = "runs/causal-lm-demo"
     model: pretrained.ModelConfig = field(default_factory=pretrained.ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: prepare.DataConfig = field(default_factory=prepare.DataConfig)
     evaluation: samples.EvaluationConfig = field(default_factory=samples.EvaluationConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        pretrained.refuse_adapters_without_source(self.model, self.lora)
         if self.attention != "auto":
             raise UsageError(
                 f"attention {self.attention}: this model's attention is that of transformers; leave the option out and "
@@ -97,7 +101,7 @@ def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
     shapes = [batch["input_ids"].shape for batch in batches.micro_batches]
     computed = sum(rows * length for rows, length in shapes)
     tokens = sum(perplexity.real_tokens(batch) for batch in batches.micro_batches)
-    return {"tokens": tokens, "padded_tokens": computed, "flops": flops.TRAINING_FACTOR * flops_per_token * computed}
+    return {"tokens": tokens, "padded_tokens": computed, "flops": flops_per_token * computed}
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
@@ -143,13 +147,13 @@ def main(argv: Sequence[str]) -> int:
 
     # Other weights than those of the source come later, from a checkpoint or from init_from.
     fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
-    build = partial(pretrained.build, config.model, shape, accelerator.device, load_source=fresh)
+    build = partial(pretrained.build, config.model, shape, accelerator.device, load_source=fresh, adapters=config.lora)
     plain = preparation.build_model(opened, build)
-    logs.info(logger, pretrained.describe_attention(config.model, plain))
+    logs.info(logger, pretrained.describe_attention(config.model, plain), *describe_lora(plain, config.lora))
     if config.data.packing:
         logs.info(logger, pretrained.check_packing(plain))
-    flops_per_token = flops.forward_flops_per_token(plain, config.data.max_length)
-    prepared = preparation.prepare(opened, plain)
+    flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
+    prepared = preparation.prepare(opened, plain, base=pretrained.base_of(config.model, shape, config.lora))
     model = LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
     run_evaluation = partial(evaluate, config, accelerator, prepared, model, data)
     if config.evaluate_only:

@@ -240,6 +240,11 @@ model.num_attention_heads
 model.num_key_value_heads
 model.tie_word_embeddings
 model.attn_implementation
+lora.rank
+lora.alpha
+lora.variant
+lora.base_precision
+lora.targets
 data.path
 data.split
 data.text_column

@@ -21,6 +21,7 @@ from torch import Tensor
 from accel_train import loading
 from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
+from accel_train.domains.models import lora
 from accel_train.export.proof import packages, write_proof
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, commit, planning, weights
@@ -36,6 +37,8 @@ BARE = ("torch", "safetensors")
 def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", source: Source = "model") -> int:
     """Write the weights or their EMA as ``destination/model.safetensors``, with its other files and the options.
 
+    Adapters are written as peft reads them.
+
     Beside them are model.py, which rebuilds the model with torch alone, an example of inputs and outputs, and
     verify.py, which repeats it; it is run once. They need a checkpoint whose config.json names the pipeline of its
     recipe. experiment.json has the options of the experiment. Above 2 GB the weights are shards with an index. A run
@@ -48,8 +51,12 @@ def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", 
     tensors = _best_copy(found, source)
     # Beside the target, because a rename must not cross file systems.
     temporary = target.with_name(f".tmp-export-{target.name}-{os.getpid()}")
+    stem = "model"
+    if lora.CONFIG_FILE in found.manifest["files"]:
+        stem = lora.WEIGHTS_STEM
+        tensors = lora.by_key_of_peft(tensors)
     with temporary_directory(temporary):
-        write_collection(temporary, "model", tensors, precision)
+        write_collection(temporary, stem, tensors, precision)
         _copy_extras(found, temporary)
         atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
         proof = _prove(temporary)

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch.distributed.fsdp import fully_shard
 
 from accel_train.config import UsageError
+from accel_train.option_help import field_texts
 from accel_train.runtime.distributed_options import (
     DistributedConfig,
     apply_fsdp2_prefetch,
@@ -22,7 +23,6 @@ from accel_train.runtime.distributed_options import (
 )
 from tests.distributed.launching import Layout, run_recipe
 from tests.distributed.test_contract import work
-from tests.options_page import texts
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"gradient_as_bucket_view": False},
@@ -129,7 +129,7 @@ def test_torch_counts_reductions_and_the_option_says_so() -> None:
             with contextlib.nullcontext() if reduced else model.no_sync():
                 model(torch.randn(2, 8)).sum().backward()
         assert (state.iter, len(state.error_dict)) == ((1, 0), (2, 0), (4, 0), (6, 1))[step]
-    text = " ".join(texts(DistributedConfig)["powersgd_start_step"].split())
+    text = " ".join(field_texts(DistributedConfig)["powersgd_start_step"].split())
     assert "one per optimizer step, or one per micro-batch with sync every" in text
 
 

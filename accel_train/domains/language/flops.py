@@ -6,8 +6,15 @@ from typing import Any
 
 from torch import nn
 
-TRAINING_FACTOR = 3
-"""A training step costs three forwards. Recomputation by activation checkpointing is not counted, and lowers MFU."""
+
+def training_flops_per_token(model: nn.Module, length: int) -> int:
+    """Return the FLOPs in matrix products of one token in a training step: three forwards without frozen gradients.
+
+    Recomputation by activation checkpointing is not counted, and lowers MFU.
+    """
+    forward = forward_flops_per_token(model, length)
+    frozen = _matrix_parameters(model) - _matrix_parameters(model, trained_only=True)
+    return round(3 * forward - 2 * frozen)
 
 
 def forward_flops_per_token(model: nn.Module, length: int) -> int:
@@ -19,18 +26,27 @@ def forward_flops_per_token(model: nn.Module, length: int) -> int:
     """
     plain: Any = model
     config = plain.config.get_text_config()
-    share = _share_of_experts(config)
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    parameters = _matrix_parameters(model)
+    return round(2 * parameters + 4 * config.num_hidden_layers * heads * head_dim * length)
+
+
+def _matrix_parameters(model: nn.Module, *, trained_only: bool = False) -> float:
+    """Count the parameters that a token is multiplied with."""
+    plain: Any = model
+    share = _share_of_experts(plain.config.get_text_config())
     looked_up = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    counted = [(n, p) for n, p in model.named_parameters() if p.requires_grad or not trained_only]
     parameters = 0.0
-    for name, parameter in model.named_parameters():
+    for name, parameter in counted:
         if parameter.dim() > 1 and parameter not in looked_up:
             parameters += parameter.numel() * (share if ".experts." in name else 1)
     output = plain.get_output_embeddings()
-    if output is not None and output.weight in looked_up:  # tied: the same weights are looked up and multiplied
+    # Tied: the same weights are looked up and multiplied.
+    if output is not None and output.weight in looked_up and (output.weight.requires_grad or not trained_only):
         parameters += output.weight.numel()
-    heads = getattr(config, "num_attention_heads", 0)
-    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    return round(2 * parameters + 4 * config.num_hidden_layers * heads * head_dim * length)
+    return parameters
 
 
 def _share_of_experts(config: Any) -> float:

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import PositiveInt, UsageError
+from accel_train.domains.models.lora import CONFIG_FILE, LoraConfig, adapter_config, apply_lora
+from accel_train.store.atomic_files import write_json
+from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.wording import did_you_mean, nearest
 
 AttnImplementation = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"]
 FLASH = "flash_attention_2"
 SCRATCH = "llama"
+NO_ADAPTERS = LoraConfig()
 
 
 @dataclass(frozen=True)
@@ -146,11 +151,49 @@ def _refuse_unknown_sizes(options: ModelConfig, known: Any) -> None:
             )
 
 
-def build(options: ModelConfig, config: Any, device: torch.device, *, load_source: bool) -> nn.Module:
-    """Return the model in fp32, with the weights of ``source`` if there is one and ``load_source``, else random ones.
+def build(
+    options: ModelConfig, config: Any, device: torch.device, *, load_source: bool, adapters: LoraConfig = NO_ADAPTERS
+) -> nn.Module:
+    """Return the model with its adapters, if there are any.
 
-    Raises ``UsageError`` for an attention that cannot run on ``device`` and for weights that are not there.
+    Its weights are those of ``source``, if there is one and ``load_source`` or adapters, and else random. Raises
+    ``UsageError`` for an attention that cannot run on ``device``, for weights that are not there, and for adapters that
+    do not fit.
     """
+    model = _build(options, config, device, load_source=load_source or adapters.rank > 0)
+    apply_lora(model, adapters)
+    return model
+
+
+def refuse_adapters_without_source(options: ModelConfig, adapters: LoraConfig) -> None:
+    """Raise ``UsageError`` for adapters on random weights."""
+    if adapters.rank > 0 and options.source is None:
+        raise UsageError(
+            f"--lora.rank {adapters.rank}: adapters tune a trained model, and this one is from scratch; give "
+            "--model.source, or leave --lora.rank out"
+        )
+
+
+def base_of(options: ModelConfig, config: Any, adapters: LoraConfig) -> PretrainedBase | None:
+    """Return the files of the frozen weights, None where nothing is frozen. Raises ``UsageError`` if they are gone."""
+    if adapters.rank == 0 or options.source is None:
+        return None
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+    found: Any = partial(cached_file, options.source, revision=options.revision)
+    single = found(SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+    files: Any = [single]
+    if single is None:
+        index = found(SAFE_WEIGHTS_INDEX_NAME)
+        files, _ = get_checkpoint_shard_files(options.source, index, revision=options.revision)
+    paths = [Path(file) for file in files]
+    names = tuple(path.name for path in paths)
+    revision = getattr(config, "_commit_hash", None) or options.revision
+    return PretrainedBase(options.source, paths[0].parent, names, revision)
+
+
+def _build(options: ModelConfig, config: Any, device: torch.device, *, load_source: bool) -> nn.Module:
     name = resolve_attention(options.attn_implementation, device)
     # The meta device is where parameters are counted, and takes no weights.
     reads = load_source and options.source is not None and torch.get_default_device().type != "meta"
@@ -298,10 +341,17 @@ def _forwards(model: Any, ids: Tensor, positions: Tensor, attention: str) -> tup
     return torch.cat(parts, 1), together
 
 
-def save_files(model: nn.Module, tokenizer: Any, directory: Path) -> None:
-    """Write config, generation config, tokenizer and chat template, so that ``from_pretrained(directory)`` loads."""
+def save_files(model: nn.Module, tokenizer: Any, directory: Path, source: str | None = None) -> None:
+    """Write config, generation config, tokenizer and chat template, so that ``from_pretrained(directory)`` loads.
+
+    With adapters on ``source``, write peft's config instead of the model's: beside a config.json transformers would
+    take the weights of the adapters for those of a whole model, and leave the rest random.
+    """
     plain: Any = model
+    tokenizer.save_pretrained(directory)
+    if hasattr(plain, "peft_config"):
+        write_json(directory / CONFIG_FILE, adapter_config(plain, source))
+        return
     plain.config.save_pretrained(directory)
     if plain.can_generate():
         plain.generation_config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)

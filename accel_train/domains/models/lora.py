@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
+from accel_train.precision import Precision, dtype_of
 from accel_train.wording import did_you_mean, nearest, shortened
 
+T = TypeVar("T")
 Variant = Literal["lora", "dora", "rslora"]
 ADAPTER = "default"
 """Name of the adapter in a model. peft leaves it out of file names and keys."""
 CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
+WEIGHTS_STEM = "adapter_model"
 LINEAR = ("Linear", "Conv1D")  # the second is GPT-2's name for a linear layer
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 HEAD = re.compile(r"(^|[._])(head|lm_head|classifier|score|proj_out)$")
@@ -38,6 +36,8 @@ class LoraConfig:
     """Scale: the product counts alpha / rank times. None: the rank, so that it counts once."""
     variant: Variant = "lora"
     """dora: norms of the columns are learned apart (arXiv:2402.09353). rslora: scale alpha / sqrt(rank)."""
+    base_precision: Precision = "fp32"
+    """Dtype of the frozen weights. bf16 and fp16 halve their memory, and need a precision that is not fp32."""
     targets: tuple[str, ...] = ("all-linear",)
     """Layers with an adapter: all-linear (all but the head), attention, or names such as q_proj v_proj, the last parts
     of a module's path."""
@@ -46,6 +46,7 @@ class LoraConfig:
         given = {
             "lora.alpha": self.alpha is not None,
             "lora.variant": self.variant != "lora",
+            "lora.base_precision": self.base_precision != "fp32",
             "lora.targets": self.targets != ("all-linear",),
         }
         unread = [name for name, is_given in given.items() if is_given]
@@ -55,14 +56,16 @@ class LoraConfig:
             raise UsageError("lora.targets: names no layer; leave it out, or give all-linear, attention or names")
 
 
-def apply_lora(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Freeze the model and give its target layers adapters, in place. Returns notices, none with rank 0.
+def apply_lora(model: nn.Module, config: LoraConfig) -> None:
+    """Freeze the model and give its target layers adapters, in place. Does nothing with rank 0.
+
+    The frozen parameters take ``base_precision``, the adapters are fp32.
 
     Draws the first matrices from torch's global generator; the second are zero, so the output is unchanged. Raises
     ``UsageError`` for targets that the model does not have, and without peft.
     """
     if config.rank == 0:
-        return []
+        return
     peft = _import_peft()
     targets = resolve_targets(model, config.targets)
     settings = peft.LoraConfig(
@@ -76,6 +79,15 @@ def apply_lora(model: nn.Module, config: LoraConfig) -> list[str]:
         # peft 0.21 reads a property that transformers 5.23 has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         peft.inject_adapter_in_model(settings, model, ADAPTER)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype_of(config.base_precision))
+
+
+def describe_lora(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Return a notice of the adapters and their size, none with rank 0."""
+    if config.rank == 0:
+        return []
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
     layers = sum(1 for name, _ in model.named_modules() if name.endswith(f"lora_A.{ADAPTER}"))
@@ -130,29 +142,14 @@ def adapter_config(model: nn.Module, base: str | None) -> dict[str, Any]:
     return values | {"base_model_name_or_path": base, "inference_mode": True}
 
 
-def export_adapter(checkpoint: Path, destination: Path, stem: str = "model") -> int:
-    """Write the adapter of a checkpoint as peft reads it: its weights and their config. Returns the number of tensors.
-
-    ``checkpoint`` holds ``adapter_config.json``. ``stem`` is ``model`` or ``ema``. Raises ``UsageError`` if the
-    checkpoint has no adapter.
-    """
-    config = checkpoint / CONFIG_FILE
-    files = sorted(checkpoint.glob(f"{stem}*.safetensors"))
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                key = adapter_key(name)
-                if key is not None:
-                    tensors[key] = opened.get_tensor(name)
-    if not config.is_file() or not tensors:
-        raise UsageError(
-            f"{checkpoint}: holds no adapter ({CONFIG_FILE} and lora_A, lora_B); it was trained without LoRA"
-        )
-    destination.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, destination / WEIGHTS_FILE, metadata={"format": "pt"})
-    (destination / CONFIG_FILE).write_text(json.dumps(json.loads(config.read_text("utf-8")), indent=2) + "\n", "utf-8")
-    return len(tensors)
+def by_key_of_peft(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return the tensors of the adapters by the keys of peft's files. Leaves out what is not of an adapter."""
+    found: dict[str, T] = {}
+    for name, tensor in tensors.items():
+        key = adapter_key(name)
+        if key is not None:
+            found[key] = tensor
+    return found
 
 
 def adapter_key(name: str) -> str | None:

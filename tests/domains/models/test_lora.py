@@ -43,7 +43,7 @@ def trained_a_little(model: nn.Module) -> None:
 def test_it_is_what_peft_makes(variant: Any) -> None:
     ours, theirs = llama(), llama()
     torch.manual_seed(1)
-    notices = apply_lora(ours, LoraConfig(rank=4, alpha=6.0, variant=variant, targets=("q_proj", "v_proj")))
+    apply_lora(ours, LoraConfig(rank=4, alpha=6.0, variant=variant, targets=("q_proj", "v_proj")))
     torch.manual_seed(1)
     kind = {"use_dora": variant == "dora", "use_rslora": variant == "rslora", "target_modules": ["q_proj", "v_proj"]}
     whole = peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=6.0, **kind))
@@ -55,7 +55,8 @@ def test_it_is_what_peft_makes(variant: Any) -> None:
     trained = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)
-    assert notices[0].startswith(f"{variant} of rank 4 on 6 layers: ")
+    (notice,) = lora.describe_lora(ours, LoraConfig(rank=4, variant=variant))
+    assert notice.startswith(f"{variant} of rank 4 on 6 layers: ")
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
@@ -63,13 +64,12 @@ def test_peft_loads_what_is_exported_and_merged_is_the_same(variant: Any, tmp_pa
     model = llama()
     apply_lora(model, LoraConfig(rank=2, variant=variant))
     trained_a_little(model)
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    save_file(weights, checkpoint / "model.safetensors")
-    (checkpoint / lora.CONFIG_FILE).write_text(json.dumps(lora.adapter_config(model, "some/base")))
-    assert lora.export_adapter(checkpoint, tmp_path / "adapter") == len(weights)
-    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    adapter = lora.by_key_of_peft(weights)
+    assert len(adapter) == sum(1 for p in model.parameters() if p.requires_grad)
+    save_file(adapter, tmp_path / f"{lora.WEIGHTS_STEM}.safetensors")
+    (tmp_path / lora.CONFIG_FILE).write_text(json.dumps(lora.adapter_config(model, "some/base")))
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path).eval()
     torch.testing.assert_close(logits(loaded), logits(model))
     assert loaded.peft_config["default"].base_model_name_or_path == "some/base"
     torch.testing.assert_close(logits(loaded.merge_and_unload()), logits(model), rtol=1e-4, atol=1e-5)
@@ -101,10 +101,7 @@ def test_options_without_effect_are_refused(options: Any, says: str) -> None:
 def test_an_unknown_layer_is_named_with_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"'q_pro' is no linear layer of LlamaForCausalLM: did you mean 'q_proj'\?"):
         apply_lora(llama(), LoraConfig(rank=2, targets=("q_pro",)))
-    assert apply_lora(llama(), LoraConfig()) == []
-
-
-def test_a_checkpoint_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    save_file({"a.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match="trained without LoRA"):
-        lora.export_adapter(tmp_path, tmp_path / "out")
+    model = llama()
+    apply_lora(model, LoraConfig())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert lora.describe_lora(model, LoraConfig()) == []
