@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from accel_train import rng
 
+TEMPERATURE = 0.8
+
 
 @dataclass(frozen=True)
 class Drawing:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import torch
 from annotated_types import Interval
@@ -17,11 +17,13 @@ from torch import nn
 from accel_train import rng
 from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
 from accel_train.domains.language import exported_model, pretrained, rows, templates, tokenizers
-from accel_train.domains.language.generation import Drawing, continue_tokens
+from accel_train.domains.language.generation import TEMPERATURE, Drawing, continue_tokens
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.samples import EvaluationConfig
 from accel_train.pipeline import Example, describe, settings
 from accel_train.store import atomic_files, weights
+
+if TYPE_CHECKING:
+    from accel_train.domains.language.samples import EvaluationConfig
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
@@ -111,7 +113,7 @@ class LanguagePipeline:
             # Of what was trained. The rest is in the weights.
             weights.load_weights(directory, "ema", model, required=())
         sampler: Mapping[str, Any] = {} if described is None else described["sampler"]
-        return cls(model.to(device), tokenizer, float(sampler.get("temperature", EvaluationConfig().temperature)))
+        return cls(model.to(device), tokenizer, float(sampler.get("temperature", TEMPERATURE)))
 
     def __call__(
         self,
@@ -242,10 +244,11 @@ def write_files(
     """Write what stands beside the weights of a checkpoint. ``path`` is ``data.path``.
 
     config.json is that of transformers with the description of the pipeline, which ``from_pretrained`` leaves alone.
+    Adapters have no config.json, and no pipeline: peft loads them on their base.
     """
     pretrained.save_files(model, tokenizer, directory, options.source)
     file = directory / "config.json"
-    if not file.exists():  # adapters, which peft loads
+    if not file.is_file():  # adapters have peft's config alone
         return
     described = describe(
         LanguagePipeline,

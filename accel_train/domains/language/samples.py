@@ -36,7 +36,7 @@ class EvaluationConfig:
     """Tokens given of a plain text. Of a chat or a pair, all that is not trained is given."""
     max_new_tokens: PositiveInt = 48
     """Tokens written, at most."""
-    temperature: NonNegativeFloat = 0.8
+    temperature: NonNegativeFloat = generation.TEMPERATURE
     """Of the draws. 0: always the most likely token."""
 
     def due(self, done: int, max_steps: int) -> bool:
