@@ -6,6 +6,7 @@ import logging
 import random
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | N
         with run.loading(last=False):
             _load_into(model, run.checkpoint.path, run.checkpoint.manifest, base, persistent_buffers(model))
     elif run.initial_weights is not None:
-        found = run.initial_weights / manifest.MANIFEST
-        described = manifest.read(run.initial_weights) if found.is_file() else {}
+        described: Mapping[str, Any] = {}
+        # Another tool's directory may have a manifest.json of its own. Without ours, every parameter is required.
+        with suppress(ValueError):
+            described = manifest.read(run.initial_weights)
         _load_into(model, run.initial_weights, described, base)
 
 

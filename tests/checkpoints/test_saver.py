@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel_train.checkpoints import restore
@@ -345,3 +345,14 @@ def test_the_loss_scale_is_saved_and_restored(tmp_path: Path) -> None:
     assert restored.get_scale() == 2.0**10
     assert restored._growth_tracker is not None
     assert int(restored._growth_tracker) == 2
+
+
+@pytest.mark.parametrize("foreign", [None, "{}", "[", '{"name": "another tool", "files": []}'])
+def test_initial_weights_may_lie_beside_a_foreign_manifest(foreign: str | None, tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    if foreign is not None:
+        (tmp_path / "manifest.json").write_text(foreign)
+    run = Run(tmp_path / "run", "x", None, "", {}, initial_weights=tmp_path)
+    restore.load_initial_weights(other, run)
+    assert torch.equal(other.weight, model.weight)
