@@ -160,3 +160,14 @@ def settings(description: Mapping[str, Any], directory: Path) -> Mapping[str, An
             f"reads {FORMAT}. Install the version that wrote it, or a newer one"
         )
     return description
+
+
+def read_lines(file: str | None) -> list[str]:
+    """Return the lines of the option ``text_file`` that are not empty. Raises ``UsageError`` if it cannot be read."""
+    if file is None:
+        return []
+    try:
+        lines = expand_path(file).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"text_file {file}: cannot be read ({error}); a file in UTF-8 is required") from None
+    return [line for line in lines if line.strip()]

@@ -19,7 +19,7 @@ from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, 
 from accel_train.domains.language import exported_model, pretrained, rows, templates, tokenizers
 from accel_train.domains.language.generation import TEMPERATURE, Drawing, continue_tokens
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.pipeline import Example, describe, settings
+from accel_train.pipeline import Example, describe, read_lines, settings
 from accel_train.store import atomic_files, weights
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class LanguagePipeline:
 
     def sample(self, options: LanguageOptions) -> list[str]:
         """Answer as ``accel-train sample`` is asked to, and return the lines to print."""
-        prompts: list[Prompt] = [*options.text, *_read_lines(options.text_file), *map(_chat, options.messages)]
+        prompts: list[Prompt] = [*options.text, *read_lines(options.text_file), *map(_chat, options.messages)]
         answers = self.answers(
             prompts,
             max_new_tokens=options.max_new_tokens,
@@ -221,16 +221,6 @@ def _chat(text: str) -> Sequence[Message]:
     if not isinstance(found, list):
         raise UsageError(f"messages {text[:60]!r}: a list of messages is required, as in '[{{\"role\": ...}}]'")
     return cast("Sequence[Message]", found)
-
-
-def _read_lines(file: str | None) -> list[str]:
-    if file is None:
-        return []
-    try:
-        lines = expand_path(file).read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"text_file {file}: cannot be read ({error}); a file in UTF-8 is required") from None
-    return [line for line in lines if line.strip()]
 
 
 def write_files(

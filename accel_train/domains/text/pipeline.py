@@ -28,7 +28,7 @@ from accel_train.domains.text.both_ways import (
 from accel_train.domains.text.dataset import DataAssets
 from accel_train.domains.text.modes import ModeConfig, Part, learned_conditions
 from accel_train.domains.text.trained_model import learned_modes, load_both_ways
-from accel_train.pipeline import Example, describe
+from accel_train.pipeline import Example, describe, read_lines
 
 BATCH = 64
 """Prompts of one forward."""
@@ -198,7 +198,7 @@ class TextLatentPipeline:
                 self.texts_from_latents(_read_latents(options.latents), seed=options.seed, length=options.length),
                 options,
             )
-        texts = [*options.text, *_read_texts(options.text_file)]
+        texts = [*options.text, *read_lines(options.text_file)]
         if options.to == "text":
             return self._written(self.texts_from_texts(texts, seed=options.seed, length=options.length), options)
         from safetensors.torch import save_file
@@ -369,13 +369,3 @@ def _read_latents(file: str) -> Tensor:
             "latents, is required"
         )
     return tensors.get("latents", next(iter(tensors.values())))
-
-
-def _read_texts(file: str | None) -> list[str]:
-    if file is None:
-        return []
-    try:
-        lines = expand_path(file).read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"text_file {file}: cannot be read ({error}); a file in UTF-8 is required") from None
-    return [line for line in lines if line.strip()]
