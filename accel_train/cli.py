@@ -53,7 +53,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _completion(arguments: argparse.Namespace) -> int:
     from accel_train.commands.bundled import recipe_names
     from accel_train.commands.completion import recipes_with_options
-    from accel_train.completion import script
+    from accel_train.options.completion import script
 
     recipes = recipes_with_options([*recipe_names(), *arguments.recipes])
     print(script(_parser(recipes), arguments.shell))

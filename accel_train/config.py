@@ -1,6 +1,6 @@
 """Values that options are made of: ranges, paths, the origin of each, and the error that the user can correct.
 
-Every package imports this module, so it imports none of them. ``config_loading`` reads a config.
+Every package imports this module, so it imports none of them. ``options`` reads a config.
 """
 
 from __future__ import annotations

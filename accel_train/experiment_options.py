@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from accel_train.checkpoints.policy import CheckpointConfig, RunOptions
 from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
-from accel_train.config_tree import config_text, experiment_tree, flatten, option_names, to_tree
 from accel_train.data.options import LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.metrics.progress import Labels
 from accel_train.metrics.recorder import LogConfig
+from accel_train.options.tree import config_text, experiment_tree, flatten, option_names, to_tree
 from accel_train.pipeline import Pipeline
 from accel_train.precision import Precision
 from accel_train.runtime.distributed_options import DistributedConfig

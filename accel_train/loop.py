@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.checkpoints.saver import Saver
-from accel_train.config_tree import to_tree
 from accel_train.data import sampler
 from accel_train.data.datasets import MapDataset
 from accel_train.data.loader import StepBatches, iterate_steps
@@ -26,6 +25,7 @@ from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import Recorder, RunInfo, describe_evaluation, write_report
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.opened import Opened, Prepared
+from accel_train.options.tree import to_tree
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.store.manifest import checkpoint_name

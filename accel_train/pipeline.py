@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
-from accel_train.config import UsageError
-from accel_train.config_tree import to_tree
+from accel_train.config import UsageError, expand_path
+from accel_train.options.tree import to_tree
 
 if TYPE_CHECKING:
     from torch import nn

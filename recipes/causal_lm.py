@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, startup
 from accel_train.config import UsageError
-from accel_train.config_loading import load_config
 from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
 from accel_train.domains.language import flops, perplexity, pipeline, prepare, pretrained, samples
@@ -29,6 +28,7 @@ from accel_train.domains.models.lora import LoraConfig, describe_lora
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
+from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate

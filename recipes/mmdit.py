@@ -21,7 +21,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
-from accel_train.config_loading import load_config
 from accel_train.data import sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.diffusion import latents, masked_text, timesteps
@@ -30,6 +29,7 @@ from accel_train.domains.text import baseline_scores, both_ways, dataset, modes,
 from accel_train.metrics import evaluation, logs, records
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
+from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training import accumulation, optimizers
 

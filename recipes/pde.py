@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
 from accel_train.config import PositiveInt
-from accel_train.config_loading import load_config
 from accel_train.data import task_sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.models import token_blocks
@@ -44,6 +43,7 @@ from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.metrics import evaluation, logs, records
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
+from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training import accumulation, optimizers
 

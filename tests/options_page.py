@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.experiment import ExperimentConfig
-from accel_train.option_help import field_texts
+from accel_train.options.help_text import field_texts
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "options.md"

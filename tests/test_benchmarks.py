@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel_train.config_tree import flatten
+from accel_train.options.tree import flatten
 from accel_train.strict_yaml import read_yaml
 from benchmarks import ablation, gpu, gpu_parts, gpu_saving, gpu_training, muon, performance_page
 from benchmarks.device import TINY, Machine

@@ -17,9 +17,9 @@ import pytest
 
 from accel_train import cli
 from accel_train.config import UsageError
-from accel_train.config_loading import load_config
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.metrics.records import read_metrics
+from accel_train.options.loading import load_config
 from recipes import causal_lm, mmdit, pde
 from tests import zygote
 from tests.distributed.launching import Layout, environment, run_recipe

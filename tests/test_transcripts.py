@@ -15,12 +15,12 @@ import pytest
 
 from accel_train.compare.report import Plan, header
 from accel_train.compare.runs import Variant
-from accel_train.config_loading import load_config
-from accel_train.config_tree import to_tree
 from accel_train.data.task_sampler import TaskSampler
 from accel_train.domains.pde import operator_learning
 from accel_train.domains.text import modes
 from accel_train.metrics.progress import short_exponent
+from accel_train.options.loading import load_config
+from accel_train.options.tree import to_tree
 from accel_train.training.schedules import learning_rate_factor
 from recipes import mmdit, pde
 from tests import transcripts

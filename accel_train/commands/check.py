@@ -11,10 +11,10 @@ from typing import Any
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.commands.launch import Launch, read_machine
 from accel_train.config import UsageError
-from accel_train.config_loading import config_of
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.requested import Requested, notices, refuse_accumulation, refuse_experiment_settings
+from accel_train.options.loading import config_of
 from accel_train.runtime.accelerator import refuse_zero_contradictions
 
 
@@ -32,7 +32,7 @@ def check(request: Launch) -> str:
     if loaded is None:
         raise UsageError(
             f"recipe {request.recipe!r}: its main ended without a config; a recipe first reads it with "
-            "accel_train.config_loading.load_config"
+            "accel_train.options.loading.load_config"
         )
     config: Any = loaded.config
     accumulation = accumulation_steps(config.global_batch_size, processes, config.micro_batch_size)

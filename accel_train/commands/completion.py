@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from accel_train import completion
 from accel_train.commands import bundled
-from accel_train.config_loading import preset_names
+from accel_train.options import completion
+from accel_train.options.loading import preset_names
 
 
 def recipes_with_options(recipes: Sequence[str]) -> dict[str, Callable[[argparse.ArgumentParser], None]]:

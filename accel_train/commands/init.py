@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel_train.commands import bundled
 from accel_train.config import UsageError, expand_path
-from accel_train.config_loading import preset_names
+from accel_train.options.loading import preset_names
 from accel_train.wording import did_you_mean, nearest, shortened
 
 SCAFFOLD = "recipe.py"

@@ -8,7 +8,7 @@ from typing import Any
 from accel_train import loading
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
-from accel_train.config_loading import read_options
+from accel_train.options.loading import read_options
 from accel_train.pipeline import Pipeline
 
 

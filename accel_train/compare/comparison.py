@@ -32,9 +32,9 @@ from accel_train.compare.runs import (
     stop_signals_raise,
 )
 from accel_train.config import UsageError, expand_path
-from accel_train.flags import nearest_option
 from accel_train.metrics.gates import Decision, Gate, decide, gate_values, read_gate
 from accel_train.metrics.progress import format_seconds
+from accel_train.options.flags import nearest_option
 from accel_train.wording import did_you_mean
 
 # Options that must be the same in every variant, except for the varied one.

@@ -114,7 +114,7 @@ def read_config(recipe: Path, arguments: Sequence[str]) -> dict[str, Any]:
     if done.returncode or not options:
         raise UsageError(
             f"recipe {str(recipe)!r}: it does not print its options with --print_config (exit code {done.returncode}); "
-            f"a recipe reads its config with accel_train.config_loading.load_config\n{_tail(output)}"
+            f"a recipe reads its config with accel_train.options.loading.load_config\n{_tail(output)}"
         )
     return options
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_train.config import UsageError
-from accel_train.config_tree import flatten
 from accel_train.metrics.records import plain
+from accel_train.options.tree import flatten
 from accel_train.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:

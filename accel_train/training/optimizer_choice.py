@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.flags import WORDS
+from accel_train.options.flags import WORDS
 from accel_train.strict_yaml import read_number
 from accel_train.wording import did_you_mean, nearest
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
 from accel_train.config import PositiveInt
-from accel_train.config_loading import load_config
 from accel_train.data import sampler
+from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training import optimizers
 

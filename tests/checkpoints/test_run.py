@@ -24,8 +24,8 @@ from accel_train.checkpoints.policy import RunOptions
 from accel_train.checkpoints.run import Run
 from accel_train.commands.places import find_place
 from accel_train.config import UsageError
-from accel_train.config_tree import config_text, experiment_tree, flatten
 from accel_train.experiment_options import FREE_TO_CHANGE
+from accel_train.options.tree import config_text, experiment_tree, flatten
 from accel_train.store import commit, strict_json
 from accel_train.store import lock as locks
 from tests.store.test_commit import make

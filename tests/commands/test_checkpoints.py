@@ -29,9 +29,9 @@ from accel_train.checkpoints import fetch
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.commands import diff as compare
 from accel_train.config import UsageError
-from accel_train.config_tree import to_tree
 from accel_train.domains.models.mmdit import MMDiTConfig, ModelConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.hub.queue import Entry, HubQueue
+from accel_train.options.tree import to_tree
 from accel_train.store import atomic_files, commit, manifest, planning, strict_json, weights
 from tests.store.test_weights import plant, read_weights
 from tests.waiting import PATIENCE_SECONDS

@@ -16,8 +16,8 @@ from packaging.version import Version
 from accel_train import __version__, cli
 from accel_train.commands import doctor
 from accel_train.config import UsageError
-from accel_train.config_loading import load_config
-from accel_train.config_tree import flatten, to_tree
+from accel_train.options.loading import load_config
+from accel_train.options.tree import flatten, to_tree
 from accel_train.speed import attention_table
 from recipes import mmdit
 from tests.waiting import PATIENCE_SECONDS

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from accel_train import cli
-from accel_train.config_loading import load_config
+from accel_train.options.loading import load_config
 from recipes import mmdit
 from tests.distributed.launching import ROOT
 from tests.waiting import PATIENCE_SECONDS

@@ -17,7 +17,7 @@ from accel_train.commands import bundled
 from accel_train.commands.check import check
 from accel_train.commands.launch import Launch
 from accel_train.config import UsageError
-from accel_train.config_loading import load_config
+from accel_train.options.loading import load_config
 from recipes import mmdit, pde
 from tests.distributed.launching import ROOT, environment
 

@@ -30,10 +30,10 @@ from accel_train.compare import runs as compare_runs
 from accel_train.compare.comparison import single_options
 from accel_train.compare.runs import Run, read_config
 from accel_train.config import UsageError
-from accel_train.config_tree import flatten
 from accel_train.metrics.bootstrap import LEVEL, Estimate, coverage_of_range, estimate
 from accel_train.metrics.gates import COMPARED, SIGNS, decide, gate_values, read_gate
 from accel_train.metrics.throughput import Throughput
+from accel_train.options.tree import flatten
 from accel_train.strict_yaml import read_yaml
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -48,7 +48,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from accel_train.config import UsageError, expand_path
-from accel_train.config_loading import load_config
+from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import run_main
 from accel_train.metrics.gates import refuse_unknown_gates
 from accel_train.metrics.records import LineWriter, write_json

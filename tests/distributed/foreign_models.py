@@ -17,8 +17,8 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, startup
-from accel_train.config_loading import load_config
 from accel_train.data import sampler
+from accel_train.options.loading import load_config
 from accel_train.precision import Precision, dtype_of
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.store.pretrained_base import PretrainedBase

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, startup
 from accel_train.config import NonNegativeInt
-from accel_train.config_loading import load_config
 from accel_train.data import sampler
 from accel_train.metrics import evaluation
 from accel_train.opened import Prepared
+from accel_train.options.loading import load_config
 from accel_train.training import optimizers
 from tests.faults.trainer import append
 

@@ -22,11 +22,11 @@ from accel_train.checkpoints import opening, policy, restore
 from accel_train.checkpoints import saver as state
 from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import expand_path
-from accel_train.config_loading import load_config
-from accel_train.config_tree import config_text, experiment_tree, flatten
 from accel_train.experiment_options import FREE_TO_CHANGE
 from accel_train.hub import options
 from accel_train.metrics import logs
+from accel_train.options.loading import load_config
+from accel_train.options.tree import config_text, experiment_tree, flatten
 from accel_train.runtime import accelerator as machine
 from accel_train.runtime.exiting import EXIT_PREEMPTED, run_main
 from accel_train.store import failpoints

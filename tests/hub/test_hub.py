@@ -631,8 +631,8 @@ def test_what_is_there_is_kept_or_the_download_refused(server: HubServer, run: P
 def test_from_pretrained_loads_what_was_pushed(server: HubServer, run: Path) -> None:
     import torch
 
-    from accel_train.config_tree import to_tree
     from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
+    from accel_train.options.tree import to_tree
 
     torch.manual_seed(0)
     shape = MultimodalMMDiTConfig(MMDiTConfig(width=32, depth=1, heads=2), 11, 4, 8)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch.distributed.fsdp import fully_shard
 
 from accel_train.config import UsageError
-from accel_train.option_help import field_texts
+from accel_train.options.help_text import field_texts
 from accel_train.runtime.distributed_options import (
     DistributedConfig,
     apply_fsdp2_prefetch,

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from accel_train import pipeline
 from accel_train.config import UsageError
-from accel_train.config_loading import from_tree
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
 from accel_train.domains.models.mmdit import MultimodalMMDiT
@@ -16,6 +15,7 @@ from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.text.both_ways import BothWays
 from accel_train.domains.text.dataset import DataAssets, load_assets
 from accel_train.domains.text.modes import ModeConfig
+from accel_train.options.loading import from_tree
 
 G = TypeVar("G")
 

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
-from accel_train.config_loading import from_tree
 from accel_train.data import artifacts
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
@@ -24,6 +23,7 @@ from accel_train.domains.pde import equations as pde
 from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde
 from accel_train.domains.pde.rows import FieldData, load_field_assets
 from accel_train.domains.pde.solvers import solve_burgers, solve_darcy
+from accel_train.options.loading import from_tree
 from tests.waiting import PATIENCE_SECONDS
 
 Float = NDArray[np.float64]

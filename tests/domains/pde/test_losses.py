@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from accel_train.config import UsageError
-from accel_train.config_loading import load_config
 from accel_train.domains.pde import operator_learning, options
 from accel_train.domains.pde.equations import prepare_pde
 from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.rows import FieldData
 from accel_train.domains.pde.transformer import PdeTransformer, PdeTransformerConfig
+from accel_train.options.loading import load_config
 from recipes import pde
 
 SMALL = (

@@ -11,17 +11,17 @@ from typing import Any, get_type_hints
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.config_loading import load_config, read_tree
-from accel_train.config_tree import config_text, option_names, to_tree
 from accel_train.experiment import ExperimentConfig
 from accel_train.launch_files.machine_config import read_machine_config
-from accel_train.option_help import field_texts
+from accel_train.options.help_text import field_texts
+from accel_train.options.loading import load_config, read_tree
+from accel_train.options.tree import config_text, option_names, to_tree
 from accel_train.store.run_file import write_config
 from recipes import causal_lm, mmdit, pde
 from recipes.mmdit import Config
 from tests import options_page
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PRESETS = ROOT / "recipes" / "presets"
 LAUNCH_FILES = ROOT / "accelerate_configs"
 

@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Annotated, Any, NoReturn, cast
 
 from accel_train.config import UsageError
-from accel_train.config_tree import field_types, is_group, option_names, option_types
+from accel_train.options.tree import field_types, is_group, option_names, option_types
 from accel_train.wording import did_you_mean, nearest
 
 FLAGS = ("--help", "-h")

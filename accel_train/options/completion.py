@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from accel_train import option_help
 from accel_train.config import UsageError
-from accel_train.config_tree import option_types
-from accel_train.flags import is_list, scalar_types, union_members
+from accel_train.options import help_text
+from accel_train.options.flags import is_list, scalar_types, union_members
+from accel_train.options.tree import option_types
 
 SHELLS = ("bash", "zsh", "fish")
 FLAG = "--print_completion"
@@ -51,10 +51,10 @@ def add_options(parser: argparse.ArgumentParser, cls: type, presets: Sequence[st
     from shtab import FILE
 
     parser.add_argument("preset", nargs="?", choices=list(presets), help="preset, or a YAML file")
-    parser.add_argument("--help", "-h", nargs="?", choices=option_help.topics(cls), help="options, of a group or all")
+    parser.add_argument("--help", "-h", nargs="?", choices=help_text.topics(cls), help="options, of a group or all")
     parser.add_argument("--print_config", action="store_true", help="show every option and where it comes from")
     parser.add_argument("--smoke", action="store_true", help="try everything in seconds")
-    texts = option_help.option_texts(cls)
+    texts = help_text.option_texts(cls)
     for name, kind in option_types(cls).items():
         text = texts.get(name, "").partition(". ")[0].replace("%", "%%")
         if kind is bool:

@@ -19,11 +19,11 @@ from accel_train.config import (
     UsageError,
     expand_path,
 )
-from accel_train.config_loading import Loaded, load_config
-from accel_train.config_tree import config_text, flatten, option_names, to_tree
+from accel_train.options.loading import Loaded, load_config
+from accel_train.options.tree import config_text, flatten, option_names, to_tree
 from accel_train.store.run_file import write_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A recipe's config is a frozen standard dataclass. Its groups are dataclasses beside the code that uses them. Later
 sources win: the dataclass defaults, the preset or YAML file named first on the command line, the flags. pydantic
-checks types and ranges; it is imported in this file only. ``option_help`` writes ``--help``.
+checks types and ranges; it is imported in this file only. ``help_text`` writes ``--help``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from accel_train import completion, option_help
 from accel_train.config import UsageError, expand_path, set_origins, set_requested_output_dir
-from accel_train.config_tree import Tree, field_types, flatten, is_group, option_names, option_types, to_tree
-from accel_train.flags import NAMES_OF_OTHER_SCRIPTS, FlagError, nearest_option, read_flags, refusal, stray
+from accel_train.options import completion, help_text
+from accel_train.options.flags import NAMES_OF_OTHER_SCRIPTS, FlagError, nearest_option, read_flags, refusal, stray
+from accel_train.options.tree import Tree, field_types, flatten, is_group, option_names, option_types, to_tree
 from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
 
@@ -71,9 +71,9 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     _check_keys_of_source(cls, tree, path, places, names if path.parent == presets else [])
     # The file is validated before the flags, so that its errors name a position.
     base = from_tree(cls, tree, str(path), places)
-    topic = option_help.requested_topic(arguments)
+    topic = help_text.requested_topic(arguments)
     if topic is not None:
-        option_help.print_help(cls, base, names, topic)
+        help_text.print_help(cls, base, names, topic)
     if completion.FLAG in arguments:
         completion.print_completion(cls, names, arguments)
     try:
@@ -139,7 +139,7 @@ def read_options(cls: type[C], arguments: Sequence[str], program: str) -> C:
     Exits with code 0 after ``--help``, which shows ``program`` as the beginning of the command.
     """
     if "--help" in arguments or "-h" in arguments:
-        option_help.print_command_help(cls, program)
+        help_text.print_command_help(cls, program)
     try:
         flags = read_flags(option_types(cls), arguments, ())
     except FlagError as error:
