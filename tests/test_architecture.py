@@ -21,14 +21,17 @@ MODULES = sorted(LIBRARY.rglob("*.py"))
 VALUES = {"config", "cores", "options", "precision", "rng", "strict_yaml", "wording"}
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
 TOOLS = {"commands", "compare"}
-DOMAINS = {"domains.models", "domains.diffusion", "domains.text", "domains.pde", "domains.language"}
+DOMAINS = {
+    *("domains.models", "domains.diffusion", "domains.text", "domains.pde", "domains.language"),
+    "domains.images",
+}
 ROWS = (
     VALUES,
     {"launch_files"},
     {"store", "training", "data", "runtime", "speed", "pipeline"},
     {"hub", "checkpoints", "metrics"},
     {"domains.models", "domains.diffusion"},
-    {"domains.text", "domains.pde", "domains.language"},
+    {"domains.text", "domains.pde", "domains.language", "domains.images"},
     {"experiment_options"},
     {"opened"},
     {"frozen_weights"},
