@@ -21,14 +21,17 @@ MODULES = sorted(LIBRARY.rglob("*.py"))
 VALUES = {"config", "cores", "options", "precision", "rng", "strict_yaml", "wording"}
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
 TOOLS = {"commands", "compare"}
-DOMAINS = {"domains.models", "domains.diffusion", "domains.text", "domains.pde", "domains.language"}
+DOMAINS = {
+    *("domains.models", "domains.diffusion"),
+    *("domains.text", "domains.pde", "domains.images", "domains.language"),
+}
 ROWS = (
     VALUES,
     {"launch_files"},
     {"store", "training", "data", "runtime", "speed", "pipeline"},
     {"hub", "checkpoints", "metrics"},
     {"domains.models", "domains.diffusion"},
-    {"domains.text", "domains.pde", "domains.language"},
+    {"domains.text", "domains.pde", "domains.images", "domains.language"},
     {"experiment_options"},
     {"opened"},
     {"frozen_weights"},
@@ -78,6 +81,7 @@ INSIDE_FUNCTIONS = {
     "torchao",
     "transformers",
     "zarr",
+    "PIL",
 }
 """Heavy or optional: imported by the function that needs them, so that ``import accel_train.x`` stays fast."""
 
@@ -234,7 +238,7 @@ def test_packages_keep_their_budget() -> None:
 
 DOMAIN_WORDS = re.compile(
     r"mmdit|\bpde|l2t|t2l|\bnll\b|fields\.(png|json)|samples\.md|darcy|advection|shakespeare|latent|tokenizer"
-    r"|from accel_train\.domains|domains[/.](models|diffusion|text|pde|language)",
+    r"|from accel_train\.domains|domains[/.](models|diffusion|text|pde|images|language)",
     re.IGNORECASE,
 )
 NAMED_AS_EXAMPLES = {
