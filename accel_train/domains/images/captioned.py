@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -75,6 +75,9 @@ class PictureConfig:
                 )
 
 
+D = TypeVar("D", bound="DataOptions")
+
+
 class DataOptions(Protocol):
     """The options of the `data` group that are read for pictures."""
 
@@ -108,14 +111,15 @@ class CaptionedPictures:
     """The captions can be read back from the pixels (generated shapes)."""
     notices: tuple[str, ...]
 
-    def data_options(self) -> dict[str, Any]:
-        """Return the options of ready-made latents that read these rows."""
-        return {
-            "path": str(self.folder / "train.jsonl"),
-            "heldout_path": str(self.folder / "heldout.jsonl"),
-            "heldout_fraction": 0.0,
-            "latents": str(self.folder),
-        }
+    def rows(self, data: D) -> D:
+        """Return the options of a `data` group that read these rows as ready-made latents."""
+        return replace(
+            cast(Any, data),
+            path=str(self.folder / "train.jsonl"),
+            heldout_path=str(self.folder / "heldout.jsonl"),
+            heldout_fraction=0.0,
+            latents=str(self.folder),
+        )
 
     def pixels(self, latents: Tensor) -> Tensor:
         """Return pictures (B, H, W, 3) uint8 on the CPU, from latents (B, L, D) in [-1, 1]."""

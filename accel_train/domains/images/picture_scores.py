@@ -90,12 +90,13 @@ class PictureScores:
         weight = batch["weight"]
         return {name: (values.to(weight) * weight).sum() for name, values in scores.items()}
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Divide the sums of all batches by their counts."""
         counted = {"shown_position": _SINGLES}
         found: dict[str, float] = {}
         for name in self.metric_names():
-            found[name] = sums[name] / max(sums[counted.get(name, _PICTURES)], 1e-12)
+            count = float(sums[counted.get(name, _PICTURES)])
+            found[name] = float(sums[name]) / max(count, 1e-12)
         return found
 
 
@@ -138,12 +139,21 @@ def _words_right(said: str, caption: str) -> float:
     return sum(one == other for one, other in zip(found, words, strict=False)) / len(words)
 
 
+def build_scores(
+    pictures: CaptionedPictures | None, denormalise: Callable[[Tensor], Tensor], decode: Callable[[Tensor], str]
+) -> PictureScores | None:
+    """Return the scores of these pictures, or None for latents that are no pictures."""
+    if pictures is None:
+        return None
+    return PictureScores(pictures, denormalise, decode)
+
+
 def metric_names(scores: PictureScores | None) -> list[str]:
     """List the metrics of an evaluation with these scores. None has none."""
     return scores.metric_names() if scores else []
 
 
-def metrics(scores: PictureScores | None, sums: Mapping[str, float]) -> dict[str, float]:
+def metrics(scores: PictureScores | None, sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the metrics of an evaluation with these scores. None has none."""
     return scores.metrics(sums) if scores else {}
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 COLUMNS = 64
 SIDE = 64
 QUALITY = 92
@@ -41,6 +39,8 @@ def rows(emoji: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, str, str]
 
 def main(package: Path) -> None:
     """Write both files beside this one."""
+    from PIL import Image
+
     emoji = json.loads((package / "emoji.json").read_text("utf-8"))
     found = list(rows(emoji))
     height = -(-len(found) // COLUMNS) * SIDE
