@@ -6,16 +6,14 @@ two have the same parameters and, with weights copied, the same output.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from accel_train.domains.models.mmdit import MMDiTBlock, MMDiTConfig
-from benchmarks.mmdit_block import copy_weights
+from accel_train.domains.models import sd3
 
 PATCH, TIME_FEATURES, POSITIONS = 2, 256, 192
 
@@ -62,65 +60,13 @@ class Shape:
         return 3 * (linears + attention + modulation + front + back) - front
 
 
-class Conditioning(nn.Module):
-    """Time and pooled text (B, P) -> (B, D)."""
-
-    def __init__(self, width: int, pooled_width: int) -> None:
-        super().__init__()
-        self.time = nn.Sequential(nn.Linear(TIME_FEATURES, width), nn.SiLU(), nn.Linear(width, width))
-        self.text = nn.Sequential(nn.Linear(pooled_width, width), nn.SiLU(), nn.Linear(width, width))
-
-    def forward(self, time: Tensor, pooled: Tensor) -> Tensor:
-        half = TIME_FEATURES // 2
-        frequencies = torch.exp(-math.log(10000.0) * torch.arange(half, device=time.device) / half)
-        angles = time[:, None].float() * frequencies
-        features = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        return self.time(features.to(pooled.dtype)) + self.text(pooled)
-
-
-class SD3(nn.Module):
-    """SD3-medium's architecture around `MMDiTBlock`."""
-
-    _no_split_modules: ClassVar[list[str]] = ["MMDiTBlock"]
+class SD3(sd3.SD3):
+    """SD3-medium's architecture around `MMDiTBlock`, in this shape."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        config = MMDiTConfig(shape.width, 1, shape.heads, qk_norm=False, bias=True, tanh_gelu=True)
-        last = shape.depth - 1
-        self.patches = nn.Conv2d(shape.channels, shape.width, PATCH, PATCH)
-        self.register_buffer("positions", positions(shape.width, shape.side // PATCH), persistent=False)
-        self.context = nn.Linear(shape.text_width, shape.width)
-        self.conditioning = Conditioning(shape.width, shape.pooled_width)
-        self.blocks = nn.ModuleList(MMDiTBlock(config, context_only=(1,) * (i == last)) for i in range(shape.depth))
-        self.modulation = nn.Linear(shape.width, 2 * shape.width)
-        self.norm = nn.LayerNorm(shape.width, eps=1e-6, elementwise_affine=False)
-        self.out = nn.Linear(shape.width, PATCH**2 * shape.channels)
-        self.channels = shape.channels
-
-    def forward(self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor) -> Tensor:
-        """latents (B, C, H, W), text (B, n, T), pooled (B, P), time (B,) in 0 to 1000 -> (B, C, H, W)."""
-        image = self.patches(latents).flatten(2).transpose(1, 2).contiguous()
-        image = (image + self.positions).to(image.dtype)
-        conditioning = nn.functional.silu(self.conditioning(time, pooled))
-        tokens = [image, self.context(text)]
-        for block in self.blocks:
-            tokens = block(tokens, conditioning.to(tokens[0].dtype), None)
-        scale, shift = self.modulation(conditioning.to(tokens[0].dtype)).chunk(2, dim=1)
-        image = self.out(self.norm(tokens[0]) * (1 + scale)[:, None] + shift[:, None])
-        side = latents.shape[-1] // PATCH
-        image = image.unflatten(-1, (PATCH, PATCH, self.channels)).unflatten(1, (side, side))
-        return torch.einsum("nhwpqc->nchpwq", image).flatten(4, 5).flatten(2, 3)
-
-
-def positions(width: int, side: int) -> Tensor:
-    """SD3's: sinusoids of row and column, cropped from the middle of a square of 192. (1, side * side, width)."""
-    top = (POSITIONS - side) // 2
-    grid = torch.arange(top, top + side, dtype=torch.float64) / (POSITIONS / 64)
-    frequencies = 1.0 / 10000 ** (torch.arange(width // 4, dtype=torch.float64) / (width / 4))
-    angles = torch.outer(grid, frequencies)  # (side, width / 4)
-    one = torch.cat([angles.sin(), angles.cos()], dim=-1)
-    column, line = one[None].expand(side, -1, -1), one[:, None].expand(-1, side, -1)
-    return torch.cat([column, line], dim=-1).reshape(1, side * side, width).float()
+        widths = {"text_width": shape.text_width, "pooled_width": shape.pooled_width}
+        config = sd3.SD3Config(shape.width, shape.depth, shape.head_width, shape.channels, PATCH, **widths)
+        super().__init__(config)
 
 
 def diffusers_model(shape: Shape) -> Any:
@@ -142,22 +88,9 @@ def diffusers_model(shape: Shape) -> Any:
     return model
 
 
-@torch.no_grad()
 def copy_model(ours: SD3, theirs: Any) -> None:
     """Every weight of diffusers' model into ours."""
-    pairs = {
-        ours.patches: theirs.pos_embed.proj,
-        ours.context: theirs.context_embedder,
-        ours.conditioning.time[0]: theirs.time_text_embed.timestep_embedder.linear_1,
-        ours.conditioning.time[2]: theirs.time_text_embed.timestep_embedder.linear_2,
-        ours.conditioning.text[0]: theirs.time_text_embed.text_embedder.linear_1,
-        ours.conditioning.text[2]: theirs.time_text_embed.text_embedder.linear_2,
-        ours.modulation: theirs.norm_out.linear,
-        ours.out: theirs.proj_out,
-    }
-    for mine, other in pairs.items():
-        mine.load_state_dict(other.state_dict())
-    copy_weights(ours, type("Blocks", (), {"blocks": theirs.transformer_blocks}))
+    ours.load_diffusers(theirs.state_dict())
 
 
 Batch = dict[str, Tensor]

@@ -398,6 +398,8 @@ def test_the_presets_are_these() -> None:
         "causal_lm_smoke",
         "causal_lm_tune",
         "demo",
+        "image_demo",
+        "image_shapes",
         "l2t_qwen",
         "mmdit_baseline",
         "mmdit_optimized",
