@@ -19,13 +19,19 @@ from accel_train.domains.pde import fields, losses
 from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.rows import FieldTask
-from accel_train.domains.pde.transformer import Parts, TaskShape
+from accel_train.domains.pde.transformer import Parts, PdeModelConfig, PdeTransformerConfig, TaskShape
 
 Stage = Literal["autoencode", "operator", "residual"]
 AUTOENCODER = ("encoders", "target_encoders", "decoder")
 """Modules that the operator stage can freeze."""
 RESIDUAL = "residual"
 """Module trained in the residual stage alone."""
+
+
+def model_shape(config: PdeModelConfig, tasks: Iterable[FieldTask]) -> PdeTransformerConfig:
+    """Return the shape of the model for these tasks."""
+    shapes = tuple(task_shape(task) for task in tasks)
+    return PdeTransformerConfig(shapes, config)
 
 
 def task_shape(task: FieldTask) -> TaskShape:

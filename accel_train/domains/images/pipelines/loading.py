@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -195,10 +196,8 @@ def find_base(config: BaseConfig) -> Base:
 
 
 def _require_diffusers() -> None:
-    try:
-        import diffusers as _
-    except ImportError:
-        raise UsageError("base.source: a pipeline needs diffusers; run pip install 'accel_train[diffusers]'") from None
+    if find_spec("diffusers") is None:
+        raise UsageError("base.source: a pipeline needs diffusers; run pip install 'accel_train[diffusers]'")
 
 
 def _is_strange(kind: Sequence[Any]) -> bool:
