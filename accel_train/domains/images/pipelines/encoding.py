@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.data.progress import Progress
+from accel_train.domains.images.dataset import PictureDataset
 from accel_train.domains.images.pipelines.loading import Base
 
 logger = logging.getLogger(__name__)
@@ -31,15 +32,35 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def of(self, captions: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Return the embeddings of captions, by name, each with a first dimension for them."""
-        rows = torch.tensor([self.rows[caption] for caption in captions])
-        return {name: values[rows].to(device, non_blocking=True) for name, values in self.table.items()}
+    def alone(self, caption: str, device: torch.device) -> dict[str, Tensor]:
+        """Return the embeddings of one caption, with a first dimension of 1."""
+        return {name: values[None].to(device) for name, values in self.row(caption).items()}
 
-    @property
-    def bytes(self) -> int:
-        """Size in host memory."""
-        return sum(values.numel() * values.element_size() for values in self.table.values())
+    def row(self, caption: str) -> dict[str, Tensor]:
+        """Return the embeddings of one caption."""
+        number = self.rows[caption]
+        return {name: values[number] for name, values in self.table.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class CaptionedPictures:
+    """Pictures with the embeddings of their captions, for the loader."""
+
+    pictures: PictureDataset
+    prompts: Prompts
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return the sample of the pictures, its caption's embeddings, and sizes (6,) int64 as XL counts them."""
+        sample = self.pictures[index]
+        named = [sample.pop(name) for name in ("original_size", "crop_top_left", "target_size")]
+        return {**sample, "sizes": torch.cat(named), **self.prompts.row(self.pictures.samples[index].caption)}
+
+    def sample_shape(self, index: int) -> tuple[int, ...]:
+        """Return (height, width) of a sample's bucket. A micro-batch has one shape."""
+        return self.pictures.sample_shape(index)
 
 
 @torch.no_grad()
