@@ -1,6 +1,6 @@
 """Train LoRA adapters on a pretrained text-to-image pipeline of diffusers, from pictures with captions.
 
-    accelerate launch recipes/lora.py lora_tune --base.source stabilityai/stable-diffusion-xl-base-1.0 --data.path photos
+    accelerate launch recipes/lora.py --base.source stabilityai/stable-diffusion-xl-base-1.0 --data.path photos
 
 What is predicted (noise, v or flow) is taken from the scheduler of the base. Noise, times and dropped captions are
 functions of (seed, step, picture), alike on any number of processes.
@@ -105,7 +105,7 @@ def heldout_sums(inputs: Inputs, process: Denoising, model: nn.Module, batch: Ba
 
 
 def evaluate(
-    config: Config, accelerator: Accelerator, prepared: Prepared, inputs: Inputs, process: Denoising
+    config: Config, accelerator: Accelerator, prepared: Prepared, inputs: Inputs, process: Denoising, step: int
 ) -> dict[str, float]:
     """Compute held-out losses and draw the prompts, with the EMA weights. Every process calls it."""
     options = config.evaluation
@@ -118,7 +118,7 @@ def evaluate(
         setattr(inputs.pipeline, process.family.denoiser, plain_module(prepared.model))
         drawn = validation.draw(inputs.pipeline, process.family, inputs.prompts, options, config.side, config.seed)
     if accelerator.is_main_process:
-        validation.report(config.report_directory, drawn)
+        validation.report(config.report_directory, step, drawn)
     logs.info(logger, objective.summary(metrics))
     return metrics
 
@@ -130,8 +130,7 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
     base = loading.find_base(config.base)
-    levels = base.levels().to(accelerator.device)
-    objective.refuse_foreign_weights(config.objective, config.times, levels, base.source)
+    levels = base.levels()
     adapters = replace(config.lora, targets=base.targets(config.lora.targets))
     prepare_data = partial(prepare_inputs, config.data, base, config.evaluation.prompts, accelerator.device)
     inputs = startup.prepare_data(accelerator, prepare_data)
@@ -149,14 +148,11 @@ def main(argv: Sequence[str]) -> int:
 
     plain = preparation.build_model(opened, build, base, adapters)
     logs.info(logger, objective.describe_objective(levels, base.family), *describe_lora(plain, adapters))
-    process = Denoising(
-        base.family, levels, inputs.pipeline.vae, plain.config, inputs.empty(), config.objective, config.times
-    )
-    example = partial(objective.call_once, process, inputs)
-    prepared = preparation.prepare(opened, plain, base=base.files(), example=example)
+    process = inputs.process(levels, plain.config, config.objective, config.times)
+    prepared = preparation.prepare(opened, plain, base=base.files(), example=partial(inputs.call_once, process))
     run_evaluation = partial(evaluate, config, accelerator, prepared, inputs, process)
     if config.evaluate_only:
-        return loop.evaluate_only(opened, run_evaluation)
+        return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
     facts = (levels.prediction, config.evaluation, config.side, config.data.path)
     write_extras = partial(pictures.write_files, plain, base, *facts)
@@ -179,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
             # Save before the evaluation, so that one that fails loses nothing.
             training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
-                training.evaluate(run_evaluation)
+                training.evaluate(partial(run_evaluation, batches.done))
     return loop.finish(training)
 
 

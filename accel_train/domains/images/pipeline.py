@@ -163,7 +163,7 @@ class PicturePipeline:
 
     @classmethod
     def write_for_others(cls, directory: Path) -> list[str]:
-        """Write the adapter of an export as diffusers, kohya's scripts and ComfyUI read it, and return what was written.
+        """Write the adapter of an export as diffusers, kohya's scripts and ComfyUI read it. Return lines about it.
 
         ``directory`` holds peft's files and config.json.
         """

@@ -23,9 +23,7 @@ CAPTIONS = ["a red flag", "two cats sit"]
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Base]:
-    return {
-        name: find_base(BaseConfig(source=str(tiny.save(name, tmp_path_factory.mktemp(name))))) for name in NAMES
-    }
+    return {name: find_base(BaseConfig(source=str(tiny.save(name, tmp_path_factory.mktemp(name))))) for name in NAMES}
 
 
 def conditioning(base: Base, pipeline: Any, captions: list[str]) -> dict[str, Tensor]:

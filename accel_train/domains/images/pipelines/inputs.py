@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_train.config import UsageError
+from accel_train.domains.diffusion.noise_levels import NoiseLevels
+from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.dataset import PictureData, prepare_pictures
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.encoding import CaptionedPictures, Prompts
 from accel_train.domains.images.pipelines.loading import Base
+from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +41,34 @@ class Inputs:
         """Return a batch with mean and logvar of its pictures in place of their pixels."""
         return {**batch, **encoding.encode_pictures(self.pipeline.vae, batch["pixels"])}
 
-    def empty(self) -> dict[str, Tensor]:
-        """Return the embeddings of the empty prompt, with a first dimension of 1, on the device."""
-        return self.prompts.alone("", self.pipeline.vae.device)
+    def process(
+        self, levels: NoiseLevels, denoiser_config: Any, options: ObjectiveConfig, times: TimeConfig
+    ) -> Denoising:
+        """Return the process that the denoiser is trained on, on the device of the VAE.
+
+        Raises ``UsageError`` for a weighting that belongs to another one.
+        """
+        refuse_foreign_weights(options, times, levels, self.base.source)
+        device = self.pipeline.vae.device
+        return Denoising(
+            family=self.base.family,
+            levels=levels.to(device),
+            vae=self.pipeline.vae,
+            denoiser_config=denoiser_config,
+            empty=self.prompts.alone("", device),
+            options=options,
+            times=times,
+            guidance=self.base.config.guidance,
+        )
+
+    def call_once(self, process: Denoising, model: nn.Module) -> Tensor:
+        """Call a denoiser on one picture, wherever its weights are. For the proof of its attention."""
+        device = self.pipeline.vae.device
+        sample = {name: value[None].to(device) for name, value in self.train[0].items()}
+        batch = self.encoded({**sample, "sample": torch.zeros(1, dtype=torch.int64, device=device)})
+        inputs = process.noised_in_band(batch, 0)
+        where = next(model.parameters()).device
+        return process.errors(model, {name: value.to(where) for name, value in inputs.items()})
 
 
 def prepare_inputs(

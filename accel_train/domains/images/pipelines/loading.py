@@ -37,6 +37,8 @@ FAMILIES = (
 LIBRARIES = ("diffusers", "transformers")
 """Whose classes a component may have. A pipeline with code of its own is not loaded."""
 UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
+FAMILY_TARGETS = "family"
+"""In lora.targets: the projections of attention of the base's family."""
 PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
@@ -105,6 +107,13 @@ class Base:
         class_name = _index(self.directory)["scheduler"][1]
         kind: Any = getattr(diffusers, class_name)
         return levels_of(kind.from_pretrained(self.directory / "scheduler"), self.source)
+
+    def targets(self, asked: Sequence[str]) -> tuple[str, ...]:
+        """Return the layers that get an adapter: those of the family in place of ``family``, and others as they are."""
+        found: list[str] = []
+        for name in asked:
+            found += self.family.targets if name == FAMILY_TARGETS else (name,)
+        return tuple(dict.fromkeys(found))
 
     def files(self) -> PretrainedBase:
         """Return the weight files of the denoiser, which checkpoints name."""
@@ -284,7 +293,9 @@ def levels_of(scheduler: Any, source: str) -> NoiseLevels:
                 f"base.source {source!r}: its {name} inverts its sigmas, which this recipe does not train; use a base "
                 "with the usual ones"
             )
-        return flow_levels(scheduler.sigmas[: len(scheduler.timesteps)], scheduler.timesteps)
+        flow: Any = scheduler
+        # Behind the last timestep is sigma 0.
+        return flow_levels(flow.sigmas[: len(flow.timesteps)], flow.timesteps)
     alphas = getattr(scheduler, "alphas_cumprod", None)
     if alphas is None or prediction not in PREDICTIONS:
         raise UsageError(

@@ -82,7 +82,8 @@ class Denoising:
     """Of an empty prompt, with a first dimension of 1."""
     options: ObjectiveConfig
     times: TimeConfig
-    guidance: float
+    guidance: float = 1.0
+    """Given to a denoiser that is distilled from guidance."""
 
     def noised(self, batch: Batch, seed: int, step: int, global_batch_size: int) -> dict[str, Tensor]:
         """Return the inputs, target and weights of a micro-batch. All draws are keyed by (seed, step, sample).
@@ -162,6 +163,14 @@ def metrics_of(sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the held-out losses from their sums over samples and the sum of weights, ``samples``."""
     found = {name: float(total / sums["samples"]) for name, total in sums.items() if name != "samples"}
     return {"loss": sum(found.values()) / len(found), **found}
+
+
+def summary(metrics: Mapping[str, float]) -> str:
+    """Return a line of the log about an evaluation."""
+    if not metrics:
+        return "no held-out pictures (data.heldout_fraction), so no losses"
+    bands = ", ".join(f"{metrics[name]:.4f}" for name in METRICS[1:])
+    return f"held-out loss {metrics['loss']:.4f}; from clean to noisy times {bands}"
 
 
 def describe_objective(levels: NoiseLevels, family: Family) -> str:
