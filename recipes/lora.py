@@ -56,7 +56,7 @@ class Config(experiment.ExperimentConfig):
 
     output_dir: str = "runs/lora"
     base: loading.BaseConfig = field(default_factory=loading.BaseConfig)
-    lora: LoraConfig = field(default_factory=partial(LoraConfig, rank=16, targets=(loading.FAMILY_TARGETS,)))
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: PictureDataConfig = field(default_factory=partial(PictureDataConfig, "pictures"))
     objective: objective.ObjectiveConfig = field(default_factory=objective.ObjectiveConfig)
     times: TimeConfig = field(default_factory=TimeConfig)
@@ -131,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
     accelerator = startup.start(config)
     base = loading.find_base(config.base)
     levels = base.levels()
-    adapters = replace(config.lora, targets=base.targets(config.lora.targets))
+    adapters = replace(config.lora, targets=config.lora.targets or base.family.targets)
     prepare_data = partial(prepare_inputs, config.data, base, config.evaluation.prompts, accelerator.device)
     inputs = startup.prepare_data(accelerator, prepare_data)
     order = StepSampler(len(inputs.train), config.global_batch_size, config.seed, blocks=inputs.pictures.train.order)

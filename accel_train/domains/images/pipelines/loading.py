@@ -37,8 +37,6 @@ FAMILIES = (
 LIBRARIES = ("diffusers", "transformers")
 """Whose classes a component may have. A pipeline with code of its own is not loaded."""
 UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
-FAMILY_TARGETS = "family"
-"""In lora.targets: the projections of attention of the base's family."""
 PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
@@ -107,13 +105,6 @@ class Base:
         class_name = _index(self.directory)["scheduler"][1]
         kind: Any = getattr(diffusers, class_name)
         return levels_of(kind.from_pretrained(self.directory / "scheduler"), self.source)
-
-    def targets(self, asked: Sequence[str]) -> tuple[str, ...]:
-        """Return the layers that get an adapter: those of the family in place of ``family``, and others as they are."""
-        found: list[str] = []
-        for name in asked:
-            found += self.family.targets if name == FAMILY_TARGETS else (name,)
-        return tuple(dict.fromkeys(found))
 
     def files(self) -> PretrainedBase:
         """Return the weight files of the denoiser, which checkpoints name."""
