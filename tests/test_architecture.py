@@ -21,14 +21,17 @@ MODULES = sorted(LIBRARY.rglob("*.py"))
 VALUES = {"config", "cores", "options", "precision", "rng", "strict_yaml", "wording"}
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
 TOOLS = {"commands", "compare"}
-DOMAINS = {"domains.models", "domains.diffusion", "domains.text", "domains.pde", "domains.language"}
+DOMAINS = {
+    *("domains.models", "domains.diffusion"),
+    *("domains.text", "domains.pde", "domains.images", "domains.language"),
+}
 ROWS = (
     VALUES,
     {"launch_files"},
     {"store", "training", "data", "runtime", "speed", "pipeline"},
     {"hub", "checkpoints", "metrics"},
     {"domains.models", "domains.diffusion"},
-    {"domains.text", "domains.pde", "domains.language"},
+    {"domains.text", "domains.pde", "domains.images", "domains.language"},
     {"experiment_options"},
     {"opened"},
     {"frozen_weights"},
@@ -78,6 +81,7 @@ INSIDE_FUNCTIONS = {
     "torchao",
     "transformers",
     "zarr",
+    "PIL",
 }
 """Heavy or optional: imported by the function that needs them, so that ``import accel_train.x`` stays fast."""
 
@@ -98,7 +102,9 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "core", "base", "helpers", "misc"}
 CHAIN = 7
 PACKAGE_FILES = 12
 MORE_FILES = {
-    "data": (18, "data larger than memory: index, reading, cache and order of blocks, the ledger; sources of texts"),
+    "speed": (15, "attention of transformers and diffusers beside our own: its choice, its calls, their proof"),
+    "data": (19, "data larger than memory: index, reading, cache and order of blocks, the ledger; sources of texts"),
+    "domains.images": (30, "pictures and their caches, beside the families of pretrained pipelines and their adapters"),
     "domains.text": (20, "texts in shards beside texts in memory: their split, and their dataset"),
 }
 DOMAIN_FILES = 18
@@ -234,7 +240,7 @@ def test_packages_keep_their_budget() -> None:
 
 DOMAIN_WORDS = re.compile(
     r"mmdit|\bpde|l2t|t2l|\bnll\b|fields\.(png|json)|samples\.md|darcy|advection|shakespeare|latent|tokenizer"
-    r"|from accel_train\.domains|domains[/.](models|diffusion|text|pde|language)",
+    r"|from accel_train\.domains|domains[/.](models|diffusion|text|pde|images|language)",
     re.IGNORECASE,
 )
 NAMED_AS_EXAMPLES = {
