@@ -40,6 +40,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "dataloader_num_workers": "--loader.num_workers",
     "max_grad_norm": "--optimizer.max_grad_norm",
     "weight_decay": "--optimizer.weight_decay",
+    "attn_implementation": "--attention (eager, sdpa, flash for flash_attention_2, flex for flex_attention)",
     "hub_token": "the HF_TOKEN environment variable (a flag is readable by every user of the machine)",
 }
 """Options of the diffusers and transformers scripts. They are refused with the name used here, not with a guess."""

@@ -1,0 +1,1 @@
+"""Pictures with captions: sources, buckets of shapes, caches of latents and prompts."""

@@ -1,0 +1,165 @@
+"""Folders of pictures: captions in text files of the same name, or in ``metadata.jsonl``.
+
+Folders below are read too. Hidden files and folders are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from accel_train.config import UsageError
+from accel_train.domains.images.sources import Entry, FileBytes, LeftOut, Listing, Source, caption_of_row
+from accel_train.wording import shortened
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+OTHER_PICTURES = (".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".eps", ".ico", ".tga", ".exr", ".hdr", ".dng")
+"""Pictures that are not read. They are counted, and not taken for other files."""
+METADATA = "metadata.jsonl"
+
+
+def list_folder(folder: Path, source: Source) -> Listing:
+    """List the pictures of a folder with their captions.
+
+    With a ``metadata.jsonl`` in the folder its rows are the pictures: ``file_name`` and a caption. Otherwise the
+    caption of ``a.png`` is the text of ``a`` + `source.caption_extension`. Raises ``UsageError`` for a folder without
+    pictures.
+    """
+    files = sorted(_files(folder))
+    pictures = [file for file in files if file.suffix.lower() in SUFFIXES]
+    if not pictures:
+        others = sorted({file.suffix for file in files})
+        raise UsageError(
+            f"{source.named}: no pictures in this folder; its files end in {shortened(others, 8)}. A "
+            f"folder with files ending in {', '.join(SUFFIXES)} is required."
+        )
+    unread = [
+        LeftOut(_name(file, folder), f"{file.suffix.lower()} is not read (convert it to PNG or JPEG)")
+        for file in files
+        if file.suffix.lower() in OTHER_PICTURES
+    ]
+    if (folder / METADATA).is_file():
+        listed = _by_metadata(folder, pictures, source)
+    else:
+        _refuse_columns(folder, source)
+        captions = [file for file in files if file.suffix == source.caption_extension]
+        listed = _by_name(folder, pictures, captions)
+    return Listing(listed.entries, [*listed.left_out, *unread])
+
+
+def _refuse_columns(folder: Path, source: Source) -> None:
+    given = {"caption_column": source.caption_column, "image_column": source.image_column}
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{name} {value!r} has no effect with {source.named}: {folder} has no columns and no {METADATA}. Leave "
+                "it out."
+            )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and of the folders below it. Links to folders are followed, but not in circles."""
+    seen: set[tuple[int, int]] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        kept: list[str] = []
+        for name in folders:
+            status = (Path(parent) / name).stat()
+            key = (status.st_dev, status.st_ino)
+            if not name.startswith(".") and key not in seen:
+                seen.add(key)
+                kept.append(name)
+        folders[:] = kept
+        yield from (Path(parent) / name for name in names if not name.startswith("."))
+
+
+def _name(file: Path, folder: Path) -> str:
+    return file.relative_to(folder).as_posix()
+
+
+def _by_name(folder: Path, pictures: Sequence[Path], captions: Sequence[Path]) -> Listing:
+    """Pair pictures and text files of the same name."""
+    by_stem: dict[Path, list[Path]] = {}
+    for picture in pictures:
+        by_stem.setdefault(picture.with_suffix(""), []).append(picture)
+    texts = {caption.with_suffix(""): caption for caption in captions}
+    entries: list[Entry] = []
+    left_out: list[LeftOut] = []
+    for stem, same_name in by_stem.items():
+        names = [_name(picture, folder) for picture in same_name]
+        if len(same_name) > 1:
+            detail = f"{' and '.join(names)} share a caption; rename or delete all but one"
+            left_out += [LeftOut(name, "pictures of one name", detail) for name in names]
+            continue
+        caption = None
+        if stem in texts:
+            try:
+                caption = _read_caption(texts[stem])
+            except (OSError, UnicodeDecodeError) as error:
+                left_out.append(LeftOut(_name(texts[stem], folder), "caption is not readable text", str(error)[:80]))
+                continue
+        entries.append(Entry(names[0], caption, FileBytes(same_name[0])))
+    alone = [text for stem, text in texts.items() if stem not in by_stem]
+    left_out += [LeftOut(_name(text, folder), "caption without a picture") for text in alone]
+    return Listing(entries, left_out)
+
+
+def _read_caption(file: Path) -> str:
+    # utf-8-sig takes the byte-order mark of some editors away.
+    return " ".join(file.read_text("utf-8-sig").split())
+
+
+def _by_metadata(folder: Path, pictures: Sequence[Path], source: Source) -> Listing:
+    """Read the rows of ``metadata.jsonl``."""
+    known = {_name(picture, folder): picture for picture in pictures}
+    entries: list[Entry] = []
+    left_out: list[LeftOut] = []
+    used: set[str] = set()
+    for place, row in _rows(folder / METADATA, left_out):
+        name = _file_name(row, place, source)
+        if not _is_inside(name):
+            left_out.append(LeftOut(place, "file_name leaves the folder", repr(name)[:80]))
+        elif name not in known:
+            left_out.append(LeftOut(place, "caption without a picture", f"no {name[:80]}"))
+        else:
+            used.add(name)
+            caption = caption_of_row(row, source.caption_column, place)
+            entries.append(Entry(name, caption, FileBytes(known[name])))
+    unnamed = [name for name in known if name not in used]
+    left_out += [LeftOut(name, f"not named in {METADATA}") for name in unnamed]
+    return Listing(entries, left_out)
+
+
+def _rows(file: Path, left_out: list[LeftOut]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (file:line, row). Lines that are no JSON object are left out."""
+    for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
+        if not line.strip():
+            continue
+        place = f"{file.name}:{number}"
+        try:
+            row: Any = json.loads(line)
+        # Also UnicodeDecodeError, which is a ValueError. A long line of brackets exhausts the stack.
+        except (ValueError, RecursionError) as error:
+            left_out.append(LeftOut(place, "not JSON", str(error)[:80]))
+            continue
+        if isinstance(row, dict):
+            yield place, cast("dict[str, Any]", row)
+        else:
+            left_out.append(LeftOut(place, "not a JSON object"))
+
+
+def _file_name(row: Mapping[str, Any], place: str, source: Source) -> str:
+    name = row.get("file_name")
+    if not isinstance(name, str):
+        raise UsageError(
+            f"{source.named}: {place} has no text in 'file_name', its fields are {sorted(row)}. Each row must name its "
+            "picture below the folder."
+        )
+    return name.removeprefix("./")
+
+
+def _is_inside(name: str) -> bool:
+    path = Path(name)
+    return not path.is_absolute() and ".." not in path.parts

@@ -1,0 +1,214 @@
+"""Every picture of a source read once: its content hash, its size, and whether it can be decoded.
+
+What was decoded without a fault is remembered by its content hash. A later start reads and hashes each file, and
+decodes the new ones only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from accel_train.config import UsageError, expand_path
+from accel_train.cores import usable_cores
+from accel_train.data.progress import Progress
+from accel_train.domains.images import decoding
+from accel_train.domains.images.decoding import PictureError
+from accel_train.domains.images.folders import list_folder
+from accel_train.domains.images.sources import Bytes, Entry, LeftOut, Listing, Source, left_out_notices
+from accel_train.domains.images.tables import is_saved_dataset, list_dataset, list_shards
+
+SCAN_FORMAT = 1
+
+
+class Scan(NamedTuple):
+    """What one reading of a picture file found."""
+
+    content: str
+    """sha256 of the file, in hexadecimal."""
+    width: int = 0
+    """Of the upright picture."""
+    height: int = 0
+    frames: int = 1
+    fault: str = ""
+    """Why it cannot be decoded."""
+
+
+class Picture(NamedTuple):
+    """A picture that can be decoded."""
+
+    name: str
+    caption: str | None
+    content: str
+    """sha256 of the file, in hexadecimal: the same in another folder, another one after an edit."""
+    width: int
+    """Of the upright picture."""
+    height: int
+    bytes: Bytes
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """All usable pictures of a source."""
+
+    pictures: Sequence[Picture]
+    left_out: Sequence[LeftOut]
+    animated: int = 0
+    """Pictures with several frames, of which the first is taken."""
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the log: what is left out and why."""
+        lines = left_out_notices(self.left_out)
+        if self.animated:
+            lines.append(f"the first frame is taken of {self.animated:,} pictures with several")
+        return lines
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+
+def read_pictures(
+    source: Source,
+    cache: Path,
+    *,
+    min_side: int = 1,
+    max_pixels: int = decoding.MAX_PIXELS,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Pictures:
+    """List a source and read each of its pictures once. Collective if processes are connected: they share the reading.
+
+    A picture that cannot be decoded, has a side below `min_side` or more than `max_pixels` is left out with the reason.
+    Pictures without a caption stay. Raises ``UsageError`` for a source without pictures.
+    """
+    listing = list_pictures(source, cache)
+    memory = _memory_file(cache, source, max_pixels)
+    known = _remembered(memory)
+    scans = _shared(_scan_all(listing.entries, known, max_pixels, rank, world_size), world_size)
+    if rank == 0:
+        _remember(memory, scans)
+    pictures: list[Picture] = []
+    left_out = list(listing.left_out)
+    animated = 0
+    for entry, scan in zip(listing.entries, scans, strict=True):
+        reason = _reason(entry, scan, min_side)
+        if reason is not None:
+            left_out.append(reason)
+            continue
+        animated += scan.frames > 1
+        pictures.append(Picture(entry.name, entry.caption, scan.content, scan.width, scan.height, entry.content))
+    return Pictures(pictures, left_out, animated)
+
+
+def list_pictures(source: Source, cache: Path) -> Listing:
+    """List a folder, parquet or Arrow files, a saved dataset or one of the Hub. Reads no picture."""
+    path = expand_path(source.path)
+    if path.suffix in (".parquet", ".arrow") or _has_tables(path):
+        return list_shards(source, cache)
+    if is_saved_dataset(path):
+        return list_dataset(source)
+    if path.is_dir():
+        return list_folder(path, source)
+    if path.exists() or path.is_symlink() or path.suffix in (".zip", ".tar", ".json", ".csv", ".txt"):
+        raise UsageError(
+            f"{source.named}: a folder of pictures, parquet files, a folder of dataset.save_to_disk or a Hub id is "
+            "required. Unpack an archive first."
+        )
+    return list_dataset(source)
+
+
+def _has_tables(path: Path) -> bool:
+    if is_saved_dataset(path):
+        return False
+    if path.is_dir():
+        return any(path.glob("*.parquet")) or any(path.glob("*.arrow"))
+    return "*" in path.name
+
+
+def scan_picture(content: bytes, known: Mapping[str, Scan], max_pixels: int = decoding.MAX_PIXELS) -> Scan:
+    """Hash a file, and decode it unless its hash is `known`."""
+    digest = hashlib.sha256(content).hexdigest()
+    if digest in known:
+        return known[digest]
+    try:
+        header = decoding.read_header(content, max_pixels=max_pixels)
+        decoding.decode_picture(content, max_pixels=max_pixels)
+    except PictureError as error:
+        return Scan(digest, fault=str(error))
+    return Scan(digest, header.width, header.height, header.frames)
+
+
+def _scan_all(
+    entries: Sequence[Entry], known: Mapping[str, Scan], max_pixels: int, rank: int, world_size: int
+) -> list[tuple[int, Scan]]:
+    """Scan this rank's share of the entries, in threads: decoders release the interpreter's lock."""
+    own = range(rank, len(entries), world_size)
+
+    def scan(index: int) -> tuple[int, Scan]:
+        try:
+            content = entries[index].content.read()
+        except OSError as error:
+            return index, Scan("", fault=f"cannot be read: {error}")
+        return index, scan_picture(content, known, max_pixels)
+
+    cores, _ = usable_cores()
+    found: list[tuple[int, Scan]] = []
+    with Progress("pictures", len(own), enabled=rank == 0) as progress, ThreadPoolExecutor(max(1, cores)) as pool:
+        for result in pool.map(scan, own):
+            found.append(result)
+            progress.update(1)
+    return found
+
+
+def _shared(own: list[tuple[int, Scan]], world_size: int) -> list[Scan]:
+    """Return the scans of all ranks, in the order of the entries."""
+    from torch import distributed
+
+    together = own
+    if world_size > 1 and distributed.is_available() and distributed.is_initialized():
+        gathered: list[Any] = [None] * world_size
+        distributed.all_gather_object(gathered, own)
+        together = [item for part in gathered for item in cast("list[tuple[int, Scan]]", part)]
+    return [scan for _, scan in sorted(together)]
+
+
+def _reason(entry: Entry, scan: Scan, min_side: int) -> LeftOut | None:
+    if scan.fault:
+        kind, _, detail = scan.fault.partition(": ")
+        return LeftOut(entry.name, f"the picture is {kind}" if kind == "damaged" else kind, detail)
+    if min(scan.width, scan.height) < min_side:
+        return LeftOut(entry.name, f"a side is shorter than {min_side} pixels", f"{scan.width}x{scan.height}")
+    return None
+
+
+# ------------------------------------------------------------------------------------------------- what was decoded
+def _memory_file(cache: Path, source: Source, max_pixels: int) -> Path:
+    described = json.dumps(
+        [SCAN_FORMAT, str(expand_path(source.path)), source.split, max_pixels, list(decoding.FORMATS)]
+    )
+    return cache / "pictures" / f"{hashlib.sha256(json.dumps(described).encode()).hexdigest()}.json"
+
+
+def _remembered(file: Path) -> dict[str, Scan]:
+    try:
+        rows: list[list[Any]] = json.loads(file.read_text("utf-8"))
+        return {row[0]: Scan(*row) for row in rows}
+    except (OSError, ValueError, TypeError, IndexError):  # absent or damaged: everything is decoded again
+        return {}
+
+
+def _remember(file: Path, scans: Sequence[Scan]) -> None:
+    # Without what could not be read at all, and faults that another version of Pillow may not have.
+    sound = [list(scan) for scan in scans if not scan.fault]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
+    part.write_text(json.dumps(sound), "utf-8")
+    part.replace(file)

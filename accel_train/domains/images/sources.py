@@ -1,0 +1,113 @@
+"""What a source of pictures lists: pictures with captions, and what is left out with the reason.
+
+A listing has read no picture. ``scanning`` reads each file once and leaves out what cannot be used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from accel_train.config import UsageError
+from accel_train.wording import did_you_mean, nearest, shortened
+
+CAPTION_COLUMNS = ("text", "caption")
+
+SHOWN_NAMES = 3
+"""Names in a notice of what is left out."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where pictures and captions are found."""
+
+    path: str
+    """Folder, parquet files, a folder of ``dataset.save_to_disk``, or a Hub id."""
+    split: str = "train"
+    """Of a saved or Hub dataset."""
+    image_column: str | None = None
+    """Of a table. None: the only column of pictures."""
+    caption_column: str | None = None
+    """Of a table or ``metadata.jsonl``. None: ``text`` or ``caption``."""
+    caption_extension: str = ".txt"
+    """Of the text file beside a picture."""
+    option: str = "--data.path"
+    """What messages call the path."""
+
+    @property
+    def named(self) -> str:
+        """The option and its value."""
+        return f"{self.option} {self.path!r}"
+
+
+class Bytes(Protocol):
+    """Where the bytes of a picture lie. Can be pickled, for the workers of a loader."""
+
+    def read(self) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class FileBytes:
+    """A file of its own."""
+
+    path: Path
+
+    def read(self) -> bytes:
+        """Read the file. Raises ``OSError``."""
+        return self.path.read_bytes()
+
+
+class Entry(NamedTuple):
+    """A picture as its source lists it."""
+
+    name: str
+    """Path below the folder, or file and row of a table."""
+    caption: str | None
+    content: Bytes
+
+
+class LeftOut(NamedTuple):
+    """A picture or caption that is not used."""
+
+    name: str
+    reason: str
+    """The same words for all of a kind."""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Everything that a source holds."""
+
+    entries: Sequence[Entry]
+    left_out: Sequence[LeftOut] = ()
+
+
+def caption_of_row(row: Mapping[str, Any], column: str | None, place: str) -> str | None:
+    """Return the caption of a row in `column`, or with None in ``text`` or ``caption``. None if it has no text.
+
+    Raises ``UsageError`` for a `column` that the row does not have.
+    """
+    if column is not None and column not in row:
+        hint = did_you_mean(nearest(column, row))
+        raise UsageError(f"caption_column {column!r}: {place} has the fields {sorted(row)}{hint}. Name one of them.")
+    columns = CAPTION_COLUMNS if column is None else (column,)
+    texts = [row[name] for name in columns if isinstance(row.get(name), str)]
+    return " ".join(texts[0].split()) if texts else None
+
+
+def left_out_notices(left_out: Sequence[LeftOut]) -> list[str]:
+    """Return a line for each reason, with its count and the first names. The most frequent first."""
+    notices: list[str] = []
+    counts = Counter(item.reason for item in left_out)
+    for reason, count in counts.most_common():
+        names = [_described(item) for item in left_out if item.reason == reason]
+        notices.append(f"{count:,} left out, {reason}: {shortened(names, SHOWN_NAMES)}")
+    return notices
+
+
+def _described(item: LeftOut) -> str:
+    return f"{item.name} ({item.detail})" if item.detail else item.name

@@ -1,0 +1,167 @@
+"""Pictures in tables: parquet and Arrow files, saved datasets and the Hub's. Rows are read when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from accel_train.config import UsageError, expand_path
+from accel_train.data.sharded_table import ShardedTable
+from accel_train.data.shards import ShardIndex, index_shards
+from accel_train.domains.images.sources import CAPTION_COLUMNS, Entry, Listing, Source, caption_of_row
+from accel_train.wording import did_you_mean, nearest
+
+CACHE_BYTES = 2**28
+"""Decoded row groups kept by each process."""
+CAPTIONS_AT_ONCE = 4096
+PICTURE_TYPES = ("Image", "binary", "large_binary", "Value('binary", "struct<bytes")
+"""Beginnings of the types of such columns. A picture of `datasets` is a struct of bytes and path in parquet."""
+
+
+@dataclass(frozen=True)
+class ShardBytes:
+    """A picture in a row of parquet or Arrow files."""
+
+    table: ShardedTable
+    row: int
+    column: str
+    folder: Path
+
+    def read(self) -> bytes:
+        """Read the row's block unless it is in the cache. Raises ``OSError`` or ``UsageError``."""
+        value = self.table.take(self.column, [self.row])[0]
+        path = Path(value["path"] or "") if isinstance(value, dict) else Path()
+        if path.is_absolute() or ".." in path.parts:
+            raise OSError(f"its path {str(path)!r} leaves the folder of the table")
+        return _content(value, self.folder)
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """A picture in a row of a ``datasets.Dataset``."""
+
+    dataset: Any
+    row: int
+    column: str
+
+    def read(self) -> bytes:
+        """Read the row. Raises ``OSError``."""
+        return _content(self.dataset[self.row][self.column], Path())
+
+
+def list_shards(source: Source, cache: Path) -> Listing:
+    """List the rows of parquet or Arrow files."""
+    index = index_shards(source.option, source.path, cache)
+    if index.format == "jsonl":
+        raise UsageError(
+            f"{source.named}: rows of JSONL hold no pictures. Name the file metadata.jsonl, put it into the folder of "
+            "the pictures, and give the folder."
+        )
+    columns = index.types[0]
+    image_column = source.image_column or _only_picture_column(columns, source)
+    _require_column("image_column", image_column, columns, source)
+    captions = _captions(index, columns, source)
+    table = ShardedTable(index, [image_column], CACHE_BYTES)
+    folder = index.files[0].parent
+    entries = [
+        Entry(table.place(row), captions[row], ShardBytes(table, row, image_column, folder))
+        for row in range(len(table))
+    ]
+    return Listing(entries)
+
+
+def _captions(index: ShardIndex, columns: Mapping[str, str], source: Source) -> list[str | None]:
+    """Read the captions of all rows."""
+    name = source.caption_column or next((column for column in CAPTION_COLUMNS if column in columns), None)
+    if name is None:
+        return [None] * sum(block.rows for block in index.blocks)
+    _require_column("caption_column", name, columns, source)
+    table = ShardedTable(index, [name], CACHE_BYTES)
+    captions: list[str | None] = []
+    for start in range(0, len(table), CAPTIONS_AT_ONCE):
+        rows = range(start, min(start + CAPTIONS_AT_ONCE, len(table)))
+        captions += [caption_of_row({name: text}, name, "") for text in table.take(name, rows)]
+    return captions
+
+
+def list_dataset(source: Source) -> Listing:
+    """List the rows of a folder of ``dataset.save_to_disk`` or of a dataset of the Hub."""
+    import datasets
+
+    dataset: Any = _load(source)
+    features: dict[str, Any] = dict(dataset.features)
+    types = {name: str(feature) for name, feature in features.items()}
+    image_column = source.image_column or _only_picture_column(types, source)
+    _require_column("image_column", image_column, types, source)
+    captions = dataset.remove_columns([image_column])
+    if isinstance(features[image_column], datasets.Image):
+        # The bytes of the file: `datasets` would decode it without turning it upright.
+        dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
+    pictures = dataset.select_columns([image_column])
+    entries: list[Entry] = []
+    for row, fields in enumerate(captions if captions.column_names else [{}] * len(dataset)):
+        name = f"row {row}"
+        caption = caption_of_row(fields, source.caption_column, name)
+        entries.append(Entry(name, caption, RowBytes(pictures, row, image_column)))
+    return Listing(entries)
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _load(source: Source) -> Any:
+    import datasets
+
+    folder = expand_path(source.path)
+    try:
+        if is_saved_dataset(folder):
+            loaded: Any = datasets.load_from_disk(str(folder))
+        else:
+            name, _, configuration = source.path.partition(":")
+            loaded = datasets.load_dataset(name, configuration or None, split=source.split)
+    except Exception as error:  # name, network, permission, split, script, damaged files: a dozen types
+        raise UsageError(
+            f"{source.named}, split {source.split!r}: {type(error).__name__}: {' '.join(str(error).split())[:200]}. "
+            "Give a folder of pictures, parquet files, a folder of dataset.save_to_disk, or a Hub id (owner/name or "
+            "owner/name:configuration) whose data are plain files; without a network it must be in the cache."
+        ) from None
+    if isinstance(loaded, datasets.DatasetDict):
+        if source.split not in loaded:
+            raise UsageError(f"{source.named}: split {source.split!r} is not among {sorted(loaded)}. Name one of them.")
+        return loaded[source.split]
+    return loaded
+
+
+def _only_picture_column(types: Mapping[str, str], source: Source) -> str:
+    """Return the only column of pictures. `types` describes each column."""
+    found = [name for name, kind in types.items() if kind.startswith(PICTURE_TYPES)]
+    if len(found) != 1:
+        raise UsageError(
+            f"{source.named}: {len(found)} columns of pictures among {dict(types)}; one is required. Name it with "
+            "image_column."
+        )
+    return found[0]
+
+
+def _require_column(option: str, name: str, columns: Mapping[str, str], source: Source) -> None:
+    if name not in columns:
+        hint = did_you_mean(nearest(name, columns))
+        raise UsageError(
+            f"{option} {name!r}: {source.named} has the columns {sorted(columns)}{hint}. Name one of them."
+        )
+
+
+def _content(value: Any, folder: Path) -> bytes:
+    """Return the bytes of a value: binary, or a struct of bytes and path as `datasets` writes it."""
+    if isinstance(value, Mapping):
+        fields = cast("Mapping[str, Any]", value)
+        content, path = fields.get("bytes"), fields.get("path")
+        if content is None and path is not None:
+            return (folder / path).read_bytes()
+        value = content
+    if not isinstance(value, bytes):
+        raise OSError(f"the row holds {type(value).__name__}, no bytes of a picture")
+    return value

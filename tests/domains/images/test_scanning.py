@@ -1,0 +1,308 @@
+"""Sources of pictures: which pictures and captions are found, and what is left out for which reason."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.domains.images import scanning
+from accel_train.domains.images.scanning import Pictures, read_pictures
+from accel_train.domains.images.sources import Source
+from tests.domains.images.drawn import bomb, drawn, encoded, folder_of, sideways
+
+
+def read(path: Path | str, cache: Path, min_side: int = 2, **columns: Any) -> Pictures:
+    return read_pictures(Source(str(path), **columns), cache, min_side=min_side)
+
+
+def captions(found: Pictures) -> dict[str, str | None]:
+    return {picture.name: picture.caption for picture in found.pictures}
+
+
+def reasons(found: Pictures) -> Mapping[str, str]:
+    return {item.name: item.reason for item in found.left_out}
+
+
+def test_a_folder_with_text_files(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    below = folder_of(folder / "more", (20, 20))
+    (below / "000.txt").write_bytes(b"\xef\xbb\xbf  two\r\n lines \n")
+    (folder / ".hidden.png").write_bytes(b"")
+    (folder / "notes.md").write_text("no picture")
+    (folder / "001.png").rename(folder / "001.PNG")
+    found = read(folder, tmp_path / "cache")
+    assert captions(found) == {
+        "000.png": "picture number 0",
+        "001.PNG": "picture number 1",
+        "more/000.png": "two lines",
+    }
+    assert [(p.width, p.height) for p in found.pictures] == [(48, 32), (32, 48), (20, 20)]
+    assert not found.left_out
+    assert not found.notices
+
+
+def test_a_content_hash_is_that_of_the_file(tmp_path: Path) -> None:
+    first = read(folder_of(tmp_path / "one", (48, 32), (32, 32)), tmp_path / "cache")
+    second = read(folder_of(tmp_path / "two", (48, 32), (32, 32)), tmp_path / "cache")
+    assert [p.content for p in first.pictures] == [p.content for p in second.pictures]
+    (tmp_path / "two" / "000.png").write_bytes(encoded(drawn(48, 32, 99)))
+    edited = read(tmp_path / "two", tmp_path / "cache")
+    assert edited.pictures[0].content != first.pictures[0].content
+    assert edited.pictures[1].content == first.pictures[1].content
+
+
+def test_an_edit_that_keeps_size_and_date_is_seen(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (8, 8))
+    file = folder / "000.png"
+    file.write_bytes(encoded(drawn(8, 8, 1), "BMP"))
+    before = file.stat()
+    first = read(folder, tmp_path / "cache").pictures[0]
+    file.write_bytes(encoded(drawn(8, 8, 2), "BMP"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    assert read(folder, tmp_path / "cache").pictures[0].content != first.content
+
+
+def test_everything_that_is_left_out_is_counted_with_its_reason(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    (folder / "alone.txt").write_text("no picture")
+    for suffix in ("jpg", "png"):
+        (folder / f"twice.{suffix}").write_bytes(encoded(drawn(16, 16), "PNG"))
+    (folder / "twice.txt").write_text("whose?")
+    damaged = {
+        "dot.png": encoded(drawn(1, 1)),
+        "empty.png": b"",
+        "bomb.png": bomb(20_000),
+        "cut.png": encoded(drawn(64, 64))[:-60],
+        "broken.webp": b"RIFF\x24\x00\x00\x00WEBPVP8 " + bytes(24),
+        "text.jpg": b"this is no picture",
+        "photo.heic": b"",
+        "latin.png": encoded(drawn(16, 16)),
+    }
+    for name, content in damaged.items():
+        (folder / name).write_bytes(content)
+        (folder / name).with_suffix(".txt").write_text("a caption")
+    (folder / "latin.txt").write_bytes("ein Büchlein".encode("latin-1"))
+    found = read(folder, tmp_path / "cache")
+    assert sorted(captions(found)) == ["000.png", "001.png"]
+    known = reasons(found)
+    assert known == {
+        "alone.txt": "caption without a picture",
+        "twice.jpg": "pictures of one name",
+        "twice.png": "pictures of one name",
+        "dot.png": "a side is shorter than 2 pixels",
+        "empty.png": "the file is empty (0 bytes)",
+        "bomb.png": "more than 178,956,970 pixels, which Pillow refuses",
+        "cut.png": "the picture is damaged",
+        "broken.webp": known["broken.webp"],
+        "text.jpg": known["text.jpg"],
+        "photo.heic": ".heic is not read (convert it to PNG or JPEG)",
+        "photo.txt": "caption without a picture",
+        "latin.txt": "caption is not readable text",
+    }
+    assert "not a picture" in known["text.jpg"]
+    counted = sum(int(notice.split()[0]) for notice in found.notices)
+    assert counted == len(found.left_out) == 12
+    assert "2 left out, caption without a picture: alone.txt, photo.txt" in found.notices
+
+
+def test_pictures_without_a_caption_stay(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    (folder / "000.txt").unlink()
+    (folder / "001.txt").write_text("  \n")
+    assert captions(read(folder, tmp_path / "cache")) == {"000.png": None, "001.png": ""}
+
+
+def test_other_extensions_of_captions(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32))
+    (folder / "000.caption").write_text("of kohya")
+    found = read(folder, tmp_path / "cache", caption_extension=".caption")
+    assert captions(found) == {"000.png": "of kohya"}
+
+
+def test_names_with_dots_keep_their_captions(tmp_path: Path) -> None:
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    for name in ("v1.0", "v1.1"):
+        (folder / f"{name}.png").write_bytes(encoded(drawn(16, 16)))
+        (folder / f"{name}.txt").write_text(name)
+    assert captions(read(folder, tmp_path / "cache")) == {"v1.0.png": "v1.0", "v1.1.png": "v1.1"}
+
+
+def test_a_circle_of_links_ends(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32))
+    (folder / "again").symlink_to(folder)
+    (folder / "gone.png").symlink_to(folder / "no such file")
+    found = read(folder, tmp_path / "cache")
+    assert "000.png" in captions(found)
+    assert reasons(found)["gone.png"] == "cannot be read"
+    assert len(found) <= 2
+
+
+def test_sideways_and_animated_pictures_are_used(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32))
+    (folder / "turned.jpg").write_bytes(sideways(drawn(48, 32), 6))
+    frames = [drawn(16, 16, number) for number in range(3)]
+    (folder / "moving.gif").write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    found = read(folder, tmp_path / "cache")
+    sizes = {p.name: (p.width, p.height) for p in found.pictures}
+    assert sizes == {"000.png": (48, 32), "moving.gif": (16, 16), "turned.jpg": (32, 48)}
+    assert found.notices == ["the first frame is taken of 1 pictures with several"]
+
+
+# -------------------------------------------------------------------------------------------------- metadata.jsonl
+def metadata(folder: Path, *rows: Any) -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def test_metadata_jsonl(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48), (16, 16))
+    metadata(
+        folder,
+        {"file_name": "000.png", "text": "a caption"},
+        "",
+        {"file_name": "./001.png", "caption": "another"},
+        {"file_name": "gone.png", "text": "x"},
+        {"file_name": "../data/002.png", "text": "outside"},
+        {"file_name": "/etc/passwd", "text": "outside"},
+        "{broken",
+        "[1]",
+    )
+    found = read(folder, tmp_path / "cache")
+    assert captions(found) == {"000.png": "a caption", "001.png": "another"}
+    assert reasons(found) == {
+        "metadata.jsonl:4": "caption without a picture",
+        "metadata.jsonl:5": "file_name leaves the folder",
+        "metadata.jsonl:6": "file_name leaves the folder",
+        "metadata.jsonl:7": "not JSON",
+        "metadata.jsonl:8": "not a JSON object",
+        "002.png": "not named in metadata.jsonl",
+    }
+
+
+def test_metadata_equals_the_image_folder_of_datasets(tmp_path: Path) -> None:
+    import datasets
+
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    metadata(folder, *({"file_name": f"{n:03d}.png", "text": f"row {n}"} for n in range(2)))
+    theirs = datasets.load_dataset("imagefolder", data_dir=str(folder), split="train", cache_dir=str(tmp_path / "hf"))
+    ours = read(folder, tmp_path / "cache")
+    expected = {Path(row["image"].filename).name: row["text"] for row in theirs}
+    assert captions(ours) == expected
+
+
+def test_columns_of_metadata(tmp_path: Path) -> None:
+    folder = metadata(folder_of(tmp_path / "data", (48, 32)), {"file_name": "000.png", "text": "a", "prompt": "b"})
+    assert captions(read(folder, tmp_path / "cache", caption_column="prompt")) == {"000.png": "b"}
+    with pytest.raises(UsageError, match=r"caption_column 'promt'.*did you mean 'prompt'"):
+        read(folder, tmp_path / "cache", caption_column="promt")
+    with pytest.raises(UsageError, match=r"no text in 'file_name'.*\['image'\]"):
+        read(metadata(folder, {"image": "000.png"}), tmp_path / "cache")
+
+
+# ---------------------------------------------------------------------------------------------------------- tables
+def table_of(folder: Path, rows: int, **more: Any) -> Path:
+    from pyarrow import Table, parquet
+
+    content = [encoded(drawn(16 + 4 * row, 16, row)) for row in range(rows)]
+    columns = {
+        "image": [{"bytes": data, "path": None} for data in content],
+        "text": [f"row {row}" for row in range(rows)],
+    }
+    folder.mkdir()
+    parquet.write_table(Table.from_pydict(columns | more), folder / "part-0.parquet", row_group_size=2)
+    return folder
+
+
+def test_parquet_as_datasets_writes_it(tmp_path: Path) -> None:
+    folder = table_of(tmp_path / "data", 5)
+    for path in (folder, folder / "part-0.parquet", f"{folder}/*.parquet"):
+        found = read(path, tmp_path / "cache")
+        assert list(captions(found).values()) == [f"row {row}" for row in range(5)]
+        assert [p.width for p in found.pictures] == [16, 20, 24, 28, 32]
+        assert found.pictures[3].bytes.read() == encoded(drawn(28, 16, 3))
+
+
+def test_parquet_with_plain_bytes_and_faults(tmp_path: Path) -> None:
+    content = [encoded(drawn(16, 16)), None, b"no picture", encoded(drawn(24, 16))]
+    folder = table_of(tmp_path / "data", 4, jpg=content, prompt=["a", "b", "c", None])
+    with pytest.raises(UsageError, match=r"2 columns of pictures.*image_column"):
+        read(folder, tmp_path / "cache")
+    found = read(folder, tmp_path / "cache", image_column="jpg", caption_column="prompt")
+    assert list(captions(found).values()) == ["a", None]
+    assert [item.reason.split(";")[0] for item in found.left_out] == [
+        "cannot be read",
+        "not a picture, or its beginning is damaged",
+    ]
+
+
+def test_a_path_in_a_table_stays_in_its_folder(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(encoded(drawn(16, 16)))
+    paths = ["../secret.png", str(secret), "inside.png"]
+    folder = table_of(tmp_path / "data", 3, image=[{"bytes": None, "path": path} for path in paths])
+    (folder / "inside.png").write_bytes(encoded(drawn(16, 16)))
+    found = read(folder, tmp_path / "cache")
+    assert list(captions(found).values()) == ["row 2"]
+    assert [item.reason for item in found.left_out] == ["cannot be read"] * 2
+    assert all("leaves the folder" in item.detail for item in found.left_out)
+
+
+def test_a_saved_dataset(tmp_path: Path) -> None:
+    import datasets
+
+    folder = folder_of(tmp_path / "pictures", (48, 32), (32, 48))
+    (folder / "000.png").write_bytes(sideways(drawn(48, 32), 6))
+    files = [str(folder / f"{number:03d}.png") for number in range(2)]
+    made = datasets.Dataset.from_dict({"image": files, "caption": ["one", "two"]})
+    made.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    found = read(tmp_path / "saved", tmp_path / "cache")
+    assert captions(found) == {"row 0": "one", "row 1": "two"}
+    assert (found.pictures[0].width, found.pictures[0].height) == (32, 48)
+    assert found.pictures[0].bytes.read() == (folder / "000.png").read_bytes()
+    datasets.DatasetDict({"test": made.cast_column("image", datasets.Image())}).save_to_disk(str(tmp_path / "dict"))
+    assert len(read(tmp_path / "dict", tmp_path / "cache", split="test")) == 2
+    with pytest.raises(UsageError, match=r"split 'train' is not among \['test'\]"):
+        read(tmp_path / "dict", tmp_path / "cache")
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+def test_what_is_no_source_of_pictures(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no pictures in this folder"):
+        read(tmp_path / "empty", tmp_path / "cache")
+    (tmp_path / "a.tar").write_bytes(b"")
+    with pytest.raises(UsageError, match="Unpack an archive first"):
+        read(tmp_path / "a.tar", tmp_path / "cache")
+    with pytest.raises(UsageError, match=r"--data.path 'no/such'.*Give a folder of pictures"):
+        read("no/such", tmp_path / "cache")
+    with pytest.raises(UsageError, match=r"image_column 'jpg' has no effect"):
+        read(folder_of(tmp_path / "data", (9, 9)), tmp_path / "cache", image_column="jpg")
+
+
+def test_a_second_start_decodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48), (16, 16))
+    first = read(folder, tmp_path / "cache")
+    decoded = Counter[int]()
+    decode = scanning.decoding.decode_picture
+
+    def counting(content: bytes, **options: Any) -> Any:
+        decoded[len(content)] += 1
+        return decode(content, **options)
+
+    monkeypatch.setattr(scanning.decoding, "decode_picture", counting)
+    assert captions(read(folder, tmp_path / "cache")) == captions(first)
+    assert not decoded
+    (folder / "001.png").write_bytes(encoded(drawn(40, 48, 7)))
+    again = read(folder, tmp_path / "cache")
+    assert sum(decoded.values()) == 1
+    assert again.pictures[1].width == 40
