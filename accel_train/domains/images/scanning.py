@@ -60,8 +60,16 @@ class Pictures:
 
     pictures: Sequence[Picture]
     left_out: Sequence[LeftOut]
-    notices: Sequence[str]
-    """Lines for the log: what is left out and why."""
+    animated: int = 0
+    """Pictures with several frames, of which the first is taken."""
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the log: what is left out and why."""
+        lines = left_out_notices(self.left_out)
+        if self.animated:
+            lines.append(f"the first frame is taken of {self.animated:,} pictures with several")
+        return lines
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -97,10 +105,7 @@ def read_pictures(
             continue
         animated += scan.frames > 1
         pictures.append(Picture(entry.name, entry.caption, scan.content, scan.width, scan.height, entry.content))
-    notices = left_out_notices(left_out)
-    if animated:
-        notices.append(f"the first frame is taken of {animated:,} pictures with several")
-    return Pictures(pictures, left_out, notices)
+    return Pictures(pictures, left_out, animated)
 
 
 def list_pictures(source: Source, cache: Path) -> Listing:

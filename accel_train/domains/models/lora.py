@@ -38,21 +38,21 @@ class LoraConfig:
     """dora: norms of the columns are learned apart (arXiv:2402.09353). rslora: scale alpha / sqrt(rank)."""
     base_precision: Precision = "fp32"
     """Dtype of the frozen weights. bf16 and fp16 halve their memory, and need a precision that is not fp32."""
-    targets: tuple[str, ...] = ("all-linear",)
+    targets: tuple[str, ...] | None = None
     """Layers with an adapter: all-linear (all but the head), attention, or names such as q_proj v_proj, the last parts
-    of a module's path."""
+    of a module's path. null: all-linear of a language model, the projections of attention of a pipeline."""
 
     def __post_init__(self) -> None:
         given = {
             "lora.alpha": self.alpha is not None,
             "lora.variant": self.variant != "lora",
             "lora.base_precision": self.base_precision != "fp32",
-            "lora.targets": self.targets != ("all-linear",),
+            "lora.targets": self.targets is not None,
         }
         unread = [name for name, is_given in given.items() if is_given]
         if self.rank == 0 and unread:
             raise UsageError(f"{', '.join(unread)}: lora.rank is 0, so there are no adapters; give --lora.rank 16")
-        if not self.targets:
+        if self.targets == ():
             raise UsageError("lora.targets: names no layer; leave it out, or give all-linear, attention or names")
 
 
@@ -67,7 +67,7 @@ def apply_lora(model: nn.Module, config: LoraConfig) -> None:
     if config.rank == 0:
         return
     peft = _import_peft()
-    targets = resolve_targets(model, config.targets)
+    targets = resolve_targets(model, config.targets or ("all-linear",))
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.rank if config.alpha is None else config.alpha,
@@ -115,17 +115,23 @@ def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
     for target in targets:
         found = [name for name in linear if _is_meant(name, target)]
         if not found:
-            endings = sorted({name.rpartition(".")[2] for name in linear})
+            endings = sorted({_ending(name) for name in linear})
             hint = did_you_mean(nearest(target, [*GROUPS, *endings]))
             raise UsageError(
                 f"lora.targets: {target!r} is no linear layer of {type(model).__name__}{hint}; it has "
                 f"{shortened(endings, 12)}; or give all-linear or attention"
             )
         chosen.update(found)
-    endings = sorted({name.rpartition(".")[2] for name in chosen})
-    if {name for name in linear if name.rpartition(".")[2] in endings} == chosen:
+    endings = sorted({_ending(name) for name in chosen})
+    if {name for name, _ in model.named_modules() if _ending(name) in endings} == chosen:
         return endings
     return sorted(chosen)
+
+
+def _ending(name: str) -> str:
+    """Return the last part of a path, with the one before if it is a number: ``to_out.0``."""
+    front, _, last = name.rpartition(".")
+    return f"{front.rpartition('.')[2]}.{last}" if last.isdigit() and front else last
 
 
 def _is_meant(name: str, target: str) -> bool:
