@@ -102,7 +102,11 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "core", "base", "helpers", "misc"}
 CHAIN = 7
 PACKAGE_FILES = 12
 MORE_FILES = {
-    "data": (18, "data larger than memory: the index of shards, the reading, cache and order of blocks; the ledger"),
+    "data": (
+        19,
+        "data larger than memory: the index of shards, the reading, cache and order of blocks; the ledger; samples of "
+        "several shapes; the cache of tensors",
+    ),
     "domains.text": (20, "texts in shards beside texts in memory: their split, and their dataset"),
     "domains.pde": (20, "arrays read by chunk, and PDEBench's layout apart from the generation of equations"),
 }
