@@ -20,6 +20,7 @@ from accel_train.runtime.strategy import embeddings_optional, strategy_of, verif
 from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.speed.attention_table import AttentionNeeds
+from accel_train.speed.library_attention import Example
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.training.accumulation import resolve_sync
 from accel_train.training.ema import Ema
@@ -117,14 +118,16 @@ def prepare(
     needs: AttentionNeeds | None = None,
     freezable: Mapping[str, Sequence[str]] = NOTHING,
     base: PretrainedBase | None = None,
+    example: Example | None = None,
 ) -> Prepared:
     """Load initial weights, apply speed options, build the optimizer, prepare with Accelerate, restore the checkpoint.
 
     All processes call it with the same weights in ``model``; collective. Parameters without ``requires_grad`` stay as
     they are, and only ``base``, the files that ``model`` was built from, makes checkpoints without them possible.
-    ``needs`` describes the model's attention; None leaves the choice of a kernel to the model. ``freezable`` maps parts
-    that are frozen for some steps only to prefixes of their modules. The schedule and the loader are never prepared,
-    because both are functions of the step.
+    ``needs`` describes the attention of a model of this package. A model of transformers or diffusers has none: its
+    library chooses, or ``--attention`` by its names, and ``example``, which calls the model on a few small inputs, lets
+    it be proven. ``freezable`` maps parts that are frozen for some steps only to prefixes of their modules.
+    The schedule and the loader are never prepared, because both are functions of the step.
 
     Raises ``UsageError`` for options that cannot be obeyed, for a base that has changed since the checkpoint, and for
     a model that was not wrapped as the strategy requires.
@@ -137,7 +140,7 @@ def prepare(
     # The sharded module no longer takes a file with whole tensors, and float8 must find the weights in place.
     load_initial_weights(model, opened.run, reference)
     notices = [*base_notices, *_trained_in_fp32(model), *_freeze_statistics(model)]
-    applied = _apply_speed_options(opened, model, needs)
+    applied = _apply_speed_options(opened, model, needs, example)
     # Accelerate points the optimizer's groups to the sharded parameters, so it must hold the whole ones before.
     optimizer, optimizer_reason = _build_optimizer(opened, model, freezable)
     # Copied before `accelerator.prepare`, because DeepSpeed rounds the weights there.
@@ -157,7 +160,9 @@ def prepare(
     return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard)
 
 
-def _apply_speed_options(opened: Opened, model: nn.Module, needs: AttentionNeeds | None) -> Applied:
+def _apply_speed_options(
+    opened: Opened, model: nn.Module, needs: AttentionNeeds | None, example: Example | None
+) -> Applied:
     config = opened.config
     options = SpeedOptions(config.attention, config.activation_checkpointing, config.compile, config.float8)
     return apply_speed_options(
@@ -168,6 +173,7 @@ def _apply_speed_options(opened: Opened, model: nn.Module, needs: AttentionNeeds
         needs,
         opened.accumulation_steps,
         strategy_of(opened.accelerator),
+        example,
     )
 
 

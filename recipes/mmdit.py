@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
@@ -31,9 +30,11 @@ from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
-from accel_train.training import accumulation, optimizers
+from accel_train.training import optimizers
+from accel_train.training.accumulation import Batch
 
 logger = logging.getLogger("recipes.mmdit")
+PRESETS = Path(__file__).parent / "presets"
 
 
 # ---------------------------------------------------------------------------------------------------------- config
@@ -43,14 +44,12 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=(
-            *(
-                "evaluation",
-                "data.cache_dir",
-                "data.cache_mib",
-                "data.changed",
-                "data.encoder_batch_size",
-                "data.workers",
-            ),
+            "evaluation",
+            "data.cache_dir",
+            "data.cache_mib",
+            "data.changed",
+            "data.encoder_batch_size",
+            "data.workers",
         ),
         labels=Labels(
             loss_of="mode",
@@ -75,31 +74,33 @@ class Config(experiment.ExperimentConfig):
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds tokens, text_mask, maskable (B, S) and latent (B, L, D). The loader adds weight, sample, occurrence and
 # position (B,). The weight of padding is 0, so that every process runs equally many micro-batches.
-def corrupt(
-    config: Config, batch: accumulation.Batch, step: int, mask_id: int
-) -> tuple[accumulation.Batch, dict[str, Tensor]]:
+def corrupt(config: Config, batch: Batch, step: int, mask_id: int) -> tuple[Batch, dict[str, Tensor]]:
     """Return the model's inputs and the weight of each loss term. Draws are keyed by sample, never by process."""
     text_time, latent_time = draw_times(config, batch, step)
 
     def keys(stream: str) -> Tensor:
         return rng.sample_keys(config.seed, stream, step, batch["occurrence"])
 
-    draws = rng.uniform(keys("mask"), batch["tokens"].shape[1:])
-    noisy_tokens, masked = masked_text.corrupt(batch["tokens"], batch["maskable"], text_time, draws, mask_id)
-    noise = rng.normal(keys("noise"), batch["latent"].shape[1:])
+    tokens = batch["tokens"]
+    maskable = batch["maskable"]
+    draws = rng.uniform(keys("mask"), tokens.shape[1:])
+    noisy_tokens, masked = masked_text.corrupt(tokens, maskable, text_time, draws, mask_id)
+    latent = batch["latent"]
+    noise = rng.normal(keys("noise"), latent.shape[1:])
     inputs = batch | {
         "noisy_tokens": noisy_tokens,
         "masked": masked,
         "text_time": text_time,
-        "noisy_latent": latents.add_noise(batch["latent"], noise, latent_time, config.latent),
-        "latent_target": latents.target(batch["latent"], noise, latent_time, config.latent),
+        "noisy_latent": latents.add_noise(latent, noise, latent_time, config.latent),
+        "latent_target": latents.target(latent, noise, latent_time, config.latent),
         "latent_time": latent_time,
     }
-    text_weight = masked_text.term_weight(masked, batch["maskable"], batch["weight"], config.text.weighting)
-    return inputs, {"text": text_weight, "latent": batch["weight"].sum()}
+    weight = batch["weight"]
+    text_weight = masked_text.term_weight(masked, maskable, weight, config.text.weighting)
+    return inputs, {"text": text_weight, "latent": weight.sum()}
 
 
-def draw_times(config: Config, batch: accumulation.Batch, step: int) -> tuple[Tensor, Tensor]:
+def draw_times(config: Config, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
     """Draw the diffusion times of text and latent, (B,) each. The mode fixes the time of its condition."""
     mode = modes.mode_of_step(config.modes, config.seed, step)
     text_time = timesteps.training_times(batch, config.seed, "time", step, config.global_batch_size)
@@ -114,16 +115,18 @@ def draw_times(config: Config, batch: accumulation.Batch, step: int) -> tuple[Te
     return text_time, latent_time
 
 
-def loss_sums(config: Config, model: nn.Module, inputs: accumulation.Batch, mask_id: int) -> dict[str, Tensor]:
+def loss_sums(config: Config, model: nn.Module, inputs: Batch, mask_id: int) -> dict[str, Tensor]:
     """Sum each loss term over a micro-batch, in fp32. The window divides by the weights of the global batch."""
+    text_time = inputs["text_time"]
     output = model(
-        inputs["noisy_tokens"], inputs["noisy_latent"], inputs["text_time"], inputs["latent_time"], inputs["text_mask"]
+        inputs["noisy_tokens"], inputs["noisy_latent"], text_time, inputs["latent_time"], inputs["text_mask"]
     )
     text = masked_text.loss_sums(
-        output.text_logits, inputs["tokens"], inputs["masked"], inputs["text_time"], mask_id, config.text.weighting
+        output.text_logits, inputs["tokens"], inputs["masked"], text_time, mask_id, config.text.weighting
     )
     latent = latents.losses(output.latents, inputs["latent_target"], config.latent)
-    return {"text": (text * inputs["weight"]).sum(), "latent": (latent * inputs["weight"]).sum()}
+    weight = inputs["weight"]
+    return {"text": (text * weight).sum(), "latent": (latent * weight).sum()}
 
 
 def work(shape: mmdit.MultimodalMMDiTConfig, batches: StepBatches) -> dict[str, Tensor | int]:
@@ -139,14 +142,13 @@ def work(shape: mmdit.MultimodalMMDiTConfig, batches: StepBatches) -> dict[str, 
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
-def evaluate(
-    config: Config, accelerator: Accelerator, prepared: Prepared, data: dataset.PreparedData
-) -> dict[str, float]:
+def evaluate(config: Config, prepared: Prepared, data: dataset.PreparedData) -> dict[str, float]:
     """Compute held-out metrics and write samples.md, with the EMA weights. Every process calls it.
 
     The metrics are the same on any layout.
     """
     options = config.evaluation
+    accelerator = prepared.accelerator
     # A stop request ends the evaluation between two forwards.
     forward = evaluation.interruptible(prepared.model)
     both = both_ways.BothWays(forward, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent)
@@ -156,7 +158,7 @@ def evaluate(
         shown = evaluation.first_samples(accelerator, data.heldout, options.shown)
         tokens = both.sample_text(shown)
         sampled = both.sample_latents(shown)
-    metrics = both_ways.metrics_from_sums({name: float(total) for name, total in sums.items()}, options.timesteps)
+    metrics = both_ways.metrics_from_sums(sums, options.timesteps)
     # Files and baselines need one process. Only the main process records metrics.
     if accelerator.is_main_process:
         samples.report_samples(config.report_directory, data, tokens, sampled)
@@ -172,14 +174,15 @@ def save_extras(
     """Write the files for sampling from the checkpoint, beside its weights."""
     objective = config.modes, config.text, config.latent
     facts = config.evaluation, config.seed, data.assets, config.data.path
-    records.write_json(directory / "config.json", pipeline.describe_model(shape, *objective, *facts))
+    description = pipeline.describe_model(shape, *objective, *facts)
+    records.write_json(directory / "config.json", description)
     data.save_assets(directory / "assets", start_step)
 
 
 @one_run
 def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
-    config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
+    config = load_config(Config, argv, presets=PRESETS).config
     accelerator = startup.start(config)
     earlier = startup.earlier_assets(config)
     prepare_data = partial(prepare.prepare_data, config.data, device=str(accelerator.device), earlier=earlier)
@@ -201,9 +204,8 @@ def main(argv: Sequence[str]) -> int:
     model = preparation.build_model(opened, mmdit.MultimodalMMDiT, shape)
     needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
     prepared = preparation.prepare(opened, model, needs, modes.freezable(config.modes))
-    model = prepared.model
     optimizer = prepared.optimizer
-    run_evaluation = partial(evaluate, config, accelerator, prepared, data)
+    run_evaluation = partial(evaluate, config, prepared, data)
     if config.evaluate_only:
         return loop.evaluate_only(opened, run_evaluation)
 
@@ -219,7 +221,7 @@ def main(argv: Sequence[str]) -> int:
             window = prepared.window(corrupted, modes.coefficients(config.modes, mode), step)
             # Gradients stay local until the last micro-batch.
             for inputs in window:
-                window.backward(loss_sums(config, model, inputs, mask_id))
+                window.backward(loss_sums(config, prepared.model, inputs, mask_id))
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -215,6 +216,13 @@ def test_a_checkpoint_of_the_operator_predicts_as_the_page_says(tmp_path: Path) 
     done = zygote.run([sys.executable, "-c", script], cwd=tmp_path, env=given, apart=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tensor([[[[")
+
+
+def test_the_loop_of_the_readme_is_the_recipes() -> None:
+    readme = (ROOT / "README.md").read_text()
+    loop = readme.split("## The loop")[1].split("```python\n")[1].split("```")[0]
+    assert "for batches in training:" in loop
+    assert textwrap.indent(loop, " " * 4) in (ROOT / "recipes" / "causal_lm.py").read_text()
 
 
 def test_there_are_commands_to_try() -> None:

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from accel_train import rng
+from accel_train.config import PositiveFloat, UsageError
 
 TimeSampling = Literal["low_discrepancy", "uniform"]
 
@@ -18,6 +21,42 @@ one."""
 
 _LARGEST_BELOW_ONE = 1 - 2.0**-24
 _LATTICE_CANDIDATES = 64
+_LARGEST_MODE_SCALE = 2 / (math.pi - 2)
+"""The mode density's map from draws to times is monotone up to here (Esser et al. 2024, eq. 20)."""
+
+Finite = Annotated[float, Interval(gt=float("-inf"), lt=float("inf"))]
+
+
+@dataclass(frozen=True)
+class TimeConfig:
+    """Density of training times and weighting of the loss over them (Esser et al. 2024, arXiv 2403.03206)."""
+
+    density: Literal["uniform", "logit_normal", "mode", "cosmap"] = "uniform"
+    """uniform: all times alike. logit_normal: sigmoid of a normal draw, most around logit_mean, none at the ends.
+    mode: more or less around the middle by mode_scale, and some everywhere. cosmap: twice as many in the middle as at
+    the ends, so that the logarithm of the signal-to-noise ratio has the distribution of DDPM's cosine schedule."""
+    logit_mean: Finite = 0.0
+    """logit_normal: mean of the normal draw. Above 0: noisier times."""
+    logit_std: PositiveFloat = 1.0
+    """logit_normal: standard deviation of the normal draw."""
+    mode_scale: Annotated[float, Interval(ge=-1, le=_LARGEST_MODE_SCALE)] = 1.29
+    """mode: above 0 favours the middle, below 0 the ends, 0 is uniform. -1 to 1.75."""
+    shift: PositiveFloat = 1.0
+    """Factor s of t' = s t / (1 + (s - 1) t), after the density. Above 1: noisier times. Large pictures need more noise
+    to hide as much: sqrt(tokens / tokens of the resolution that times were tuned at), 3 for SD3 at 1024 pixels."""
+    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
+    """Weight of a sample's loss by its time t. none: 1. sigma_sqrt: 1 / t^2. cosmap: 2 / (pi (1 - 2 t + 2 t^2)), with
+    the same mean as drawing times of density cosmap."""
+
+    def __post_init__(self) -> None:
+        needed = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
+        for name, density in needed.items():
+            default = getattr(type(self), name)
+            if self.density != density and getattr(self, name) != default:
+                raise UsageError(
+                    f"{name} {getattr(self, name):g} has no effect with density {self.density}. Leave it at its "
+                    f"default {default:g}, or set density to {density}."
+                )
 
 
 def training_times(
@@ -28,8 +67,11 @@ def training_times(
     global_batch_size: int,
     sampling: TimeSampling = "low_discrepancy",
     axis: Literal[0, 1] = 0,
+    config: TimeConfig | None = None,
 ) -> Tensor:
     """Return times (B,) float32 in [TIME_EPSILON, 1 - TIME_EPSILON]. No device wait.
+
+    Uniform, or of the density and shift of `config`, which keep the order of the draws and so their even spread.
 
     Keyed by the batch's `position` (low_discrepancy) or `occurrence` (uniform). low_discrepancy (Kingma et al.
     2021, appendix I.1) spreads the whole global batch evenly: the loss varies less between steps and keeps its
@@ -41,7 +83,54 @@ def training_times(
     else:
         shift = rng.host_uniform(seed, stream, step)
         time = low_discrepancy(batch["position"], global_batch_size, shift, axis)
+    if config is not None:
+        time = shifted(with_density(time, config), config.shift)
     return _rescale(time)
+
+
+def with_density(draws: Tensor, config: TimeConfig) -> Tensor:
+    """Map uniform draws in [0, 1) to times of `config.density`, monotonically: float32 in [0, 1].
+
+    Each map is the inverse of the distribution function, so draws that spread evenly give times that follow the density
+    evenly. For mode it is that of 1 - draw, as its formula falls.
+    """
+    if config.density == "uniform":
+        return draws
+    # float32 draws near 1 would lose the last digits of the tail.
+    u = draws.to(torch.float64)
+    if config.density == "logit_normal":
+        normal = torch.special.ndtri(u)
+        time = torch.sigmoid(config.logit_mean + config.logit_std * normal)
+    elif config.density == "mode":
+        v = 1 - u
+        time = 1 - v - config.mode_scale * ((math.pi * v / 2).cos().square() - 1 + v)
+    else:
+        # 1 - 1 / (tan(pi u / 2) + 1), without the pole at 1.
+        angle = math.pi * u / 2
+        time = angle.sin() / (angle.sin() + angle.cos())
+    return time.to(draws.dtype)
+
+
+def shifted(time: Tensor, shift: float) -> Tensor:
+    """Return s t / (1 + (s - 1) t), the resolution shift of SD3 (Esser et al. 2024, eq. 23). 1 changes nothing."""
+    if shift == 1:
+        return time
+    return shift * time / (1 + (shift - 1) * time)
+
+
+def resolution_shift(tokens: int, base_tokens: int) -> float:
+    """Return sqrt(tokens / base_tokens): the shift by which times of one resolution carry over to another."""
+    return math.sqrt(tokens / base_tokens)
+
+
+def loss_weight(time: Tensor, weighting: str) -> Tensor:
+    """Return the weight of a sample's loss at `time` (B,), fp32: `TimeConfig.weighting`."""
+    if weighting == "none":
+        return torch.ones_like(time)
+    if weighting == "sigma_sqrt":
+        # A condition is clean at time 0 and its loss is not counted.
+        return time.clamp(min=TIME_EPSILON).pow(-2)
+    return 2 / (math.pi * (1 - 2 * time + 2 * time.square()))
 
 
 def low_discrepancy(

@@ -16,16 +16,23 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.domains.pde import fields, losses
+from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
-from accel_train.domains.pde.rows import FieldTask
-from accel_train.domains.pde.transformer import Parts, TaskShape
+from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
+from accel_train.domains.pde.transformer import Parts
 
 Stage = Literal["autoencode", "operator", "residual"]
 AUTOENCODER = ("encoders", "target_encoders", "decoder")
 """Modules that the operator stage can freeze."""
 RESIDUAL = "residual"
 """Module trained in the residual stage alone."""
+
+
+def model_shape(config: PdeModelConfig, tasks: Iterable[FieldTask]) -> PdeTransformerConfig:
+    """Return the shape of the model for these tasks."""
+    shapes = tuple(task_shape(task) for task in tasks)
+    return PdeTransformerConfig(shapes, config)
 
 
 def task_shape(task: FieldTask) -> TaskShape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,45 @@ from torch import Tensor
 
 from accel_train.domains.pde import fields, losses, options, residual_diffusion, rollout
 from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselines
+from accel_train.domains.pde.data.assets import FieldTask
+from accel_train.domains.pde.data.rows import FieldData, FieldRows
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.pictures import Lines, Panel
-from accel_train.domains.pde.rows import FieldData, FieldRows, FieldTask
 from accel_train.metrics.early_stopping import EarlyStopping
-from accel_train.metrics.evaluation import weighted_sums
+from accel_train.metrics.evaluation import first_samples, heldout_batches, weighted_sums
 
 SHIFTS = (1, -1, 2, 3)
 """Shifts of a periodic field, in points. Each gives another estimate of the same step."""
 NOISES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.001, 0.005, 0.02, 0.05)
 """Noise scales relative to the field's size, for the candidates beyond the shifts."""
 MEAN = "mean_nrmse"
+Panels = list[Panel | Lines]
+"""Pictures of one task, in a row of fields.png."""
+
+
+def evaluate_task(
+    accelerator: Accelerator,
+    forward: Callable[..., Any],
+    data: FieldData,
+    number: int,
+    options: EvaluationConfig,
+    residual_steps: int,
+    seed: int,
+) -> tuple[dict[str, float], Panels]:
+    """Return the metrics of task ``number`` and the panels of its first sample. Every process calls it."""
+    task = data.tasks[number]
+    heldout = data.heldout[task.name]
+    batches = heldout_batches(accelerator, heldout, options.samples, options.batch_size)
+    sums_of = partial(error_sums, forward, number, task, residual_steps, seed)
+    sums = weighted_sums(accelerator, batches, sums_of)
+    metrics = row_metrics(task, sums["plain"], sums.get("refined"))
+    if task.has_time:
+        step_of = partial(losses.stepper, forward, dt=task.dt, task=number, grid=task.grid)
+        found, panels = evaluate_rollouts(accelerator, task, heldout, options, step_of, seed)
+        return metrics | found, panels
+    first = first_samples(accelerator, heldout, 1)
+    predicted = losses.predict(forward, first, number, task.grid)
+    return metrics, row_panels(task, first, predicted.fields)
 
 
 def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -174,12 +202,12 @@ def evaluate_rollouts(
     options: EvaluationConfig,
     step_of: Callable[[Tensor], rollout.Step],
     seed: int,
-) -> tuple[dict[str, float], list[Panel | Lines]]:
+) -> tuple[dict[str, float], Panels]:
     """Roll out held-out trajectories. Returns ``rollout_metrics`` and panels of one trajectory and of the error.
 
     ``step_of`` builds a step for samples with these parameters (B, P). All ranks call it.
     """
-    panels: list[Panel | Lines] = []
+    panels: Panels = []
 
     def sums_of(batch: Rollouts) -> dict[str, Tensor]:
         step = step_of(batch.parameters)
@@ -229,7 +257,7 @@ def rollout_metrics(task: FieldTask, plain: Tensor, conditioned: Tensor | None) 
     return metrics
 
 
-def row_panels(task: FieldTask, batch: Mapping[str, Tensor], prediction: Tensor) -> list[Panel]:
+def row_panels(task: FieldTask, batch: Mapping[str, Tensor], prediction: Tensor) -> Panels:
     """Show input, truth, prediction and error of the first sample of a 2-D task."""
     input = task.input.denormalise(batch["input"][0])[0].cpu()
     target = task.target.denormalise(batch["target"][0])[0].cpu()

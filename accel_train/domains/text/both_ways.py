@@ -182,15 +182,19 @@ def latents_from_tokens(
     return samplers(model, described, steps).sample_latents(batch)
 
 
-def metrics_from_sums(sums: dict[str, float], timesteps: int) -> dict[str, float]:
+def metrics_from_sums(sums: Mapping[str, Tensor | float], timesteps: int) -> dict[str, float]:
     """Divide the sums of ``BothWays.metric_sums`` by their counts.
 
     ``tokens`` and ``masked`` were counted at every timestep.
     """
-    metrics = {name: sums[name] / max(sums[_count_of(name)], 1e-12) for name in METRICS}
+    totals = {name: float(total) for name, total in sums.items()}
+    metrics: dict[str, float] = {}
+    for name in METRICS:
+        count = totals[_count_of(name)]
+        metrics[name] = totals[name] / max(count, 1e-12)
     metrics["l2t_gain"] = 1 - metrics["l2t_nll"] / metrics["l2t_nll_shuffled"]
-    metrics["evaluated_samples"] = sums["samples"]
-    metrics["evaluated_tokens"] = sums["tokens"] / timesteps
+    metrics["evaluated_samples"] = totals["samples"]
+    metrics["evaluated_tokens"] = totals["tokens"] / timesteps
     return metrics
 
 

@@ -1,7 +1,10 @@
 """Times of the global batch: even, unbiased, and the same however the batch is cut."""
 
+import ast
 import math
 from fractions import Fraction
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from accel_train import rng
+from accel_train.config import UsageError
 from accel_train.domains.diffusion import timesteps
 
 EPSILON = timesteps.TIME_EPSILON
@@ -95,3 +99,99 @@ def test_stratified():
         assert stratum / 16 - 1e-6 <= times.min() < stratum / 16 + 1e-3
         assert (stratum + 1) / 16 - 1e-3 < times.max() <= (stratum + 1) / 16 + 1e-6
         assert stats.kstest((times * 16 - stratum).numpy(), "uniform").pvalue > 1e-3
+
+
+def density(name, **options):
+    return timesteps.TimeConfig(density=name, **options)
+
+
+def diffusers_function(name):
+    """A function of diffusers.training_utils, compiled alone: importing the module takes 9 seconds."""
+    source = Path(find_spec("diffusers").origin).with_name("training_utils.py").read_text("utf-8")
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    scope = {"torch": torch, "math": math}
+    exec(compile("from __future__ import annotations\n" + ast.unparse(tree), "training_utils.py", "exec"), scope)
+    return scope[name]
+
+
+def diffusers_draw(scheme, count, **options):
+    """Times of diffusers' training scripts, and the generator's draws behind them."""
+    draw = diffusers_function("compute_density_for_timestep_sampling")
+
+    def seeded():
+        return torch.Generator().manual_seed(7)
+
+    times = draw(scheme, count, generator=seeded(), **options)
+    if scheme == "logit_normal":
+        normal = torch.normal(0.0, 1.0, (count,), generator=seeded())
+        return times, torch.special.ndtr(normal.double())
+    return times, torch.rand(count, generator=seeded()).double()
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.5, 0.6), (-1.0, 2.0)])
+def test_logit_normal_is_that_of_diffusers(mean, std):
+    expected, draws = diffusers_draw("logit_normal", 512, logit_mean=mean, logit_std=std)
+    times = timesteps.with_density(draws, density("logit_normal", logit_mean=mean, logit_std=std))
+    torch.testing.assert_close(times.float(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.29, 1.75, 0.5, -1.0])
+def test_mode_is_that_of_diffusers(scale):
+    expected, draws = diffusers_draw("mode", 512, mode_scale=scale)
+    times = timesteps.with_density(1 - draws, density("mode", mode_scale=scale))
+    torch.testing.assert_close(times.float(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_uniform_is_that_of_diffusers():
+    expected, draws = diffusers_draw("none", 512)
+    assert torch.equal(timesteps.with_density(draws, density("uniform")).float(), expected)
+
+
+def test_cosmap_draws_by_diffusers_weight():
+    """The density of drawn times is 1 / (d time / d draw): diffusers' weight of cosmap, whose mean over times is 1."""
+    weight = diffusers_function("compute_loss_weighting_for_sd3")
+    draws = torch.linspace(0.001, 0.999, 201, dtype=torch.float64, requires_grad=True)
+    times = timesteps.with_density(draws, density("cosmap"))
+    (slope,) = torch.autograd.grad(times.sum(), draws)
+    torch.testing.assert_close(1 / slope, weight("cosmap", times.detach()))
+
+
+@pytest.mark.parametrize("weighting", ["none", "sigma_sqrt", "cosmap"])
+def test_loss_weights_are_those_of_diffusers(weighting):
+    times = torch.linspace(0.001, 0.999, 101)
+    expected = diffusers_function("compute_loss_weighting_for_sd3")(weighting, times)
+    torch.testing.assert_close(timesteps.loss_weight(times, weighting), expected)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 0.5])
+def test_shift_is_that_of_diffusers(shift):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    plain = FlowMatchEulerDiscreteScheduler(shift=1.0).sigmas
+    expected = FlowMatchEulerDiscreteScheduler(shift=shift).sigmas
+    torch.testing.assert_close(timesteps.shifted(plain, shift), expected)
+    assert timesteps.resolution_shift(4096, 1024) == 2
+
+
+@pytest.mark.parametrize("name", ["logit_normal", "mode", "cosmap"])
+def test_a_density_keeps_the_even_spread_and_the_cut(name):
+    config = timesteps.TimeConfig(density=name, shift=2.0)
+    uniform = timesteps.training_times(batch(256), 3, "t", 7, 256)
+    times = timesteps.training_times(batch(256), 3, "t", 7, 256, config=config)
+    assert torch.equal(times.argsort(), uniform.argsort())
+    assert times.min() >= EPSILON
+    assert times.max() <= 1 - EPSILON
+    assert (times - uniform).abs().max() > 0.02
+    cut = {key: value[100:130] for key, value in batch(256).items()}
+    assert torch.equal(timesteps.training_times(cut, 3, "t", 7, 256, config=config), times[100:130])
+
+
+def test_default_config_changes_no_bit():
+    uniform = timesteps.training_times(batch(64), 3, "t", 7, 64)
+    assert torch.equal(timesteps.training_times(batch(64), 3, "t", 7, 64, config=timesteps.TimeConfig()), uniform)
+
+
+def test_an_option_of_another_density_is_refused():
+    with pytest.raises(UsageError, match=r"mode_scale 0\.5 has no effect with density uniform"):
+        timesteps.TimeConfig(mode_scale=0.5)

@@ -1,0 +1,102 @@
+"""Discrete levels of noise of a pretrained model, its target, and weights of its loss by the signal-to-noise ratio.
+
+Level k of N has x = a[k] x0 + b[k] eps. DDPM has a = sqrt(alpha_bar), b = sqrt(1 - alpha_bar), rectified flow
+a = 1 - sigma, b = sigma. The signal-to-noise ratio is SNR = (a / b)^2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Prediction = Literal["epsilon", "v_prediction", "sample", "flow"]
+SnrWeighting = Literal["none", "min_snr", "soft_min_snr", "debiased"]
+
+LARGEST_DEBIASED_SNR = 1000.0
+"""Above it the weight of ``debiased`` stays as it is, as in kohya's sd-scripts."""
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseLevels:
+    """Levels from the cleanest to the noisiest, and what the model predicts of them."""
+
+    a: Tensor
+    """Factor of the clean latent, (N,) fp32."""
+    b: Tensor
+    """Factor of the noise, (N,) fp32."""
+    timesteps: Tensor
+    """What the model is given as time, (N,) fp32."""
+    prediction: Prediction
+
+    def __len__(self) -> int:
+        return len(self.timesteps)
+
+    def to(self, device: torch.device) -> NoiseLevels:
+        """Return the levels with their tables on ``device``."""
+        return NoiseLevels(self.a.to(device), self.b.to(device), self.timesteps.to(device), self.prediction)
+
+    def level(self, time: Tensor) -> Tensor:
+        """Return the level floor(N t) of times in [0, 1], int64 in their shape."""
+        return (time.double() * len(self)).long().clamp_(max=len(self) - 1)
+
+    def add_noise(self, latents: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """Return the noisy latents of each sample's ``level`` (B,)."""
+        a, b = self._factors(latents, level)
+        return a * latents + b * noise
+
+    def target(self, latents: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """Return eps, x0, v = a eps - b x0 (Salimans and Ho 2022), or eps - x0 of rectified flow."""
+        if self.prediction == "epsilon":
+            return noise
+        if self.prediction == "sample":
+            return latents
+        if self.prediction == "flow":
+            return noise - latents
+        a, b = self._factors(latents, level)
+        return a * noise - b * latents
+
+    def snr(self, level: Tensor) -> Tensor:
+        """Return (a / b)^2 of each level, in its shape."""
+        return (self.a[level] / self.b[level]).square()
+
+    def _factors(self, latents: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (-1, *[1] * (latents.dim() - 1))
+        return self.a[level].view(shape), self.b[level].view(shape)
+
+
+def ddpm_levels(alphas_cumprod: Tensor, prediction: Prediction) -> NoiseLevels:
+    """Return the levels of a variance-preserving process with ``alphas_cumprod`` (N,), timesteps 0 to N - 1."""
+    alpha_bar = alphas_cumprod.float()
+    timesteps = torch.arange(len(alpha_bar), dtype=torch.float32)
+    return NoiseLevels(alpha_bar.sqrt(), (1 - alpha_bar).sqrt(), timesteps, prediction)
+
+
+def flow_levels(sigmas: Tensor, timesteps: Tensor) -> NoiseLevels:
+    """Return the levels of rectified flow with ``sigmas`` (N,) in (0, 1] in any order."""
+    order = sigmas.argsort()
+    ascending = sigmas[order].float()
+    return NoiseLevels(1 - ascending, ascending, timesteps[order].float(), "flow")
+
+
+def snr_weight(snr: Tensor, prediction: Prediction, weighting: SnrWeighting, gamma: float) -> Tensor:
+    """Return the weight of each sample's squared error, in the shape of ``snr``.
+
+    min_snr (Hang et al. 2023, arXiv:2303.09556) is min(SNR, gamma) on x0; soft_min_snr (Crowson et al. 2024,
+    arXiv:2401.11605) is SNR gamma / (SNR + gamma). The error of eps is SNR times that of x0, and that of v SNR + 1
+    times, so they are divided by it. debiased (Yu et al. 2023, arXiv:2310.08442) is 1 / sqrt(SNR) on eps and
+    1 / (SNR + 1) on v.
+    """
+    if weighting == "none":
+        return torch.ones_like(snr)
+    if weighting == "debiased":
+        bounded = snr.clamp(max=LARGEST_DEBIASED_SNR)
+        return 1 / (bounded + 1) if prediction == "v_prediction" else bounded.rsqrt()
+    # Of eps, written so that SNR 0 gives the limit and not 0 / 0.
+    of_epsilon = (gamma / snr).clamp(max=1) if weighting == "min_snr" else gamma / (snr + gamma)
+    if prediction == "epsilon":
+        return of_epsilon
+    of_sample = snr.clamp(max=gamma) if weighting == "min_snr" else snr * of_epsilon
+    return of_sample if prediction == "sample" else of_sample / (snr + 1)
