@@ -45,6 +45,11 @@ class Entry(NamedTuple):
     used: float
     """Time of the last use, in seconds since 1970."""
 
+    @property
+    def name(self) -> str:
+        """Folder and key, as in a lease."""
+        return f"{self.file.parents[1].name}/{self.file.stem}"
+
 
 class TensorCache:
     """Entries that were computed in one way. `about` tells how, in plain values; `root` holds those of all ways.
@@ -136,7 +141,7 @@ class TensorCache:
             for entry in found:
                 if deleted >= excess:
                     break
-                if f"{entry.file.parents[1].name}/{entry.file.stem}" not in leased:
+                if entry.name not in leased:
                     entry.file.unlink(missing_ok=True)
                     deleted += entry.size
         if deleted < excess:
@@ -195,6 +200,24 @@ def entries(root: Path, folder: str = "*") -> Iterator[Entry]:
         with contextlib.suppress(FileNotFoundError):  # deleted by another process
             status = file.stat()
             yield Entry(file, status.st_size, status.st_mtime)
+
+
+def clear(root: Path, used_before: float) -> tuple[list[Entry], int]:
+    """Delete the entries last used before a time, in seconds since 1970, that no live run uses.
+
+    Returns the deleted ones, and the number of those that stay because they are in use.
+    """
+    deleted: list[Entry] = []
+    in_use = 0
+    with _locked(root):
+        leased = live_leases(root)
+        for entry in entries(root):
+            if entry.name in leased:
+                in_use += 1
+            elif entry.used <= used_before:
+                entry.file.unlink(missing_ok=True)
+                deleted.append(entry)
+    return deleted, in_use
 
 
 def is_intact(file: Path) -> bool:

@@ -26,9 +26,9 @@ def _encode_xl(pipeline: Any, captions: Sequence[str], length: int | None) -> di
 
 
 def _predict(model: nn.Module, inputs: Predicting) -> Tensor:
-    return model(
-        inputs.noisy, inputs.timestep, encoder_hidden_states=inputs.conditioning["prompt"], return_dict=False
-    )[0]
+    return model(inputs.noisy, inputs.timestep, encoder_hidden_states=inputs.conditioning["prompt"], return_dict=False)[
+        0
+    ]
 
 
 def _predict_xl(model: nn.Module, inputs: Predicting) -> Tensor:
