@@ -27,7 +27,7 @@ ROWS = [
     *(f"F{number}" for number in range(1, 59)),
     *(f"R{number}" for number in range(1, 7)),
     *(f"D{number}" for number in range(1, 10)),
-    *("I47", "I48"),
+    *("I47", "I48", "I52"),
 ]
 """The matrix of faults, the rows that a review added to it, and those of pictures and their caches."""
 
