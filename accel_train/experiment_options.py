@@ -109,8 +109,9 @@ class ExperimentConfig:
     """Compute dtype. Weights, optimizer state and EMA stay fp32."""
     attention: str = "auto"
     """Kernel of attention. auto: by a table of what each can do. tune: the fastest on these shapes, measured at the
-    start. Else a name that `accel-train doctor --attention` lists, or module:function of your own. Each is proven
-    against fp64 at the start; one that cannot run or is wrong is refused."""
+    start. Else a name that `accel-train doctor --attention` lists, or module:function of your own. A model of
+    transformers or diffusers keeps what its library chose with auto; it takes the names that the library has, and eager
+    is that of transformers. Each is proven against fp64 at the start; one that cannot run or is wrong is refused."""
     float8: Float8 = "none"
     """Matrix products of the blocks' large linear layers in float8, by torchao, and the rest in bf16; weights,
     optimizer and checkpoints stay fp32. tensorwise: one scale for a tensor, the fastest, from compute capability 8.9.

@@ -19,11 +19,12 @@ from accel_train.domains.language.pretrained import ModelConfig as LanguageModel
 from accel_train.domains.language.samples import EvaluationConfig as LanguageEvaluation
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.domains.pde import pipeline as pde_pipeline
+from accel_train.domains.pde.data.assets import FieldAssets, FieldTask
 from accel_train.domains.pde.fields import Scale
 from accel_train.domains.pde.operator_learning import model_shape
 from accel_train.domains.pde.options import ObjectiveConfig
-from accel_train.domains.pde.rows import FieldAssets, FieldTask
-from accel_train.domains.pde.transformer import PdeModelConfig, PdeTransformer
+from accel_train.domains.pde.shape import PdeModelConfig
+from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.domains.text import pipeline as text_pipeline
 from accel_train.domains.text import tfidf
 from accel_train.domains.text.both_ways import EvaluationConfig

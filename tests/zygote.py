@@ -69,6 +69,9 @@ IMPORTS = {
 """What takes long to import, by kind of zygote; the second imports the first's as well, and may lack its own."""
 READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "PYTORCH_", "DS_", "LD_")
 READ_AT_IMPORT += ("PYTHON", "MPL", "HOME", "XDG_", "LC_", "LANG", "TZ", "NUMBA_", "OPENBLAS_", "GLIBC_", "MALLOC_")
+SET_BY_PACKAGES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTORCH_NVML_BASED_CUDA_CHECK")
+"""scikit-learn and DeepSpeed set these when they are imported, which the tests' own process may have done since: for a
+child they would be a reason to become a new process, and one that imports the same sets them itself."""
 READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONSTARTUP")
 LAUNCHER = "accel_train.commands.launch"
 GRACE_SECONDS = 30.0
@@ -124,7 +127,7 @@ class Zygote:
     def __init__(self, kind: str) -> None:
         # Without PYTHONPATH: of a directory in it, the entry of an editable install would be left out of sys.path.
         outer = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "PYTEST_", "PYTHONPATH")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(outer + SET_BY_PACKAGES)}
         kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         if kind == "sharded":
             kept["DS_ACCELERATOR"] = "cpu"
@@ -176,7 +179,8 @@ def start(
     ``errors`` takes what goes to stderr; ``group`` makes it the leader of a process group.
     """
     assert command[0] == sys.executable, command
-    environment = dict(os.environ if env is None else env)
+    given = os.environ if env is None else env
+    environment = {name: value for name, value in given.items() if name not in SET_BY_PACKAGES}
     request = {
         "command": [str(word) for word in command],
         "environment": environment,

@@ -88,8 +88,20 @@ def _grid(panels: int) -> tuple[Any, Any]:
 
     columns = _columns(panels)
     rows = max(ceil(panels / columns), 1)
-    figure = Figure(figsize=(max(4.9 * columns, 7.0), 3.1 * rows + 0.7), dpi=110, layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False).ravel()
+    width = max(4.9 * columns, 7.0)
+    height = 3.1 * rows + 0.7
+    figure = Figure(figsize=(width, height), dpi=110)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    # Fixed margins: a layout engine draws everything twice to measure it, and the loop waits.
+    figure.subplots_adjust(
+        left=0.75 / width,
+        right=1 - 0.15 / width,
+        bottom=0.5 / height,
+        top=1 - 0.85 / height,
+        wspace=0.8 * columns / (width - 0.9),
+        hspace=0.65 / 2.45,
+    )
+    return figure, axes
 
 
 def _align(axes: Sequence[Any], last_step: int) -> None:
@@ -249,7 +261,7 @@ def _add_legend(axis: Any) -> None:
 
 def _draw(axis: Any, panel: Panel) -> None:
     lines = panel.drawn()
-    axis.set_title(panel.title, fontsize=10)
+    axis.set_title(panel.title, fontsize=10, y=1.0)  # a title without y measures all labels to find its place
     if panel.text:
         axis.set_axis_off()
         axis.text(0.02, 0.98, panel.text, fontsize=7, va="top", transform=axis.transAxes)
@@ -318,7 +330,7 @@ def _set_scale(axis: Any, panel: Panel, values: Sequence[float]) -> None:
         top = 1.25 * high if high > 0 else 1.0
         axis.set_ylim(0, top)
     if panel.title == "Learning rate":
-        axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+        axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
         axis.yaxis.get_offset_text().set_fontsize(8)
 
 

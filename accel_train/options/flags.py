@@ -78,9 +78,10 @@ NAMES_OF_OTHER_SCRIPTS = {
     "train_text_encoder": "none: text encoders stay as they are here, and are dropped once captions are encoded",
     "cache_text_encoder_outputs": "none: captions are always encoded once, before training",
     "with_prior_preservation": "none: this recipe has no prior preservation",
+    "attn_implementation": "--attention (eager, sdpa, flash for flash_attention_2, flex for flex_attention)",
     "hub_token": "the HF_TOKEN environment variable (a flag is readable by every user of the machine)",
 }
-"""Options of the diffusers, transformers and kohya scripts. They are refused with the name used here, not with a guess."""
+"""Options of the diffusers, transformers and kohya scripts, refused with the name used here and not with a guess."""
 
 
 class FlagError(ValueError):

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.domains.pde import fields, losses
+from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
-from accel_train.domains.pde.rows import FieldTask
-from accel_train.domains.pde.transformer import Parts, PdeModelConfig, PdeTransformerConfig, TaskShape
+from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
+from accel_train.domains.pde.transformer import Parts
 
 Stage = Literal["autoencode", "operator", "residual"]
 AUTOENCODER = ("encoders", "target_encoders", "decoder")

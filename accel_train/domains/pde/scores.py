@@ -14,9 +14,10 @@ from torch import Tensor
 
 from accel_train.domains.pde import fields, losses, options, residual_diffusion, rollout
 from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselines
+from accel_train.domains.pde.data.assets import FieldTask
+from accel_train.domains.pde.data.rows import FieldData, FieldRows
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.pictures import Lines, Panel
-from accel_train.domains.pde.rows import FieldData, FieldRows, FieldTask
 from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.evaluation import first_samples, heldout_batches, weighted_sums
 

@@ -18,16 +18,8 @@ from accel_train.config import UsageError
 from accel_train.domains.pde.flops import correction_flops_per_sample, flops_per_sample, training_flops_per_sample
 from accel_train.domains.pde.losses import predict, stepper
 from accel_train.domains.pde.residual_network import ResidualGuess
-from accel_train.domains.pde.transformer import (
-    ALL_PARTS,
-    PREDICTION,
-    Parts,
-    PdeModelConfig,
-    PdeOutput,
-    PdeTransformer,
-    PdeTransformerConfig,
-    TaskShape,
-)
+from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
+from accel_train.domains.pde.transformer import ALL_PARTS, PREDICTION, Parts, PdeOutput, PdeTransformer
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing, blocks_of
 from accel_train.speed.attention import apply_attention
 from accel_train.speed.attention_kernels import build_attention

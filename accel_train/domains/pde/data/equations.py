@@ -1,7 +1,7 @@
 """Data of partial differential equations, generated here or read from files.
 
 Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.zarr``) with the schema of
-`accel_train.domains.pde.files`, or those of PDEBench.
+`accel_train.domains.pde.data.files`, or those of PDEBench.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed,
 from accel_train.data.artifacts import cached_folder, open_cache
 from accel_train.data.generation import blocks_in_order, split_evenly
 from accel_train.data.progress import Progress
-from accel_train.domains.pde.files import (
+from accel_train.domains.pde.data.files import (
     DEFAULT_CACHE_MIB,
     FieldHeader,
     FieldPart,
@@ -35,10 +35,10 @@ from accel_train.domains.pde.files import (
     require,
     write_fields,
 )
-from accel_train.domains.pde.pdebench import check_layout, parameter_of, spacing_of
-from accel_train.domains.pde.rows import FieldData, build_field_data
-from accel_train.domains.pde.solvers import Float, gaussian_fields, solve_burgers, solve_darcy
-from accel_train.domains.pde.stored_arrays import ZARR, open_fields
+from accel_train.domains.pde.data.pdebench import check_layout, parameter_of, spacing_of
+from accel_train.domains.pde.data.rows import FieldData, build_field_data
+from accel_train.domains.pde.data.solvers import Float, gaussian_fields, solve_burgers, solve_darcy
+from accel_train.domains.pde.data.stored_arrays import ZARR, open_fields
 
 DEMO = "demo"
 SPLITS = ("train", "heldout")
@@ -333,7 +333,7 @@ def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
     if task not in KINDS:
         raise UsageError(
             f"--data.path: {file} is not of our schema, and of PDEBench {', '.join(KINDS)} are read, not {task!r}. "
-            "Write it with the schema of accel_train.domains.pde.files."
+            "Write it with the schema of accel_train.domains.pde.data.files."
         )
     kind = KINDS[task]
     steady = kind.space == 2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from accel_train.config import UsageError
-from accel_train.domains.pde.solvers import Float
+from accel_train.domains.pde.data.solvers import Float
 
 
 def check_layout(file: Path, content: Any, task: str, steady: bool) -> None:

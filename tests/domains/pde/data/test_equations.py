@@ -20,9 +20,10 @@ from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard
 from accel_train.data.task_sampler import TaskSampler
 from accel_train.domains.pde import equations as pde
-from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde
-from accel_train.domains.pde.rows import FieldData, load_field_assets
-from accel_train.domains.pde.solvers import solve_burgers, solve_darcy
+from accel_train.domains.pde.data.assets import load_field_assets
+from accel_train.domains.pde.data.equations import PdeDataConfig, prepare_pde
+from accel_train.domains.pde.data.rows import FieldData
+from accel_train.domains.pde.data.solvers import solve_burgers, solve_darcy
 from accel_train.options.loading import from_tree
 from tests.waiting import PATIENCE_SECONDS
 
