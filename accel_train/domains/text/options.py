@@ -12,6 +12,8 @@ from accel_train.domains.text.encoders import Pooling
 
 TFIDF_SVD = "tfidf-svd"
 TRAINED = "trained"
+FREE_TO_CHANGE = ("data.cache_dir", "data.cache_mib", "data.changed", "data.encoder_batch_size", "data.workers")
+"""Options that a resume may change: they change no sample."""
 
 
 @dataclass(frozen=True)
