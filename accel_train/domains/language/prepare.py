@@ -12,10 +12,11 @@ from torch import Tensor
 
 from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
 from accel_train.data.artifacts import open_cache
+from accel_train.data.text_sources import BadRows
 from accel_train.domains.language import packing, rows, templates, tokenizers
 from accel_train.domains.language.packing import TokenDataset
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.rows import BadRows, Row, SampleBy
+from accel_train.domains.language.rows import Row, SampleBy
 
 DEFAULT_VOCAB_SIZE = 2048
 
@@ -133,8 +134,8 @@ def _read_splits(config: DataConfig, bad: BadRows) -> tuple[list[Row], list[Row]
 
     if config.heldout_path is not None:
         heldout = read(config.heldout_path)
-        keys = {rows.content_key(row) for row in heldout}
-        train = [row for row in read(config.path) if rows.content_key(row) not in keys]
+        keys = {rows.content_key(row.content) for row in heldout}
+        train = [row for row in read(config.path) if rows.content_key(row.content) not in keys]
     else:
         train, heldout = rows.split_heldout(read(config.path), config.heldout_fraction)
     if not train or not heldout:
@@ -158,7 +159,8 @@ def _tokenise(config: DataConfig, found: Sequence[Row], tokenizer: Any, bad: Bad
             is_plain = row.text is not None
             split += too_long and is_plain
             cut += too_long and not is_plain
-            kept = [piece for piece in packing.fit(encoded, config.max_length, split=is_plain) if any(piece.trained)]
+            pieces = packing.fit(encoded, config.max_length, split=is_plain)
+            kept = [piece for piece in pieces if any(piece.trained)]
             yield from kept
             if not kept:
                 why = f"the first {config.max_length} tokens" if too_long else f"its {len(encoded.ids)} tokens"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,7 @@ from accel_train.domains.language import generation
 from accel_train.domains.language.packing import TokenDataset
 from accel_train.domains.language.prepare import LanguageData
 from accel_train.metrics import evaluation
-from accel_train.store.atomic_files import replace_file
-
-logger = logging.getLogger(__name__)
+from accel_train.metrics.recorder import quoted, write_markdown
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,8 @@ def write(
         new = generation.continue_tokens(
             model, prompt, drawing, options.max_new_tokens, pad_id=tokenizer.pad_token_id, synced=processes > 1
         )
-        samples.append(Sample(*(tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, new, rest))))
+        texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, new, rest)]
+        samples.append(Sample(*texts))
     return samples
 
 
@@ -88,16 +86,6 @@ def report(directory: Path, samples: Sequence[Sample]) -> None:
     lines = ["# Continuations of held-out texts", ""]
     for number, sample in enumerate(samples, 1):
         lines += [f"## {number}", ""]
-        lines += [f"- given: {_quoted(sample.prompt)}", f"- written by the model: {_quoted(sample.written)}"]
-        lines += [f"- the text itself: {_quoted(sample.original)}", ""]
-    path = directory / "samples.md"
-    try:
-        directory.mkdir(exist_ok=True)
-        replace_file(path, "\n".join(lines).encode("utf-8", "replace"))
-    except OSError as error:
-        logger.warning("%s could not be written (%s); training is not affected", path, error)
-
-
-def _quoted(text: str) -> str:
-    words = " ".join(text.split())
-    return f"> {words or '(empty)'}"
+        lines += [f"- given: {quoted(sample.prompt)}", f"- written by the model: {quoted(sample.written)}"]
+        lines += [f"- the text itself: {quoted(sample.original)}", ""]
+    write_markdown(directory / "samples.md", lines)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
-from accel_train.precision import Precision, dtype_of
+from accel_train.precision import Precision, dtype_of, kept_in_fp32
 from accel_train.wording import did_you_mean, nearest, shortened
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class LoraConfig:
 def apply_lora(model: nn.Module, config: LoraConfig) -> None:
     """Freeze the model and give its target layers adapters, in place. Does nothing with rank 0.
 
-    The frozen parameters take ``base_precision``, the adapters are fp32.
+    The frozen parameters take ``base_precision``, but for those that the model keeps in fp32; the adapters are fp32.
 
     Draws the first matrices from torch's global generator; the second are zero, so the output is unchanged. Raises
     ``UsageError`` for targets that the model does not have, and without peft.
@@ -79,9 +79,11 @@ def apply_lora(model: nn.Module, config: LoraConfig) -> None:
         # peft 0.21 reads a property that transformers 5.23 has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         peft.inject_adapter_in_model(settings, model, ADAPTER)
+    dtype = dtype_of(config.base_precision)
+    kept = kept_in_fp32(model, dtype)
     for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype_of(config.base_precision))
+        if not parameter.requires_grad and id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
 
 
 def describe_lora(model: nn.Module, config: LoraConfig) -> list[str]:

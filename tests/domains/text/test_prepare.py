@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 import accel_train.domains.text
 from accel_train.config import UsageError
-from accel_train.domains.text.corpus import DEMO_FILE, content_key
+from accel_train.data.text_sources import content_key
+from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData, load_assets
 from accel_train.domains.text.latent_files import write_latents
 from accel_train.domains.text.prepare import DataConfig, prepare_data
