@@ -25,21 +25,6 @@ FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 IDS = torch.arange(24).reshape(2, 12)
 
 
-def unet() -> nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=16,
-        attention_head_dim=4,
-        norm_num_groups=4,
-    )
-
-
 def flux() -> nn.Module:
     """Its attention goes through the backends of diffusers."""
     from diffusers import FluxTransformer2DModel
@@ -82,7 +67,7 @@ CASES: dict[str, Case] = {
     "llama": (MODELS["llama"], run_text, 3),
     "gpt": (MODELS["gpt"], run_text, 3),
     "sd3": (MODELS["sd3"], run_sd3, 2),
-    "unet": (unet, run_unet, 8),
+    "unet": (MODELS["unet"], run_unet, 10),
     "flux": (flux, run_flux, 2),
 }
 """Each model, its inputs, and how often it attends."""

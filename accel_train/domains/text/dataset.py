@@ -312,8 +312,8 @@ class PreparedData:
         """(L, Dz)"""
         return self.assets.latent_shape
 
-    def nearest_texts(self, latents: Tensor) -> list[tuple[str, float]]:
-        """Find the training text with the highest cosine to each normalised latent (B, L, Dz), and that cosine.
+    def nearest_rows(self, latents: Tensor) -> tuple[list[int], list[float]]:
+        """Find the training row with the highest cosine to each normalised latent (B, L, Dz), and that cosine.
 
         Reads every training latent once.
         """
@@ -326,9 +326,19 @@ class PreparedData:
             cosine, index = (queries @ keys.T).max(1)
             nearest = torch.where(cosine > best, index + start, nearest)
             best = torch.maximum(best, cosine)
-        indices: list[int] = nearest.tolist()
+        return nearest.tolist(), best.tolist()
+
+    def nearest_texts(self, latents: Tensor) -> list[tuple[str, float]]:
+        """Find the text of each of the `nearest_rows`, with the cosine."""
+        indices, cosines = self.nearest_rows(latents)
         texts = [self.train.texts[index] for index in indices]
-        return list(zip(texts, best.tolist(), strict=True))
+        return list(zip(texts, cosines, strict=True))
+
+    def nearest_latents(self, latents: Tensor) -> Tensor:
+        """Read the training latents (B, L, Dz) of the `nearest_rows`, normalised."""
+        indices, _ = self.nearest_rows(latents)
+        rows = [self.train.table.row(index) for index in indices]
+        return self.assets.normalise(torch.stack(rows))
 
     def save_assets(self, directory: Path, start_step: int = 0) -> None:
         """Write the assets, and the ledger of a run that was started or resumed at `start_step`."""

@@ -27,6 +27,7 @@ from accel_train.domains.text.encoders import LatentEncoder, TransformerEncoder,
 from accel_train.domains.text.latent_cache import LatentRows, LatentTable, cached_latents, check_finite
 from accel_train.domains.text.latent_files import read_latents
 from accel_train.domains.text.lengths import LengthEstimate, fit_length
+from accel_train.domains.text.options import FREE_TO_CHANGE as FREE_TO_CHANGE
 from accel_train.domains.text.options import TFIDF_SVD, TRAINED
 from accel_train.domains.text.options import DataConfig as DataConfig
 from accel_train.domains.text.shard_corpus import sampled_rows
