@@ -23,6 +23,7 @@ from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
 from accel_train.domains.models import lora
 from accel_train.export.proof import packages, write_proof
+from accel_train.pipeline import Convertible
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, commit, planning, weights
 from accel_train.store.atomic_files import fsync_directory
@@ -37,7 +38,7 @@ BARE = ("torch", "safetensors")
 def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", source: Source = "model") -> int:
     """Write the weights or their EMA as ``destination/model.safetensors``, with its other files and the options.
 
-    Adapters are written as peft reads them.
+    Adapters are written as peft reads them, and as other programs do where the pipeline of their recipe says how.
 
     Beside them are model.py, which rebuilds the model with torch alone, an example of inputs and outputs, and
     verify.py, which repeats it; it is run once. They need a checkpoint whose config.json names the pipeline of its
@@ -59,6 +60,7 @@ def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", 
         write_collection(temporary, stem, tensors, precision)
         _copy_extras(found, temporary)
         atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
+        lines = _write_for_others(temporary)
         proof = _prove(temporary)
         _flush(temporary)
         os.rename(temporary, target)  # also replaces an empty directory
@@ -71,8 +73,19 @@ def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", 
     label = "weights" if source == "model" else "EMA weights"
     size = places.readable_size(places.disk_bytes(target))
     print(f"{target}: {label} of {found.path} (step {found.step}) in {precision}, {size}")
-    print(proof)
+    for line in [*lines, proof]:
+        print(line)
     return 0
+
+
+def _write_for_others(directory: Path) -> list[str]:
+    """Let the pipeline named by config.json write its weights for other programs too, and return lines about it."""
+    if not (directory / "config.json").is_file():
+        return []
+    if not loading.is_allowed(loading.read_description(directory).get("pipeline")):
+        return []
+    kind = loading.pipeline_of(directory)
+    return kind.write_for_others(directory) if isinstance(kind, Convertible) else []
 
 
 def _prove(directory: Path) -> str:

@@ -45,7 +45,8 @@ def prove_calls(
     for call, reference in different.values():
         where = f"{class_of(call)} with queries {call.inputs[0].shape}"
         try:
-            forward, backward = _errors(call, reference, device, dtype)
+            with torch.enable_grad():
+                forward, backward = _errors(call, reference, device, dtype)
         except CANNOT_RUN as error:
             raise UsageError(
                 f"{label}: cannot be used: {where}: {one_line(error)}. Use auto, sdpa or sdpa_math."
