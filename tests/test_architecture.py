@@ -102,9 +102,9 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "core", "base", "helpers", "misc"}
 CHAIN = 7
 PACKAGE_FILES = 12
 MORE_FILES = {
+    "commands": (17, "a file for each command of accel-train"),
     "speed": (15, "attention of transformers and diffusers beside our own: its choice, its calls, their proof"),
-    "data": (18, "data larger than memory: the index of shards, the reading, cache and order of blocks; the ledger"),
-    "domains.images": (30, "pictures and their caches, beside the families of pretrained pipelines and their adapters"),
+    "data": (20, "data larger than memory: index, reading, cache and order of blocks, the ledger; sources of texts"),
     "domains.text": (20, "texts in shards beside texts in memory: their split, and their dataset"),
 }
 DOMAIN_FILES = 18

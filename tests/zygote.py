@@ -26,6 +26,7 @@ import functools
 import importlib
 import json
 import os
+import pickle
 import runpy
 import select
 import signal
@@ -39,6 +40,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
+
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 IMPORTS = {
@@ -215,6 +218,32 @@ def run(
         said, wrong = (path.read_text(errors="replace") if path.exists() else "" for path in (output, errors))
     assert child.returncode is not None
     return subprocess.CompletedProcess(command, child.returncode, said, wrong)
+
+
+CALL = """
+import importlib, pathlib, pickle, sys
+_, module, name, arguments, rank = sys.argv
+function = getattr(importlib.import_module(module), name)
+function(int(rank), *pickle.loads(pathlib.Path(arguments).read_bytes()))
+"""
+
+
+def call(function: Callable[..., None], processes: int, *arguments: object, seconds: float = PATIENCE_SECONDS) -> None:
+    """Call ``function(rank, *arguments)`` in so many processes, as ``torch.multiprocessing.spawn`` does."""
+    with tempfile.TemporaryDirectory(prefix="accel-train-tests-") as folder:
+        given = Path(folder) / "arguments"
+        given.write_bytes(pickle.dumps(arguments))
+        outputs = [Path(folder) / f"{rank}.txt" for rank in range(processes)]
+        head = [sys.executable, "-c", CALL, function.__module__, function.__qualname__, str(given)]
+        children = [start([*head, str(rank)], output) for rank, output in enumerate(outputs)]
+        deadline = time.monotonic() + seconds
+        try:
+            codes = [child.wait(max(0.0, deadline - time.monotonic())) for child in children]
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+        assert codes == [0] * processes, "\n".join(output.read_text(errors="replace") for output in outputs)
 
 
 # The side of the zygote

@@ -32,7 +32,8 @@ class Series:
 
     def add(self, step: int, value: object) -> None:
         # True would be drawn as 1. Values that are not finite are left out, and `_marks` shows those of the loss.
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and isfinite(value):
             self.steps.append(step)
             self.values.append(float(value))
 
@@ -157,8 +158,9 @@ def _by_kind(lines: Records, key: str, label: str, of: str | None) -> dict[str, 
 
 def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Panel]]:
     """Return the panels of the losses, and those of the other training metrics."""
-    terms = [key for key in _keys(lines) if key.startswith("loss_") or key.endswith("_loss")]
-    memory = [key for key in _keys(lines) if key.endswith("_gib")]
+    keys = _keys(lines)
+    terms = [key for key in keys if key.startswith("loss_") or key.endswith("_loss")]
+    memory = [key for key in keys if key.endswith("_gib")]
     losses = [
         Panel("Loss", "loss", _by_kind(lines, "loss", "training loss", labels.loss_of), smooth=True),
         Panel("Loss terms", "loss", {key: _column(lines, key) for key in terms}, smooth=True),
@@ -286,7 +288,8 @@ def _draw_series(axis: Any, series: Series, panel: Panel, label: str, style: dic
         label += f": {series.values[-1]:.4g}"
     if panel.smooth and len(series.values) >= SMOOTH_FROM:
         axis.plot(series.steps, series.values, linewidth=0.8, alpha=0.3, **style)
-        axis.plot(series.steps, smoothed(series.values), linewidth=1.7, label=f"{label} (smoothed)", **style)
+        smooth = smoothed(series.values)
+        axis.plot(series.steps, smooth, linewidth=1.7, label=f"{label} (smoothed)", **style)
         return
     face = "white" if style["linestyle"] == "--" else style["color"]
     marker = "o" if len(series.values) <= 30 else ""
@@ -358,7 +361,8 @@ def _title(records: Records, path: Path) -> str:
 
 
 def _last_step(records: Records) -> int:
-    return max((r["step"] for r in records if isinstance(r.get("step"), int)), default=0)
+    steps = [record.get("step") for record in records]
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def _words(key: str) -> str:

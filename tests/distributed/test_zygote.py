@@ -112,7 +112,15 @@ def test_a_child_that_hangs_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "layout", [Layout("single", 1), Layout("ddp", 2), Layout("fsdp2", 2), Layout("zero2", 2)], ids=str
+    "layout",
+    [
+        Layout("single", 1),
+        # Implied by the others: the first is of the same zygote, the next has the same launcher and ranks.
+        pytest.param(Layout("ddp", 2), marks=pytest.mark.slow),
+        Layout("fsdp2", 2),
+        Layout("zero2", 2),
+    ],
+    ids=str,
 )
 def test_the_real_launcher_gives_the_same_bits(layout: Layout, tmp_path: Path) -> None:
     """Plain Python, and ``accel-train rehearse`` over torchrun. The other tests of strategies fork."""

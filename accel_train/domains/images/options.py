@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_train.config import Fraction, FractionBelowOne, PositiveInt, UsageError
+from accel_train.config import Fraction, FractionBelowOne, PositiveFloat, PositiveInt, UsageError
 from accel_train.domains.images import decoding
 from accel_train.domains.images.buckets import Buckets
 from accel_train.domains.images.sources import Source
@@ -62,6 +62,10 @@ class PictureDataConfig:
     cache_dir: str | None = None
     """Cache between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
 
+    cache_gib: PositiveFloat | None = None
+    """Largest size in GiB of the latents and outputs of text encoders in the cache, of all runs together. What was used
+    longest ago is deleted first, and nothing that a live run uses. null: no limit."""
+
     def __post_init__(self) -> None:
         _ = self.buckets
         decoding.colour(self.background)
@@ -81,6 +85,11 @@ class PictureDataConfig:
     def buckets(self) -> Buckets:
         """The sizes that pictures are scaled to."""
         return Buckets(self.resolutions, self.bucket_step, self.max_aspect)
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """`cache_gib` in bytes."""
+        return None if self.cache_gib is None else int(self.cache_gib * 2**30)
 
     def source(self, path: str, option: str = "--data.path") -> Source:
         """Return what is read at `path`."""

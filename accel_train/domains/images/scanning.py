@@ -22,8 +22,15 @@ from accel_train.data.progress import Progress
 from accel_train.domains.images import decoding
 from accel_train.domains.images.decoding import PictureError
 from accel_train.domains.images.folders import list_folder
-from accel_train.domains.images.sources import Bytes, Entry, LeftOut, Listing, Source, left_out_notices
-from accel_train.domains.images.tables import is_saved_dataset, list_dataset, list_shards
+from accel_train.domains.images.sources import (
+    Bytes,
+    Entry,
+    LeftOut,
+    Listing,
+    Source,
+    is_saved_dataset,
+    left_out_notices,
+)
 
 SCAN_FORMAT = 1
 
@@ -110,6 +117,9 @@ def read_pictures(
 
 def list_pictures(source: Source, cache: Path) -> Listing:
     """List a folder, parquet or Arrow files, a saved dataset or one of the Hub. Reads no picture."""
+    # Tables are read by much that folders have no use for.
+    from accel_train.domains.images.tables import list_dataset, list_shards
+
     path = expand_path(source.path)
     if path.suffix in (".parquet", ".arrow") or _has_tables(path):
         return list_shards(source, cache)

@@ -90,8 +90,10 @@ class Conditioning(nn.Module):
         own = parameters[:, : self.counts[task]].float() / PARAMETER_RANGE
         # The constant serves tasks without parameters. Its weights also distinguish the tasks.
         constant = torch.ones_like(dt)[:, None]
-        features = torch.cat((constant, waves(own, PARAMETER_OCTAVES, periodic=False)), dim=-1)
-        return self.project(F.silu(self.time(dt) + self.parameters_of[task](features)))
+        own_waves = waves(own, PARAMETER_OCTAVES, periodic=False)
+        features = torch.cat((constant, own_waves), dim=-1)
+        embedded = self.time(dt) + self.parameters_of[task](features)
+        return self.project(F.silu(embedded))
 
 
 def parameter_features(count: int) -> int:
@@ -111,16 +113,22 @@ class LatentOperator(nn.Module):
         self.stages = model.stages
         self.octaves = model.octaves
         self.grids = [config.grid(task) for task in config.tasks]
-        self.enter = nn.Identity() if model.latent == model.width else nn.Linear(model.latent, model.width)
-        self.places = nn.ModuleList(nn.Linear(g.wave_features(model.octaves), model.width) for g in self.grids)
+        self.enter = nn.Identity()
+        if model.latent != model.width:
+            self.enter = nn.Linear(model.latent, model.width)
+        width = model.width
+        features = [grid.wave_features(model.octaves) for grid in self.grids]
+        self.places = nn.ModuleList(nn.Linear(count, width) for count in features)
         self.blocks = nn.ModuleList(ModulatedBlock(model.block()) for _ in range(sum(self.stages)))
-        self.skips = nn.ModuleList(nn.Linear(model.width, model.width) for _ in range(len(self.stages) // 2))
+        pairs = len(self.stages) // 2
+        self.skips = nn.ModuleList(nn.Linear(width, width) for _ in range(pairs))
         self.leave = nn.Linear(model.width, model.latent)
 
     def forward(self, z: Tensor, conditioning: Tensor, task: int, keep: Tensor | None) -> Tensor:
         """Advance tokens. conditioning (B, width) is before SiLU, keep (B, blocks) is of `drop_path` or None."""
         x = self.enter(z)
-        x = x + self.place(task).to(x.dtype)[: x.shape[1]]
+        place = self.place(task).to(x.dtype)
+        x = x + place[: x.shape[1]]
         conditioning = F.silu(conditioning).to(x.dtype)
         skips: list[Tensor] = []
         middle = len(self.stages) // 2
@@ -128,21 +136,25 @@ class LatentOperator(nn.Module):
         for stage, depth in enumerate(self.stages):
             if stage > middle:
                 skip = skips.pop()
-                x = double(x, skip.shape[1]) + self.skips[stage - middle - 1](skip)
+                doubled = double(x, skip.shape[1])
+                x = doubled + self.skips[stage - middle - 1](skip)
             for number in range(first, first + depth):
-                x = self.blocks[number](x, conditioning, None if keep is None else keep[:, number])
+                kept = None if keep is None else keep[:, number]
+                x = self.blocks[number](x, conditioning, kept)
             first += depth
             if stage < middle:
                 skips.append(x)
                 x = halve(x)
-        return self.leave(F.layer_norm(x, x.shape[-1:], eps=NORM_EPS))
+        normalised = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+        return self.leave(normalised)
 
     def place(self, task: int) -> Tensor:
         """Embed the positions of the task's tokens: (N, width)."""
         grid = self.grids[task]
         layer = cast(nn.Linear, self.places[task])
         points = grid.coordinates(layer.weight.device, of_tokens=True)
-        return layer(waves(points, self.octaves, grid.periodic).to(layer.weight.dtype))
+        features = waves(points, self.octaves, grid.periodic)
+        return layer(features.to(layer.weight.dtype))
 
 
 # ------------------------------------------------------------------------------------------------------------ model
@@ -171,7 +183,8 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         )
         self.conditioning = Conditioning(config)
         self.operator = LatentOperator(config)
-        self.decoder = AnyPointDecoder(self.grids, [task.heads for task in config.tasks], model.decoder())
+        heads = [task.heads for task in config.tasks]
+        self.decoder = AnyPointDecoder(self.grids, heads, model.decoder())
         self.apply(initialise)
         nn.init.zeros_(self.operator.leave.weight)  # it starts as persistence
         # Built last, so the other weights start with the same values with and without it.
@@ -229,8 +242,10 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         """Connect every output to every parameter, without changing a value."""
         # Zero times the outputs of the unused modules. A sum over the parameters would not do, because sharded weights
         # exist only inside the forward of their own module.
-        tensors = [*self._unused(task, output), *(x for x in output if x is not None)]
-        zero = torch.stack([x.float().sum() for x in tensors]).sum() * 0
+        present = [x for x in output if x is not None]
+        tensors = [*self._unused(task, output), *present]
+        sums = [x.float().sum() for x in tensors]
+        zero = torch.stack(sums).sum() * 0
         return PdeOutput._make(None if x is None else x + zero.to(x.dtype) for x in output)
 
     def _correct(self, fields: ResidualGuess, conditioning: Tensor, task: int) -> PdeOutput:
@@ -252,11 +267,15 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         present = [z for z in latents if z is not None]
         if not present:
             return [None, None, None]
-        decoded = iter(self.decoder(torch.cat(present), points, task).chunk(len(present)))
+        together = self.decoder(torch.cat(present), points, task)
+        decoded = iter(together.chunk(len(present)))
         of_target = slice(0, shape.target_channels)
         of_input = of_target if shape.same_fields else slice(shape.target_channels, None)
         channels = (of_input, of_target, of_target)
-        return [None if z is None else next(decoded)[:, own] for z, own in zip(latents, channels, strict=True)]
+        fields: list[Tensor | None] = []
+        for latent, own in zip(latents, channels, strict=True):
+            fields.append(None if latent is None else next(decoded)[:, own])
+        return fields
 
     def _reencode(self, target_latent: Tensor, task: int) -> Tensor:
         shape = self.config.tasks[task]
@@ -268,7 +287,8 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         """Run the modules unused by this output on zeros and yield their outputs."""
         like = next(x for x in output if x is not None)
         # The operator halves them once per stage on the way to its middle, where IDLE_TOKENS have to be left.
-        tokens = min(IDLE_TOKENS << len(self.config.model.stages) // 2, math.prod(self.grids[task].cells))
+        halvings = len(self.config.model.stages) // 2
+        tokens = min(IDLE_TOKENS << halvings, math.prod(self.grids[task].cells))
         token = like.new_zeros(1, tokens, self.config.model.latent)
         for other in range(len(self.grids)):
             if other == task:
@@ -296,7 +316,8 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         if not self.config.tasks[task].same_fields and output.target_latent is None:
             yield self._target_encoder(task)(target)
         if output.predicted_latent is None:
-            yield self.operator(token, self.conditioning(numbers[:, 0], numbers[:, 1:], task), task, None)
+            conditioning = self.conditioning(numbers[:, 0], numbers[:, 1:], task)
+            yield self.operator(token, conditioning, task, None)
         if all(x is None for x in output[2:5]) and output.prediction is None:  # nothing was decoded
             yield self.decoder(token, point, task)
 

@@ -25,6 +25,7 @@ from accel_train.speed.attention import apply_attention
 from accel_train.speed.attention_kernels import build_attention
 from accel_train.speed.options import ActivationCheckpointingConfig
 from accel_train.training.parameters import kinds
+from tests import zygote
 
 TASKS = (
     TaskShape("advection", 1, 1, (1, 16), parameters=1, periodic=True),
@@ -761,7 +762,7 @@ def one_of_two(rank: int, strategy: str, directory: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes_have_the_gradients_of_one(strategy: str, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(one_of_two, (strategy, str(tmp_path)), nprocs=2)
+    zygote.call(one_of_two, 2, strategy, str(tmp_path))
     gradients = torch.load(tmp_path / "gradients.pt", weights_only=True)
     net = build(SMALL_REFINING)
     for stage in (*STAGES, "correcting"):

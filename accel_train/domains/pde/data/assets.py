@@ -89,7 +89,8 @@ class FieldAssets:
                 )
             values = torch.where(logarithmic, values.log(), values)
         scaled = own.parameter.normalise(values, trailing=0)
-        return torch.nn.functional.pad(scaled, (0, self.parameter_count - values.shape[-1]))
+        missing = self.parameter_count - values.shape[-1]
+        return torch.nn.functional.pad(scaled, (0, missing))
 
     def save(self, directory: Path) -> None:
         """Write fields.json into a new folder."""
@@ -113,7 +114,10 @@ def load_field_assets(directory: Path) -> FieldAssets:
 
 
 def _task(facts: dict[str, Any]) -> FieldTask:
-    scales = {name: Scale(*map(tuple, facts[name].values())) for name in ("input", "target", "parameter")}
-    lists = {name: tuple(facts.get(name, ())) for name in ("grid", "parameters", "logarithmic")}
-    values: dict[str, Any] = {**facts, **lists, **scales}
+    values = dict(facts)
+    for name in ("grid", "parameters", "logarithmic"):
+        values[name] = tuple(facts.get(name, ()))
+    for name in ("input", "target", "parameter"):
+        numbers = [tuple(part) for part in facts[name].values()]
+        values[name] = Scale(*numbers)
     return FieldTask(**values)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.data.datasets import Batch
 from accel_train.domains.pde.data.assets import WIDE, FieldAssets, FieldTask
 from accel_train.domains.pde.data.files import (
     DEFAULT_CACHE_MIB,
@@ -64,13 +65,14 @@ class FieldRows:
         """Rows of one sample."""
         return self.data.shape[0] - self.time_stride if self.task.has_time else 1
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         """Return input (C, H, W), target (C', H, W) and parameters (P,), float32 and normalised, and dt ()."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return {name: values[0] for name, values in self.batch([index]).items()}
+        batch = self.batch([index])
+        return {name: values[0] for name, values in batch.items()}
 
-    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+    def batch(self, indices: list[int]) -> Batch:
         """Stack rows, with leading dimension B."""
         samples: list[int] = []
         snapshots: list[Array] = []
@@ -83,7 +85,8 @@ class FieldRows:
         if self.task.has_time:
             input, target = values.unbind(1)
         else:
-            input, target = values[:, 0].split([self.task.input_channels, self.task.target_channels], dim=1)
+            channels = [self.task.input_channels, self.task.target_channels]
+            input, target = values[:, 0].split(channels, dim=1)
         return {
             "input": self.task.input.normalise(input),
             "target": self.task.target.normalise(target),
@@ -102,7 +105,8 @@ class FieldRows:
         if not self.task.has_time:
             raise ValueError(f"task {self.task.name} has no time, so there is no trajectory")
         values = self.data.snapshots(sample, slice(None, None, self.time_stride))
-        return Trajectory(self.task.input.normalise(torch.from_numpy(values)), self.parameters[sample])
+        fields = self.task.input.normalise(torch.from_numpy(values))
+        return Trajectory(fields, self.parameters[sample])
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,11 +123,11 @@ class JoinedRows:
     def __len__(self) -> int:
         return sum(self.sizes)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         part, row = self._place(index)
         return self.parts[part][row]
 
-    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+    def batch(self, indices: list[int]) -> Batch:
         """Stack rows of one task. Rows of different tasks have different shapes and are refused."""
         parts, rows = zip(*map(self._place, indices), strict=True)
         if len(set(parts)) > 1:
@@ -182,11 +186,17 @@ def build_field_data(
     # Mismatched files of any task are refused before the first pass over the contents.
     data: dict[str, dict[str, Fields]] = {}
     for name, splits in stored.items():
-        data[name] = {split: join_files(name, files, time_stride, cache_bytes) for split, files in splits.items()}
+        data[name] = {}
+        for split, files in splits.items():
+            data[name][split] = join_files(name, files, time_stride, cache_bytes)
     facts = {name: cached_facts(both, cache, rank, barrier) for name, both in data.items()}
-    tasks = [_describe(stored[name], data[name]["train"], facts[name]["train"], time_stride) for name in stored]
+    tasks: list[FieldTask] = []
+    for name, splits in stored.items():
+        task = _describe(splits, data[name]["train"], facts[name]["train"], time_stride)
+        tasks.append(task)
     assets = FieldAssets(tuple(tasks))
-    digest = hashlib.sha256(json.dumps([facts, _fingerprinted(assets), time_stride]).encode())
+    described = json.dumps([facts, _fingerprinted(assets), time_stride])
+    digest = hashlib.sha256(described.encode())
     rows: dict[str, dict[str, FieldRows]] = {"train": {}, "heldout": {}}
     for task in assets.tasks:
         for split, fields in data[task.name].items():
@@ -199,7 +209,8 @@ def build_field_data(
     notices = [_describe_sizes(train[name], heldout[name]) for name in stored]
     for name in stored:
         notices += _scale_notices(data[name]["train"], assets.task(name))
-    return FieldData(JoinedRows(tuple(train.values())), train, heldout, assets, digest.hexdigest(), tuple(notices))
+    joined = JoinedRows(tuple(train.values()))
+    return FieldData(joined, train, heldout, assets, digest.hexdigest(), tuple(notices))
 
 
 def _parameters(files: Sequence[StoredFields]) -> Array:
@@ -289,9 +300,12 @@ def _parameter_scale(train: Sequence[StoredFields]) -> tuple[Scale, tuple[bool, 
     """Compute the scale of the parameters, and a flag for each logarithmic one (none: empty)."""
     values = _parameters(train).astype(np.float64)
     # One scale per parameter: on a linear one the small values of a wide range would be hard to tell apart.
-    wide = (values.min(0) > 0) & (values.max(0) > WIDE * values.min(0))
-    values = np.where(wide, np.log(np.where(wide, values, 1.0)), values)
+    smallest = values.min(0)
+    wide = (smallest > 0) & (values.max(0) > WIDE * smallest)
+    positive = np.where(wide, values, 1.0)
+    values = np.where(wide, np.log(positive), values)
     deviation = values.std(0)
     deviation = np.where(deviation > 0, deviation, 1.0)  # a constant parameter
     logarithmic = tuple(wide.tolist()) if wide.any() else ()
-    return Scale(tuple(values.mean(0).tolist()), tuple(deviation.tolist())), logarithmic
+    mean = tuple(values.mean(0).tolist())
+    return Scale(mean, tuple(deviation.tolist())), logarithmic
