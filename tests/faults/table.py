@@ -23,7 +23,7 @@ ELSEWHERE = {
     "F54": "a loader worker that dies or hangs is not injected yet",
 }
 """Rows without a line, and why."""
-ROWS = [*(f"F{number}" for number in range(1, 59)), *(f"R{number}" for number in range(1, 7))]
+ROWS = [*(f"F{number}" for number in range(1, 59)), *(f"R{number}" for number in range(1, 9))]
 """The matrix of faults, and the rows that a review added to it."""
 
 Line = tuple[str, str, str, str]
