@@ -102,7 +102,11 @@ def _write_merged(
     write_collection(staged, "model", tensors, "fp32")
     _copy_extras(checkpoint, staged)
     _describe_base(checkpoint, staged)
-    kind.write_merged(staged, directory, precision)
+    try:
+        kind.write_merged(staged, directory, precision)
+    except UsageError as error:
+        # The staged folder is gone when the message is read.
+        raise UsageError(str(error).replace(str(staged), str(checkpoint.path))) from None
     shutil.rmtree(staged)
 
 

@@ -16,7 +16,7 @@ from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.language import pretrained
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.models import quantised
-from accel_train.domains.models.adapters import add_adapter, embeds_base, has_ema
+from accel_train.domains.models.adapters import add_adapter, embeds_base, has_ema, is_adapter
 from accel_train.domains.models.lora import ADAPTER, CPU, BasePrecision, freeze_base
 from accel_train.pipeline import ADAPTER_DESCRIPTION
 from accel_train.precision import Precision, dtype_of
@@ -147,6 +147,11 @@ def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, referenc
     ``reference`` has the files of its weights. Raises ``UsageError`` for adapters of another base.
     """
     for name, directory in adapters.items():
+        if not is_adapter(directory):
+            raise UsageError(
+                f"adapters {name}={directory}: holds no adapters but a whole model; give a run with --lora.rank, or a "
+                "folder of peft"
+            )
         recorded = base_reference(directory)
         if recorded is None or reference is None:
             logger.warning("%s: nothing says which files its base is, so it is not compared with %s", directory, owner)

@@ -171,6 +171,7 @@ class Body(nn.Module):
         self.layers = nn.ModuleList(Block(config, window) for window in windows(config))
         self.norm = nn.RMSNorm(width, eps=float(config["rms_norm_eps"]))
         head_dim = int(config.get("head_dim") or width // int(config["num_attention_heads"]))
+        self.frequencies: Tensor
         self.register_buffer("frequencies", frequencies(config, head_dim), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
