@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 from accel_train.config import UsageError, expand_path
 from accel_train.options.tree import to_tree
@@ -101,6 +101,16 @@ class Pipeline(Protocol):
 
     def examples(self) -> Sequence[Example]:
         """Return fixed calls that reach every part of the model that a user of it may need."""
+        ...
+
+
+@runtime_checkable
+class Convertible(Protocol):
+    """Pipeline whose weights other programs read in forms of their own."""
+
+    @classmethod
+    def write_for_others(cls, directory: Path) -> list[str]:
+        """Write further files into an export, beside its weights and config.json, and return lines about them."""
         ...
 
 

@@ -16,11 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, startup
-from accel_train.config import UsageError
 from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
 from accel_train.domains.language import flops, perplexity, pipeline, prepare, pretrained, samples
@@ -35,6 +33,7 @@ from accel_train.training.optimizers import set_learning_rate
 from accel_train.training.shards import plain_module
 
 logger = logging.getLogger("recipes.causal_lm")
+PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "causal_lm_demo"
 OWN_ROWS = (
     "train it on your own rows: accelerate launch recipes/causal_lm.py --data.path FILE.txt --output_dir runs/mine",
@@ -48,6 +47,7 @@ class Config(experiment.ExperimentConfig):
     """Causal language model of transformers, on plain text, completions or chats."""
 
     recipe: ClassVar = experiment.Recipe(
+        # Runs of before have the last one, in whose place there is --attention.
         free_to_change=("evaluation", "data.cache_dir", "model.attn_implementation"),
         labels=Labels(units={"nll": "nats per token", "accuracy": "fraction"}, titles={"nll": "NLL"}),
         first_options=("model.source", "lora.rank", "data.path", "data.max_length", "data.packing", "evaluation.every"),
@@ -64,11 +64,6 @@ class Config(experiment.ExperimentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         pretrained.refuse_adapters_without_source(self.model, self.lora)
-        if self.attention != "auto":
-            raise UsageError(
-                f"attention {self.attention}: this model's attention is that of transformers; leave the option out and "
-                "give --model.attn_implementation: eager, sdpa, flash_attention_2 or flex_attention"
-            )
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
@@ -93,7 +88,8 @@ class LanguageModel:
 
 def loss_sum(model: LanguageModel, batch: Batch) -> Tensor:
     """Sum the loss over a micro-batch, in fp32. The window divides by the tokens of the global batch."""
-    return perplexity.loss_sum(model.logits(batch), perplexity.targets(batch))
+    logits = model.logits(batch)
+    return perplexity.loss_sum(logits, perplexity.targets(batch))
 
 
 def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
@@ -105,17 +101,18 @@ def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
-def evaluate(
-    config: Config, accelerator: Accelerator, prepared: Prepared, model: LanguageModel, data: prepare.LanguageData
-) -> dict[str, float]:
+def evaluate(config: Config, prepared: Prepared, model: LanguageModel, data: prepare.LanguageData) -> dict[str, float]:
     """Compute held-out perplexity and write samples.md, with the EMA weights. Every process calls it."""
     options = config.evaluation
+    accelerator = prepared.accelerator
     unigram = data.unigram.to(accelerator.device)
     with evaluation.evaluating(prepared.model, prepared.ema):
         batches = evaluation.heldout_batches(accelerator, data.heldout, options.samples, options.batch_size)
-        sums = evaluation.weighted_sums(
-            accelerator, batches, lambda batch: perplexity.metric_sums(model.logits(batch), batch, unigram)
-        )
+
+        def sums_of(batch: Batch) -> dict[str, Tensor]:
+            return perplexity.metric_sums(model.logits(batch), batch, unigram)
+
+        sums = evaluation.weighted_sums(accelerator, batches, sums_of)
         module = plain_module(prepared.model)
         written = samples.write(module, data, options, config.seed, processes=accelerator.num_processes)
     metrics = perplexity.metrics_from_sums(sums)
@@ -129,7 +126,7 @@ def evaluate(
 @one_run
 def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
-    config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
+    config = load_config(Config, argv, presets=PRESETS, default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
     data = startup.prepare_data(accelerator, partial(prepare.prepare_data, config.data, config.model))
     order = StepSampler(len(data.train), config.global_batch_size, config.seed)
@@ -147,15 +144,17 @@ def main(argv: Sequence[str]) -> int:
 
     # Other weights than those of the source come later, from a checkpoint or from init_from.
     fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
-    build = partial(pretrained.build, adapters=config.lora, precision=config.precision, load_source=fresh)
-    plain = preparation.build_model(opened, build, config.model, shape, accelerator.device)
-    logs.info(logger, pretrained.describe_attention(config.model, plain), *describe_lora(plain, config.lora))
+    build = partial(pretrained.build, config.model, shape, load_source=fresh, adapters=config.lora)
+    plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
+    logs.info(logger, *describe_lora(plain, config.lora))
     if config.data.packing:
         logs.info(logger, pretrained.check_packing(plain))
     flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
-    prepared = preparation.prepare(opened, plain, base=pretrained.base_of(config.model, shape, config.lora))
+    base = pretrained.base_of(config.model, shape, config.lora)
+    example = partial(pretrained.attention_example, packing=config.data.packing)
+    prepared = preparation.prepare(opened, plain, base=base, example=example)
     model = LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
-    run_evaluation = partial(evaluate, config, accelerator, prepared, model, data)
+    run_evaluation = partial(evaluate, config, prepared, model, data)
     if config.evaluate_only:
         return loop.evaluate_only(opened, run_evaluation)
 
@@ -167,7 +166,8 @@ def main(argv: Sequence[str]) -> int:
         for batches in training:
             set_learning_rate(prepared.optimizer, opened.learning_rate_factor(batches.step))
 
-            window = prepared.window([weigh(batch) for batch in batches.micro_batches], {"nll": 1.0}, batches.step)
+            weighted = [weigh(batch) for batch in batches.micro_batches]
+            window = prepared.window(weighted, {"nll": 1.0}, batches.step)
             # Gradients stay local until the last micro-batch.
             for batch in window:
                 window.backward(loss_sum(model, batch))

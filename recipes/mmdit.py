@@ -1,6 +1,7 @@
-"""Train a multimodal diffusion transformer on text and on latents of that text.
+"""Train a multimodal diffusion transformer on text and on latents of that text, or on captions and pictures.
 
     accelerate launch recipes/mmdit.py                                              # the demo, on anything
+    accelerate launch recipes/mmdit.py image_demo                                   # pictures from captions, and back
     accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/mmdit.py base --data.path my.jsonl
 
 Text is learned by masked diffusion, latents by rectified flow or DDPM: text from its latent (l2t), the latent from
@@ -14,16 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
 from accel_train.data import sampler
-from accel_train.data.loader import StepBatches
 from accel_train.domains.diffusion import latents, masked_text, timesteps
+from accel_train.domains.images import captioned, picture_scores
 from accel_train.domains.models import flops, mmdit
 from accel_train.domains.text import baseline_scores, both_ways, dataset, modes, pipeline, prepare, samples
 from accel_train.metrics import evaluation, logs, records
@@ -31,9 +30,11 @@ from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
-from accel_train.training import accumulation, optimizers
+from accel_train.training import optimizers
+from accel_train.training.accumulation import Batch
 
 logger = logging.getLogger("recipes.mmdit")
+PRESETS = Path(__file__).parent / "presets"
 
 
 # ---------------------------------------------------------------------------------------------------------- config
@@ -42,16 +43,7 @@ class Config(experiment.ExperimentConfig):
     """Multimodal diffusion transformer: text and latents, learned in both directions."""
 
     recipe: ClassVar = experiment.Recipe(
-        free_to_change=(
-            *(
-                "evaluation",
-                "data.cache_dir",
-                "data.cache_mib",
-                "data.changed",
-                "data.encoder_batch_size",
-                "data.workers",
-            ),
-        ),
+        free_to_change=("evaluation", *prepare.FREE_TO_CHANGE),
         labels=Labels(
             loss_of="mode",
             units={"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"},
@@ -66,44 +58,49 @@ class Config(experiment.ExperimentConfig):
     output_dir: str = "runs/mmdit-demo"
     model: mmdit.ModelConfig = field(default_factory=mmdit.ModelConfig)
     data: prepare.DataConfig = field(default_factory=prepare.DataConfig)
+    pictures: captioned.PictureConfig = field(default_factory=captioned.PictureConfig)
     modes: modes.ModeConfig = field(default_factory=modes.ModeConfig)
     text: masked_text.TextDiffusionConfig = field(default_factory=masked_text.TextDiffusionConfig)
     latent: latents.LatentDiffusionConfig = field(default_factory=latents.LatentDiffusionConfig)
+    times: timesteps.TimeConfig = field(default_factory=timesteps.TimeConfig)
     evaluation: both_ways.EvaluationConfig = field(default_factory=both_ways.EvaluationConfig)
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds tokens, text_mask, maskable (B, S) and latent (B, L, D). The loader adds weight, sample, occurrence and
 # position (B,). The weight of padding is 0, so that every process runs equally many micro-batches.
-def corrupt(
-    config: Config, batch: accumulation.Batch, step: int, mask_id: int
-) -> tuple[accumulation.Batch, dict[str, Tensor]]:
+def corrupt(config: Config, batch: Batch, step: int, mask_id: int) -> tuple[Batch, dict[str, Tensor]]:
     """Return the model's inputs and the weight of each loss term. Draws are keyed by sample, never by process."""
     text_time, latent_time = draw_times(config, batch, step)
 
     def keys(stream: str) -> Tensor:
         return rng.sample_keys(config.seed, stream, step, batch["occurrence"])
 
-    draws = rng.uniform(keys("mask"), batch["tokens"].shape[1:])
-    noisy_tokens, masked = masked_text.corrupt(batch["tokens"], batch["maskable"], text_time, draws, mask_id)
-    noise = rng.normal(keys("noise"), batch["latent"].shape[1:])
+    tokens = batch["tokens"]
+    maskable = batch["maskable"]
+    draws = rng.uniform(keys("mask"), tokens.shape[1:])
+    noisy_tokens, masked = masked_text.corrupt(tokens, maskable, text_time, draws, mask_id)
+    latent = batch["latent"]
+    noise = rng.normal(keys("noise"), latent.shape[1:])
     inputs = batch | {
         "noisy_tokens": noisy_tokens,
         "masked": masked,
         "text_time": text_time,
-        "noisy_latent": latents.add_noise(batch["latent"], noise, latent_time, config.latent),
-        "latent_target": latents.target(batch["latent"], noise, latent_time, config.latent),
+        "noisy_latent": latents.add_noise(latent, noise, latent_time, config.latent),
+        "latent_target": latents.target(latent, noise, latent_time, config.latent),
         "latent_time": latent_time,
     }
-    text_weight = masked_text.term_weight(masked, batch["maskable"], batch["weight"], config.text.weighting)
-    return inputs, {"text": text_weight, "latent": batch["weight"].sum()}
+    weight = batch["weight"]
+    text_weight = masked_text.term_weight(masked, maskable, weight, config.text.weighting)
+    return inputs, {"text": text_weight, "latent": weight.sum()}
 
 
-def draw_times(config: Config, batch: accumulation.Batch, step: int) -> tuple[Tensor, Tensor]:
+def draw_times(config: Config, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
     """Draw the diffusion times of text and latent, (B,) each. The mode fixes the time of its condition."""
     mode = modes.mode_of_step(config.modes, config.seed, step)
-    text_time = timesteps.training_times(batch, config.seed, "time", step, config.global_batch_size)
-    latent_time = timesteps.training_times(batch, config.seed, "latent_time", step, config.global_batch_size, axis=1)
+    times = partial(timesteps.training_times, batch, config.seed, step=step, global_batch_size=config.global_batch_size)
+    text_time = times("time")
+    latent_time = times("latent_time", axis=1, config=config.times)
     keys = rng.sample_keys(config.seed, "condition", step, batch["occurrence"])
     # A condition is clean at time 0. At time 1 it is pure noise, which the model reads as an absent condition.
     condition_time = (rng.uniform(keys) < config.modes.conditioning_dropout).float()
@@ -114,54 +111,50 @@ def draw_times(config: Config, batch: accumulation.Batch, step: int) -> tuple[Te
     return text_time, latent_time
 
 
-def loss_sums(config: Config, model: nn.Module, inputs: accumulation.Batch, mask_id: int) -> dict[str, Tensor]:
+def loss_sums(config: Config, model: nn.Module, inputs: Batch, mask_id: int) -> dict[str, Tensor]:
     """Sum each loss term over a micro-batch, in fp32. The window divides by the weights of the global batch."""
+    text_time = inputs["text_time"]
     output = model(
-        inputs["noisy_tokens"], inputs["noisy_latent"], inputs["text_time"], inputs["latent_time"], inputs["text_mask"]
+        inputs["noisy_tokens"], inputs["noisy_latent"], text_time, inputs["latent_time"], inputs["text_mask"]
     )
     text = masked_text.loss_sums(
-        output.text_logits, inputs["tokens"], inputs["masked"], inputs["text_time"], mask_id, config.text.weighting
+        output.text_logits, inputs["tokens"], inputs["masked"], text_time, mask_id, config.text.weighting
     )
     latent = latents.losses(output.latents, inputs["latent_target"], config.latent)
-    return {"text": (text * inputs["weight"]).sum(), "latent": (latent * inputs["weight"]).sum()}
-
-
-def work(shape: mmdit.MultimodalMMDiTConfig, batches: StepBatches) -> dict[str, Tensor | int]:
-    """Count this process's part of a step, for the throughput."""
-    tokens = [(batch["text_mask"].sum(-1) * batch["weight"]).sum() for batch in batches.micro_batches]
-    sizes = [batch["tokens"].shape for batch in batches.micro_batches]  # (B, S)
-    forward = sum(b * flops.flops_per_sample(shape, s, shape.max_latent_length) for b, s in sizes)
-    return {
-        "tokens": torch.stack(tokens).sum(),
-        "padded_tokens": sum(b * s for b, s in sizes),
-        "flops": flops.TRAINING_FACTOR * forward,
-    }
+    latent = latent * timesteps.loss_weight(inputs["latent_time"], config.times.weighting)
+    weight = inputs["weight"]
+    return {"text": (text * weight).sum(), "latent": (latent * weight).sum()}
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
-    config: Config, accelerator: Accelerator, prepared: Prepared, data: dataset.PreparedData
+    config: Config,
+    prepared: Prepared,
+    data: dataset.PreparedData,
+    scores: picture_scores.PictureScores | None,
+    step: int,
 ) -> dict[str, float]:
-    """Compute held-out metrics and write samples.md, with the EMA weights. Every process calls it.
-
-    The metrics are the same on any layout.
-    """
+    """Compute held-out metrics, the same on any layout, and write the report, with the EMA weights. Collective."""
     options = config.evaluation
+    accelerator = prepared.accelerator
     # A stop request ends the evaluation between two forwards.
     forward = evaluation.interruptible(prepared.model)
     both = both_ways.BothWays(forward, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent)
     with evaluation.evaluating(prepared.model, prepared.ema):
         pairs = evaluation.heldout_pairs(accelerator, data.heldout, options.samples, options.batch_size)
-        sums = evaluation.weighted_sums(accelerator, pairs, lambda pair: both.metric_sums(*pair, options.timesteps))
+        sums = evaluation.weighted_sums(
+            accelerator, pairs, lambda pair: both.metric_sums(*pair, options.timesteps, scores)
+        )
         shown = evaluation.first_samples(accelerator, data.heldout, options.shown)
-        tokens = both.sample_text(shown)
-        sampled = both.sample_latents(shown)
-    metrics = both_ways.metrics_from_sums({name: float(total) for name, total in sums.items()}, options.timesteps)
+        drawn = both.sample_all(shown, unconditional=scores is not None)
+    metrics = both_ways.metrics_from_sums(sums, options.timesteps) | picture_scores.metrics(scores, sums)
     # Files and baselines need one process. Only the main process records metrics.
     if accelerator.is_main_process:
-        samples.report_samples(config.report_directory, data, tokens, sampled)
+        samples.report_samples(config.report_directory, data, drawn.tokens, drawn.latents)
+        if scores is not None:
+            scores.report(config.report_directory, step, shown, drawn, data.nearest_latents(drawn.latents))
         metrics |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
-    logs.info(logger, *both_ways.summary(metrics))
+    logs.info(logger, *both_ways.summary(metrics), *picture_scores.summary(metrics))
     return metrics
 
 
@@ -176,36 +169,46 @@ def save_extras(
     data.save_assets(directory / "assets", start_step)
 
 
+def prepare_data(
+    config: Config, device: str, earlier: Path | None, **processes: Any
+) -> tuple[dataset.PreparedData, picture_scores.PictureScores | None]:
+    """Prepare texts with their latents, or captions with their pictures as latents. Every process calls it."""
+    pictures = captioned.prepare_pictures(config.pictures, config.data, **processes)
+    options = pictures.rows(config.data) if pictures else config.data
+    data = prepare.prepare_data(options, device=device, earlier=earlier, **processes)
+    return data, picture_scores.build_scores(pictures, data.assets.denormalise, data.tokenizer.decode)
+
+
 @one_run
 def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
-    config = load_config(Config, argv, presets=Path(__file__).parent / "presets").config
+    config = load_config(Config, argv, presets=PRESETS).config
     accelerator = startup.start(config)
     earlier = startup.earlier_assets(config)
-    prepare_data = partial(prepare.prepare_data, config.data, device=str(accelerator.device), earlier=earlier)
-    data = startup.prepare_data(accelerator, prepare_data)
+    preparing = partial(prepare_data, config, str(accelerator.device), earlier)
+    data, scores = startup.prepare_data(accelerator, preparing)
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed, blocks=data.train.order)
     opened = experiment.open_experiment(
         config,
         accelerator,
         dataset_size=len(data.train),
         fingerprint=data.fingerprint,
-        notices=data.notices,
-        metrics=baseline_scores.metric_names(data),
+        notices=[*data.notices, *picture_scores.notices(scores)],
+        metrics=[*baseline_scores.metric_names(data), *picture_scores.metric_names(scores)],
     )
     if opened.finished:
         return experiment.nothing_to_do(opened)
 
     mask_id = data.tokenizer.mask_id
-    shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape)
+    grid = scores.pictures.grid if scores else None
+    shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape, grid)
     model = preparation.build_model(opened, mmdit.MultimodalMMDiT, shape)
     needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
     prepared = preparation.prepare(opened, model, needs, modes.freezable(config.modes))
-    model = prepared.model
     optimizer = prepared.optimizer
-    run_evaluation = partial(evaluate, config, accelerator, prepared, data)
+    run_evaluation = partial(evaluate, config, prepared, data, scores)
     if config.evaluate_only:
-        return loop.evaluate_only(opened, run_evaluation)
+        return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
     write_extras = partial(save_extras, config, shape, data, opened.start_step)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
@@ -219,17 +222,17 @@ def main(argv: Sequence[str]) -> int:
             window = prepared.window(corrupted, modes.coefficients(config.modes, mode), step)
             # Gradients stay local until the last micro-batch.
             for inputs in window:
-                window.backward(loss_sums(config, model, inputs, mask_id))
+                window.backward(loss_sums(config, prepared.model, inputs, mask_id))
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             prepared.ema.update(step)
 
-            training.report(batches, result, mode=mode, **work(shape, batches))
+            training.report(batches, result, mode=mode, **flops.work(shape, batches.micro_batches))
             # Save before the evaluation, so that one that fails loses nothing.
             training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
-                training.evaluate(run_evaluation)
+                training.evaluate(partial(run_evaluation, batches.done))
     return loop.finish(training)
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
@@ -26,28 +25,30 @@ from accel_train.data import task_sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.models import token_blocks
 from accel_train.domains.pde import (
-    equations,
     flops,
     losses,
     operator_learning,
     pictures,
     pipeline,
     residual_diffusion,
-    rows,
     scores,
     tokens,
     transformer,
 )
+from accel_train.domains.pde.data import equations, rows
 from accel_train.domains.pde.operator_learning import StepObjective
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
+from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig
 from accel_train.metrics import evaluation, logs, records
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
-from accel_train.training import accumulation, optimizers
+from accel_train.training import optimizers
+from accel_train.training.accumulation import Batch
 
 logger = logging.getLogger("recipes.pde")
+PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "pde_demo"
 
 
@@ -66,7 +67,7 @@ class Config(experiment.ExperimentConfig):
     )
 
     output_dir: str = "runs/pde-demo"
-    model: transformer.PdeModelConfig = field(default_factory=transformer.PdeModelConfig)
+    model: PdeModelConfig = field(default_factory=PdeModelConfig)
     data: equations.PdeDataConfig = field(default_factory=equations.PdeDataConfig)
     task_weights: tuple[PositiveInt, ...] | None = None
     """Steps of each task of data.tasks in a block of steps. None: one of each."""
@@ -81,39 +82,44 @@ class Config(experiment.ExperimentConfig):
 
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds input, target (B, C, H, W), parameters (B, P), dt, and what the loader adds: weight, sample ... (B,).
-def prepare(
-    config: Config, batch: accumulation.Batch, step: int, learned: StepObjective
-) -> tuple[accumulation.Batch, Tensor]:
+def prepare(config: Config, batch: Batch, step: int, learned: StepObjective) -> tuple[Batch, Tensor]:
     """Return the model's inputs and the weight of every loss term. Draws are keyed by sample, never by process."""
     objective = config.objective
     task = learned.task
 
     def draws(stream: str, *shape: int) -> Tensor:
-        return rng.uniform(rng.sample_keys(config.seed, stream, step, batch["occurrence"]), shape)
+        keys = rng.sample_keys(config.seed, stream, step, batch["occurrence"])
+        return rng.uniform(keys, shape)
 
     if objective.flip and not task.has_time:
         batch = operator_learning.mirror_fields(batch, draws("flip", 2), objective.flip)
-    grid = tokens.coordinates([n for n in task.grid if n > 1], batch["input"].device)
+    sizes = [points for points in task.grid if points > 1]
+    grid = tokens.coordinates(sizes, batch["input"].device)
     inputs = operator_learning.add_queries(objective, batch, grid, draws, learned.terms)
     if "residual" in learned.terms:
         batch_size = config.global_batch_size
         inputs |= residual_diffusion.draw_noise(batch, config.seed, step, batch_size, objective.residual_steps)
     if objective.drop_path:
-        inputs["keep"] = token_blocks.drop_path(draws("drop_path", sum(config.model.stages)), objective.drop_path)
+        blocks = sum(config.model.stages)
+        inputs["keep"] = token_blocks.drop_path(draws("drop_path", blocks), objective.drop_path)
     return inputs, batch["weight"].sum()
 
 
-def loss_sums(model: nn.Module, inputs: accumulation.Batch, learned: StepObjective) -> dict[str, Tensor]:
+def loss_sums(model: nn.Module, inputs: Batch, learned: StepObjective) -> dict[str, Tensor]:
     """Sum each loss term over a micro-batch, in fp32. Terms that this step does not train are 0."""
     forward = losses.forward_of(model, inputs, learned.number, learned.task, learned.terms, learned.parts)
-    nothing = torch.zeros_like(inputs["weight"])
-    found = {name: term.losses(forward) if name in learned.terms else nothing for name, term in losses.TERMS.items()}
-    return {name: (values * inputs["weight"]).sum() for name, values in found.items()}
+    weight = inputs["weight"]
+    sums = {name: torch.zeros_like(weight).sum() for name in losses.TERMS}
+    for name in losses.TERMS:
+        if name in learned.terms:
+            per_sample = losses.TERMS[name].losses(forward)
+            sums[name] = (per_sample * weight).sum()
+    return sums
 
 
 def work(
     config: Config,
-    shape: transformer.PdeTransformerConfig,
+    shape: PdeTransformerConfig,
     learned: StepObjective,
     batches: StepBatches,
 ) -> dict[str, Tensor | int]:
@@ -122,19 +128,27 @@ def work(
     weights = torch.stack([batch["weight"].sum() for batch in batches.micro_batches])
     samples = sum(len(batch["weight"]) for batch in batches.micro_batches)
     per_sample = flops.training_flops_per_sample(shape, learned.number, config.objective.queries, learned.parts)
-    return {"tokens": weights.sum() * points, "padded_tokens": samples * points, "flops": samples * per_sample}
+    return {
+        "tokens": weights.sum() * points,
+        "padded_tokens": samples * points,
+        "flops": samples * per_sample,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
-def evaluate(config: Config, accelerator: Accelerator, prepared: Prepared, data: rows.FieldData) -> dict[str, float]:
+def evaluate(config: Config, prepared: Prepared, data: rows.FieldData) -> dict[str, float]:
     """Compute held-out metrics and draw fields.png, with the EMA weights. Every process calls it."""
     metrics: dict[str, float] = {}
-    panels: list[tuple[str, Any]] = []
+    panels: list[tuple[str, scores.Panels]] = []
+    accelerator = prepared.accelerator
+    residual_steps = config.objective.residual_steps
     # A stop request ends the evaluation between two forwards.
     forward = evaluation.interruptible(prepared.model)
     with evaluation.evaluating(prepared.model, prepared.ema):
         for number, task in enumerate(data.tasks):
-            found, drawn = evaluate_task(config, accelerator, forward, data, number)
+            found, drawn = scores.evaluate_task(
+                accelerator, forward, data, number, config.evaluation, residual_steps, config.seed
+            )
             metrics |= found
             panels.append((task.name, drawn))
     metrics[scores.MEAN] = scores.mean_nrmse(data, metrics)
@@ -146,37 +160,18 @@ def evaluate(config: Config, accelerator: Accelerator, prepared: Prepared, data:
     return metrics
 
 
-def evaluate_task(
-    config: Config, accelerator: Accelerator, forward: Callable[..., Any], data: rows.FieldData, number: int
-) -> tuple[dict[str, float], list[Any]]:
-    """Return the metrics of one task and the panels of its first sample. Every process calls it."""
-    task = data.tasks[number]
-    heldout = data.heldout[task.name]
-    options = config.evaluation
-    batches = evaluation.heldout_batches(accelerator, heldout, options.samples, options.batch_size)
-    sums_of = partial(scores.error_sums, forward, number, task, config.objective.residual_steps, config.seed)
-    metrics = scores.row_metrics(task, **evaluation.weighted_sums(accelerator, batches, sums_of))
-    if task.has_time:
-        step_of = partial(losses.stepper, forward, dt=task.dt, task=number, grid=task.grid)
-        found, panels = scores.evaluate_rollouts(accelerator, task, heldout, options, step_of, config.seed)
-        return metrics | found, panels
-    first = evaluation.first_samples(accelerator, heldout, 1)
-    predicted = losses.predict(forward, first, number, task.grid)
-    return metrics, scores.row_panels(task, first, predicted.fields)
-
-
 # ------------------------------------------------------------------------------------------------------------ main
-def save_extras(config: Config, shape: transformer.PdeTransformerConfig, data: rows.FieldData, directory: Path) -> None:
+def save_extras(config: Config, shape: PdeTransformerConfig, data: rows.FieldData, directory: Path) -> None:
     """Write the files for prediction from the checkpoint, beside its weights."""
-    facts = config.objective, data.assets, config.data.path
-    records.write_json(directory / "config.json", pipeline.describe_model(shape, *facts))
+    description = pipeline.describe_model(shape, config.objective, data.assets, config.data.path)
+    records.write_json(directory / "config.json", description)
     data.assets.save(directory / "assets")
 
 
 @one_run
 def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
-    config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
+    config = load_config(Config, argv, presets=PRESETS, default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
     data = startup.prepare_data(accelerator, partial(equations.prepare_pde, config.data))
     sizes = data.train.sizes
@@ -196,13 +191,13 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished or (early.exhausted and not config.evaluate_only):
         return experiment.nothing_to_do(opened)
 
-    shape = transformer.PdeTransformerConfig(tuple(map(operator_learning.task_shape, data.tasks)), config.model)
+    shape = operator_learning.model_shape(config.model, data.tasks)
     model = preparation.build_model(opened, transformer.PdeTransformer, shape)
     needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
-    prepared = preparation.prepare(opened, model, needs, operator_learning.freezable(config.objective, model))
-    model = prepared.model
+    freezable = operator_learning.freezable(config.objective, model)
+    prepared = preparation.prepare(opened, model, needs, freezable)
     optimizer = prepared.optimizer
-    run_evaluation = partial(evaluate, config, accelerator, prepared, data)
+    run_evaluation = partial(evaluate, config, prepared, data)
     if config.evaluate_only:
         return loop.evaluate_only(opened, run_evaluation)
 
@@ -220,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
             window = prepared.window(prepared_batches, learned.coefficients, step)
             # Gradients stay local until the last micro-batch.
             for inputs in window:
-                window.backward(loss_sums(model, inputs, learned))
+                window.backward(loss_sums(prepared.model, inputs, learned))
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()

@@ -21,11 +21,12 @@ from accel_train.domains.language.samples import EvaluationConfig as LanguageEva
 from accel_train.domains.models.lora import LoraConfig
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.domains.pde import pipeline as pde_pipeline
+from accel_train.domains.pde.data.assets import FieldAssets, FieldTask
 from accel_train.domains.pde.fields import Scale
-from accel_train.domains.pde.operator_learning import task_shape
+from accel_train.domains.pde.operator_learning import model_shape
 from accel_train.domains.pde.options import ObjectiveConfig
-from accel_train.domains.pde.rows import FieldAssets, FieldTask
-from accel_train.domains.pde.transformer import PdeModelConfig, PdeTransformer, PdeTransformerConfig
+from accel_train.domains.pde.shape import PdeModelConfig
+from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.domains.text import pipeline as text_pipeline
 from accel_train.domains.text import tfidf
 from accel_train.domains.text.both_ways import EvaluationConfig
@@ -148,7 +149,7 @@ REFINED = PdeModelConfig(
 def field_run(run: Path, model_config: PdeModelConfig = PLAIN) -> Path:
     """Write a run of recipes/pde.py with two tasks, and a residual network if ``model_config`` has one."""
     assets = FieldAssets((ADVECTION, DARCY))
-    shape = PdeTransformerConfig(tuple(map(task_shape, assets.tasks)), model_config)
+    shape = model_shape(model_config, assets.tasks)
     model = PdeTransformer(shape)
     randomise(model)
     objective = ObjectiveConfig()
@@ -186,8 +187,7 @@ def adapter_run(
     source = LanguageModelConfig(source=str(base))
     config = pretrained.resolve_config(source, tiny.tokenizer(), 64)
     torch.manual_seed(seed)
-    cpu = torch.device("cpu")
-    model = pretrained.build(source, config, cpu, load_source=True, adapters=adapters).eval()
+    model = pretrained.build(source, config, load_source=True, adapters=adapters).eval()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for parameter in trained.values():
         parameter.data += 0.2 * torch.randn(parameter.shape)

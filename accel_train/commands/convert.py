@@ -115,7 +115,8 @@ def _choose(path: Path, stem: str | None) -> str:
 def _refuse_pickles(path: Path) -> None:
     """Refuse weights in pickles with the command of the tool that can convert them."""
     # Accelerate writes a distributed checkpoint into a folder below the directory that people name.
-    for folder in (path, *sorted(p for p in path.iterdir() if p.is_dir())):
+    inside = sorted(entry for entry in path.iterdir() if entry.is_dir())
+    for folder in (path, *inside):
         if _is_distributed(folder):
             raise UsageError(
                 f"{folder}: a distributed checkpoint of torch. Its .metadata is a pickle, and reading a pickle runs "

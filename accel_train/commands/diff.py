@@ -199,7 +199,9 @@ def optimizer_state(checkpoint: Path, keys: Collection[str] | None = None) -> di
 
 def compare(a: Mapping[str, TensorInfo], b: Mapping[str, TensorInfo]) -> Comparison:
     """Compare two collections tensor by tensor, in order of name."""
-    result = Comparison(sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys()))
+    only_a = sorted(a.keys() - b.keys())
+    only_b = sorted(b.keys() - a.keys())
+    result = Comparison(only_a, only_b)
     with TensorReader(a) as left, TensorReader(b) as right:
         for name in sorted(a.keys() & b.keys()):
             result.common += 1
@@ -258,7 +260,9 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     if x.dtype != y.dtype:
         return True
     # As bytes, because for `torch.equal` NaN differs from itself.
-    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    x_bytes = x.contiguous().view(torch.uint8)
+    y_bytes = y.contiguous().view(torch.uint8)
+    return torch.equal(x_bytes, y_bytes)
 
 
 def _widened(x: Tensor) -> Tensor:

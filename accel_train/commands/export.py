@@ -23,7 +23,7 @@ from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
 from accel_train.domains.models import lora
 from accel_train.export.proof import packages, write_proof
-from accel_train.pipeline import ADAPTER_DESCRIPTION
+from accel_train.pipeline import ADAPTER_DESCRIPTION, Convertible
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, commit, planning, strict_json, weights
 from accel_train.store.atomic_files import fsync_directory
@@ -45,8 +45,9 @@ def export(
 ) -> int:
     """Write the weights or their EMA as ``destination/model.safetensors``, with its other files and the options.
 
-    Adapters are written as peft reads them, with the sha256 of each file of their base; if ``merged``, as the whole
-    model that they make of it, which is then built in memory in fp32.
+    Adapters are written as peft reads them, with the sha256 of each file of their base, and as other programs do where
+    the pipeline of their recipe says how; if ``merged``, as the whole model that they make of it, which is then built
+    in memory in fp32.
 
     Beside them are model.py, which rebuilds the model with torch alone, an example of inputs and outputs, and
     verify.py, which repeats it; it is run once. They need a checkpoint whose config.json names the pipeline of its
@@ -63,6 +64,8 @@ def export(
     is_adapter = lora.CONFIG_FILE in found.manifest["files"]
     if merged and not is_adapter:
         raise UsageError(f"{found.path}: holds no adapters, so there is nothing to merge; leave --merged out")
+    if merged and not hasattr(loading.pipeline_of(found.path), "write_merged"):
+        raise UsageError(f"{found.path}: its recipe merges no adapters; leave --merged out, and merge them with peft")
     with temporary_directory(temporary):
         if merged:
             _write_merged(found, temporary, tensors, precision)
@@ -73,7 +76,9 @@ def export(
             write_collection(temporary, "model", tensors, precision)
             _copy_extras(found, temporary)
         atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
-        proof = _prove_adapter(found, temporary) if is_adapter and not merged else _prove(temporary)
+        lines = _write_for_others(temporary)
+        has_pipeline = (temporary / "config.json").is_file()
+        proof = _prove(temporary) if has_pipeline or not is_adapter else _prove_adapter(found, temporary)
         _flush(temporary)
         os.rename(temporary, target)  # also replaces an empty directory
         fsync_directory(target.parent)
@@ -87,7 +92,8 @@ def export(
         label = f"base and merged {label}"
     size = places.readable_size(places.disk_bytes(target))
     print(f"{target}: {label} of {found.path} (step {found.step}) in {precision}, {size}")
-    print(proof)
+    for line in [*lines, proof]:
+        print(line)
     return 0
 
 
@@ -131,6 +137,16 @@ def _prove_adapter(checkpoint: Checkpoint, directory: Path) -> str:
     if "files" not in base:
         return "without the files of their base, which the checkpoint does not name"
     return f"adapters of {base['source']}, whose {len(base['files'])} file(s) they name with their sha256"
+
+
+def _write_for_others(directory: Path) -> list[str]:
+    """Let the pipeline named by config.json write its weights for other programs too, and return lines about it."""
+    if not (directory / "config.json").is_file():
+        return []
+    if not loading.is_allowed(loading.read_description(directory).get("pipeline")):
+        return []
+    kind = loading.pipeline_of(directory)
+    return kind.write_for_others(directory) if isinstance(kind, Convertible) else []
 
 
 def _prove(directory: Path) -> str:

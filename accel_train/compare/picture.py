@@ -51,7 +51,8 @@ def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:
     # The run's own window has all its log lines, not only those common to all runs.
     last = window_of([run]).last
     points = [0, *(int(line["step"]) for line in run.lines)]
-    times = [1000 * s for s in interval_seconds(run, Window(0, last, tuple(points)))]
+    window_of_run = Window(0, last, tuple(points))
+    times = [1000 * seconds for seconds in interval_seconds(run, window_of_run)]
     # `step` takes a value for every point. With the first one repeated, the curve begins without a jump.
     panels[0].step(points, [times[0], *times], where="pre", **style)
     lines = _lines_with_loss(run)

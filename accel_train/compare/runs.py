@@ -214,7 +214,8 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
     if not path.is_file():
         raise RunFailedError(f"the run wrote no {path}; a recipe records with accel_train.metrics.recorder")
     records = read_metrics(path)
-    lines = [r for r in last_pass(records, "train") if isinstance(r.get("step_seconds"), (int, float))]
+    trained = last_pass(records, "train")
+    lines = [line for line in trained if isinstance(line.get("step_seconds"), (int, float))]
     if not lines:
         raise RunFailedError(f"{path} has no training line with step_seconds; docs/metrics.md lists the fields")
     environment = next((r for r in records if r.get("event") == "environment"), {})

@@ -159,7 +159,9 @@ class SingleFile:
 
     # ------------------------------------------------------------------------------------------------- what is needed
     def _size(self) -> int:
-        wanted = sum(len(source.wanted) + len(source.as_namespace) for source in self.sources.values())
+        wanted = 0
+        for source in self.sources.values():
+            wanted += len(source.wanted) + len(source.as_namespace)
         return wanted + len(self.external) + len(self.attributes)
 
     def _source(self, module: str) -> Source:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import accel_train
 from accel_train.hub.errors import describe
@@ -25,6 +25,7 @@ from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.hub.queue import Entry, HubQueue, Reason
 from accel_train.store import names, run_file
 from accel_train.store.manifest import Checkpoint
+from accel_train.store.strict_json import Json
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class Pusher:
             self._wake()
         self._repeat_log()
 
-    def _due(self, checkpoint: Checkpoint, offers: dict[str, Any]) -> bool:
+    def _due(self, checkpoint: Checkpoint, offers: Json) -> bool:
         """Return True if the options select this checkpoint. Updates ``offers["best"]``."""
         if self._config.push == "every":
             return int(offers["committed"]) % self._config.push_every == 0

@@ -247,7 +247,8 @@ def _is_finite_number(value: object) -> bool:
 def _unknown(section: Section, key: str) -> UsageError:
     """Return the error for an unknown key, with the section or the key that was probably meant."""
     known = list(known_keys()[section.name])
-    others = [name for name, keys in known_keys().items() if key in keys and name != section.name]
+    with_key = [name for name, keys in known_keys().items() if key in keys]
+    others = [name for name in with_key if name != section.name]
     without_prefix = [name for name in known if name.endswith(f"_{key}")]
     if others and others[0]:
         remedy = f"it belongs under {others[0]}"

@@ -56,7 +56,8 @@ def add_options(parser: argparse.ArgumentParser, cls: type, presets: Sequence[st
     parser.add_argument("--smoke", action="store_true", help="try everything in seconds")
     texts = help_text.option_texts(cls)
     for name, kind in option_types(cls).items():
-        text = texts.get(name, "").partition(". ")[0].replace("%", "%%")
+        sentence = texts.get(name, "").partition(". ")[0]
+        text = sentence.replace("%", "%%")
         if kind is bool:
             group, dot, leaf = name.rpartition(".")
             parser.add_argument(f"--{name}", f"--{group}{dot}no_{leaf}", action="store_true", help=text)

@@ -48,7 +48,9 @@ def topics(cls: type) -> list[str]:
     groups: list[str] = []
     for name in option_names(cls):
         parts = name.split(".")[:-1]
-        groups += [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+        for depth in range(len(parts)):
+            group = parts[: depth + 1]
+            groups.append(".".join(group))
     return [ALL, GENERAL, *dict.fromkeys(groups)]
 
 
@@ -63,7 +65,9 @@ def print_help(cls: type, base: object, presets: Sequence[str], topic: str) -> N
         raise UsageError(
             f"--help {topic}: there is no such group; there are {', '.join(known)}{did_you_mean(nearest(topic, known))}"
         )
-    first: list[str] = cast("Any", cls).first_options() if hasattr(cls, "first_options") else option_names(cls)
+    first = option_names(cls)
+    if hasattr(cls, "first_options"):
+        first = cast("Any", cls).first_options()
     shown: Any = cls
     values = base
     if topic in ("", GENERAL):
@@ -115,7 +119,8 @@ def _flat(cls: type, base: object, names: Sequence[str]) -> type:
     fields: list[tuple[str, Any, Any]] = []
     for name in names:
         kind = Annotated[kinds[name], arg(name=name, help=texts.get(name, ""))]
-        fields.append((name.replace(".", "__"), kind, dataclasses.field(default=attrgetter(name)(base))))
+        default = dataclasses.field(default=attrgetter(name)(base))
+        fields.append((name.replace(".", "__"), kind, default))
     return dataclasses.make_dataclass("Options", fields)
 
 

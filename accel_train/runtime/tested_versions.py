@@ -89,11 +89,19 @@ TESTED: Mapping[str, Tested] = {
             "huggingface_hub.utils._http.default_client_factory": "timeouts of its HTTP client",
         },
     ),
+    "diffusers": Tested(
+        "0.42",
+        {
+            "_AttentionBackendRegistry": "attention: calls of a backend, and the one of the process",
+            "_backends": "attention: calls of a backend",
+        },
+    ),
     "transformers": Tested(
         "5.23",
         {
             "_commit_hash": "config: the revision of a base on the Hub",
             "_attn_implementation": "config: the attention that a model chose",
+            "_attn_implementation_internal": "config: the same, to be set without the checks, for the proof by eager",
             "_is_stateful": "model: a state over the whole row, with which texts cannot be packed",
         },
     ),

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
+from accel_train.precision import Precision, dtype_of
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.attention import apply_attention, resolve_attention
 from accel_train.speed.attention_proof import kernels_that_ran
 from accel_train.speed.attention_table import AttentionNeeds
 from accel_train.speed.compile import CompiledBlocks, apply_compile
 from accel_train.speed.float8 import apply_float8, refuse_float8
+from accel_train.speed.library_attention import Example, apply_library_attention, library_parts
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
 
 
@@ -44,22 +46,32 @@ def apply_speed_options(
     model: nn.Module,
     options: SpeedOptions,
     device: torch.device,
-    precision: str,
+    precision: Precision,
     needs: AttentionNeeds | None = None,
     accumulation_steps: int = 1,
     strategy: str = "single",
+    example: Example | None = None,
 ) -> Applied:
     """Apply attention, float8, activation checkpointing and compilation in place, before the optimizer and `prepare`.
 
     Every process calls it, with the initial weights in the model. Proves the attention kernel and runs it once:
-    some milliseconds on a CPU, about a second on a GPU. `needs` is None for a model without this package's
-    attention, and the option must then be auto. Raises `UsageError` for an option that cannot be obeyed.
+    some milliseconds on a CPU, about a second on a GPU. `needs` is None for a model without this package's attention:
+    one of transformers or diffusers attends by its library, proven on `example`, and for any other the option must be
+    auto. Raises `UsageError` for an option that cannot be obeyed.
     """
     refuse_float8(options.float8, device, precision, strategy)
     # A recipe states the needs of its model alone. Not every kernel can be part of a compiled block.
     if needs is not None:
         needs = replace(needs, compiled=options.compile.mode != "off")
-    attention, facts = _attention(model, needs, options.attention)
+    if needs is None and library_parts(model):
+        compiled_blocks = options.compile.mode != "off"
+        found = apply_library_attention(
+            model, options.attention, device, dtype_of(precision), example, compiled=compiled_blocks
+        )
+        attention = found.notice
+        facts: dict[str, Any] = {"attention": found.name, "attention_kernels": found.kernels}
+    else:
+        attention, facts = _attention(model, needs, options.attention)
     # float8 replaces the linear layers, checkpointing wraps their forwards, and compilation traces the result.
     float8 = apply_float8(model, options.float8)
     checkpointing = apply_activation_checkpointing(model, options.activation_checkpointing)

@@ -20,9 +20,11 @@ REPLACED = {
     "kernels-community/flash-attn2": "flash_hub",
     "flash_attention_3": "flash3",
     "flex_attention": "flex",
-    "eager": "sdpa_math",
+    "native": "sdpa",
 }
 """Names of other projects, refused with the name used here."""
+OF_TRANSFORMERS = "eager"
+"""The attention that a model of transformers brings itself. Models of this package have none: theirs is sdpa_math."""
 _CANNOT_RUN = (RuntimeError, ImportError, NotImplementedError)
 _WRONG_FUNCTION = (TypeError, ValueError)
 """Errors of a user's function with other arguments or shapes. `UsageError` is one of them."""
@@ -54,6 +56,8 @@ def resolve_attention(name: str, needs: AttentionNeeds) -> tuple[Attention, str]
         names, lacking = _common(name, able(needs, machine), needs)
         names, times, failed = _by_time(names, needs)
         return _first_proven(names, needs, times, lacking + failed)
+    if name == OF_TRANSFORMERS:
+        raise UsageError(f"attention {name}: is the attention of a model of transformers itself. Use sdpa_math.")
     check_name(name)
     is_user_function = ":" in name
     reason = None
@@ -95,7 +99,7 @@ def check_name(name: str) -> None:
     """
     if name in REPLACED:
         raise UsageError(f"attention {name}: is a name of other projects. Use {REPLACED[name]}.")
-    known = ("auto", "tune", *NAMES)
+    known = ("auto", "tune", *NAMES, OF_TRANSFORMERS)
     if ":" not in name and name not in known:
         raise UsageError(
             f"attention {name!r}: is not known{did_you_mean(nearest(name, known))}; known are {', '.join(known)}, and "

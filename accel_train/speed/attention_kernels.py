@@ -67,13 +67,13 @@ def build_attention(name: str) -> Attention:
         return Attention(name, sdpa, broadcast_mask)
     if name == "sdpa_flash" and torch.cuda.is_available():  # the kernel of a CPU takes masks itself
         return _flash_of_torch(name)
-    if name in _RESTRICTED:
+    if name in RESTRICTED:
         return Attention(name, partial(restricted_sdpa, name), broadcast_mask)
     return _BUILDERS[name](name)
 
 
 # ------------------------------------------------------------------------------------------ torch's own function
-_RESTRICTED = {
+RESTRICTED = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -91,7 +91,7 @@ def restricted_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
 
     By name, because models hold this function and torch's own constants cannot be copied or pickled.
     """
-    with sdpa_kernel(_RESTRICTED[name]):
+    with sdpa_kernel(RESTRICTED[name]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 

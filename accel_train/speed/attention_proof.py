@@ -54,7 +54,7 @@ def prove_attention(attention: Attention, needs: AttentionNeeds) -> Proof:
     with the numbers for a non-finite value or an error above the tolerance.
     """
     started = time.perf_counter()
-    tolerance = _tolerance(needs)
+    tolerance = tolerance_of(needs.dtype, needs.device)
     cases = [("without a mask", False, 0)]
     if needs.mask:
         cases.append(("with a mask", True, 0))
@@ -75,12 +75,13 @@ def prove_attention(attention: Attention, needs: AttentionNeeds) -> Proof:
     return Proof(worst_forward, worst_backward, tolerance, time.perf_counter() - started)
 
 
-def _tolerance(needs: AttentionNeeds) -> float:
-    tf32 = needs.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+def tolerance_of(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the largest relative error that a proof allows for this dtype of the computation."""
+    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     # TF32 rounds the operands of an fp32 product to 10 bits of fraction.
-    if needs.dtype == torch.float32 and tf32:
+    if dtype == torch.float32 and tf32:
         return TOLERANCE_OF_TF32
-    return TOLERANCES[needs.dtype]
+    return TOLERANCES[dtype]
 
 
 def _sample_length(length: int) -> int:
@@ -102,18 +103,18 @@ def _errors(attention: Attention, needs: AttentionNeeds, masked: bool, more_keys
     if not is_alike or not bool(result.isfinite().all()):
         return float("nan"), float("nan")
     difference = (result.double() - expected) * valid
-    forward = _relative(difference.detach(), expected.detach())
+    forward = relative_error(difference.detach(), expected.detach())
     if not needs.backward:
         return forward, 0.0
-    return forward, _gradient_error(result, expected, (q, k, v), weights * valid)
+    return forward, gradient_error(result, expected, (q, k, v), weights * valid)
 
 
-def _gradient_error(result: Tensor, expected: Tensor, inputs: Sequence[Tensor], weights: Tensor) -> float:
+def gradient_error(result: Tensor, expected: Tensor, inputs: Sequence[Tensor], weights: Tensor) -> float:
     """The worst relative error of the gradients of ``inputs``. ``weights`` is the gradient of the result."""
     weights = weights.to(result.dtype)  # the same rounded weights for both
     found = torch.autograd.grad(result, inputs, weights)
     exact = torch.autograd.grad(expected, inputs, weights.double())
-    errors = [_relative(f.double() - e, e) for f, e in zip(found, exact, strict=True)]
+    errors = [relative_error(f.double() - e, e) for f, e in zip(found, exact, strict=True)]
     return max(errors)
 
 
@@ -151,7 +152,8 @@ def _meaningful(key_mask: Tensor) -> Tensor:
     return key_mask | ~key_mask.any(-1, keepdim=True)
 
 
-def _relative(difference: Tensor, expected: Tensor) -> float:
+def relative_error(difference: Tensor, expected: Tensor) -> float:
+    """L2 norm of a difference, relative to that of what was expected."""
     # Not 0 / 0, whose NaN would fail the proof of a gradient that is rightly zero.
     return float(difference.norm() / expected.norm().clamp_min(1e-30))
 
@@ -203,9 +205,13 @@ def kernels_that_ran(attention: Attention, needs: AttentionNeeds) -> tuple[str, 
 
     On CUDA the device kernels in torch's profiler, elsewhere torch's operators with "attention" in their name.
     """
-    step = _step(attention, needs)
+    return operators_of(_step(attention, needs), needs.device)
+
+
+def operators_of(step: Callable[[], object], device: torch.device) -> tuple[str, ...]:
+    """Names of the kernels that run in a step on ``device``, as ``kernels_that_ran`` gives them. Runs it twice."""
     step()  # so that compilation and autotuning are not recorded
-    if needs.device.type != "cuda":
+    if device.type != "cuda":
         with _recorded_operators() as names:
             step()
         return tuple(dict.fromkeys(name for name in names if "attention" in name))
@@ -215,7 +221,7 @@ def kernels_that_ran(attention: Attention, needs: AttentionNeeds) -> tuple[str, 
     # Without acc_events torch warns that it keeps the events of one cycle only.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         step()
-        torch.cuda.synchronize(needs.device)
+        torch.cuda.synchronize(device)
     events: Any = recorded.events()
     return tuple(dict.fromkeys(e.name for e in events if e.device_type == DeviceType.CUDA))
 

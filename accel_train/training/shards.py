@@ -107,7 +107,8 @@ class Shards:
         flags = torch.stack(differs).int()
         # Rank 0 has no difference of its own to report.
         dist.all_reduce(flags, dist.ReduceOp.MAX)
-        names = [name for name, differed in zip(self.buffers, flags.tolist(), strict=True) if differed]
+        of_buffers = zip(self.buffers, flags.tolist(), strict=True)
+        names = [name for name, differed in of_buffers if differed]
         if names and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -199,8 +200,12 @@ class Shards:
         options = {*GROUP_OPTIONS, *inspect.signature(type(optimizer)).parameters}
         groups: dict[str, Any] = {}
         for group in optimizer.param_groups:
-            kept = {key: encode_number(value) for key, value in group.items() if key not in options}
-            groups[group["name"]] = {key: number for key, number in kept.items() if number is not None}
+            kept: dict[str, Any] = {}
+            for key, value in group.items():
+                number = encode_number(value)
+                if key not in options and number is not None:
+                    kept[key] = number
+            groups[group["name"]] = kept
         parameters: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
             of_elements = self._sharding.state_keys(parameter)
@@ -218,8 +223,10 @@ class Shards:
         """Write what ``numbers`` returned, after ``create_state``. Raises ``UsageError`` where it has no place."""
         optimizer = self._sharding.optimizer
         for group in optimizer.param_groups:
-            saved: Mapping[str, Any] = numbers.get("groups", {}).get(group["name"], {})
-            group.update({key: decode_number(number, torch.device("cpu")) for key, number in saved.items()})
+            groups = numbers.get("groups", {})
+            saved: Mapping[str, Any] = groups.get(group["name"], {})
+            for key, number in saved.items():
+                group[key] = decode_number(number, torch.device("cpu"))
         for name, values in numbers.get("parameters", {}).items():
             parameter = self.parameters[name]
             state = optimizer.state[parameter]
@@ -275,7 +282,8 @@ def decode_number(number: Sequence[str], device: torch.device) -> Any:
     if kind in _NUMBERS:
         return _NUMBERS[kind](text)
     dtype = _DTYPES[kind]
-    return torch.tensor(float(text) if dtype.is_floating_point else int(text), dtype=dtype, device=device)
+    value = float(text) if dtype.is_floating_point else int(text)
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _unsaved_state(optimizer: str, key: str, name: str, value: object) -> str:

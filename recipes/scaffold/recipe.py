@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return experiment.nothing_to_do(opened)
 
     prepared = preparation.prepare(opened, preparation.build_model(opened, build_model, config.width))
-    model, optimizer = prepared.model, prepared.optimizer
+    optimizer = prepared.optimizer
     evaluate = partial(loop.heldout_means, prepared, heldout, config.micro_batch_size, metrics_of)
     if config.evaluate_only:
         return loop.evaluate_only(opened, evaluate)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             weighted = [(batch, batch["weight"].sum()) for batch in batches.micro_batches]
             window = prepared.window(weighted, {"ring": 1.0}, batches.step)
             for batch in window:  # the window divides, so these are sums
-                window.backward((metrics_of(model, batch)["heldout_loss"] * batch["weight"]).sum())
+                window.backward((metrics_of(prepared.model, batch)["heldout_loss"] * batch["weight"]).sum())
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()

@@ -23,7 +23,7 @@ from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.data.sharded_table import ShardedTable
 from accel_train.data.shards import index_shards
-from accel_train.domains.pde.files import FieldPart, Fields
+from accel_train.domains.pde.data.files import FieldPart, Fields
 from accel_train.domains.text.shard_corpus import SplitRules, split_shards
 
 CACHE_BYTES = 128 * 2**20

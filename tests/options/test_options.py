@@ -239,7 +239,6 @@ model.num_hidden_layers
 model.num_attention_heads
 model.num_key_value_heads
 model.tie_word_embeddings
-model.attn_implementation
 lora.rank
 lora.alpha
 lora.variant

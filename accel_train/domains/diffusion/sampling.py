@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.config import NonNegativeFloat, PositiveInt, UsageError
+from accel_train.config import NonNegativeFloat, PositiveFloat, PositiveInt, UsageError
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig, coefficients, predicted_x0
 from accel_train.domains.diffusion.masked_text import MASK_LOGIT, corrupt, mask_probability
+from accel_train.domains.diffusion.timesteps import shifted
 
 Predict = Callable[[Tensor, Tensor], Tensor]
 
@@ -43,6 +44,9 @@ class LatentSamplingConfig:
     guidance: NonNegativeFloat = 1.0
     """Strength of the condition. 1: as learned, one forward per step. Above 1: stronger and less varied, two
     forwards per step. Needs a model trained with conditioning dropout."""
+    shift: PositiveFloat = 1.0
+    """Factor s of t' = s t / (1 + (s - 1) t) on the evenly spaced times of the steps. Above 1: more of them at noisy
+    times, where a picture takes shape; as times.shift of training."""
 
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
@@ -79,7 +83,8 @@ def sample_text(
         draws = rng.uniform(keys, (*tokens.shape[1:], 2))  # (B, S, 2): unmask or not, and the token
         stay_masked = mask_probability(next_time) / mask_probability(time)
         unmasked = masked & (draws[..., 0] >= stay_masked.unsqueeze(-1))
-        state[unmasked] = _draw_tokens(logits[unmasked], draws[..., 1][unmasked], mask_id, config.temperature)
+        of_tokens = draws[..., 1][unmasked]
+        state[unmasked] = _draw_tokens(logits[unmasked], of_tokens, mask_id, config.temperature)
         masked = masked & ~unmasked
     return state
 
@@ -103,7 +108,7 @@ def sample_latents(
     """
     _check_guidance(config.guidance, unconditional)
     x = rng.normal(rng.sample_keys(seed, "sampling/latent", 0, sample), shape)  # (B, *shape)
-    times = _times(config.steps, sample)
+    times = _times(config.steps, sample, config.shift)
     for time, next_time in pairwise(times):
         x0 = predicted_x0(predict(x, time).float(), x, time, diffusion)
         if config.guidance != 1 and unconditional is not None:
@@ -130,10 +135,12 @@ def _draw_tokens(
     return rng.inverse_cdf(draws, probabilities)
 
 
-def _times(steps: int, like: Tensor) -> list[Tensor]:
+def _times(steps: int, like: Tensor, shift: float = 1.0) -> list[Tensor]:
     """Return steps + 1 times from 1 to 0, each (B,) float32."""
     batch_size = like.shape[0]
-    return [torch.full((batch_size,), 1 - k / steps, device=like.device) for k in range(steps + 1)]
+    times = [1 - k / steps for k in range(steps + 1)]
+    even = [torch.full((batch_size,), time, device=like.device) for time in times]
+    return [shifted(time, shift) for time in even]
 
 
 def _check_guidance(guidance: float, unconditional: Predict | None) -> None:

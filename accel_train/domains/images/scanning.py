@@ -22,8 +22,15 @@ from accel_train.data.progress import Progress
 from accel_train.domains.images import decoding
 from accel_train.domains.images.decoding import PictureError
 from accel_train.domains.images.folders import list_folder
-from accel_train.domains.images.sources import Bytes, Entry, LeftOut, Listing, Source, left_out_notices
-from accel_train.domains.images.tables import is_saved_dataset, list_dataset, list_shards
+from accel_train.domains.images.sources import (
+    Bytes,
+    Entry,
+    LeftOut,
+    Listing,
+    Source,
+    is_saved_dataset,
+    left_out_notices,
+)
 
 SCAN_FORMAT = 1
 
@@ -60,8 +67,16 @@ class Pictures:
 
     pictures: Sequence[Picture]
     left_out: Sequence[LeftOut]
-    notices: Sequence[str]
-    """Lines for the log: what is left out and why."""
+    animated: int = 0
+    """Pictures with several frames, of which the first is taken."""
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the log: what is left out and why."""
+        lines = left_out_notices(self.left_out)
+        if self.animated:
+            lines.append(f"the first frame is taken of {self.animated:,} pictures with several")
+        return lines
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -97,14 +112,14 @@ def read_pictures(
             continue
         animated += scan.frames > 1
         pictures.append(Picture(entry.name, entry.caption, scan.content, scan.width, scan.height, entry.content))
-    notices = left_out_notices(left_out)
-    if animated:
-        notices.append(f"the first frame is taken of {animated:,} pictures with several")
-    return Pictures(pictures, left_out, notices)
+    return Pictures(pictures, left_out, animated)
 
 
 def list_pictures(source: Source, cache: Path) -> Listing:
     """List a folder, parquet or Arrow files, a saved dataset or one of the Hub. Reads no picture."""
+    # Tables are read by much that folders have no use for.
+    from accel_train.domains.images.tables import list_dataset, list_shards
+
     path = expand_path(source.path)
     if path.suffix in (".parquet", ".arrow") or _has_tables(path):
         return list_shards(source, cache)

@@ -103,7 +103,7 @@ def _embedded_base(directory: Path) -> nn.Module:
     try:
         values = dict(described)
         config = AutoConfig.for_model(values.pop("model_type"), **values)
-        return pretrained.build(ModelConfig(config=config.model_type), config, CPU, load_source=False)
+        return pretrained.build(ModelConfig(config=config.model_type), config, load_source=False)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"{directory / ADAPTER_DESCRIPTION}: says no architecture of the base that its weights hold ({error}); an "
@@ -138,7 +138,7 @@ def _read_base(folder: Path) -> nn.Module:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder}: no config.json of a base ({' '.join(str(error).split())[:200]})") from None
-    return pretrained.build(ModelConfig(source=str(folder)), config, CPU, load_source=True)
+    return pretrained.build(ModelConfig(source=str(folder)), config, load_source=True)
 
 
 def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, reference: Mapping[str, Any] | None) -> None:

@@ -91,7 +91,10 @@ def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, special: bool
     """
     encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     # Tokens that the tokenizer adds around a text have the empty range (0, 0).
-    trained = [any(end > first and start < last for first, last in spans) for start, end in encoded["offset_mapping"]]
+    trained: list[bool] = []
+    for start, end in encoded["offset_mapping"]:
+        overlaps = [end > first and start < last for first, last in spans]
+        trained.append(any(overlaps))
     return list(encoded["input_ids"]), trained
 
 

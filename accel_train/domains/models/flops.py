@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
 from accel_train.domains.models.layers import TIME_FEATURES
 from accel_train.domains.models.mmdit import MODALITIES, MultimodalMMDiTConfig
 
@@ -35,3 +40,22 @@ def flops_per_sample(config: MultimodalMMDiTConfig, text_length: int, latent_len
     text_head = text_length * width * config.vocabulary_size
     # A multiplication and an addition per element of each product.
     return 2 * (blocks + time_conditioning + latent_layers + text_head)
+
+
+def work(config: MultimodalMMDiTConfig, micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor | int]:
+    """Count this process's part of a training step, for the throughput.
+
+    A micro-batch holds tokens and text_mask (B, S), latent (B, L, Dz) and weight (B,), which is 0 for padding.
+    """
+    tokens = [(batch["text_mask"].sum(-1) * batch["weight"]).sum() for batch in micro_batches]
+    padded = 0
+    forward = 0
+    for batch in micro_batches:
+        size, length = batch["tokens"].shape
+        padded += size * length
+        forward += size * flops_per_sample(config, length, batch["latent"].shape[1])
+    return {
+        "tokens": torch.stack(tokens).sum(),
+        "padded_tokens": padded,
+        "flops": TRAINING_FACTOR * forward,
+    }

@@ -13,7 +13,7 @@ from torch import nn
 
 from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
 from accel_train.domains.models import quantised
-from accel_train.precision import Precision, dtype_of
+from accel_train.precision import Precision, dtype_of, kept_in_fp32
 from accel_train.wording import did_you_mean, nearest, shortened
 
 T = TypeVar("T")
@@ -32,41 +32,42 @@ GROUPS = ("all-linear", "attention")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """LoRA: train a product of two narrow matrices beside each linear layer, and freeze the model itself."""
+    """LoRA: freeze the model and train a low-rank adapter on each linear layer."""
 
     rank: NonNegativeInt = 0
     """Rank of the adapters. 0 trains the model itself."""
     alpha: PositiveFloat | None = None
-    """Scale: the product counts alpha / rank times. None: the rank, so that it counts once."""
+    """The adapter's output is scaled by alpha / rank. None: the rank, a scale of 1."""
     variant: Variant = "lora"
-    """dora: norms of the columns are learned apart (arXiv:2402.09353). rslora: scale alpha / sqrt(rank)."""
+    """dora: column norms are learned separately (arXiv:2402.09353). rslora: scale alpha / sqrt(rank)."""
     base_precision: BasePrecision = "fp32"
-    """Of the frozen weights. bf16 and fp16 halve their memory, and need a precision that is not fp32. int8 and nf4
+    """Of the frozen weights. bf16 and fp16 halve their memory and need a precision other than fp32. int8 and nf4
     (QLoRA) keep linear layers but the head in 8 or 4 bits, by bitsandbytes, and the rest in `precision`; they are not
     sharded, so one process or DDP or ZeRO-1 and 2."""
-    targets: tuple[str, ...] = ("all-linear",)
+    targets: tuple[str, ...] | None = None
     """Layers with an adapter: all-linear (all but the head), attention, or names such as q_proj v_proj, the last parts
-    of a module's path."""
+    of a module's path. null: all-linear of a language model, the projections of attention of a pipeline."""
 
     def __post_init__(self) -> None:
         given = {
             "lora.alpha": self.alpha is not None,
             "lora.variant": self.variant != "lora",
             "lora.base_precision": self.base_precision != "fp32",
-            "lora.targets": self.targets != ("all-linear",),
+            "lora.targets": self.targets is not None,
         }
         unread = [name for name, is_given in given.items() if is_given]
         if self.rank == 0 and unread:
             raise UsageError(f"{', '.join(unread)}: lora.rank is 0, so there are no adapters; give --lora.rank 16")
-        if not self.targets:
+        if self.targets == ():
             raise UsageError("lora.targets: names no layer; leave it out, or give all-linear, attention or names")
 
 
 def apply_lora(model: nn.Module, config: LoraConfig, precision: Precision = "fp32", device: torch.device = CPU) -> None:
     """Freeze the model and give its target layers adapters, in place. Does nothing with rank 0.
 
-    The frozen parameters take ``base_precision``, the adapters are fp32. With int8 or nf4 the linear layers go to
-    ``device``, and the other frozen parameters take ``precision``, that of the computation.
+    The frozen parameters take ``base_precision``, but for those that the model keeps in fp32; the adapters are fp32.
+    With int8 or nf4 the linear layers go to ``device``, and the other frozen parameters take ``precision``, that of the
+    computation.
 
     Draws the first matrices from torch's global generator; the second are zero, so the output is unchanged. Raises
     ``UsageError`` for targets that the model does not have, without peft, and without bitsandbytes where it is needed.
@@ -74,15 +75,25 @@ def apply_lora(model: nn.Module, config: LoraConfig, precision: Precision = "fp3
     if config.rank == 0:
         return
     peft = import_peft()
+    targets = resolve_targets(model, config.targets or ("all-linear",))
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.rank if config.alpha is None else config.alpha,
-        target_modules=resolve_targets(model, config.targets),
+        target_modules=targets,
         use_dora=config.variant == "dora",
         use_rslora=config.variant == "rslora",
     )
     freeze_base(model, config.base_precision, precision, device)
     inject(model, settings, ADAPTER)
+
+
+def float_base(config: LoraConfig) -> Precision:
+    """Return ``base_precision`` for a recipe that loads its base in a float dtype. Raises ``UsageError`` for others."""
+    if config.base_precision == "int8" or config.base_precision == "nf4":
+        raise UsageError(
+            f"lora.base_precision {config.base_precision}: this recipe loads its base in a float dtype; use bf16"
+        )
+    return config.base_precision
 
 
 def freeze_base(model: nn.Module, base: BasePrecision, precision: Precision, device: torch.device) -> None:
@@ -98,9 +109,11 @@ def freeze_base(model: nn.Module, base: BasePrecision, precision: Precision, dev
             )
         quantised.quantise(model, layers, base, compute=dtype_of(precision), device=device)
         base = precision
+    dtype = dtype_of(base)
+    kept = kept_in_fp32(model, dtype)
     for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype_of(base))
+        if parameter.is_floating_point() and id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
 
 
 def inject(model: nn.Module, settings: Any, name: str) -> None:
@@ -147,17 +160,23 @@ def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
     for target in targets:
         found = [name for name in linear if _is_meant(name, target)]
         if not found:
-            endings = sorted({name.rpartition(".")[2] for name in linear})
+            endings = sorted({_ending(name) for name in linear})
             hint = did_you_mean(nearest(target, [*GROUPS, *endings]))
             raise UsageError(
                 f"lora.targets: {target!r} is no linear layer of {type(model).__name__}{hint}; it has "
                 f"{shortened(endings, 12)}; or give all-linear or attention"
             )
         chosen.update(found)
-    endings = sorted({name.rpartition(".")[2] for name in chosen})
-    if {name for name in linear if name.rpartition(".")[2] in endings} == chosen:
+    endings = sorted({_ending(name) for name in chosen})
+    if {name for name, _ in model.named_modules() if _ending(name) in endings} == chosen:
         return endings
     return sorted(chosen)
+
+
+def _ending(name: str) -> str:
+    """Return the last part of a path, with the one before if it is a number: ``to_out.0``."""
+    front, _, last = name.rpartition(".")
+    return f"{front.rpartition('.')[2]}.{last}" if last.isdigit() and front else last
 
 
 def _is_meant(name: str, target: str) -> bool:

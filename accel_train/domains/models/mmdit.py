@@ -22,6 +22,7 @@ from accel_train.domains.models.layers import (
     TimestepEmbedder,
     modulated_norm,
 )
+from accel_train.domains.models.positions import centred_places, sincos_2d
 from accel_train.domains.models.pretrained import DOWNLOAD_OPTIONS, load_pretrained
 from accel_train.precision import Precision, dtype_of
 from accel_train.speed.attention_kernels import TORCH_CHOICE
@@ -88,12 +89,25 @@ class MultimodalMMDiTConfig:
     latent_dim: int
     max_text_length: int
     max_latent_length: int = 1
+    latent_grid: tuple[int, int] | None = None
+    """Rows and columns of a picture's tokens, `max_latent_length` in all. Their positions are then 2-D."""
 
     def __post_init__(self) -> None:
         for name in ("vocabulary_size", "latent_dim", "max_text_length", "max_latent_length"):
             _require_positive(name, getattr(self, name))
         if isinstance(self.transformer, dict):  # as read from config.json
             object.__setattr__(self, "transformer", MMDiTConfig(**self.transformer))
+        if self.latent_grid is not None:
+            self._check_grid(self.latent_grid)
+
+    def _check_grid(self, grid: Sequence[int]) -> None:
+        rows, columns = grid
+        object.__setattr__(self, "latent_grid", (rows, columns))  # config.json holds a list
+        if rows * columns != self.max_latent_length or self.transformer.width % 4:
+            raise UsageError(
+                f"latent_grid {rows} x {columns} with max_latent_length {self.max_latent_length} and width "
+                f"{self.transformer.width}: rows * columns tokens and a width that is a multiple of 4 are required"
+            )
 
     def attention_needs(self, device: torch.device, precision: Precision, batch: int) -> AttentionNeeds:
         """Return the requirements on an attention kernel. Texts are padded."""
@@ -142,9 +156,16 @@ class ModelConfig:
         )
 
     def multimodal(
-        self, vocabulary_size: int, max_text_length: int, latent_shape: tuple[int, int]
+        self,
+        vocabulary_size: int,
+        max_text_length: int,
+        latent_shape: tuple[int, int],
+        latent_grid: tuple[int, int] | None = None,
     ) -> MultimodalMMDiTConfig:
-        """Return the config of the whole model for this vocabulary, text length and latent shape (L, Dz)."""
+        """Return the config of the whole model for this vocabulary, text length and latent shape (L, Dz).
+
+        `latent_grid` are the rows and columns of a picture's tokens, None for latents that are no picture.
+        """
         max_latent_length, latent_dim = latent_shape
         return MultimodalMMDiTConfig(
             transformer=self.transformer(),
@@ -152,6 +173,7 @@ class ModelConfig:
             latent_dim=latent_dim,
             max_text_length=max_text_length,
             max_latent_length=max_latent_length,
+            latent_grid=latent_grid,
         )
 
 
@@ -374,6 +396,9 @@ class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
         self.text_positions = nn.Embedding(config.max_text_length, width)
         self.latent_encoder = LatentEncoder(config.latent_dim, width)
         self.latent_positions = nn.Embedding(config.max_latent_length, width)
+        if config.latent_grid is not None:
+            # What is learned starts near zero and is added to them. Not saved: a checkpoint has the same tensors.
+            self.register_buffer("grid_positions", sincos_2d(width, config.latent_grid), persistent=False)
         self.conditioning = TimeConditioning(config.transformer.modulation_width)
         self.text_head = nn.Linear(width, config.vocabulary_size)
         self.latent_head = LatentHead(width, config.latent_dim)
@@ -390,22 +415,34 @@ class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
         text_time: Tensor,
         latent_time: Tensor,
         text_mask: Tensor | None,
+        grid: tuple[int, int] | None = None,
     ) -> MMDiTOutput:
         """tokens (B, S) int64, latents (B, L, Dz), times (B,) fp32 in [0, 1], text_mask (B, S) True = token.
 
         Pass `text_mask` None if no row is padded: torch then has faster attention kernels. Outputs keep the
-        compute dtype. Losses convert them to fp32.
+        compute dtype. Losses convert them to fp32. `grid` are the rows and columns of pictures smaller than the
+        config's `latent_grid`, from whose centre their positions are cut.
         """
         self._check_lengths(tokens, latents)
         text = self.token_embedding(tokens) + self.text_positions(_positions(tokens))  # (B, S, D)
         latent = self.latent_encoder(latents)
-        latent = latent + self.latent_positions(_positions(latents))  # (B, L, D)
+        latent = latent + self._latent_positions(latents, grid)  # (B, L, D)
         mask = None
         if text_mask is not None:
             mask = F.pad(text_mask, (0, latent.shape[1]), value=True)  # (B, S + L)
         conditioning = self.conditioning(text_time, latent_time)  # (B, C)
         text, latent = self.transformer((text, latent), conditioning, mask)
         return MMDiTOutput(self.text_head(text), self.latent_head(latent))
+
+    def _latent_positions(self, latents: Tensor, grid: tuple[int, int] | None) -> Tensor:
+        """Return the positions (L, D): learned ones, and of a picture's tokens also the sinusoids."""
+        whole = self.config.latent_grid
+        if whole is None:
+            return self.latent_positions(_positions(latents))
+        places = centred_places(grid or whole, whole).to(latents.device)
+        fixed = cast(Tensor, self.grid_positions)
+        learned = self.latent_positions(places)
+        return learned + fixed[places].to(learned.dtype)
 
     def _check_lengths(self, tokens: Tensor, latents: Tensor) -> None:
         config = self.config

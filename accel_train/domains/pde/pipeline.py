@@ -15,12 +15,14 @@ from torch import Tensor
 
 from accel_train import rng
 from accel_train.config import PositiveInt, Seed, UsageError, expand_path
+from accel_train.data.datasets import Batch
 from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.pde import losses, pictures, residual_diffusion
+from accel_train.domains.pde.data.assets import FieldAssets, FieldTask, load_field_assets
 from accel_train.domains.pde.options import ObjectiveConfig
 from accel_train.domains.pde.residual_network import ResidualGuess
-from accel_train.domains.pde.rows import FieldAssets, FieldTask, load_field_assets
-from accel_train.domains.pde.transformer import PdeTransformer, PdeTransformerConfig
+from accel_train.domains.pde.shape import PdeTransformerConfig
+from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.pipeline import Example, describe, settings
 
 BATCH = 64
@@ -142,7 +144,9 @@ class FieldPipeline:
         path = expand_path(options.output)
         save_file({"fields": predicted.contiguous()}, path)
         picture = path.with_suffix(".png")
-        pictures.write_fields(picture, [(own.name, self._panels(own, self._checked(own, fields)[0], predicted[0]))])
+        first = self._checked(own, fields)[0]
+        panels = self._panels(own, first, predicted[0])
+        pictures.write_fields(picture, [(own.name, panels)])
         return [f"{path}: {own.name}, fields {tuple(predicted.shape)}", f"{picture}: the first sample"]
 
     def examples(self) -> list[Example]:
@@ -166,10 +170,11 @@ class FieldPipeline:
         return found
 
     # ------------------------------------------------------------------------------------------------------------ parts
-    def _predict(self, task: FieldTask, number: int, batch: Mapping[str, Tensor], refine: bool, seed: int) -> Tensor:
+    def _predict(self, task: FieldTask, number: int, batch: Batch, refine: bool, seed: int) -> Tensor:
         """Predict normalised fields (B, C', H, W) from normalised ones."""
         on_device = {name: values.to(self.device) for name, values in batch.items()}
-        on_device["dt"] = torch.full((len(batch["input"]),), task.dt, device=self.device)
+        count = len(batch["input"])
+        on_device["dt"] = torch.full((count,), task.dt, device=self.device)
         fields, log_size, correct = losses.predict(self.model, on_device, number, task.grid)
         if refine and log_size is not None:
             fields = residual_diffusion.refine(
@@ -206,7 +211,9 @@ class FieldPipeline:
         """Return normalised parameters (B, P)."""
         names = ", ".join(task.parameters)
         width = len(task.parameters)
-        given = torch.zeros(count, 0) if values is None else torch.as_tensor(values).detach().float().cpu()
+        given = torch.zeros(count, 0)
+        if values is not None:
+            given = torch.as_tensor(values).detach().float().cpu()
         if given.dim() == 1:
             given = given.expand(count, -1)
         if tuple(given.shape) != (count, width):
@@ -220,11 +227,14 @@ class FieldPipeline:
     def _panels(self, task: FieldTask, first: Tensor, predicted: Tensor) -> list[pictures.Panel]:
         """Show the first sample: all times of a 1-D task, or the input and the last prediction."""
         if task.has_time and task.grid[0] == 1:
-            times = torch.cat((first[None, :1, 0], predicted[:, :1, 0])).squeeze(1)  # (steps + 1, W)
+            times = torch.cat((first[None, :1, 0], predicted[:, :1, 0]))
+            times = times.squeeze(1)  # (steps + 1, W)
             return [pictures.Panel("prediction", times, "u", "step in time")]
         last = predicted[-1] if task.has_time else predicted
         scale = "u" if task.has_time else "a"
-        return [pictures.Panel("input", first[0], scale), pictures.Panel("prediction", last[0], "u")]
+        input = pictures.Panel("input", first[0], scale)
+        prediction = pictures.Panel("prediction", last[0], "u")
+        return [input, prediction]
 
 
 def describe_model(
@@ -252,13 +262,15 @@ def _residual_steps(directory: Path) -> int:
     for file, key in (("experiment.json", "options"), ("manifest.json", "experiment")):
         path = directory / file
         if path.is_file():
-            options: dict[str, Any] = json.loads(path.read_text("utf-8")).get(key) or {}
+            written = json.loads(path.read_text("utf-8"))
+            options: dict[str, Any] = written.get(key) or {}
             return int(options.get("objective.residual_steps", 1))
     return 1
 
 
 def _noise(stream: str, shape: Sequence[int]) -> Tensor:
-    return rng.normal(rng.sample_keys(0, stream, 0, torch.arange(shape[0])), shape[1:])
+    keys = rng.sample_keys(0, stream, 0, torch.arange(shape[0]))
+    return rng.normal(keys, shape[1:])
 
 
 def _read_fields(file: str) -> tuple[Tensor, Tensor | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,51 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from accel_train.data.datasets import Batch
 from accel_train.domains.pde import fields, losses, options, residual_diffusion, rollout
 from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselines
+from accel_train.domains.pde.data.assets import FieldTask
+from accel_train.domains.pde.data.rows import FieldData, FieldRows
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.pictures import Lines, Panel
-from accel_train.domains.pde.rows import FieldData, FieldRows, FieldTask
 from accel_train.metrics.early_stopping import EarlyStopping
-from accel_train.metrics.evaluation import weighted_sums
+from accel_train.metrics.evaluation import first_samples, heldout_batches, weighted_sums
 
 SHIFTS = (1, -1, 2, 3)
 """Shifts of a periodic field, in points. Each gives another estimate of the same step."""
 NOISES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.001, 0.005, 0.02, 0.05)
 """Noise scales relative to the field's size, for the candidates beyond the shifts."""
 MEAN = "mean_nrmse"
+Panels = list[Panel | Lines]
+"""Pictures of one task, in a row of fields.png."""
 
 
-def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+def evaluate_task(
+    accelerator: Accelerator,
+    forward: Callable[..., Any],
+    data: FieldData,
+    number: int,
+    options: EvaluationConfig,
+    residual_steps: int,
+    seed: int,
+) -> tuple[dict[str, float], Panels]:
+    """Return the metrics of task ``number`` and the panels of its first sample. Every process calls it."""
+    task = data.tasks[number]
+    heldout = data.heldout[task.name]
+    batches = heldout_batches(accelerator, heldout, options.samples, options.batch_size)
+    sums_of = partial(error_sums, forward, number, task, residual_steps, seed)
+    sums = weighted_sums(accelerator, batches, sums_of)
+    metrics = row_metrics(task, sums["plain"], sums.get("refined"))
+    if task.has_time:
+        step_of = partial(losses.stepper, forward, dt=task.dt, task=number, grid=task.grid)
+        found, panels = evaluate_rollouts(accelerator, task, heldout, options, step_of, seed)
+        return metrics | found, panels
+    first = first_samples(accelerator, heldout, 1)
+    predicted = losses.predict(forward, first, number, task.grid)
+    return metrics, row_panels(task, first, predicted.fields)
+
+
+def row_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
     """Sum the weighted errors of a batch for ``row_metrics``: (6,) float64.
 
     ``prediction`` (B, C', H, W) and the batch are normalised. Errors are in physical units.
@@ -50,7 +79,7 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -
 
 
 def error_sums(
-    model: Callable[..., Any], number: int, task: FieldTask, residual_steps: int, seed: int, batch: Mapping[str, Tensor]
+    model: Callable[..., Any], number: int, task: FieldTask, residual_steps: int, seed: int, batch: Batch
 ) -> dict[str, Tensor]:
     """Predict a batch of task ``number`` and compute ``row_sums``, keyed by the arguments of ``row_metrics``.
 
@@ -106,7 +135,8 @@ class Rollouts:
 
     def plain(self, step: rollout.Step) -> Tensor:
         """Roll out step by step: (B, T - 1, C, H, W)."""
-        return rollout.rollout(step, self.truth[:, 0], self.truth.shape[1] - 1)
+        steps = self.truth.shape[1] - 1
+        return rollout.rollout(step, self.truth[:, 0], steps)
 
     def conditioned(self, step: rollout.Step, config: options.ConditioningConfig, seed: int) -> Tensor:
         """Roll out by beam search for the best conservation, without the truth. For tasks with a conserved integral."""
@@ -122,7 +152,8 @@ class Rollouts:
             gaps = [fields.conservation_gap(state, reference) for state in states]
             return torch.stack(gaps).mean(0)
 
-        return rollout.conditioned_rollout(proposals, step, score, self.truth[:, 0], self.truth.shape[1] - 1, config)
+        steps = self.truth.shape[1] - 1
+        return rollout.conditioned_rollout(proposals, step, score, self.truth[:, 0], steps, config)
 
     def sums(self, predicted: Tensor) -> Tensor:
         """Sum weight, relative error and conservation gap over the samples, at each time: (3, T - 1) float64."""
@@ -134,12 +165,14 @@ class Rollouts:
             errors.append(fields.relative_l2(states[:, time], truth[:, time + 1]))
             gaps.append(fields.conservation_gap(states[:, time], truth[:, 0]))
         error = torch.stack(errors)
-        per_sample = torch.stack([torch.ones_like(error), error, torch.stack(gaps)]).double()  # (3, T - 1, B)
+        ones = torch.ones_like(error)
+        per_sample = torch.stack([ones, error, torch.stack(gaps)]).double()  # (3, T - 1, B)
         return (per_sample * self.weight).sum(-1)
 
     def panels(self, predicted: Tensor) -> list[Panel]:
         """Show truth, prediction and error of the first trajectory: over all times in 1-D, the last time in 2-D."""
-        truth = self.task.target.denormalise(self.truth[0])[1:, 0].cpu()
+        truth = self.task.target.denormalise(self.truth[0])
+        truth = truth[1:, 0].cpu()
         states = self.task.target.denormalise(predicted[0])[:, 0].cpu()
         if self.task.grid[0] == 1:
             truth = truth[:, 0]
@@ -174,12 +207,12 @@ def evaluate_rollouts(
     options: EvaluationConfig,
     step_of: Callable[[Tensor], rollout.Step],
     seed: int,
-) -> tuple[dict[str, float], list[Panel | Lines]]:
+) -> tuple[dict[str, float], Panels]:
     """Roll out held-out trajectories. Returns ``rollout_metrics`` and panels of one trajectory and of the error.
 
     ``step_of`` builds a step for samples with these parameters (B, P). All ranks call it.
     """
-    panels: list[Panel | Lines] = []
+    panels: Panels = []
 
     def sums_of(batch: Rollouts) -> dict[str, Tensor]:
         step = step_of(batch.parameters)
@@ -202,7 +235,8 @@ def _error_lines(task: FieldTask, sums: Mapping[str, Tensor]) -> Lines:
     lines: dict[str, list[float]] = {}
     for name, (weight, error, _) in sums.items():
         lines[name] = (error / weight).tolist()
-    times = [task.dt * (1 + number) for number in range(sums["rollout"].shape[1])]
+    steps = sums["rollout"].shape[1]
+    times = [task.dt * (1 + number) for number in range(steps)]
     return Lines("rollout: error against time", "time", "nRMSE", times, lines)
 
 
@@ -229,7 +263,7 @@ def rollout_metrics(task: FieldTask, plain: Tensor, conditioned: Tensor | None) 
     return metrics
 
 
-def row_panels(task: FieldTask, batch: Mapping[str, Tensor], prediction: Tensor) -> list[Panel]:
+def row_panels(task: FieldTask, batch: Batch, prediction: Tensor) -> Panels:
     """Show input, truth, prediction and error of the first sample of a 2-D task."""
     input = task.input.denormalise(batch["input"][0])[0].cpu()
     target = task.target.denormalise(batch["target"][0])[0].cpu()
@@ -245,7 +279,8 @@ def row_panels(task: FieldTask, batch: Mapping[str, Tensor], prediction: Tensor)
 def _error_panel(predicted: Tensor, target: Tensor, down: str = "y (points)") -> Panel:
     """Show the signed error, with the nRMSE of this panel in the title."""
     error = predicted - target
-    nrmse = float(error.double().norm() / target.double().norm().clamp_min(1e-12))
+    size = target.double().norm().clamp_min(1e-12)
+    nrmse = float(error.double().norm() / size)
     return Panel(f"error (nRMSE {nrmse:.3g})", error, "e", down, signed=True)
 
 

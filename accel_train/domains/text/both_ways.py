@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveInt
+from accel_train.data.datasets import Batch
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import correct_counts, corrupt, elbo_weight, loss_sums, term_weight
 from accel_train.domains.diffusion.sampling import (
@@ -29,7 +30,8 @@ from accel_train.domains.diffusion.sampling import (
 )
 from accel_train.domains.diffusion.timesteps import stratified
 
-Batch = dict[str, Tensor]
+Scores = Callable[[Batch, Batch, Tensor, Tensor], dict[str, Tensor]]
+"""Sums of one batch, from the batch, its shuffled partner, and the latents and tokens sampled for it."""
 METRICS = (
     "l2t_nll",
     "l2t_nll_shuffled",
@@ -40,6 +42,17 @@ METRICS = (
     "t2l_mean_cosine",
 )
 """Sums returned by ``BothWays.metric_sums``, in addition to the counts of tokens and samples."""
+
+
+class Sampled(NamedTuple):
+    """Samples of one batch."""
+
+    tokens: Tensor
+    """(B, S), each from the row's latent."""
+    latents: Tensor
+    """(B, L, Dz), each from the row's text."""
+    unconditional: Tensor | None
+    """(B, L, Dz), from no text."""
 
 
 @dataclass(frozen=True)
@@ -82,25 +95,36 @@ class BothWays:
             unconditional=self.text_predictor(batch, None),
         )
 
-    def sample_latents(self, batch: Batch) -> Tensor:
-        """Sample latents (B, L, Dz) from pure noise, conditioned on the batch's text."""
+    def sample_latents(self, batch: Batch, with_text: bool = True) -> Tensor:
+        """Sample latents (B, L, Dz) from pure noise, conditioned on the batch's text or on none."""
+        without = self.latent_predictor(batch, with_text=False)
         return sample_latents(
-            self.latent_predictor(batch),
+            self.latent_predictor(batch) if with_text else without,
             batch["latent"].shape[1:],
             self.diffusion,
             self.latent,
             self.seed,
             batch["sample"],
-            unconditional=self.latent_predictor(batch, with_text=False),
+            unconditional=without,
         )
 
+    def sample_all(self, batch: Batch, unconditional: bool = False) -> Sampled:
+        """Sample in both directions, and if asked latents without a text."""
+        tokens = self.sample_text(batch)
+        latents = self.sample_latents(batch)
+        free = self.sample_latents(batch, with_text=False) if unconditional else None
+        return Sampled(tokens, latents, free)
+
     @torch.no_grad()
-    def metric_sums(self, batch: Batch, shuffled: Batch, timesteps: int) -> dict[str, Tensor]:
+    def metric_sums(
+        self, batch: Batch, shuffled: Batch, timesteps: int, scores: Scores | None = None
+    ) -> dict[str, Tensor]:
         """Sum the metrics of one batch, with matching conditions, with shuffled ones and with none.
 
         ``x_nll`` / ``tokens`` is a bound in nats per maskable token. ``x_cosine`` / ``samples`` is a cosine between
         latents sampled from pure noise and true ones. ``t2l_mean_cosine`` samples in one step, so it scores the mean
-        of the model's distribution. A model deaf to its condition scores the same with a shuffled one.
+        of the model's distribution. A model deaf to its condition scores the same with a shuffled one. ``scores`` adds
+        sums of its own.
         """
 
         def nll_sums(latent: Tensor | None) -> dict[str, Tensor]:
@@ -122,7 +146,12 @@ class BothWays:
             "tokens": matching["tokens"],
             "masked": matching["masked"],
             "samples": batch["weight"].sum(),
-        }
+        } | self._more_sums(batch, shuffled, sampled, scores)
+
+    def _more_sums(self, batch: Batch, shuffled: Batch, sampled: Tensor, scores: Scores | None) -> dict[str, Tensor]:
+        if scores is None:
+            return {}
+        return scores(batch, shuffled, sampled, self.sample_text(batch))
 
     def _absent_latent(self, batch: Batch) -> Tensor:
         keys = rng.sample_keys(self.seed, "absent", 0, batch["sample"])
@@ -142,7 +171,9 @@ def samplers(model: Callable[..., Any], described: Mapping[str, Any], steps: int
     )
     if steps is None:
         return both
-    return replace(both, text=replace(both.text, steps=steps), latent=replace(both.latent, steps=steps))
+    text = replace(both.text, steps=steps)
+    latent = replace(both.latent, steps=steps)
+    return replace(both, text=text, latent=latent)
 
 
 def tokens_from_latents(
@@ -182,15 +213,19 @@ def latents_from_tokens(
     return samplers(model, described, steps).sample_latents(batch)
 
 
-def metrics_from_sums(sums: dict[str, float], timesteps: int) -> dict[str, float]:
+def metrics_from_sums(sums: Mapping[str, Tensor | float], timesteps: int) -> dict[str, float]:
     """Divide the sums of ``BothWays.metric_sums`` by their counts.
 
     ``tokens`` and ``masked`` were counted at every timestep.
     """
-    metrics = {name: sums[name] / max(sums[_count_of(name)], 1e-12) for name in METRICS}
+    totals = {name: float(total) for name, total in sums.items()}
+    metrics: dict[str, float] = {}
+    for name in METRICS:
+        count = totals[_count_of(name)]
+        metrics[name] = totals[name] / max(count, 1e-12)
     metrics["l2t_gain"] = 1 - metrics["l2t_nll"] / metrics["l2t_nll_shuffled"]
-    metrics["evaluated_samples"] = sums["samples"]
-    metrics["evaluated_tokens"] = sums["tokens"] / timesteps
+    metrics["evaluated_samples"] = totals["samples"]
+    metrics["evaluated_tokens"] = totals["tokens"] / timesteps
     return metrics
 
 

@@ -10,10 +10,10 @@ import torch
 
 from accel_train.config import UsageError
 from accel_train.domains.pde import operator_learning, options
-from accel_train.domains.pde.equations import prepare_pde
+from accel_train.domains.pde.data.equations import prepare_pde
+from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.losses import TERMS
-from accel_train.domains.pde.rows import FieldData
-from accel_train.domains.pde.transformer import PdeTransformer, PdeTransformerConfig
+from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.options.loading import load_config
 from recipes import pde
 
@@ -48,7 +48,7 @@ def opened(tmp_path: Path, *flags: str) -> tuple[pde.Config, FieldData, PdeTrans
     config = load_config(pde.Config, given, presets=Path(pde.__file__).parent / "presets").config
     data = prepare_pde(config.data)
     torch.manual_seed(0)
-    model = PdeTransformer(PdeTransformerConfig(tuple(map(operator_learning.task_shape, data.tasks)), config.model))
+    model = PdeTransformer(operator_learning.model_shape(config.model, data.tasks))
     with torch.no_grad():
         for parameter in model.parameters():  # off its start, where gates are zero
             parameter.add_(torch.randn_like(parameter), alpha=0.2)

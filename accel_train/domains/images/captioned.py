@@ -1,0 +1,178 @@
+"""Captioned pictures of a run: bundled emoji, generated shapes, or your own, as rows of latents."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accel_train.config import PositiveInt, UsageError
+from accel_train.data.artifacts import cache_directory, cached_folder
+from accel_train.domains.images.decoding import decode_picture
+from accel_train.domains.images.demo import emoji, shapes
+from accel_train.domains.images.picture_rows import ROWS_PER_SHARD, Captioned, CaptionedPictures, Parts, write_rows
+from accel_train.domains.images.scanning import Picture, Pictures, read_pictures
+from accel_train.domains.images.sources import Source
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMAT = "pictures-1"
+SHAPES_SEED = 0
+HELDOUT_SHAPES = 1024
+EMOJI = ("emoji", "demo")
+SHAPES = "shapes"
+
+
+@dataclass(frozen=True)
+class PictureConfig:
+    """Pictures in place of latents of text."""
+
+    latents: Literal["none", "pixels"] = "none"
+    """none: data.path holds texts. pixels: it holds captioned pictures, and their patches are the latents: 'emoji'
+    (bundled), 'shapes' (generated), or a folder, parquet files, a saved dataset or a Hub id of your own, cut to squares
+    at the centre."""
+    size: PositiveInt = 32
+    """Pixels of a side, a multiple of patch. Bundled emoji have 32 or 64."""
+    patch: PositiveInt = 4
+    """Pixels of a patch's side. A picture has (size / patch)^2 tokens of 3 patch^2 values: half the patch is four times
+    the compute."""
+    samples: PositiveInt = 8192
+    """data.path shapes: training pictures to draw."""
+    leave_out: tuple[str, ...] = ()
+    """data.path emoji: groups to leave out, such as flags."""
+
+    def __post_init__(self) -> None:
+        if self.latents == "none":
+            self._refuse(("size", "patch", "samples", "leave_out"), "--pictures.latents none")
+        if self.size % self.patch:
+            nearest = max(1, round(self.size / self.patch)) * self.patch
+            raise UsageError(
+                f"--pictures.size {self.size} with --pictures.patch {self.patch}: a multiple of the patch is required. "
+                f"Set size {nearest}, or another patch."
+            )
+        emoji.check_groups("--pictures.leave_out", self.leave_out)
+
+    def check_path(self, path: str) -> None:
+        """Refuse options that this source of pictures does not read. Raises ``UsageError``."""
+        if path not in EMOJI:
+            self._refuse(("leave_out",), f"--data.path {path}")
+        if path != SHAPES:
+            self._refuse(("samples",), f"--data.path {path}")
+
+    def _refuse(self, names: Sequence[str], because: str) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                raise UsageError(
+                    f"--pictures.{name} {getattr(self, name)!r} has no effect with {because}. Leave it at its default "
+                    f"{defaults[name]!r}, or change the other option."
+                )
+
+
+class DataOptions(Protocol):
+    """The options of the `data` group that are read for pictures."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def heldout_path(self) -> str | None: ...
+    @property
+    def heldout_fraction(self) -> float: ...
+    @property
+    def cache_dir(self) -> str | None: ...
+
+
+def prepare_pictures(
+    config: PictureConfig,
+    data: DataOptions,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+) -> CaptionedPictures | None:
+    """Write the rows of `data.path` into the cache unless they are there. Every rank calls it (two barriers).
+
+    About `heldout_fraction` of the emoji's names are held out; of shapes it is the pairs of colour and form that no
+    training picture shows. Returns None where the data are texts. Raises ``UsageError``.
+    """
+    if config.latents == "none":
+        return None
+    path = data.path
+    config.check_path(path)
+    if data.heldout_path is not None:
+        raise UsageError(
+            f"--data.heldout_path {data.heldout_path!r} has no effect with --pictures.latents {config.latents}: "
+            "pictures are held out from --data.path. Leave it out, or set --data.heldout_fraction."
+        )
+    cache = cache_directory(data.cache_dir)
+    notices: tuple[str, ...] = ()
+    if path == SHAPES:
+        facts: tuple[Any, ...] = (SHAPES, SHAPES_SEED, config.samples, HELDOUT_SHAPES)
+        parts = partial(_shapes, config)
+    elif path in EMOJI:
+        facts = ("emoji", emoji.file_hash(), data.heldout_fraction, *config.leave_out)
+        parts = partial(_emoji, config, data.heldout_fraction)
+    else:
+        found = read_pictures(Source(path), cache, min_side=2, rank=rank, world_size=world_size)
+        own = [picture for picture in found.pictures if picture.caption]
+        notices = _own_notices(found, len(own), path)
+        facts = (*((picture.content, picture.caption) for picture in own),)
+        parts = partial(_own, config, own)
+    key = hashlib.sha256(f"{FORMAT} {config.size} {config.patch} {facts}".encode()).hexdigest()
+
+    def write(directory: Path) -> None:
+        write_rows(directory, parts(), config.patch)
+
+    folder = cached_folder(cache / "pictures" / key, write, rank=rank, barrier=barrier)
+    side = config.size // config.patch
+    notices += (f"pictures of {config.size} x {config.size} pixels in {side} x {side} patches ({path})",)
+    return CaptionedPictures(folder, (side, side), config.patch, path == SHAPES, notices)
+
+
+def _shapes(config: PictureConfig) -> Parts:
+    yield "train", Captioned(*shapes.pictures(SHAPES_SEED, config.samples, config.size))
+    yield "heldout", Captioned(*shapes.pictures(SHAPES_SEED, HELDOUT_SHAPES, config.size, heldout=True))
+
+
+def _emoji(config: PictureConfig, heldout_fraction: float) -> Parts:
+    listed = emoji.list_emoji()
+    pictures = emoji.load_pictures(config.size)
+    used = [index for index, one in enumerate(listed) if one.group not in config.leave_out]
+    for part in ("train", "heldout"):
+        rows = [index for index in used if listed[index].heldout(heldout_fraction) == (part == "heldout")]
+        yield part, Captioned([listed[index].caption for index in rows], pictures[rows])
+
+
+def _own_notices(found: Pictures, captioned: int, path: str) -> tuple[str, ...]:
+    without = len(found) - captioned
+    if captioned < 3:
+        raise UsageError(
+            f"--data.path {path!r}: {captioned} pictures with a caption, {without} without; at least 3 are required. "
+            "Write captions in .txt files beside the pictures, or name their column."
+        )
+    missing = (f"{without:,} pictures without a caption are left out",) if without else ()
+    return (*found.notices, *missing)
+
+
+def _own(config: PictureConfig, pictures: Sequence[Picture]) -> Parts:
+    for start in range(0, len(pictures), ROWS_PER_SHARD):
+        piece = pictures[start : start + ROWS_PER_SHARD]
+        squares = torch.stack([square(decode_picture(picture.bytes.read()), config.size) for picture in piece])
+        yield "train", Captioned([str(picture.caption) for picture in piece], squares)
+
+
+def square(picture: Image.Image, size: int) -> Tensor:
+    """Cut the largest square from the centre and scale it: (size, size, 3) uint8."""
+    from PIL import ImageOps
+    from PIL.Image import Resampling
+
+    fitted = ImageOps.fit(picture, (size, size), Resampling.LANCZOS)
+    return torch.from_numpy(np.array(fitted))

@@ -1,0 +1,83 @@
+"""The bundled emoji: pictures of 32 or 64 pixels with captions from their Unicode names."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.wording import did_you_mean, nearest
+
+FOLDER = Path(__file__).parent
+SIDE = 64
+"""Pixels of a picture in the file."""
+SIZES = (32, 64)
+
+
+class Emoji(NamedTuple):
+    """One bundled emoji."""
+
+    name: str
+    """As in Unicode, in lower case. Those of several skin tones share it."""
+    tone: str
+    """Skin tone, or empty."""
+    group: str
+    kind: str
+    """Unicode's subgroup."""
+
+    @property
+    def caption(self) -> str:
+        """Name, skin tone if there is one, and kind: ``waving hand sign, dark skin tone, hand fingers open``."""
+        return ", ".join(part for part in (self.name, self.tone, self.kind) if part)
+
+    def heldout(self, fraction: float) -> bool:
+        """Return True for about this share of the names, by their hash. All skin tones of a name go together."""
+        digest = hashlib.sha256(self.name.encode()).digest()
+        return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def list_emoji() -> list[Emoji]:
+    """List all bundled emoji in the order of their pictures."""
+    lines = (FOLDER / "emoji.tsv").read_text("utf-8").splitlines()
+    return [Emoji(*line.split("\t")) for line in lines]
+
+
+def groups() -> list[str]:
+    """List the groups, such as ``flags``."""
+    return list(dict.fromkeys(emoji.group for emoji in list_emoji()))
+
+
+def check_groups(option: str, names: tuple[str, ...]) -> None:
+    """Refuse a name that is no group. Raises ``UsageError``."""
+    known = groups()
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(nearest(name, known))
+            raise UsageError(f"{option} {name!r} is no group of the bundled emoji{hint}; there are {', '.join(known)}")
+
+
+def load_pictures(size: int) -> Tensor:
+    """Decode the pictures of all emoji: (N, size, size, 3) uint8, in the order of `list_emoji`.
+
+    Those of 32 pixels are means of four of 64. Raises ``UsageError`` for another size.
+    """
+    from PIL import Image
+
+    if size not in SIZES:
+        raise UsageError(f"size {size}: the bundled emoji have 32 or 64 pixels a side; choose one of them")
+    with Image.open(FOLDER / "emoji.webp") as sheet:
+        scaled = sheet.convert("RGB").reduce(SIDE // size)
+    pixels = torch.from_numpy(np.array(scaled))
+    cells = pixels.unflatten(0, (-1, size)).unflatten(2, (-1, size))  # (rows, size, columns, size, 3)
+    return cells.transpose(1, 2).flatten(0, 1)[: len(list_emoji())].contiguous()
+
+
+def file_hash() -> str:
+    """Hash the bundled files with sha256."""
+    content = (FOLDER / "emoji.webp").read_bytes() + (FOLDER / "emoji.tsv").read_bytes()
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,116 @@
+"""Reading of generated shapes from pixels: the scene that a picture shows, to hold against its caption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accel_train.domains.images.demo.shapes import (
+    CENTRES,
+    COLOURS,
+    COLUMNS,
+    FORMS,
+    NUMBERS,
+    PLURALS,
+    RADII,
+    ROWS,
+    WHITE,
+    Scene,
+    coverage_of,
+)
+
+COVERED = 0.5
+"""Share of a pixel above which it belongs to a shape."""
+MIN_PIXELS = 4
+RADIUS_STEPS = 9
+
+
+def read_caption(caption: str) -> Scene:
+    """Return the scene that a caption of `shapes` describes. Raises ``ValueError`` for another text."""
+    number, size, colour, form, *place = caption.split()
+    count = NUMBERS.index(number) + 1
+    if count > 1:
+        singular = next(name for name, plural in PLURALS.items() if plural == form)
+        return Scene(count, size, colour, singular, None)
+    row, column = place
+    return Scene(1, size, colour, form, 3 * ROWS.index(row) + COLUMNS.index(column))
+
+
+def read_picture(picture: Tensor) -> Scene | None:
+    """Return the scene of a picture (S, S, 3) uint8. None if it shows nothing.
+
+    The colour is the nearest of the palette to the mean of the pixels furthest from white. Shapes are the connected
+    regions covered by it. Form and size are those of the drawn shape that fits the first region best.
+    """
+    from scipy import ndimage
+
+    size = picture.shape[0]
+    ink = WHITE - picture.float()  # (S, S, 3)
+    strength = ink.norm(dim=-1)
+    strongest = float(strength.max())
+    if strongest < 40:
+        return None
+    colour = _colour(ink[strength > 0.7 * strongest].mean(0))
+    own = WHITE - torch.tensor(COLOURS[colour], dtype=torch.float32)
+    coverage = ((ink @ own) / own.square().sum()).clamp(0, 1)
+    labels: Any = ndimage.label((coverage > COVERED).numpy(), structure=np.ones((3, 3)))
+    regions = torch.from_numpy(labels[0])
+    areas = torch.bincount(regions.flatten())[1:]
+    large = [number + 1 for number, area in enumerate(areas.tolist()) if area >= MIN_PIXELS]
+    if not large:
+        return None
+    # Half covered pixels at the edge belong to the nearest region; a single shape has them all.
+    first = coverage if len(large) == 1 else coverage * _around(regions == large[0])
+    centre = _centre(first)
+    form, radius = _best_fit(first, centre)
+    small_or_large = min(RADII, key=lambda name: abs(RADII[name] * size - radius))
+    if len(large) > 1:
+        return Scene(min(len(large), 3), small_or_large, colour, form, None)
+    return Scene(1, small_or_large, colour, form, _place(centre / size))
+
+
+def _colour(ink: Tensor) -> str:
+    def distance(name: str) -> float:
+        own = WHITE - torch.tensor(COLOURS[name], dtype=torch.float32)
+        return float((own - ink).norm())
+
+    return min(COLOURS, key=distance)
+
+
+def _around(region: Tensor) -> Tensor:
+    """Return the region (S, S) with the pixels that touch it."""
+    grown = torch.nn.functional.max_pool2d(region.float()[None, None], 3, stride=1, padding=1)
+    return grown[0, 0]
+
+
+def _centre(coverage: Tensor) -> Tensor:
+    """Return the centre of mass (x, y) in pixels."""
+    pixels = torch.arange(len(coverage)) + 0.5
+    total = coverage.sum()
+    return torch.stack(((coverage.sum(0) * pixels).sum() / total, (coverage.sum(1) * pixels).sum() / total))
+
+
+def _best_fit(coverage: Tensor, centre: Tensor) -> tuple[str, float]:
+    """Return the form and the radius in pixels whose picture differs least from this one."""
+    size = len(coverage)
+    ends = 0.8 * RADII["small"] * size, 1.2 * RADII["large"] * size
+    radii = torch.linspace(*ends, 2 * RADIUS_STEPS + 1)
+    best = ("", 0.0)
+    smallest = float("inf")
+    for form in FORMS:
+        drawn = coverage_of(form, centre.expand(len(radii), 2), radii, size)
+        errors = (drawn - coverage).square().sum((1, 2))
+        error = float(errors.min())
+        if error < smallest:
+            smallest = error
+            best = (form, float(radii[errors.argmin()]))
+    return best
+
+
+def _place(centre: Tensor) -> int:
+    """Return row times 3 plus column of a centre (x, y) in shares of the side."""
+    column, row = ((centre[:, None] - torch.tensor(CENTRES)).abs().argmin(1)).tolist()
+    return 3 * row + column

@@ -1,0 +1,178 @@
+"""Scores of sampled pictures and captions: distances in pixels, words, and of shapes what the pixels show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from accel_train.domains.images.demo.shape_reading import read_caption, read_picture
+from accel_train.domains.images.grids import Column, report_pictures
+from accel_train.domains.images.picture_rows import CaptionedPictures
+
+Batch = Mapping[str, Tensor]
+DISTANCES = ("t2l_distance", "t2l_distance_shuffled")
+CAPTIONS = ("caption_words", "caption_exact")
+SHOWN = ("shown_colour", "shown_position", "shown_form", "shown_size", "shown_count")
+_SINGLES = "singles"
+_PICTURES = "pictures"
+
+
+class Drawn(Protocol):
+    """Normalised latents (B, L, D) sampled for a batch."""
+
+    @property
+    def latents(self) -> Tensor:
+        """From the captions."""
+        ...
+
+    @property
+    def unconditional(self) -> Tensor | None:
+        """Without a caption."""
+        ...
+
+
+@dataclass(frozen=True)
+class PictureScores:
+    """What a sampled picture or caption is held against. Metrics are means over held-out samples.
+
+    ``t2l_distance``: root mean square over the values 0 to 1 of all pixels between the picture sampled for a caption
+    and the caption's own; ``_shuffled``: and that of another caption. ``caption_words``: share of words of a caption
+    sampled for a picture that are right at their place; ``caption_exact``: share of captions without a wrong word.
+    Of shapes also the share of sampled pictures that show the caption's colour, position (of single shapes), form,
+    size and count, read from the pixels.
+    """
+
+    pictures: CaptionedPictures
+    denormalise: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], str]
+    """Text of one row of tokens (S,)."""
+
+    def metric_names(self) -> list[str]:
+        """List the metrics of an evaluation."""
+        shown = SHOWN if self.pictures.exact else ()
+        return [*DISTANCES, *CAPTIONS, *shown]
+
+    def report(self, directory: Path, step: int, batch: Batch, drawn: Drawn, nearest: Tensor) -> None:
+        """Write ``pictures.png`` for the captions of a batch. Call it on the main process.
+
+        `nearest` are the latents of the training pictures nearest to those drawn.
+        """
+        prompts = [self.decode(row) for row in batch["tokens"].cpu()]
+        more = [Column("nearest in training", self.pixels(nearest))]
+        if drawn.unconditional is not None:
+            more.append(Column("no caption", self.pixels(drawn.unconditional)))
+        true = self.pixels(batch["latent"])
+        report_pictures(directory, step, prompts, true, self.pixels(drawn.latents), more)
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        """Return pictures (B, H, W, 3) uint8 of normalised latents (B, L, D)."""
+        return self.pictures.pixels(self.denormalise(latents.float().cpu()))
+
+    def __call__(self, batch: Batch, shuffled: Batch, latents: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """Sum the scores of latents (B, L, D) and tokens (B, S) sampled for a batch. Waits for the device."""
+        sampled = self.pixels(latents)
+        captions = [self.decode(row) for row in batch["tokens"].cpu()]
+        said = [self.decode(row) for row in tokens.cpu()]
+        scores = {
+            "t2l_distance": rms_distance(sampled, self.pixels(batch["latent"])),
+            "t2l_distance_shuffled": rms_distance(sampled, self.pixels(shuffled["latent"])),
+            "caption_words": torch.tensor([_words_right(*pair) for pair in zip(said, captions, strict=True)]),
+            "caption_exact": _share([one == other for one, other in zip(said, captions, strict=True)]),
+            _PICTURES: torch.ones(len(captions)),
+        }
+        if self.pictures.exact:
+            scores |= shape_scores(sampled, captions)
+        weight = batch["weight"]
+        return {name: (values.to(weight) * weight).sum() for name, values in scores.items()}
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Divide the sums of all batches by their counts."""
+        counted = {"shown_position": _SINGLES}
+        found: dict[str, float] = {}
+        for name in self.metric_names():
+            count = float(sums[counted.get(name, _PICTURES)])
+            found[name] = float(sums[name]) / max(count, 1e-12)
+        return found
+
+
+def rms_distance(pictures: Tensor, others: Tensor) -> Tensor:
+    """Return the root mean square difference of pictures (B, H, W, 3) uint8, (B,), in values of 0 to 1."""
+    difference = (pictures.float() - others.float()) / 255
+    return difference.square().flatten(1).mean(-1).sqrt()
+
+
+def shape_scores(pictures: Tensor, captions: Sequence[str]) -> dict[str, Tensor]:
+    """Compare what each picture shows with its caption: 1 or 0 for each property, (B,) each.
+
+    Position counts for single shapes, whose number is in ``singles``. A picture that shows nothing is wrong in all.
+    """
+    wanted = [read_caption(caption) for caption in captions]
+    shown = [read_picture(picture) for picture in pictures]
+    pairs = list(zip(shown, wanted, strict=True))
+
+    def right(name: str) -> Tensor:
+        return _share([one is not None and getattr(one, name) == getattr(scene, name) for one, scene in pairs])
+
+    singles = _share([scene.place is not None for scene in wanted])
+    return {
+        "shown_colour": right("colour"),
+        "shown_position": right("place") * singles,
+        "shown_form": right("form"),
+        "shown_size": right("size"),
+        "shown_count": right("count"),
+        _SINGLES: singles,
+    }
+
+
+def _share(right: Sequence[bool]) -> Tensor:
+    return torch.tensor(right, dtype=torch.float32)
+
+
+def _words_right(said: str, caption: str) -> float:
+    words = caption.split()
+    found = said.split()[: len(words)]
+    return sum(one == other for one, other in zip(found, words, strict=False)) / len(words)
+
+
+def build_scores(
+    pictures: CaptionedPictures | None, denormalise: Callable[[Tensor], Tensor], decode: Callable[[Tensor], str]
+) -> PictureScores | None:
+    """Return the scores of these pictures, or None for latents that are no pictures."""
+    if pictures is None:
+        return None
+    return PictureScores(pictures, denormalise, decode)
+
+
+def metric_names(scores: PictureScores | None) -> list[str]:
+    """List the metrics of an evaluation with these scores. None has none."""
+    return scores.metric_names() if scores else []
+
+
+def notices(scores: PictureScores | None) -> tuple[str, ...]:
+    """Return lines for the log about the pictures behind these scores. None has none."""
+    return scores.pictures.notices if scores else ()
+
+
+def metrics(scores: PictureScores | None, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the metrics of an evaluation with these scores. None has none."""
+    return scores.metrics(sums) if scores else {}
+
+
+def summary(metrics: Mapping[str, float]) -> list[str]:
+    """Format the scores of pictures as log lines, if there are any."""
+    if "t2l_distance" not in metrics:
+        return []
+    lines = [
+        f"pictures: distance {metrics['t2l_distance']:.3f} to the caption's own picture, "
+        f"{metrics['t2l_distance_shuffled']:.3f} to another caption's; captions: {metrics['caption_words']:.1%} of "
+        f"words right, {metrics['caption_exact']:.1%} without a wrong one"
+    ]
+    if "shown_colour" in metrics:
+        shown = [f"{name.removeprefix('shown_')} {metrics[name]:.1%}" for name in SHOWN]
+        lines.append(f"shapes that show what the caption says: {', '.join(shown)}")
+    return lines

@@ -1,0 +1,1 @@
+"""Pretrained pipelines of diffusers: their families, inputs and adapters."""

@@ -1,0 +1,68 @@
+"""What differs between families of pipelines of diffusers, as values and functions of a ``Family``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+Conditioning = Mapping[str, Tensor]
+"""What a text encoder says of captions, by name, with a first dimension for the captions."""
+
+
+class Predicting(NamedTuple):
+    """Inputs of a denoiser for one micro-batch."""
+
+    noisy: Tensor
+    """Latents as the denoiser counts them, (B, C, H, W)."""
+    timestep: Tensor
+    """In the scheduler's units, (B,) fp32."""
+    conditioning: Conditioning
+    sizes: Tensor
+    """Height and width of the original, top and left of the crop, height and width of the result, (B, 6)."""
+    config: Any
+    """Of the denoiser, from before it was wrapped."""
+    guidance: float
+    """Of a denoiser that is distilled from guidance and takes its scale as an input."""
+
+
+def _scale(vae: Any, latents: Tensor) -> Tensor:
+    shift = getattr(vae.config, "shift_factor", None) or 0.0
+    return (latents - shift) * vae.config.scaling_factor
+
+
+def _keep_empty(pipeline: Any, empty: Conditioning) -> dict[str, Tensor]:
+    return dict(empty)
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One family of text-to-image pipelines."""
+
+    name: str
+    pipelines: tuple[str, ...]
+    """Class names in model_index.json."""
+    denoiser: Literal["unet", "transformer"]
+    targets: tuple[str, ...]
+    """Layers that get an adapter where lora.targets says nothing."""
+    encode: Callable[[Any, Sequence[str], int | None], dict[str, Tensor]]
+    """(pipeline, captions, longest prompt in tokens) -> conditioning, by the pipeline's own encode_prompt."""
+    predict: Callable[[nn.Module, Predicting], Tensor]
+    """What the denoiser predicts of its inputs, in their shape."""
+    sample: Callable[[Conditioning, Conditioning], dict[str, Any]]
+    """(conditioning of a prompt, of the empty prompt) -> arguments of the pipeline's call."""
+    guidance_scale: float
+    """Default of the pipeline."""
+    guidance_argument: str = "guidance_scale"
+    prompt_tokens: int | None = None
+    """Default of the longest prompt. None: the text encoders have a fixed length."""
+    patch: int = 2
+    """Latents along a side must be a multiple of it."""
+    normalise: Callable[[Any, Tensor], Tensor] = _scale
+    """(vae, latents as it encodes) -> latents as the denoiser counts them."""
+    empty: Callable[[Any, Conditioning], dict[str, Tensor]] = _keep_empty
+    """(pipeline, embeddings of an empty prompt) -> what its guidance takes in their place."""
+    call: Mapping[str, Any] | None = None
+    """Further arguments of the pipeline's call."""

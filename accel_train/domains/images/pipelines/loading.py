@@ -1,0 +1,297 @@
+"""Pretrained pipelines of diffusers by path or Hub id: their family, components, noise levels and files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from accel_train.config import PositiveFloat, PositiveInt, UsageError, expand_path
+from accel_train.domains.diffusion.noise_levels import NoiseLevels, ddpm_levels, flow_levels
+from accel_train.domains.images.pipelines import flow_transformers, unets
+from accel_train.domains.images.pipelines.family import Family
+from accel_train.precision import Precision, dtype_of
+from accel_train.store import strict_json
+from accel_train.store.pretrained_base import PretrainedBase
+
+INDEX = "model_index.json"
+MAX_INDEX_BYTES = 1 << 20
+WEIGHTS = "diffusion_pytorch_model"
+FAMILIES = (
+    unets.STABLE_DIFFUSION,
+    unets.STABLE_DIFFUSION_XL,
+    flow_transformers.SD3,
+    flow_transformers.FLUX,
+    flow_transformers.FLUX2,
+    flow_transformers.FLUX2_KLEIN,
+    flow_transformers.SANA,
+    flow_transformers.QWEN_IMAGE,
+    flow_transformers.Z_IMAGE,
+)
+LIBRARIES = ("diffusers", "transformers")
+"""Whose classes a component may have. A pipeline with code of its own is not loaded."""
+UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
+
+
+@dataclass(frozen=True)
+class BaseConfig:
+    """Pretrained text-to-image pipeline of diffusers that the adapters are trained on."""
+
+    source: str | None = None
+    """Hub id or folder of the pipeline, with model_index.json."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+    variant: str | None = None
+    """Variant of the weight files, such as fp16."""
+    encoder_precision: Precision = "fp32"
+    """Dtype of the text encoders. They and the VAE are only needed until captions and pictures are encoded."""
+    prompt_tokens: PositiveInt | None = None
+    """Longest prompt in tokens, cut there. null: as the pipeline does. CLIP's length is fixed."""
+    guidance: PositiveFloat = 1.0
+    """Guidance scale given to a denoiser distilled from guidance (FLUX.1-dev), while it is trained."""
+
+
+@dataclass(frozen=True, eq=False)
+class Base:
+    """A pipeline on the disk, identified by its model_index.json."""
+
+    config: BaseConfig
+    directory: Path
+    family: Family
+    revision: str | None
+    """Commit of a Hub id."""
+
+    @property
+    def source(self) -> str:
+        assert self.config.source is not None
+        return self.config.source
+
+    def components(self, device: torch.device) -> Any:
+        """Load everything but the denoiser, as a pipeline in eval mode on ``device``. The VAE is fp32."""
+        return self._load({self.family.denoiser: None}, device)
+
+    def pipeline(self, device: torch.device) -> Any:
+        """Load the whole pipeline in eval mode on ``device``, fp32 but for the text encoders."""
+        return self._load({}, device)
+
+    def denoiser(self, precision: Precision) -> nn.Module:
+        """Load the denoiser in ``precision``, in training mode. On the meta device it has no weights."""
+        import diffusers
+
+        class_name = _index(self.directory)[self.family.denoiser][1]
+        kind: Any = getattr(diffusers, class_name)
+        folder = self.directory / self.family.denoiser
+        if torch.get_default_device().type == "meta":
+            return kind.from_config(kind.load_config(folder)).train()
+        try:
+            model = kind.from_pretrained(
+                folder, dtype=dtype_of(precision), variant=self.config.variant, use_safetensors=True
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UsageError(_not_loaded(self.source, error)) from None
+        return model.train()
+
+    def levels(self) -> NoiseLevels:
+        """Return the noise levels of its scheduler, and with them the objective. Raises ``UsageError``."""
+        import diffusers
+
+        class_name = _index(self.directory)["scheduler"][1]
+        kind: Any = getattr(diffusers, class_name)
+        return levels_of(kind.from_pretrained(self.directory / "scheduler"), self.source)
+
+    def files(self) -> PretrainedBase:
+        """Return the weight files of the denoiser, which checkpoints name."""
+        suffix = f".{self.config.variant}" if self.config.variant else ""
+        folder = self.directory / self.family.denoiser
+        names = sorted(path.name for path in folder.glob(f"{WEIGHTS}*{suffix}.safetensors"))
+        if not suffix:
+            # Variants have a second dot.
+            names = [name for name in names if name.count(".") == 1]
+        return PretrainedBase(self.source, folder, tuple(names), self.revision)
+
+    def _load(self, replaced: dict[str, Any], device: torch.device) -> Any:
+        from diffusers import DiffusionPipeline
+
+        index = _index(self.directory)
+        dtypes = {"default": torch.float32}
+        for name in index:
+            if name.startswith("text_encoder"):
+                dtypes[name] = dtype_of(self.config.encoder_precision)
+        unused = {name: None for name in UNUSED if name in index}
+        with _Quiet():
+            try:
+                pipeline: Any = DiffusionPipeline.from_pretrained(
+                    self.directory,
+                    dtype=dtypes,
+                    variant=self.config.variant,
+                    use_safetensors=True,
+                    **unused,
+                    **replaced,
+                )
+            except (OSError, ValueError, RuntimeError, ImportError) as error:
+                raise UsageError(_not_loaded(self.source, error)) from None
+        pipeline.set_progress_bar_config(disable=True)
+        pipeline.to(device)
+        _take_any_dtype(pipeline.vae)
+        return pipeline
+
+
+def _take_any_dtype(vae: Any) -> None:
+    """Let the VAE decode latents of another dtype, as pipelines give it those of the denoiser."""
+    decode = vae.decode
+
+    def cast(latents: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        return decode(latents.to(vae.dtype), *rest, **named)
+
+    vae.decode = cast
+
+
+class _Quiet:
+    """Keep diffusers and transformers from drawing progress bars of a second each."""
+
+    def __enter__(self) -> None:
+        from diffusers.utils import logging as of_diffusers
+        from transformers.utils import logging as of_transformers
+
+        self._loggers = (of_diffusers, of_transformers)
+        for each in self._loggers:
+            each.disable_progress_bar()
+        self._level = logging.getLogger("diffusers").level
+        logging.getLogger("diffusers").setLevel(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._loggers:
+            each.enable_progress_bar()
+        logging.getLogger("diffusers").setLevel(self._level)
+
+
+def find_base(config: BaseConfig) -> Base:
+    """Read model_index.json of the base, downloading a Hub id, and return it with its family.
+
+    Raises ``UsageError`` for a folder without a pipeline, one of another family, and one with code of its own.
+    """
+    if config.source is None:
+        raise UsageError(
+            "base.source: adapters need a pretrained pipeline of diffusers, and none is given; give "
+            "--base.source with a Hub id, such as stable-diffusion-v1-5/stable-diffusion-v1-5, or a folder that "
+            "save_pretrained wrote"
+        )
+    _require_diffusers()
+    path = expand_path(config.source)
+    revision = config.revision
+    if path.is_dir():
+        if revision is not None:
+            raise UsageError(f"base.revision {revision!r}: {path} is a folder and has no revisions; leave it out")
+    else:
+        path = _download(config)
+        revision = path.name
+    index = _index(path, config.source)
+    family = _family(index, config.source)
+    strangers = {name: kind for name, kind in index.items() if _is_strange(kind)}
+    if strangers:
+        name, kind = next(iter(strangers.items()))
+        raise UsageError(
+            f"base.source {config.source!r}: its {name} is {kind[0]}.{kind[1]}, code outside diffusers and "
+            "transformers, which is not run; give a pipeline of these two alone"
+        )
+    if config.prompt_tokens is not None and family.prompt_tokens is None:
+        raise UsageError(
+            f"base.prompt_tokens {config.prompt_tokens}: the text encoders of {family.name} have a fixed length; "
+            "leave it out"
+        )
+    return Base(config, path, family, revision)
+
+
+def _require_diffusers() -> None:
+    if find_spec("diffusers") is None:
+        raise UsageError("base.source: a pipeline needs diffusers; run pip install 'accel_train[diffusers]'")
+
+
+def _is_strange(kind: Sequence[Any]) -> bool:
+    # stable_diffusion is where diffusers keeps its safety checker.
+    return kind[0] is not None and kind[0] not in (*LIBRARIES, "stable_diffusion")
+
+
+def _download(config: BaseConfig) -> Path:
+    from diffusers import DiffusionPipeline
+
+    source = str(config.source)
+    try:
+        found = DiffusionPipeline.download(
+            source, revision=config.revision, variant=config.variant, use_safetensors=True
+        )
+    except Exception as error:  # failures of hub, network and format have no common type
+        raise UsageError(_not_loaded(source, error)) from None
+    return Path(found)
+
+
+def _not_loaded(source: str, error: Exception) -> str:
+    return (
+        f"base.source {source!r} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
+        f"Required is the Hub id or folder of a pipeline of diffusers, with {INDEX} and safetensors weights (without a "
+        "network it must be in the cache)."
+    )
+
+
+def _index(directory: Path, source: str | None = None) -> dict[str, Sequence[Any]]:
+    """Return library and class of each component, and the class of the pipeline under ``_class_name``."""
+    try:
+        found = strict_json.read_object(directory / INDEX, MAX_INDEX_BYTES)
+    except (OSError, ValueError) as error:
+        raise UsageError(_not_loaded(source or str(directory), error)) from None
+    index: dict[str, Sequence[Any]] = {}
+    for name, kind in found.items():
+        if isinstance(kind, list) and len(cast("list[Any]", kind)) == 2:
+            index[name] = cast("list[Any]", kind)
+    index["_class_name"] = ("diffusers", str(found.get("_class_name")))
+    return index
+
+
+def _family(index: dict[str, Sequence[Any]], source: str) -> Family:
+    class_name = index["_class_name"][1]
+    for family in FAMILIES:
+        if class_name in family.pipelines:
+            return family
+    known = "; ".join(f"{family.name} ({', '.join(family.pipelines)})" for family in FAMILIES)
+    missing = [name for name in ("vae", "scheduler") if name not in index]
+    if not {"unet", "transformer"} & index.keys():
+        missing.append("unet or transformer")
+    lacks = f", and it has no {' and no '.join(missing)}" if missing else ""
+    raise UsageError(
+        f"base.source {source!r} is a {class_name}: what its denoiser takes is not known here{lacks}. Known are {known}"
+    )
+
+
+def levels_of(scheduler: Any, source: str) -> NoiseLevels:
+    """Return the levels that a scheduler of diffusers trains on. Raises ``UsageError`` if it does not say them."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    name = type(scheduler).__name__
+    prediction = scheduler.config.get("prediction_type")
+    if prediction == "flow_prediction":
+        # Sampled with a solver of its own, trained as diffusers' script does.
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        if scheduler.config.get("stochastic_sampling") or scheduler.config.get("invert_sigmas"):
+            raise UsageError(
+                f"base.source {source!r}: its {name} inverts its sigmas, which this recipe does not train; use a base "
+                "with the usual ones"
+            )
+        flow: Any = scheduler
+        # Behind the last timestep is sigma 0.
+        return flow_levels(flow.sigmas[: len(flow.timesteps)], flow.timesteps)
+    alphas = getattr(scheduler, "alphas_cumprod", None)
+    if alphas is None or prediction not in PREDICTIONS:
+        raise UsageError(
+            f"base.source {source!r}: its {name} has prediction_type {prediction!r} and "
+            f"{'no ' if alphas is None else ''}alphas_cumprod; one of {', '.join(PREDICTIONS)} with alphas_cumprod, or "
+            "flow matching, is required. Replace its scheduler"
+        )
+    return ddpm_levels(alphas, prediction)

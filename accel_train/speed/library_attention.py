@@ -1,0 +1,365 @@
+"""Attention of models of transformers and diffusers: the kernel asked for, set by their own options, and proven.
+
+Three facts about them decide the form of this module. transformers replaces a kernel that it cannot use by another one
+and warns at most. A third of the attention of diffusers (SD3, every UNet) calls torch itself, and
+``set_attention_backend`` passes it over without a word. And the kernel is chosen while the model lies on the CPU.
+So calls of attention are recorded in one forward of the model, and repeated on the device, on its own shapes and masks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.attention import sdpa_kernel
+
+from accel_train.config import UsageError
+from accel_train.speed.attention_call_proof import (
+    CANNOT_RUN,
+    class_of,
+    in_precision,
+    kernels_of,
+    kind_of,
+    one_line,
+    prove_calls,
+)
+from accel_train.speed.attention_calls import DIRECT, AttentionCall, kernels_allowed, recorded_calls
+from accel_train.speed.attention_kernels import RESTRICTED
+from accel_train.speed.attention_table import AttentionNeeds, machine_of, why_not
+from accel_train.wording import shortened
+
+Library = Literal["transformers", "diffusers"]
+Parts = Sequence[tuple[Library, Any]]
+"""Models of the libraries within a model, each with its library."""
+Example = Callable[[nn.Module], object]
+"""Calls the model on a few small inputs of its kind, on the device of its parameters."""
+
+NAMES: dict[Library, dict[str, str]] = {
+    "transformers": {
+        "eager": "eager",
+        "sdpa": "sdpa",
+        "flash": "flash_attention_2",
+        "flash_hub": "kernels-community/flash-attn2",
+        "flash3": "flash_attention_3",
+        "flash4": "flash_attention_4",
+        "flex": "flex_attention",
+    },
+    "diffusers": {
+        "sdpa": "native",
+        "flash": "flash",
+        "flash_hub": "flash_hub",
+        "flash3": "_flash_3",
+        "flex": "flex",
+    },
+}
+"""Names of the option, and what the library calls them. The kernels of torch are restrictions of ``sdpa``."""
+
+
+@dataclass(frozen=True)
+class LibraryAttention:
+    """What was found, or set, in a model of another library."""
+
+    name: str
+    notice: str
+    kernels: tuple[str, ...] = ()
+    """Operators or device kernels that ran in the proof."""
+
+
+def library_parts(model: nn.Module) -> list[tuple[Library, Any]]:
+    """Return the models of transformers and diffusers in ``model``, outermost, with their library. Imports neither."""
+    if hasattr(model, "set_attn_implementation"):
+        return [("transformers", model)]
+    if hasattr(model, "set_attention_backend"):
+        # Each attention module of diffusers has the method too, and only a model has blocks of them.
+        return [("diffusers", model)]
+    found: list[tuple[Library, Any]] = []
+    for child in model.children():
+        found.extend(library_parts(child))
+    return found
+
+
+def apply_library_attention(
+    model: nn.Module,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    example: Example | None = None,
+    *,
+    compiled: bool = False,
+) -> LibraryAttention:
+    """Set the attention of a model of transformers or diffusers, in place, and prove it on ``device``.
+
+    Call it on every process, with the initial weights in the model and before activation checkpointing, compilation
+    and ``prepare``. ``name`` is auto, which leaves what the library chose, or a name of ``NAMES`` or of torch's
+    kernels (``sdpa_math`` ...). ``dtype`` is that of the computation. ``example`` calls the model on small inputs with
+    the masks of training; None takes transformers' own for a model of token ids. It is called twice or three times
+    without computing attention, in eval mode and without gradients.
+
+    The proof compares forward and backward of every kind of call with fp64: the model's own eager function in
+    transformers, torch's definition in diffusers. Raises ``UsageError`` for a name that the library or the model does
+    not have, that cannot run here, that the model does not really call, or that is wrong.
+    """
+    parts = library_parts(model)
+    assert parts, type(model).__name__
+    if name != "auto":
+        _refuse_unknown(name, parts)
+    example = example or _own_example(parts)
+    if example is None:
+        return _unproven(name, parts, "there is no example of its inputs")
+    run = functools.partial(_record, model, example, dtype)
+    try:
+        calls = run()
+    except CANNOT_RUN as error:
+        return _unproven(name, parts, f"its example failed: {one_line(error)}")
+    if not calls:
+        return _unproven(name, parts, "no call of attention was seen")
+    if name != "auto":
+        _refuse_unable(name, parts, calls, device, dtype, compiled=compiled)
+        _set(name, parts)
+        if name in RESTRICTED:
+            for module in {id(call.module): call.module for call in calls}.values():
+                restrict_kernels(module, name)
+        calls = run()
+        _refuse_other_calls(name, parts, calls)
+    return _proven(name, parts, calls, _references(parts, calls, run), device, dtype)
+
+
+def restrict_kernels(module: nn.Module, name: str) -> None:
+    """Let torch take this kernel alone inside ``module``, in place. It raises where the kernel cannot run."""
+    forward = type(module).forward
+
+    @functools.wraps(forward)
+    def restricted(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        # Within the module, so that a recomputation in the backward takes the same kernel.
+        with sdpa_kernel(RESTRICTED[name]):
+            return forward(self, *arguments, **named)
+
+    setattr(module, "forward", types.MethodType(restricted, module))  # noqa: B010  typed for tensors
+
+
+# ---------------------------------------------------------------------------------------------------------- names
+def _theirs(name: str, library: Library) -> str | None:
+    """The library's name, None where it has none."""
+    if name in RESTRICTED:
+        name = "sdpa"
+    return NAMES[library].get(name)
+
+
+def _known(parts: Parts) -> list[str]:
+    """Names that all libraries of the model have."""
+    return [name for name in ("eager", *NAMES["diffusers"], "flash4", *RESTRICTED) if _is_known(name, parts)]
+
+
+def _is_known(name: str, parts: Parts) -> bool:
+    return all(_theirs(name, library) is not None for library, _ in parts)
+
+
+def _refuse_unknown(name: str, parts: Parts) -> None:
+    if _is_known(name, parts):
+        return
+    library, part = next((library, part) for library, part in parts if _theirs(name, library) is None)
+    raise UsageError(
+        f"attention {name}: {type(part).__name__} attends by {library}, which has nothing of that name; it has "
+        f"{', '.join(_known(parts))}. Give one of them, or leave the option out."
+    )
+
+
+def _refuse_unable(
+    name: str,
+    parts: Parts,
+    calls: Sequence[AttentionCall],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    compiled: bool,
+) -> None:
+    """Refuse what the table excludes for the shapes of this model."""
+    needs = [_needs(call, device, dtype, compiled=compiled) for call in calls]
+    machine = machine_of(device)
+
+    def reason_against(other: str) -> str | None:
+        if other == "eager":
+            return None
+        return next((reason for each in needs if (reason := why_not(other, each, machine))), None)
+
+    reason = reason_against(name)
+    if reason is not None:
+        able = [other for other in _known(parts) if reason_against(other) is None]
+        raise UsageError(
+            f"attention {name}: cannot be used in {_names(parts)}: {reason}. Needed: {needs[0]}. Use auto, or one that "
+            f"can: {', '.join(able)}."
+        )
+
+
+def _needs(call: AttentionCall, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> AttentionNeeds:
+    batch, heads, length, head_size = call.inputs[0].shape
+    return AttentionNeeds(
+        device,
+        dtype,
+        head_size,
+        heads=heads,
+        length=length,
+        batch=batch,
+        mask=call.mask is not None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        compiled=compiled,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- choosing
+def _set(name: str, parts: Parts) -> None:
+    for library, part in parts:
+        theirs = _theirs(name, library)
+        try:
+            if library == "transformers":
+                part.set_attn_implementation(theirs)
+            else:
+                _set_backend(part, str(theirs))
+        except CANNOT_RUN as error:
+            raise UsageError(
+                f"attention {name}: {library} refuses {theirs} for {type(part).__name__}: {one_line(error)}. Use "
+                f"auto, or another of {', '.join(_known(parts))}."
+            ) from None
+
+
+def _set_backend(part: Any, backend: str) -> None:
+    from diffusers.models import attention_dispatch
+
+    # diffusers makes the choice for one model that of the process, and later models would have it.
+    registry: Any = vars(attention_dispatch)["_AttentionBackendRegistry"]
+    active, _ = registry.get_active_backend()
+    try:
+        part.set_attention_backend(backend)
+    finally:
+        registry.set_active_backend(active)
+
+
+def _refuse_other_calls(name: str, parts: Parts, calls: Sequence[AttentionCall]) -> None:
+    """Compare what the model calls with what was asked for."""
+    wanted = {_theirs(name, library) for library, _ in parts}
+    restriction = (name,) if name in RESTRICTED else kernels_allowed()
+    others: list[str] = []
+    for call in calls:
+        # Restricted or left alone, torch's own function is what `sdpa` names.
+        is_torch = call.chosen == DIRECT and (name == "sdpa" or name in RESTRICTED)
+        if call.chosen not in wanted and not is_torch:
+            others.append(f"{class_of(call)} ({'torch itself' if call.chosen == DIRECT else call.chosen})")
+        elif call.kernels != restriction:
+            others.append(f"{class_of(call)} ({', '.join(call.kernels)})")
+    if others or not calls:
+        raise UsageError(
+            f"attention {name}: was set in {_names(parts)}, and {len(others)} of its {len(calls)} calls of attention "
+            f"go elsewhere: {shortened(sorted(set(others)), 3)}. The option does not reach them: use auto, sdpa or a "
+            f"kernel of torch ({', '.join(RESTRICTED)})."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- calls
+def _own_example(parts: Parts) -> Example | None:
+    """transformers' example of token ids, for a model that takes them."""
+    library, part = parts[0]
+    if len(parts) > 1 or library != "transformers" or part.main_input_name != "input_ids":
+        return None
+    if "input_ids" not in inspect.signature(part.forward).parameters:
+        return None
+    return lambda model: model(input_ids=part.dummy_inputs["input_ids"].to(part.device))
+
+
+def _record(model: nn.Module, example: Example, dtype: torch.dtype) -> list[AttentionCall]:
+    """The calls of attention in one forward. Leaves the model and the generators as they are."""
+    training = {module: module.training for module in model.modules()}
+    kind = next(model.parameters()).device.type
+    model.eval()
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            in_precision(kind, dtype),
+            recorded_calls() as calls,
+        ):
+            example(model)
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
+    return calls
+
+
+@contextmanager
+def _eager(parts: Parts) -> Generator[None]:
+    """Let models of transformers attend by their own functions, masks included."""
+    configs: dict[int, Any] = {}
+    for _, part in parts:
+        for module in part.modules():
+            config = getattr(module, "config", None)
+            if hasattr(config, "_attn_implementation_internal"):
+                configs[id(config)] = config
+    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+
+
+def _references(
+    parts: Parts, calls: Sequence[AttentionCall], run: Callable[[], list[AttentionCall]]
+) -> list[AttentionCall]:
+    """The same calls as their library defines them."""
+    if all(call.definition is not None for call in calls):
+        return [replace(call, attend=call.definition or call.attend) for call in calls]
+    with _eager(parts):
+        return run()
+
+
+def _proven(
+    name: str,
+    parts: Parts,
+    calls: Sequence[AttentionCall],
+    references: Sequence[AttentionCall],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LibraryAttention:
+    if [call.inputs[0].shape for call in calls] != [call.inputs[0].shape for call in references]:
+        return _unproven(name, parts, "with eager it attends to other shapes")
+    chosen = _described(name, calls)
+    label = f"attention {chosen} of {_names(parts)}"
+    proof = prove_calls(calls, references, label, device, dtype)
+    why = "as it came" if name == "auto" else "as asked"
+    kinds = len({kind_of(call) for call in calls})
+    notice = (
+        f"{label} ({why}): {len(calls)} calls in a forward, {kinds} kind(s), (B, H, N, D) = "
+        f"{calls[0].inputs[0].shape}; against fp64: forward {proof.forward_error:.1e}, backward "
+        f"{proof.backward_error:.1e}, allowed {proof.tolerance:.0e}"
+    )
+    return LibraryAttention(chosen, notice, kernels_of(calls[0], device, dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------- words
+def _unproven(name: str, parts: Parts, reason: str) -> LibraryAttention:
+    if name != "auto":
+        raise UsageError(
+            f"attention {name}: cannot be proven in {_names(parts)}: {reason}. Give `prepare` an example that calls "
+            "the model on a few of its inputs, or leave the option out."
+        )
+    return LibraryAttention("own", f"attention: that of {_names(parts)}, as it came, not proven: {reason}")
+
+
+def _described(name: str, calls: Sequence[AttentionCall]) -> str:
+    """The name asked for, or those that the model calls."""
+    if name != "auto":
+        return name
+    ours = {theirs: own for names in NAMES.values() for own, theirs in names.items()} | {DIRECT: "sdpa"}
+    return "+".join(dict.fromkeys(ours.get(call.chosen, call.chosen) for call in calls))
+
+
+def _names(parts: Parts) -> str:
+    return ", ".join(dict.fromkeys(type(part).__name__ for _, part in parts))
