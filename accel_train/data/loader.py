@@ -64,7 +64,8 @@ class Plan(NamedTuple):
         if self.buckets is not None:
             return self.buckets.micro_batches(self.sampler.draws(step), self.shard)
         rank, world_size, micro_batch_size = self.shard
-        return [(draws, None) for draws in self.sampler.micro_batches(step, rank, world_size, micro_batch_size)]
+        micro_batches = self.sampler.micro_batches(step, rank, world_size, micro_batch_size)
+        return [(draws, None) for draws in micro_batches]
 
 
 def iterate_steps(

@@ -64,7 +64,7 @@ class PicturePipeline:
     recipe: ClassVar[str] = "lora"
     tag: ClassVar[str | None] = "text-to-image"
     usage: ClassVar[str] = 'pipeline("a red flag").save("flag.png")'
-    standalone: ClassVar[tuple[Any, ...] | ModuleType | None] = None
+    standalone: tuple[Any, ...] | ModuleType | None = None
     options: ClassVar[type] = PictureOptions
 
     def __init__(self, base: Base, pipeline: Any, sampler: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ class PicturePipeline:
                 folder = Path(temporary)
                 tensors = _adapter_of_checkpoint(directory)
                 adapter_files.write_diffusers(folder, tensors, _peft_settings(directory), base.family.denoiser)
-            pipeline.load_lora_weights(folder, weight_name=adapter_files.DIFFUSERS_FILE)
+            adapter_files.load_into(pipeline, base.family.denoiser, folder / adapter_files.DIFFUSERS_FILE)
         return cls(base, pipeline, described["sampler"])
 
     def __call__(
@@ -130,7 +130,7 @@ class PicturePipeline:
 
     def _prompts(self, prompt: str) -> dict[str, Any]:
         family = self.base.family
-        length = self.base.config.prompt_tokens or family.prompt_tokens
+        length = self.base.prompt_tokens
         with torch.no_grad():
             given = family.encode(self.pipeline, [prompt], length)
             empty = family.encode(self.pipeline, [""], length)

@@ -61,6 +61,7 @@ def prepare_data(
     processes = Processes(rank, world_size, barrier or _no_barrier, progress, device)
     ledger: tuple[Span, ...] = ()
     if config.changed == "allow" and earlier is not None:
+        # The model was trained on this tokenizer and this scale. Other data would give others.
         assets = earlier
         ledger = tuple(read_ledger(earlier))
     cache = open_cache(config.cache_dir, rank, world_size)
@@ -87,10 +88,7 @@ def prepare_data(
     if isinstance(encoder, TransformerEncoder):
         # Training does not encode.
         encoder.release()
-    if isinstance(table, BlockLatents):
-        train_data = ShardTextDataset(table, own, splits.order)
-    else:
-        train_data = _dataset(train.texts, train_tokens, table, own, splits.order)
+    train_data = _training_dataset(table, own, train, train_tokens, splits.order)
     heldout_data = _dataset(heldout.texts, heldout_tokens, heldout_table, own)
     notices = [*splits.notices, *_truncation_notice(train_tokens, config.max_length)]
     contents = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
@@ -99,6 +97,14 @@ def prepare_data(
     if ledger and ledger[-1].fingerprint != contents:
         notices.append(f"--data.changed allow: other data than the {ledger[-1].samples:,} samples of the checkpoint")
     return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices), ledger, contents)
+
+
+def _training_dataset(
+    table: LatentTable | BlockLatents, assets: DataAssets, train: Corpus, tokens: Tokens, order: BlockOrder | None
+) -> ShardTextDataset | TextLatentDataset:
+    if isinstance(table, BlockLatents):
+        return ShardTextDataset(table, assets, order)
+    return _dataset(train.texts, tokens, table, assets, order)
 
 
 def _estimate_length(table: LatentRows, tokens: Tokens, mean: torch.Tensor, std: float) -> LengthEstimate:

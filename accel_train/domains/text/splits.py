@@ -87,6 +87,7 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
     heldout = Corpus([])
     if config.heldout_path is not None:
         heldout = _read_heldout(config, config.heldout_path)
+        # With a share of 1 all texts stay, without repeated ones and in the order of their hashes.
         heldout = heldout.select(split_heldout(heldout, 1.0)[1])
     index = index_shards("--data.path", config.path, cache, rank=processes.rank, barrier=processes.barrier)
     cache_bytes = 2**20 * (config.cache_mib or DEFAULT_CACHE_MIB)
@@ -105,6 +106,7 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
         corpus = Corpus(list(texts), [], split.facts["bad"])
         return Splits(corpus, heldout, notices, order)
     notices += window_notices(texts, window)
+    # Tokenizer and encoder are fitted on a sample: all texts may not fit into memory.
     train = Corpus(split.sample, [], split.facts["bad"])
     return Splits(train, heldout, notices, BlockOrder(texts.sizes, window), texts)
 
