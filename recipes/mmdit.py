@@ -193,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
         accelerator,
         dataset_size=len(data.train),
         fingerprint=data.fingerprint,
-        notices=data.notices,
+        notices=[*data.notices, *picture_scores.notices(scores)],
         metrics=[*baseline_scores.metric_names(data), *picture_scores.metric_names(scores)],
     )
     if opened.finished:

@@ -37,13 +37,13 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """adamw. muon: Muon for the matrices inside the blocks (not modulation, embeddings, heads), AdamW for the rest,
-    not under ZeRO. adamw8bit: state in 8 bits (bitsandbytes, one process or DDP), 2 bytes a parameter instead of 8.
+    not under ZeRO. adamw8bit: state in 8 bits (bitsandbytes, one process or DDP), 2 bytes per parameter instead of 8.
     adamw_offload: state and update in host memory, one GPU. Else module:Class of any torch.optim.Optimizer, on one
-    process or DDP; a trial at the start proves that its state survives a save, or refuses it."""
+    process or DDP. A trial at the start checks that its state survives a save, and refuses it otherwise."""
 
     arguments: tuple[str, ...] = ()
     """module:Class: further keyword arguments as KEY=VALUE, such as d_coef=0.5 betas=[0.9,0.98,0.99]. Not lr and
-    weight_decay; betas, eps and fused are passed where the class takes them."""
+    weight_decay; betas, eps and fused are passed if the class takes them."""
 
     lr: PositiveFloat = 1e-4
     """Peak learning rate, per optimizer step. The schedule multiplies it by a factor from 0 to 1. Never

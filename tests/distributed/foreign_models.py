@@ -88,7 +88,7 @@ def sd3() -> nn.Module:
 
 
 def unet() -> nn.Module:
-    """Only attention is trained. It has no UpBlock2D, which its class names to be sharded by."""
+    """Attention and the last layer are trained. It has no UpBlock2D, which its class names to be sharded by."""
     from diffusers import UNet2DConditionModel
 
     model = UNet2DConditionModel(
@@ -102,7 +102,7 @@ def unet() -> nn.Module:
         norm_num_groups=4,
     )
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".attn" in name)
+        parameter.requires_grad_(".attn" in name or name.startswith("conv_out"))
     return model
 
 

@@ -397,7 +397,7 @@ def test_blocks_of_other_libraries_are_recomputed_once_with_the_same_gradients(k
 
     expected = gradients()
     blocks = blocks_of(model)
-    inner = [module for block in blocks for module in block.modules() if not list(module.children())]
+    inner = [module for block in blocks for module in block.modules() if list(module.parameters(recurse=False))]
     runs: list[nn.Module] = []
     for module in inner:
         module.register_forward_hook(lambda module, *_: runs.append(module))

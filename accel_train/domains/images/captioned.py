@@ -1,17 +1,13 @@
-"""Pictures as rows of latents beside captions: files in the cache, in the layout of ready-made latents.
-
-A row of `train.jsonl` and `heldout.jsonl` is {text, shard, idx}; shard n holds latents (rows, L, D) in fp16, which
-keeps the 256 values of a pixel apart.
-"""
+"""Captioned pictures of a run: bundled emoji, generated shapes, or your own, as rows of latents."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,11 +15,16 @@ from torch import Tensor
 
 from accel_train.config import PositiveInt, UsageError
 from accel_train.data.artifacts import cache_directory, cached_folder
+from accel_train.domains.images.decoding import decode_picture
 from accel_train.domains.images.demo import emoji, shapes
-from accel_train.domains.images.patches import from_patches, to_patches
+from accel_train.domains.images.picture_rows import ROWS_PER_SHARD, Captioned, CaptionedPictures, Parts, write_rows
+from accel_train.domains.images.scanning import Picture, Pictures, read_pictures
+from accel_train.domains.images.sources import Source
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FORMAT = "pictures-1"
-ROWS_PER_SHARD = 2048
 SHAPES_SEED = 0
 HELDOUT_SHAPES = 1024
 EMOJI = ("emoji", "demo")
@@ -36,7 +37,8 @@ class PictureConfig:
 
     latents: Literal["none", "pixels"] = "none"
     """none: data.path holds texts. pixels: it holds captioned pictures, and their patches are the latents: 'emoji'
-    (bundled), 'shapes' (generated)."""
+    (bundled), 'shapes' (generated), or a folder, parquet files, a saved dataset or a Hub id of your own, cut to squares
+    at the centre."""
     size: PositiveInt = 32
     """Pixels of a side, a multiple of patch. Bundled emoji have 32 or 64."""
     patch: PositiveInt = 4
@@ -75,9 +77,6 @@ class PictureConfig:
                 )
 
 
-D = TypeVar("D", bound="DataOptions")
-
-
 class DataOptions(Protocol):
     """The options of the `data` group that are read for pictures."""
 
@@ -89,41 +88,6 @@ class DataOptions(Protocol):
     def heldout_fraction(self) -> float: ...
     @property
     def cache_dir(self) -> str | None: ...
-
-
-class Captioned(NamedTuple):
-    """Captions and pictures of one part of the data."""
-
-    captions: Sequence[str]
-    pictures: Tensor
-    """(N, size, size, 3) uint8"""
-
-
-@dataclass(frozen=True)
-class CaptionedPictures:
-    """Where the rows lie, and how their latents become pictures again."""
-
-    folder: Path
-    grid: tuple[int, int]
-    """Rows and columns of patches."""
-    patch: int
-    exact: bool
-    """The captions can be read back from the pixels (generated shapes)."""
-    notices: tuple[str, ...]
-
-    def rows(self, data: D) -> D:
-        """Return the options of a `data` group that read these rows as ready-made latents."""
-        return replace(
-            cast(Any, data),
-            path=str(self.folder / "train.jsonl"),
-            heldout_path=str(self.folder / "heldout.jsonl"),
-            heldout_fraction=0.0,
-            latents=str(self.folder),
-        )
-
-    def pixels(self, latents: Tensor) -> Tensor:
-        """Return pictures (B, H, W, 3) uint8 on the CPU, from latents (B, L, D) in [-1, 1]."""
-        return from_patches(latents.cpu(), self.grid, self.patch)
 
 
 def prepare_pictures(
@@ -145,68 +109,70 @@ def prepare_pictures(
     config.check_path(path)
     if data.heldout_path is not None:
         raise UsageError(
-            f"--data.heldout_path {data.heldout_path!r} has no effect with --data.path {path}, whose pictures have a "
-            "held-out part of their own. Leave it out."
+            f"--data.heldout_path {data.heldout_path!r} has no effect with --pictures.latents {config.latents}: "
+            "pictures are held out from --data.path. Leave it out, or set --data.heldout_fraction."
         )
-    key = _key(config, path, data.heldout_fraction)
+    cache = cache_directory(data.cache_dir)
+    notices: tuple[str, ...] = ()
+    if path == SHAPES:
+        facts: tuple[Any, ...] = (SHAPES, SHAPES_SEED, config.samples, HELDOUT_SHAPES)
+        parts = partial(_shapes, config)
+    elif path in EMOJI:
+        facts = ("emoji", emoji.file_hash(), data.heldout_fraction, *config.leave_out)
+        parts = partial(_emoji, config, data.heldout_fraction)
+    else:
+        found = read_pictures(Source(path), cache, min_side=2, rank=rank, world_size=world_size)
+        own = [picture for picture in found.pictures if picture.caption]
+        notices = _own_notices(found, len(own), path)
+        facts = (*((picture.content, picture.caption) for picture in own),)
+        parts = partial(_own, config, own)
+    key = hashlib.sha256(f"{FORMAT} {config.size} {config.patch} {facts}".encode()).hexdigest()
 
     def write(directory: Path) -> None:
-        parts = _shapes(config) if path == SHAPES else _emoji(config, data.heldout_fraction)
-        write_rows(directory, parts, config.patch)
+        write_rows(directory, parts(), config.patch)
 
-    cache = cache_directory(data.cache_dir)
     folder = cached_folder(cache / "pictures" / key, write, rank=rank, barrier=barrier)
     side = config.size // config.patch
-    notices = (f"pictures of {config.size} x {config.size} pixels in {side} x {side} patches ({path})",)
+    notices += (f"pictures of {config.size} x {config.size} pixels in {side} x {side} patches ({path})",)
     return CaptionedPictures(folder, (side, side), config.patch, path == SHAPES, notices)
 
 
-def _key(config: PictureConfig, path: str, heldout_fraction: float) -> str:
-    if path == SHAPES:
-        facts: tuple[Any, ...] = (SHAPES, SHAPES_SEED, config.samples, HELDOUT_SHAPES)
-    elif path in EMOJI:
-        facts = ("emoji", emoji.file_hash(), heldout_fraction, *config.leave_out)
-    else:
-        raise UsageError(
-            f"--data.path {path!r} with --pictures.latents pixels: 'emoji' or 'shapes' is required. For texts, set "
-            "--pictures.latents none."
-        )
-    described = f"{FORMAT} {config.size} {config.patch} {facts}"
-    return hashlib.sha256(described.encode()).hexdigest()
+def _shapes(config: PictureConfig) -> Parts:
+    yield "train", Captioned(*shapes.pictures(SHAPES_SEED, config.samples, config.size))
+    yield "heldout", Captioned(*shapes.pictures(SHAPES_SEED, HELDOUT_SHAPES, config.size, heldout=True))
 
 
-def _shapes(config: PictureConfig) -> dict[str, Captioned]:
-    train = shapes.pictures(SHAPES_SEED, config.samples, config.size)
-    heldout = shapes.pictures(SHAPES_SEED, HELDOUT_SHAPES, config.size, heldout=True)
-    return {"train": Captioned(*train), "heldout": Captioned(*heldout)}
-
-
-def _emoji(config: PictureConfig, heldout_fraction: float) -> dict[str, Captioned]:
+def _emoji(config: PictureConfig, heldout_fraction: float) -> Parts:
     listed = emoji.list_emoji()
     pictures = emoji.load_pictures(config.size)
     used = [index for index, one in enumerate(listed) if one.group not in config.leave_out]
-    parts: dict[str, Captioned] = {}
     for part in ("train", "heldout"):
         rows = [index for index in used if listed[index].heldout(heldout_fraction) == (part == "heldout")]
-        parts[part] = Captioned([listed[index].caption for index in rows], pictures[rows])
-    return parts
+        yield part, Captioned([listed[index].caption for index in rows], pictures[rows])
 
 
-def write_rows(directory: Path, parts: dict[str, Captioned], patch: int) -> None:
-    """Write each part's rows, and the latents of all into numbered shards."""
-    shard = 0
-    for part, captioned in parts.items():
-        lines: list[str] = []
-        for start in range(0, len(captioned.captions), ROWS_PER_SHARD):
-            rows = slice(start, start + ROWS_PER_SHARD)
-            latents = to_patches(captioned.pictures[rows], patch)
-            np.save(directory / f"shard_{shard:04d}.npy", latents.to(torch.float16).numpy())
-            lines += _lines(captioned.captions[rows], shard)
-            shard += 1
-        (directory / f"{part}.jsonl").write_text("".join(lines), "utf-8")
+def _own_notices(found: Pictures, captioned: int, path: str) -> tuple[str, ...]:
+    without = len(found) - captioned
+    if captioned < 3:
+        raise UsageError(
+            f"--data.path {path!r}: {captioned} pictures with a caption, {without} without; at least 3 are required. "
+            "Write captions in .txt files beside the pictures, or name their column."
+        )
+    missing = (f"{without:,} pictures without a caption are left out",) if without else ()
+    return (*found.notices, *missing)
 
 
-def _lines(captions: Sequence[str], shard: int) -> Iterator[str]:
-    for index, caption in enumerate(captions):
-        row = {"text": caption, "shard": shard, "idx": index}
-        yield json.dumps(row, ensure_ascii=False) + "\n"
+def _own(config: PictureConfig, pictures: Sequence[Picture]) -> Parts:
+    for start in range(0, len(pictures), ROWS_PER_SHARD):
+        piece = pictures[start : start + ROWS_PER_SHARD]
+        squares = torch.stack([square(decode_picture(picture.bytes.read()), config.size) for picture in piece])
+        yield "train", Captioned([str(picture.caption) for picture in piece], squares)
+
+
+def square(picture: Image.Image, size: int) -> Tensor:
+    """Cut the largest square from the centre and scale it: (size, size, 3) uint8."""
+    from PIL import ImageOps
+    from PIL.Image import Resampling
+
+    fitted = ImageOps.fit(picture, (size, size), Resampling.LANCZOS)
+    return torch.from_numpy(np.array(fitted))

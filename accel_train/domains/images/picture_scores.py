@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from accel_train.domains.images.captioned import CaptionedPictures
 from accel_train.domains.images.demo.shape_reading import read_caption, read_picture
 from accel_train.domains.images.grids import Column, report_pictures
+from accel_train.domains.images.picture_rows import CaptionedPictures
 
 Batch = Mapping[str, Tensor]
 DISTANCES = ("t2l_distance", "t2l_distance_shuffled")
@@ -151,6 +151,11 @@ def build_scores(
 def metric_names(scores: PictureScores | None) -> list[str]:
     """List the metrics of an evaluation with these scores. None has none."""
     return scores.metric_names() if scores else []
+
+
+def notices(scores: PictureScores | None) -> tuple[str, ...]:
+    """Return lines for the log about the pictures behind these scores. None has none."""
+    return scores.pictures.notices if scores else ()
 
 
 def metrics(scores: PictureScores | None, sums: Mapping[str, Tensor]) -> dict[str, float]:

@@ -50,9 +50,9 @@ class LanguageOptions:
     messages: tuple[str, ...] = ()
     """Chats to answer, each as JSON: '[{"role": "user", "content": "Who is there?"}]'."""
     max_new_tokens: PositiveInt | None = None
-    """Tokens of each answer, at most. None: 128, or as many as the model has positions left."""
+    """Maximum number of tokens per answer. None: 128, or as many as the model has positions left."""
     temperature: NonNegativeFloat | None = None
-    """Of the draws. 0: always the most likely token. None: that of the evaluation in training."""
+    """Sampling temperature. 0: always the most likely token. None: that of the evaluation in training."""
     top_p: TopP = 1.0
     """Draw from the most likely tokens whose probabilities add up to it."""
     seed: Seed = 0
@@ -86,7 +86,7 @@ class LanguagePipeline:
         self.model = model
         self.tokenizer = tokenizer
         self.temperature = temperature
-        """Of the draws, where a call gives none."""
+        """Default sampling temperature."""
 
     @classmethod
     def recognises(cls, description: Mapping[str, Any]) -> bool:

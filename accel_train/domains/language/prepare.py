@@ -34,7 +34,7 @@ class DataConfig:
     text_column: str = "text"
     """Field or column of plain text."""
     sample_by: SampleBy = "line"
-    """What a row of a .txt file is: a line, a paragraph between empty lines, or the whole file."""
+    """Unit of a row in a .txt file: a line, a paragraph (separated by empty lines), or the whole file."""
     heldout_path: str | None = None
     """Held-out rows: any source accepted by `path`. null: heldout_fraction of `path`."""
     heldout_fraction: FractionBelowOne = 0.04
@@ -47,11 +47,11 @@ class DataConfig:
     vocab_size: PositiveInt | None = None
     """Pieces of the trained tokenizer, 300 or more. null: 2048."""
     chat_template: str | None = None
-    """Jinja file to write chats with, in place of the tokenizer's own template."""
+    """Jinja file with a chat template that replaces the tokenizer's."""
     max_length: PositiveInt = 256
-    """Tokens of a row. Longer plain texts are split, longer chats and completions are cut at their end."""
+    """Tokens of a row. Longer plain texts are split, longer chats and completions are truncated."""
     packing: bool = True
-    """Put several texts into a row, as many as fit. None sees another, and the loss is that of the texts alone."""
+    """Pack as many texts into a row as fit. They do not attend to each other; the loss is that of separate texts."""
     cache_dir: str | None = None
     """Cache of trained tokenizers between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
 

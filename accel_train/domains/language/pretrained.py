@@ -25,12 +25,12 @@ NO_ADAPTERS = LoraConfig()
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A causal language model of transformers, by the names of its options there."""
+    """Causal language model of transformers. The options have their transformers names."""
 
     source: str | None = None
-    """Pretrained weights to go on from: a Hub id or a folder. null: from scratch, by `config`."""
+    """Pretrained weights: a Hub id or a folder. null: train from scratch, with `config`."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub id, of its tokenizer as well."""
+    """Branch, tag or commit of a Hub id, also for its tokenizer."""
     config: str = SCRATCH
     """Architecture from scratch: a model type of transformers (llama, gpt2, qwen3), or the Hub id or folder of a
     config.json, whose weights are not read."""
@@ -41,11 +41,11 @@ class ModelConfig:
     num_hidden_layers: PositiveInt | None = None
     """Number of blocks, from scratch."""
     num_attention_heads: PositiveInt | None = None
-    """Heads of attention, from scratch."""
+    """Attention heads, from scratch."""
     num_key_value_heads: PositiveInt | None = None
-    """Heads of keys and values, from scratch: fewer than num_attention_heads for grouped queries."""
+    """Key and value heads, from scratch: fewer than num_attention_heads for grouped-query attention."""
     tie_word_embeddings: bool | None = None
-    """Use the input embeddings as output layer, from scratch."""
+    """Tie the output layer to the input embeddings, from scratch."""
 
     def __post_init__(self) -> None:
         if self.source is None:

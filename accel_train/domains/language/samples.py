@@ -19,22 +19,22 @@ from accel_train.metrics.recorder import quoted, write_markdown
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out perplexity, and texts that the model writes."""
+    """Held-out perplexity and sampled texts."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations. 0: only at the end."""
     samples: PositiveInt = 256
-    """Held-out rows of tokens, at most."""
+    """Maximum number of held-out rows."""
     batch_size: PositiveInt = 16
     """Rows per process and forward. Affects speed and memory only."""
     shown: NonNegativeInt = 4
     """Held-out texts to continue in report/samples.md."""
     prompt_tokens: PositiveInt = 6
-    """Tokens given of a plain text. Of a chat or a pair, all that is not trained is given."""
+    """Prompt length of a plain text, in tokens. The prompt of a chat or a pair is the part that is not trained."""
     max_new_tokens: PositiveInt = 48
-    """Tokens written, at most."""
+    """Maximum number of sampled tokens."""
     temperature: NonNegativeFloat = generation.TEMPERATURE
-    """Of the draws. 0: always the most likely token."""
+    """Sampling temperature. 0: always the most likely token."""
 
     def due(self, done: int, max_steps: int) -> bool:
         """Return True if an evaluation is due after ``done`` steps."""

@@ -28,16 +28,16 @@ GROUPS = ("all-linear", "attention")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """LoRA: train a product of two narrow matrices beside each linear layer, and freeze the model itself."""
+    """LoRA: freeze the model and train a low-rank adapter on each linear layer."""
 
     rank: NonNegativeInt = 0
     """Rank of the adapters. 0 trains the model itself."""
     alpha: PositiveFloat | None = None
-    """Scale: the product counts alpha / rank times. None: the rank, so that it counts once."""
+    """The adapter's output is scaled by alpha / rank. None: the rank, a scale of 1."""
     variant: Variant = "lora"
-    """dora: norms of the columns are learned apart (arXiv:2402.09353). rslora: scale alpha / sqrt(rank)."""
+    """dora: column norms are learned separately (arXiv:2402.09353). rslora: scale alpha / sqrt(rank)."""
     base_precision: Precision = "fp32"
-    """Dtype of the frozen weights. bf16 and fp16 halve their memory, and need a precision that is not fp32."""
+    """Dtype of the frozen weights. bf16 and fp16 halve their memory and need a precision other than fp32."""
     targets: tuple[str, ...] | None = None
     """Layers with an adapter: all-linear (all but the head), attention, or names such as q_proj v_proj, the last parts
     of a module's path. null: all-linear of a language model, the projections of attention of a pipeline."""

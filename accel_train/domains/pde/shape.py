@@ -59,7 +59,7 @@ class PdeModelConfig:
     heads: PositiveInt = 4
     """Attention heads of the operator. The decoder's heads have the same size, width / heads."""
     attention: Literal["standard", "channel_separated"] = "standard"
-    """channel_separated: groups of channels attend apart with shared weights. Only feed-forward layers mix them."""
+    """channel_separated: channel groups attend separately with shared weights. Only feed-forward layers mix them."""
     group_width: PositiveInt = 32
     """channel_separated: channels per group, a multiple of the head size and a divisor of the width."""
     ffn_ratio: PositiveInt = 4

@@ -13,8 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from accel_train.config import UsageError
 from accel_train.domains.language import flops, pretrained, tokenizers
 from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.options.loading import load_config
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.options import ActivationCheckpointingConfig
+from accel_train.store.run_file import refuse_changes
+from recipes import causal_lm
 from tests.domains.language import tiny
 
 CPU = torch.device("cpu")
@@ -118,6 +121,16 @@ def test_a_vocabulary_or_positions_too_few_are_refused_with_the_numbers(tmp_path
         pretrained.resolve_config(ModelConfig(source=str(tmp_path)), larger, 64)
     with pytest.raises(UsageError, match=r"--data.max_length 4096: 'llama' has 2048 positions. Give 2048 or less"):
         pretrained.resolve_config(tiny.LLAMA, tiny.tokenizer(), 4096)
+
+
+def test_the_option_of_before_is_refused_by_its_new_name_and_its_runs_resume(tmp_path: Path) -> None:
+    presets = Path(causal_lm.__file__).parent / "presets"
+    for words in (["--model.attn_implementation", "sdpa"], [str(tmp_path / "old.yaml")]):
+        (tmp_path / "old.yaml").write_text("model: {attn_implementation: sdpa}\n")
+        with pytest.raises(UsageError, match=r"model.attn_implementation.* use --attention \(eager, sdpa, flash"):
+            load_config(causal_lm.Config, words, presets=presets, default_preset="causal_lm_demo")
+    saved = {"experiment": {"model.attn_implementation": "flash_attention_2"}}
+    assert refuse_changes(saved, {}, (), causal_lm.Config.recipe.free_to_change, tmp_path) == []
 
 
 def test_a_model_attends_by_sdpa_or_by_eager_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,13 +71,10 @@ def load_pictures(size: int) -> Tensor:
     if size not in SIZES:
         raise UsageError(f"size {size}: the bundled emoji have 32 or 64 pixels a side; choose one of them")
     with Image.open(FOLDER / "emoji.webp") as sheet:
-        pixels = torch.from_numpy(np.array(sheet.convert("RGB")))
-    cells = pixels.unflatten(0, (-1, SIDE)).unflatten(2, (-1, SIDE))  # (rows, 64, columns, 64, 3)
-    pictures = cells.transpose(1, 2).flatten(0, 1)[: len(list_emoji())]
-    if size == SIDE:
-        return pictures.contiguous()
-    halves = pictures.unflatten(1, (size, 2)).unflatten(3, (size, 2)).float()
-    return halves.mean(dim=(2, 4)).round().to(torch.uint8)
+        scaled = sheet.convert("RGB").reduce(SIDE // size)
+    pixels = torch.from_numpy(np.array(scaled))
+    cells = pixels.unflatten(0, (-1, size)).unflatten(2, (-1, size))  # (rows, size, columns, size, 3)
+    return cells.transpose(1, 2).flatten(0, 1)[: len(list_emoji())].contiguous()
 
 
 def file_hash() -> str:
