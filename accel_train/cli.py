@@ -29,6 +29,8 @@ def _main(argv: Sequence[str]) -> int:
         from accel_train.commands.sample import sample
 
         return sample(arguments.place, arguments.arguments, arguments.recipe)
+    if arguments.command == "data":
+        return _data(arguments)
     if arguments.command == "export":
         return _export(arguments)
     if arguments.command == "init":
@@ -48,6 +50,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     text = attention_report() if arguments.attention else report()
     print(text)
     return 0
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    from accel_train.commands import data
+
+    if arguments.action == "check":
+        return data.check(arguments.place, arguments.arguments)
+    return data.cache(arguments.cache_action, arguments.arguments)
 
 
 def _completion(arguments: argparse.Namespace) -> int:
@@ -94,7 +104,13 @@ def _launch(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from accel_train.commands.export import export
 
-    return export(arguments.place, arguments.destination, precision=arguments.precision, source=arguments.weights)
+    return export(
+        arguments.place,
+        arguments.destination,
+        precision=arguments.precision,
+        source=arguments.weights,
+        merged=arguments.merged,
+    )
 
 
 def _checkpoints(arguments: argparse.Namespace) -> int:
@@ -148,6 +164,8 @@ def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | N
     _add_init(commands.add_parser("init", help=text, description=text))
     text = "sample from a trained model: a run, checkpoint, export or hub:org/name; its flags follow the place"
     _add_sample(commands.add_parser("sample", help=text, description=text))
+    text = "look through a dataset of pictures before a run; list, verify and clear the cache of latents and prompts"
+    _add_data(commands.add_parser("data", help=text, description=text))
     export = commands.add_parser("export", help=EXPORT, description=EXPORT)
     export.add_argument("place", metavar="RUN_OR_CHECKPOINT")
     _add_export(export)
@@ -167,6 +185,18 @@ def _add_sample(sample: argparse.ArgumentParser) -> None:
         nargs=argparse.REMAINDER,  # also takes --flags, which the pipeline reads
         help="flags of the model's pipeline; --help after the place lists them",
     )
+
+
+def _add_data(data: argparse.ArgumentParser) -> None:
+    actions = data.add_subparsers(dest="action", required=True, metavar="COMMAND")
+    text = "sizes, buckets, duplicates, captions, blur, exposure; exit code 1 below --min_dataset_quality"
+    check = actions.add_parser("check", help=text, description=text)
+    check.add_argument("place", metavar="SOURCE", help="folder, parquet files, saved dataset or Hub id, as data.path")
+    text = "entries computed from data: latents of pictures, outputs of text encoders"
+    cache = actions.add_parser("cache", help=text, description=text)
+    cache.add_argument("cache_action", choices=("ls", "verify", "clear"), metavar="ls|verify|clear")
+    for parser in (check, cache):
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, help="flags; --help behind them lists all")
 
 
 def _add_init(init: argparse.ArgumentParser) -> None:
@@ -287,6 +317,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
         default="model",
         help="trained weights or their EMA",
     )
+    export.add_argument("--merged", action="store_true", help="adapters: the whole model that they make of their base")
 
 
 def _add_push(push: argparse.ArgumentParser) -> None:

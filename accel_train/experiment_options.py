@@ -96,36 +96,37 @@ class ExperimentConfig:
     output_dir: str = "runs/experiment"
     """Directory of the run: checkpoints, metrics, pictures. Shared by all hosts."""
     seed: Seed = 0
-    """Everything random is a function of it: weights, order, noise."""
+    """Seed of everything random: initial weights, data order, noise."""
     global_batch_size: PositiveInt = 64
     """Samples per optimizer step over all processes: part of the experiment."""
     micro_batch_size: PositiveInt = 64
     """Samples per process per forward: part of the machine. Accumulation is derived from the two."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps in all. Give this or max_epochs."""
+    """Total number of optimizer steps. Give this or max_epochs."""
     max_epochs: PositiveFloat | None = None
     """Passes over the training split, instead of max_steps."""
     precision: Precision = "fp32"
     """Compute dtype. Weights, optimizer state and EMA stay fp32."""
     attention: str = "auto"
     """Kernel of attention. auto: by a table of what each can do. tune: the fastest on these shapes, measured at the
-    start. Else a name that `accel-train doctor --attention` lists, or module:function of your own. Each is proven
-    against fp64 at the start; one that cannot run or is wrong is refused."""
+    start. Else a name that `accel-train doctor --attention` lists, or module:function of your own. A model of
+    transformers or diffusers keeps what its library chose with auto; it takes the names that the library has, and eager
+    is that of transformers. Each is proven against fp64 at the start; one that cannot run or is wrong is refused."""
     float8: Float8 = "none"
-    """Matrix products of the blocks' large linear layers in float8, by torchao, and the rest in bf16; weights,
-    optimizer and checkpoints stay fp32. tensorwise: one scale for a tensor, the fastest, from compute capability 8.9.
-    rowwise: one for each row, from 9.0: a large value coarsens its own row only. Set compile.mode on with it."""
+    """Run the matrix products of the blocks' large linear layers in float8 (torchao), the rest in bf16. Weights,
+    optimizer and checkpoints stay fp32. tensorwise: one scale per tensor, the fastest, needs compute capability 8.9.
+    rowwise: one scale per row, needs 9.0; an outlier coarsens its own row only. Use with compile.mode on."""
     sync: SyncPolicy = "auto"
-    """When gradients are reduced: on the last micro-batch, on every one, or as the strategy does best."""
+    """When to reduce gradients: on the last micro-batch, on every one, or whichever suits the strategy (auto)."""
     resume: str = "auto"
-    """auto resumes what is in output_dir, else starts; must requires it; never refuses a used directory; the path of
-    a checkpoint or hub:org/name@step starts a new directory from there."""
+    """auto: resume from output_dir if it has a run, else start. must: require a run to resume. never: refuse a used
+    directory. The path of a checkpoint, or hub:org/name@step: start a new directory from it."""
     allow: tuple[str, ...] = ()
-    """Options that may differ from the saved experiment when resuming, on purpose."""
+    """Options whose changes to accept when resuming, although they are part of the experiment."""
     overwrite: bool = False
     """Delete checkpoints, metrics and the report in output_dir and start again from step 0. Logs and trackers stay."""
     init_from: str | None = None
-    """Run, checkpoint, or any directory with model.safetensors to take the weights from, and nothing else."""
+    """Run, checkpoint, or directory with model.safetensors to load the weights from. Loads nothing else."""
     evaluate_only: bool = False
     """Evaluate and sample from the newest checkpoint in output_dir; train nothing."""
     collective_timeout_seconds: PositiveInt = 1800

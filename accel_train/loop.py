@@ -182,7 +182,8 @@ class Training:
         self.log.advance(self.done)
         if logs:
             # `result.fields` waits for the device, and `throughput.read` times the interval up to that wait.
-            line = result.fields() | self.throughput.read() | self.run_info.fields(self.order.epoch(self.done))
+            line = result.fields() | self.throughput.read()
+            line |= self.run_info.fields(self.order.epoch(self.done))
             self.log.train(self.done, line | fields)
 
     def save_if_due(self, result: StepResult) -> None:
@@ -204,6 +205,7 @@ class Training:
         with self.throughput.pause():
             self.saver.finish()
             try:
+                # All processes must leave it at the same forward, so they ask each other there.
                 with stoppable(self.saver.asked_to_stop):
                     metrics = evaluate()
             except EvaluationStopped:
@@ -240,8 +242,10 @@ def heldout_means(
     """
 
     def sums_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        metrics = dict(metrics_of(prepared.model, batch)) | {SAMPLES: torch.ones_like(batch["weight"])}
-        return {name: (values * batch["weight"]).sum() for name, values in metrics.items()}
+        weight = batch["weight"]
+        metrics = dict(metrics_of(prepared.model, batch))
+        metrics[SAMPLES] = torch.ones_like(weight)
+        return {name: (values * weight).sum() for name, values in metrics.items()}
 
     with evaluation.evaluating(prepared.model, prepared.ema):
         batches = evaluation.heldout_batches(prepared.accelerator, dataset, len(dataset), batch_size)

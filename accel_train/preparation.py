@@ -14,9 +14,10 @@ from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.frozen_weights import resolve_base
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import RunInfo
+from accel_train.model_habits import settle_habits
 from accel_train.opened import Opened, Prepared
 from accel_train.runtime.distributed_options import apply_fsdp2_prefetch
-from accel_train.runtime.strategy import embeddings_optional, strategy_of, verify_prepared
+from accel_train.runtime.strategy import embeddings_optional, name_wrapped_classes, strategy_of, verify_prepared
 from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.speed.attention_table import AttentionNeeds
@@ -30,8 +31,6 @@ from accel_train.training.step_guard import resolve_step_guard
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
@@ -68,50 +67,6 @@ def _trained_in_fp32(model: nn.Module) -> list[str]:
     return [f"{values:,} trained values cast to fp32: the optimizer steps on fp32 weights"]
 
 
-def _freeze_statistics(model: nn.Module) -> list[str]:
-    """Put batch norms with frozen parameters into eval mode: their running statistics belong to the base.
-
-    Warn once about the others, and about dropout.
-    """
-    frozen = 0
-    for module in model.modules():
-        if isinstance(module, BATCH_NORMS) and _is_frozen(module):
-            module.eval()
-            frozen += 1
-    _warn_about_batch_norm(model)
-    _warn_about_dropout(model)
-    return [f"{frozen} frozen batch norm(s) keep their running statistics"] if frozen else []
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    parameters = list(module.parameters(recurse=False))
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
-
-
-def _warn_about_batch_norm(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, BATCH_NORMS) and module.training:
-            logger.warning(
-                "%s is %s: in training it normalises by the samples of each micro-batch, so losses depend on "
-                "micro_batch_size and the number of processes; freeze its parameters, or use a norm over each sample",
-                name,
-                module,
-            )
-            return
-
-
-def _warn_about_dropout(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, DROPOUTS) and module.p > 0 and module.training:
-            logger.warning(
-                "%s is %s: it draws from the generator of each process, so losses depend on the number of processes; "
-                "set p to 0, or draw a mask with accel_train.rng",
-                name,
-                module,
-            )
-            return  # one line for the model, not one for each layer
-
-
 def prepare(
     opened: Opened,
     model: nn.Module,
@@ -139,7 +94,8 @@ def prepare(
     )
     # The sharded module no longer takes a file with whole tensors, and float8 must find the weights in place.
     load_initial_weights(model, opened.run, reference)
-    notices = [*base_notices, *_trained_in_fp32(model), *_freeze_statistics(model)]
+    habits = settle_habits(model, config.precision, strategy_of(accelerator), config.activation_checkpointing.mode)
+    notices = [*base_notices, *_trained_in_fp32(model), *habits, *name_wrapped_classes(accelerator, model)]
     applied = _apply_speed_options(opened, model, needs, example)
     # Accelerate points the optimizer's groups to the sharded parameters, so it must hold the whole ones before.
     optimizer, optimizer_reason = _build_optimizer(opened, model, freezable)

@@ -71,7 +71,8 @@ def normal(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
     angle = low_bits.to(torch.float32).mul_(2.0 * math.pi * 2.0**-24)
     # Odd integers of 41 bits: (k + 1/2) * 2**-40. Rounding to float32 may give 1, never 0.
     odd = _shift_(bits, 24).mul_(2).add_(1)
-    radius = odd.to(torch.float32).mul_(2.0**-41).log_().mul_(-2.0).sqrt_()
+    uniform = odd.to(torch.float32).mul_(2.0**-41)
+    radius = uniform.log_().mul_(-2.0).sqrt_()
     pairs = torch.view_as_real(torch.polar(radius, angle)).flatten(-2)  # (..., count or count + 1)
     return pairs[..., :count].reshape(*keys.shape, *shape)
 
@@ -151,7 +152,8 @@ def host_uniform(seed: int, stream: str, step: int) -> float:
 
 def host_choice(seed: int, stream: str, step: int, weights: Sequence[float]) -> int:
     """Return `categorical` of `key(seed, stream, step)`: an index into `weights`, the same on every rank."""
-    keys = torch.tensor([key(seed, stream, step)], dtype=torch.int64, device="cpu")
+    hashed = key(seed, stream, step)
+    keys = torch.tensor([hashed], dtype=torch.int64, device="cpu")
     probabilities = torch.tensor(weights, dtype=torch.float64, device="cpu")
     return int(categorical(keys, probabilities))
 

@@ -93,7 +93,8 @@ def earlier_assets(config: ExperimentConfig) -> Path | None:
     directory = expand_path(config.output_dir)
     if config.overwrite:
         return None
-    saved = [path / "assets" for _, path in committed(directory / "checkpoints") if (path / "assets").is_dir()]
+    folders = [path / "assets" for _, path in committed(directory / "checkpoints")]
+    saved = [folder for folder in folders if folder.is_dir()]
     return saved[-1] if saved else None
 
 

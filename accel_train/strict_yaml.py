@@ -208,7 +208,11 @@ def _value(node: yaml.Node, path: tuple[str, ...], places: _Places) -> object:
     if isinstance(node, yaml.SequenceNode):
         if node.tag != _TAG + "seq":
             raise _refuse_tag(node)
-        return [_value(item, (*path, str(index)), places) for index, item in enumerate(node.value)]
+        values: list[object] = []
+        for index, item in enumerate(node.value):
+            at = (*path, str(index))
+            values.append(_value(item, at, places))
+        return values
     return _scalar(node)
 
 

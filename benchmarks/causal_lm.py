@@ -52,7 +52,7 @@ def write_model(folder: Path, path: str, sizes: ModelConfig) -> None:
     data = prepare.prepare_data(data_of(folder, path), sizes)
     config = pretrained.resolve_config(sizes, data.tokenizer, 128)
     torch.manual_seed(0)
-    model: Any = pretrained.build(sizes, config, torch.device("cpu"), load_source=False)
+    model: Any = pretrained.build(sizes, config, load_source=False)
     model.save_pretrained(folder / "model")
     data.tokenizer.save_pretrained(folder / "model")
 

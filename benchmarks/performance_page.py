@@ -1,7 +1,7 @@
-"""docs/performance.md, made of benchmarks/results/*.json and of nothing else.
+"""docs/performance.md, generated from benchmarks/results/*.json alone.
 
 python -m benchmarks.performance_page            # write it
-python -m benchmarks.performance_page --check    # exit code 1 where it is not what the results say
+python -m benchmarks.performance_page --check    # exit code 1 if it does not match the results
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ CPU_ROWS = {
     "C6": "Compiling",
     "C7": "Reading training data",
     "C8": "One reduction per optimizer step",
-    "C9": "Share of the machine's matrix product rate",
-    "C10": "How gradients travel: the options of DDP",
+    "C9": "Fraction of the machine's matrix product rate",
+    "C10": "Gradient communication: the options of DDP",
 }
 GPU_ROWS = {
     "G0": "Ceilings of the device: matrix products, copies, attention backends",
-    "G1": "MMDiT of SD3-medium's shape and a launch-bound small one, against the usual script and a strong one",
+    "G1": "MMDiT of SD3-medium's shape and a launch-bound small one, against a typical script and a strong one",
     "G2": "The trainer against a raw loop around the same model; waits per step",
     "G3": "Saving SD3-medium's weights and AdamW's state while they train",
     "G4": "Activation checkpointing: memory against time",
-    "G5": "AdamW, clip and moving average over 2.03 B parameters",
+    "G5": "AdamW, clipping and EMA over 2.03 B parameters",
     "G6": "Compile times",
     "G7": "Data wait",
     "G8": "Optimizer state in host memory: what it saves and what it costs",
 }
 GPU_TARGETS = {
     "G1": "our loss is that of diffusers' model with its weights; MFU >= 0.45, goal 0.48 at head size 64 and 0.50 at "
-    "128, >= 0.42 at 4096 tokens; >= 1.08 x the strong loop, >= 1.3 x the usual script; launch-bound >= 3 x the usual "
-    "script; float8 >= 1.12 x bf16",
+    "128, >= 0.42 at 4096 tokens; >= 1.08 x the strong loop, >= 1.3 x the typical script; launch-bound >= 3 x the "
+    "typical script; float8 >= 1.12 x bf16",
     "G2": "losses of the two from the same weights within 0.1 % in bf16; <= 1.003 at the large step, <= 1.02 at a 5 ms "
     "step; no wait in a step that does not log",
-    "G3": "at 24.3 GB blocked <= 30 ms, hidden <= 150 ms, way to the host >= 0.9 of a copy into locked memory; >= 50 x "
-    "less time lost than with Accelerator.save_state",
+    "G3": "at 24.3 GB blocked <= 30 ms, hidden <= 150 ms, transfer to the host >= 0.9 of a copy into pinned memory; "
+    ">= 50 x less time lost than with Accelerator.save_state",
     "G4": "-50 % activation memory at <= +12 %; full <= +28 %",
     "G5": "<= 23 ms",
     "G6": "cold <= 25 s, >= 4 x faster than the whole model, step within 2 %, warm <= 5 s",
     "G7": "<= 0.3 % of a step",
-    "G8": "<= +20 % at accumulation 1, <= +5 % at 8; saves >= 16.2 GB; a memory feature, never a speed-up",
+    "G8": "<= +20 % at accumulation 1, <= +5 % at 8; saves >= 16.2 GB; saves memory, never time",
 }
 
 
@@ -97,6 +97,7 @@ def page(folder: Path) -> str:
     parts += ["### Launch files", "", *table_of("presets", results), ""]
     parts += ["## Options one by one", "", *ablations(results), "", "## Muon against AdamW", "", *muon(results), ""]
     parts += ["## Scaling", "", *scaling(results), "", "## Random numbers", "", *table_of("rng", results)]
+    parts += ["", "## Pictures", "", *table_of("pictures", results)]
     parts += ["", "## Where these numbers come from", "", *origins(results)]
     return "\n".join(parts) + "\n"
 
@@ -104,10 +105,14 @@ def page(folder: Path) -> str:
 HEAD = """<!-- Generated from benchmarks/results/*.json by python -m benchmarks.performance_page. Do not edit. -->
 # Performance
 
-Every figure is a ratio, or stands beside its peer, from one run on one machine. All ways of a comparison take turns in
-one process; times are processor time of one thread unless stated otherwise; each value is the median over the
-rounds, with a bootstrap 95 % interval. A target is missed (**FAILED**) only where the whole interval misses it, and not
-decided where the interval includes it. Counts are exact. What has not been run is marked as such.
+How to read this page:
+
+- Every value is a ratio, or stands beside its peer, from one run on one machine. All variants of a comparison
+  alternate in one process.
+- Times are processor time of one thread unless stated otherwise. Each value is the median over the rounds, with a
+  bootstrap 95 % interval.
+- A target is missed (**FAILED**) only if the whole interval misses it, and not decided if the interval includes it.
+- Counts are exact. Anything that has not been run is marked "not yet measured".
 
 ```
 python -m benchmarks.suite                    # C1 to C10, scaling, random numbers, then this page
@@ -117,10 +122,10 @@ python -m benchmarks.ablation pde --output FILE.json
 python -m benchmarks.muon --output FILE.json
 ```
 
-What each option is for, and what it risks: [optimizations.md](optimizations.md)."""
+Purpose and risks of each option: [optimizations.md](optimizations.md)."""
 
-GPU_WORDS = """`python -m benchmarks.gpu` measures these on one device, a file a part; `--only PART` measures one anew.
-`python -m benchmarks.one_gpu` runs every launch file that one GPU can run."""
+GPU_WORDS = """`python -m benchmarks.gpu` measures these on one device, with one file per part; `--only PART` repeats
+one part. `python -m benchmarks.one_gpu` runs every launch file that one GPU can run."""
 
 
 def summary(results: Sequence[Result]) -> list[str]:
@@ -141,7 +146,7 @@ def table_of(id: str, results: Sequence[Result]) -> list[str]:
         return [f"{NOT_YET.capitalize()}."]
     lines: list[str] = []
     for result in having:
-        lines += [*([""] if lines else []), "| What | Figure | Interval | Target | |", "|---|---|---|---|---|"]
+        lines += [*([""] if lines else []), "| What | Value | Interval | Target | |", "|---|---|---|---|---|"]
         for found in (r for r in result.rows if r.id == id):
             value, between, against, verdict = cells(found)
             verdict = verdict.replace("FAILED", "**FAILED**").replace("reported", "")
@@ -167,7 +172,7 @@ def gpu_table(id: str, results: Sequence[Result]) -> list[str]:
 
 def scaling(results: Sequence[Result]) -> list[str]:
     """Collectives, bytes and efficiency by layout."""
-    head = "| Strategy | Processes | Hosts | Collectives per step | MB per step | Efficiency by the clock | of work |"
+    head = "| Strategy | Processes | Hosts | Collectives per step | MB per step | Efficiency by wall time | of work |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     result = next((r for r in results if "layouts" in r.details), None)
     for f in result.details["layouts"] if result else []:
@@ -183,14 +188,17 @@ def scaling(results: Sequence[Result]) -> list[str]:
     return [*lines, "", f"Per process; {words}. Losses:", "", *table_of("scaling", results)]
 
 
-ABLATION_WORDS = """The baseline preset with each single option of the optimised one, then with all. Speed is of the
-loop with saves and log lines, by the clock, and by the processor time of the main process, which other work disturbs
-less and which does not see what readers and writer do beside the loop. Above 1 is faster. "No effect": the interval
-holds 1; with fewer than 5 rounds it is their range, which holds the true median less often than in 95 % of cases.
-Rows "on top" are against the optimised preset, in fewer rounds. On a CPU `num_workers: auto` is 0, so its row shows how
-large the noise is. "Equal": yes if the values in the last columns are those of the baseline in every round, within the
-tolerance of `accel-train compare` (1e-5 of them), and the largest difference; options that skip work or take another
-precision need not be. The last columns: how much worse a figure is at the last step, as a share of the baseline's."""
+ABLATION_WORDS = """Each row is the baseline preset with one option of the optimised one, followed by a row with all.
+
+- **Speed** covers the loop with saves and log lines; above 1 is faster. It is given by wall time, and by processor
+  time of the main process, which other work disturbs less and which excludes loader workers and the checkpoint writer.
+- **"No effect"**: the interval includes 1. With fewer than 5 rounds it is their range, which includes the true
+  median in fewer than 95 % of cases.
+- **Rows "on top"** are compared with the optimised preset, in fewer rounds.
+- **Noise**: on a CPU `num_workers: auto` is 0, so its row shows how large the noise is.
+- **Equal**: yes if the values in the last columns match the baseline's in every round, within the relative tolerance of
+  `accel-train compare` (1e-5), with the largest difference. Options that skip work or change the precision need not be.
+- **The last columns** show how much worse a metric is at the last step, relative to the baseline."""
 
 
 def ablations(results: Sequence[Result]) -> list[str]:
@@ -201,7 +209,14 @@ def ablations(results: Sequence[Result]) -> list[str]:
         about = result.details["ablation"]
         names = list(about["options"][0]["worse"])
         lines += ["", f"### recipes/{about['recipe']}.py", "", f"{about['rounds']} rounds.", ""]
-        titles = ["Option", "Speed (clock)", "Speed (processor)", "Memory", "Equal", *(f"{n} worse by" for n in names)]
+        titles = [
+            "Option",
+            "Speed (wall time)",
+            "Speed (processor time)",
+            "Memory",
+            "Equal",
+            *(f"{n} worse by" for n in names),
+        ]
         lines.append(f"| {' | '.join(titles)} |")
         lines.append("|---" * (5 + len(names)) + "|")
         for option in about["options"]:
@@ -272,15 +287,13 @@ def origins(results: Sequence[Result]) -> list[str]:
 def main() -> int:
     """Write the page, or compare it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit code 1 where the page is out of date"
-    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if the page is out of date")
     options = parser.parse_args()
     text = page(RESULTS)
     if options.check:
         same = PAGE.exists() and PAGE.read_text() == text
         if not same:
-            print(f"{PAGE.relative_to(ROOT)} is not what the results say: python -m benchmarks.performance_page")
+            print(f"{PAGE.relative_to(ROOT)} does not match the results: python -m benchmarks.performance_page")
         return 0 if same else 1
     PAGE.write_text(text)
     return 0

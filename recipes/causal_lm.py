@@ -19,7 +19,6 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, startup
-from accel_train.config import UsageError
 from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
 from accel_train.domains.language import flops, perplexity, pipeline, prepare, pretrained, samples
@@ -48,6 +47,7 @@ class Config(experiment.ExperimentConfig):
     """Causal language model of transformers, on plain text, completions or chats."""
 
     recipe: ClassVar = experiment.Recipe(
+        # Runs of before have the last one, in whose place there is --attention.
         free_to_change=("evaluation", "data.cache_dir", "model.attn_implementation"),
         labels=Labels(units={"nll": "nats per token", "accuracy": "fraction"}, titles={"nll": "NLL"}),
         first_options=("model.source", "lora.rank", "data.path", "data.max_length", "data.packing", "evaluation.every"),
@@ -64,11 +64,6 @@ class Config(experiment.ExperimentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         pretrained.refuse_adapters_without_source(self.model, self.lora)
-        if self.attention != "auto":
-            raise UsageError(
-                f"attention {self.attention}: this model's attention is that of transformers; leave the option out and "
-                "give --model.attn_implementation: eager, sdpa, flash_attention_2 or flex_attention"
-            )
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
@@ -149,22 +144,24 @@ def main(argv: Sequence[str]) -> int:
 
     # Other weights than those of the source come later, from a checkpoint or from init_from.
     fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
-    build = partial(pretrained.build, config.model, shape, accelerator.device, load_source=fresh, adapters=config.lora)
-    plain = preparation.build_model(opened, build)
-    logs.info(logger, pretrained.describe_attention(config.model, plain))
+    build = partial(pretrained.build, config.model, shape, load_source=fresh, adapters=config.lora)
+    plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
     logs.info(logger, *describe_lora(plain, config.lora))
     if config.data.packing:
         logs.info(logger, pretrained.check_packing(plain))
     flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
     base = pretrained.base_of(config.model, shape, config.lora)
-    prepared = preparation.prepare(opened, plain, base=base)
+    example = partial(pretrained.attention_example, packing=config.data.packing)
+    prepared = preparation.prepare(opened, plain, base=base, example=example)
     model = LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
     run_evaluation = partial(evaluate, config, prepared, model, data)
     if config.evaluate_only:
         return loop.evaluate_only(opened, run_evaluation)
 
     facts = (config.model, config.evaluation, config.data.path)
-    write_extras = partial(pipeline.write_files, plain, data.tokenizer, *facts)
+    write_extras = partial(
+        pipeline.write_files, plain, data.tokenizer, *facts, base_precision=config.lora.base_precision
+    )
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             set_learning_rate(prepared.optimizer, opened.learning_rate_factor(batches.step))

@@ -25,20 +25,20 @@ from accel_train.data import task_sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.models import token_blocks
 from accel_train.domains.pde import (
-    equations,
     flops,
     losses,
     operator_learning,
     pictures,
     pipeline,
     residual_diffusion,
-    rows,
     scores,
     tokens,
     transformer,
 )
+from accel_train.domains.pde.data import equations, rows
 from accel_train.domains.pde.operator_learning import StepObjective
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
+from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig
 from accel_train.metrics import evaluation, logs, records
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
@@ -67,7 +67,7 @@ class Config(experiment.ExperimentConfig):
     )
 
     output_dir: str = "runs/pde-demo"
-    model: transformer.PdeModelConfig = field(default_factory=transformer.PdeModelConfig)
+    model: PdeModelConfig = field(default_factory=PdeModelConfig)
     data: equations.PdeDataConfig = field(default_factory=equations.PdeDataConfig)
     task_weights: tuple[PositiveInt, ...] | None = None
     """Steps of each task of data.tasks in a block of steps. None: one of each."""
@@ -119,7 +119,7 @@ def loss_sums(model: nn.Module, inputs: Batch, learned: StepObjective) -> dict[s
 
 def work(
     config: Config,
-    shape: transformer.PdeTransformerConfig,
+    shape: PdeTransformerConfig,
     learned: StepObjective,
     batches: StepBatches,
 ) -> dict[str, Tensor | int]:
@@ -161,7 +161,7 @@ def evaluate(config: Config, prepared: Prepared, data: rows.FieldData) -> dict[s
 
 
 # ------------------------------------------------------------------------------------------------------------ main
-def save_extras(config: Config, shape: transformer.PdeTransformerConfig, data: rows.FieldData, directory: Path) -> None:
+def save_extras(config: Config, shape: PdeTransformerConfig, data: rows.FieldData, directory: Path) -> None:
     """Write the files for prediction from the checkpoint, beside its weights."""
     description = pipeline.describe_model(shape, config.objective, data.assets, config.data.path)
     records.write_json(directory / "config.json", description)

@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "options.md"
 HEAD = """# Every option
 
-Written by `python -m tests.options_page` from the dataclasses, with their own defaults; a preset changes some of them
-(`--print_config` shows which). `None` on the command line is `null` in YAML. How values are given:
-[config.md](config.md). What each speed option is worth: [optimizations.md](optimizations.md).
+Generated from the dataclasses by `python -m tests.options_page`, with their defaults; a preset changes some of them
+(`--print_config` shows which). `None` on the command line is `null` in YAML. For the syntax of values see
+[config.md](config.md), for the effect of each speed option [optimizations.md](optimizations.md).
 """
 TABLE = "| Option | Values | Default | Meaning |\n|---|---|---|---|"
-NAMES = {int: "whole number", float: "number", str: "text", bool: "`True`, `False`", type(None): "`None`"}
+NAMES = {int: "integer", float: "number", str: "text", bool: "`True`, `False`", type(None): "`None`"}
 COUNTS = {2: "two", 3: "three"}
 
 
@@ -49,13 +49,21 @@ def shown(value: Any) -> str:
     return f"`{' '.join(map(str, value)) if isinstance(value, tuple) else value}`"
 
 
+def default_of(field: dataclasses.Field[Any]) -> str:
+    """The default of a field as it is typed, or that it has none."""
+    if field.default is not dataclasses.MISSING:
+        return shown(field.default)
+    if field.default_factory is not dataclasses.MISSING:
+        return shown(field.default_factory())
+    return "required"
+
+
 def row(cls: type, field: dataclasses.Field[Any], kind: Any, prefix: str) -> str:
     """One line of a table."""
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
     name = prefix + field.name
     group, dot, leaf = name.rpartition(".")
     words = f"on or off (`--{group}{dot}no_{leaf}`)" if kind is bool else values(kind)
-    return f"| `--{name}` | {words} | {shown(default)} | {field_texts(cls)[field.name]} |"
+    return f"| `--{name}` | {words} | {default_of(field)} | {field_texts(cls)[field.name]} |"
 
 
 def sections(cls: type, prefix: str, skip: set[str]) -> Iterator[str]:

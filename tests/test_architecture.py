@@ -34,7 +34,7 @@ ROWS = (
     {"domains.text", "domains.pde", "domains.images", "domains.language"},
     {"experiment_options"},
     {"opened"},
-    {"frozen_weights"},
+    {"frozen_weights", "model_habits"},
     {"experiment", "preparation", "startup"},
     {"loop"},
     {"export"},
@@ -102,16 +102,16 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "core", "base", "helpers", "misc"}
 CHAIN = 7
 PACKAGE_FILES = 12
 MORE_FILES = {
+    "commands": (17, "a file for each command of accel-train"),
     "speed": (15, "attention of transformers and diffusers beside our own: its choice, its calls, their proof"),
-    "data": (17, "data larger than memory: the index of shards, the reading, cache and order of blocks; the ledger"),
+    "data": (20, "data larger than memory: index, reading, cache and order of blocks, the ledger; sources of texts"),
     "domains.text": (20, "texts in shards beside texts in memory: their split, and their dataset"),
-    "domains.pde": (20, "arrays read by chunk, and PDEBench's layout apart from the generation of equations"),
 }
 DOMAIN_FILES = 18
 """One of them is the pipeline of the domain's trained models."""
 FILE_LINES = 400
 MODEL_FILE_LINES = 500
-MODEL_FILES = {"accel_train/domains/models/mmdit.py", "accel_train/domains/pde/transformer.py"}
+MODEL_FILES = {"accel_train/domains/models/mmdit.py"}
 RECIPE_LINES = 240
 LOOP_LINES = 25
 FUNCTION_LINES = 60
@@ -231,7 +231,8 @@ def test_packages_keep_their_budget() -> None:
     sizes: dict[str, int] = {}
     for path in MODULES:
         if path.stem != "__init__" and path.parent != LIBRARY:
-            sizes[package_of_file(path)] = sizes.get(package_of_file(path), 0) + 1
+            folder = ".".join(path.parent.relative_to(LIBRARY).parts)
+            sizes[folder] = sizes.get(folder, 0) + 1
     budget = {name: DOMAIN_FILES if name in DOMAINS else PACKAGE_FILES for name in sizes}
     wrong = over(sizes, budget | {name: limit for name, (limit, _) in MORE_FILES.items()})
     assert not wrong, wrong

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from accel_train.options.loading import load_config
 from accel_train.options.tree import to_tree
 from accel_train.training.schedules import learning_rate_factor
 from recipes import mmdit, pde
-from tests import transcripts
+from tests import transcripts, zygote
 from tests.transcripts import PRESETS, SOURCES, Folder, stamp, written
 
 NUMBER = re.compile(r"-?\d[\d.,]*(?:e-?\d+)?")
@@ -128,6 +129,10 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def folder(path: Path) -> Folder:
+    return Folder(path, partial(zygote.run, apart=True))
+
+
 @pytest.mark.distributed
 def test_the_demo_begins_and_ends_as_the_page_says(tmp_path: Path) -> None:
     """Its first steps anew, with the whole schedule: the same losses; and a short evaluation: the same words."""
@@ -135,7 +140,7 @@ def test_the_demo_begins_and_ends_as_the_page_says(tmp_path: Path) -> None:
     steps, total = config.log.log_every, config.max_steps
     short = f"--max_steps {steps} --schedule.decay_steps {total} --evaluation.samples 4 --evaluation.timesteps 1"
     quick = "--evaluation.shown 1 --evaluation.text.steps 1 --evaluation.latent.steps 1"
-    today = transcripts.shortened(Folder(tmp_path).run("recipes/mmdit.py", "demo", *short.split(), *quick.split()))
+    today = transcripts.shortened(folder(tmp_path).run("recipes/mmdit.py", "demo", *short.split(), *quick.split()))
     page = written()["mmdit"].output()
     today_masked, page_masked = ([masked(x) for x in lines if x[:5] not in ("step ", "...")] for lines in (today, page))
     assert page_masked == today_masked, old("mmdit")
@@ -149,6 +154,6 @@ def test_the_demo_begins_and_ends_as_the_page_says(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_what_the_commands_print_is_on_the_pages(tmp_path: Path) -> None:
-    for name, text in transcripts.commands(Folder(tmp_path)).items():
+    for name, text in transcripts.commands(folder(tmp_path)).items():
         today, page = ([masked(line) for line in lines.splitlines()] for lines in (text, written()[name].text))
         assert page == today, f"{name}: {old('commands')}"

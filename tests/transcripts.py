@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -42,11 +42,22 @@ TINY = (
 """A run of four checkpoints in seconds."""
 
 
-class Folder:
-    """Where a reader would stand: the repository's recipes, and no run yet."""
+Start = Callable[..., subprocess.CompletedProcess[str]]
 
-    def __init__(self, path: Path) -> None:
+
+def new_process(command: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+class Folder:
+    """Where a reader would stand: the repository's recipes, and no run yet.
+
+    ``start`` runs a command to its end, as ``subprocess.run`` does; the default is a new process.
+    """
+
+    def __init__(self, path: Path, start: Start | None = None) -> None:
         self.path = path.resolve()
+        self._start = start or new_process
         for name in ("recipes", "accelerate_configs"):
             (self.path / name).symlink_to(ROOT / name)
 
@@ -56,9 +67,7 @@ class Folder:
             return self.run_here(words[1:], code)
         program = ["-m", "accel_train.cli", *words[1:]] if words[0] == "accel-train" else list(words)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        done = subprocess.run(
-            [sys.executable, *program], cwd=self.path, env=environment, capture_output=True, text=True, check=False
-        )
+        done = self._start([sys.executable, *program], cwd=self.path, env=environment)
         if done.returncode != code:
             raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}, not {code}\n{done.stdout}{done.stderr}")
         return self.lines(getattr(done, stream))

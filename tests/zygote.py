@@ -26,6 +26,7 @@ import functools
 import importlib
 import json
 import os
+import pickle
 import runpy
 import select
 import signal
@@ -39,6 +40,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
+
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 IMPORTS = {
@@ -69,6 +72,9 @@ IMPORTS = {
 """What takes long to import, by kind of zygote; the second imports the first's as well, and may lack its own."""
 READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "PYTORCH_", "DS_", "LD_")
 READ_AT_IMPORT += ("PYTHON", "MPL", "HOME", "XDG_", "LC_", "LANG", "TZ", "NUMBA_", "OPENBLAS_", "GLIBC_", "MALLOC_")
+SET_BY_PACKAGES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTORCH_NVML_BASED_CUDA_CHECK")
+"""scikit-learn and DeepSpeed set these when they are imported, which the tests' own process may have done since: for a
+child they would be a reason to become a new process, and one that imports the same sets them itself."""
 READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONSTARTUP")
 LAUNCHER = "accel_train.commands.launch"
 GRACE_SECONDS = 30.0
@@ -124,7 +130,7 @@ class Zygote:
     def __init__(self, kind: str) -> None:
         # Without PYTHONPATH: of a directory in it, the entry of an editable install would be left out of sys.path.
         outer = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "PYTEST_", "PYTHONPATH")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(outer + SET_BY_PACKAGES)}
         kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         if kind == "sharded":
             kept["DS_ACCELERATOR"] = "cpu"
@@ -176,7 +182,8 @@ def start(
     ``errors`` takes what goes to stderr; ``group`` makes it the leader of a process group.
     """
     assert command[0] == sys.executable, command
-    environment = dict(os.environ if env is None else env)
+    given = os.environ if env is None else env
+    environment = {name: value for name, value in given.items() if name not in SET_BY_PACKAGES}
     request = {
         "command": [str(word) for word in command],
         "environment": environment,
@@ -211,6 +218,32 @@ def run(
         said, wrong = (path.read_text(errors="replace") if path.exists() else "" for path in (output, errors))
     assert child.returncode is not None
     return subprocess.CompletedProcess(command, child.returncode, said, wrong)
+
+
+CALL = """
+import importlib, pathlib, pickle, sys
+_, module, name, arguments, rank = sys.argv
+function = getattr(importlib.import_module(module), name)
+function(int(rank), *pickle.loads(pathlib.Path(arguments).read_bytes()))
+"""
+
+
+def call(function: Callable[..., None], processes: int, *arguments: object, seconds: float = PATIENCE_SECONDS) -> None:
+    """Call ``function(rank, *arguments)`` in so many processes, as ``torch.multiprocessing.spawn`` does."""
+    with tempfile.TemporaryDirectory(prefix="accel-train-tests-") as folder:
+        given = Path(folder) / "arguments"
+        given.write_bytes(pickle.dumps(arguments))
+        outputs = [Path(folder) / f"{rank}.txt" for rank in range(processes)]
+        head = [sys.executable, "-c", CALL, function.__module__, function.__qualname__, str(given)]
+        children = [start([*head, str(rank)], output) for rank, output in enumerate(outputs)]
+        deadline = time.monotonic() + seconds
+        try:
+            codes = [child.wait(max(0.0, deadline - time.monotonic())) for child in children]
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+        assert codes == [0] * processes, "\n".join(output.read_text(errors="replace") for output in outputs)
 
 
 # The side of the zygote

@@ -20,10 +20,9 @@ from typing import Any
 import accel_train
 from accel_train.runtime.signals import StopRequests
 from accel_train.store.commit import CheckpointWriteError
+from accel_train.store.strict_json import Json
 
 logger = logging.getLogger(__name__)
-
-Json = dict[str, Any]
 
 
 def _allocate(memory: int, size: int) -> None:
@@ -57,7 +56,9 @@ class Writer:
             arguments = [theirs.fileno(), memory, mapped, os.getpid()]
             # The writer must import this package even if the script's directory alone is on the path.
             package = str(Path(accel_train.__file__).parents[1])
-            search = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
+            search = package
+            if os.environ.get("PYTHONPATH"):
+                search += os.pathsep + os.environ["PYTHONPATH"]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "accel_train.checkpoints.writer", *map(str, arguments)],
                 pass_fds=(theirs.fileno(), memory),

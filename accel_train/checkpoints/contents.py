@@ -18,6 +18,7 @@ from accel_train.config import UsageError
 from accel_train.precision import Precision
 from accel_train.store import atomic_files, planning, weights
 from accel_train.store.planning import Collection
+from accel_train.store.strict_json import Json
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
 from accel_train.wording import shortened
@@ -93,9 +94,9 @@ def _optimizer_state(shards: Shards, key: str, names: Sequence[str]) -> Collecti
     return Collection(f"optimizer/{key}", read, spread=True, names=names)
 
 
-def indices(planned: planning.Plan) -> dict[str, Any]:
+def indices(planned: planning.Plan) -> Json:
     """Build the indexes of weights and EMA in the Hub's format, by file name. A single file needs none."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for stem in ("model", "ema"):
         weight_map = planned.files(stem)
         files = set(weight_map.values())
@@ -105,7 +106,7 @@ def indices(planned: planning.Plan) -> dict[str, Any]:
     return found
 
 
-def state_index(planned: planning.Plan, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
+def state_index(planned: planning.Plan, step: int, numbers: Mapping[str, Any]) -> Json:
     """Build the index of the optimizer state: tensor names to files, for each key of the state.
 
     ``numbers`` are those of ``Shards.numbers``, empty for the built-in optimizers.
@@ -116,7 +117,7 @@ def state_index(planned: planning.Plan, step: int, numbers: Mapping[str, Any]) -
         key = stem.removeprefix("optimizer/")
         if key != stem and key not in state:
             state[key] = planned.files(stem)
-    index: dict[str, Any] = {"step": step, "state": state}
+    index: Json = {"step": step, "state": state}
     return index | {"numbers": numbers} if numbers else index
 
 
@@ -131,7 +132,7 @@ def texts(
     found = indices(planned)
     if random_states is not None:
         found["optimizer/index.json"] = state_index(planned, step, numbers)
-        trainer_state: dict[str, Any] = {"step": step, "random_state": random_states}
+        trainer_state: Json = {"step": step, "random_state": random_states}
         if loss_scale is not None:
             trainer_state["loss_scale"] = loss_scale
         found["trainer_state.json"] = trainer_state
@@ -140,7 +141,7 @@ def texts(
 
 def manifest(
     run: Run, config: CheckpointConfig, step: int, epoch: float, layout: Mapping[str, Any], metrics: Mapping[str, float]
-) -> dict[str, Any]:
+) -> Json:
     """Build the manifest of a save. Its files, seconds and hash are added at the commit."""
     experiment = dict(run.saved["experiment"])
     base = {} if run.base is None else {"base": run.base}
@@ -163,13 +164,20 @@ def manifest(
 
 def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Filter the finite metrics. JSON has no NaN and no infinity."""
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    finite: dict[str, float] = {}
+    for name, value in metrics.items():
+        if math.isfinite(value):
+            finite[name] = float(value)
+    return finite
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> Json:
     """Return the states of this rank's global generators, for code of a recipe that draws from them."""
     version, internal, gauss = random.getstate()
-    state = {"torch": _to_hex(torch.get_rng_state()), "python": [version, list(internal), gauss]}
+    state: Json = {
+        "torch": _to_hex(torch.get_rng_state()),
+        "python": [version, list(internal), gauss],
+    }
     if torch.cuda.is_available():
         state["cuda"] = _to_hex(torch.cuda.get_rng_state())
     return state

@@ -28,6 +28,7 @@ from accel_train.store import lock as locks
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import OF_A_RUN, REPORT
 from accel_train.store.run_file import has_trained, new_run, read_run, recall, refuse_changes, with_changes
+from accel_train.store.strict_json import Json
 
 PATIENCE_SECONDS = 5.0
 """Longest wait for files of another host. Network file systems may show a new file late."""
@@ -52,7 +53,7 @@ def open_run(
     # Stays empty on other processes: a lock cannot be sent to them.
     held: list[Any] = []
 
-    def open_on_main() -> dict[str, Any]:
+    def open_on_main() -> Json:
         try:
             return _open(options, directory, data_fingerprint, derived, held)
         except BaseException:
@@ -69,9 +70,7 @@ def open_run(
     return Run(directory=directory, timeout_seconds=options.collective_timeout_seconds, **opened, _lock=lock)
 
 
-def _open(
-    options: RunOptions, directory: Path, data_fingerprint: str, resolved: dict[str, Any], held: list[Any]
-) -> dict[str, Any]:
+def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved: Json, held: list[Any]) -> Json:
     """Open the directory on the main process and return the fields of ``Run``. Puts the lock into ``held``."""
     _refuse_lost_links(directory)
     if options.hub is not None and not options.evaluate_only:
@@ -82,7 +81,8 @@ def _open(
         init_from = options.init_from
     weights, notes = fetch.find_weights(init_from)
     # Asked before `_prepare_directory`, which deletes them.
-    if options.overwrite and weights is not None and weights.resolve().is_relative_to(directory.resolve()):
+    inside = weights is not None and weights.resolve().is_relative_to(directory.resolve())
+    if options.overwrite and inside:
         raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
     # Held from here on, so that `open_on_main` releases it after any error below.
     held.append(_prepare_directory(directory, overwrite=options.overwrite))
@@ -167,7 +167,7 @@ def _demand(options: RunOptions) -> str | None:
     return None
 
 
-def _resume(options: RunOptions, directory: Path, experiment: dict[str, Any]) -> dict[str, Any]:
+def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
     """Compare the experiment with a used directory and choose the checkpoint.
 
     Allowed changes are written after the first step (``Run.note_training``), because this start can still be refused.
@@ -227,9 +227,7 @@ def _warn_about_unlisted(checkpoint: Checkpoint) -> None:
         logger.warning("%s holds files that its manifest does not list; they are not read: %s", checkpoint.path, extra)
 
 
-def _start(
-    options: RunOptions, directory: Path, experiment: dict[str, Any], resolved: dict[str, Any]
-) -> dict[str, Any]:
+def _start(options: RunOptions, directory: Path, experiment: Json, resolved: Json) -> Json:
     """Start in an unused directory, from step 0 or from the checkpoint named by ``resume``."""
     demand = _demand(options)
     if demand is not None:
@@ -248,9 +246,7 @@ def _start(
     return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
 
 
-def _check_fetched(
-    checkpoint: Checkpoint, options: RunOptions, experiment: dict[str, Any], resolved: dict[str, Any]
-) -> dict[str, Any]:
+def _check_fetched(checkpoint: Checkpoint, options: RunOptions, experiment: Json, resolved: Json) -> Json:
     """Compare the experiment with that of a fetched checkpoint and return the resolved values of the new run.
 
     Deletes the checkpoint and raises ``UsageError`` if it is of another experiment.
@@ -329,7 +325,8 @@ def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: A
     marker = on_main(accelerator, create_marker)
     required = [marker]
     if checkpoint is not None:
-        required += [checkpoint.path, *(checkpoint.file(name) for name in checkpoint.manifest["files"])]
+        files = checkpoint.manifest["files"]
+        required += [checkpoint.path, *(checkpoint.file(name) for name in files)]
     host = None
     if not _wait_until_visible(required):
         host = socket.gethostname()

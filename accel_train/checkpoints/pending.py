@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_train.store.manifest import checkpoint_name
+from accel_train.store.strict_json import Json
 
 if TYPE_CHECKING:
     from accel_train.checkpoints import snapshot
@@ -40,13 +41,13 @@ class PendingSave:
     number: int
     step: int
     temporary: Path
-    manifest: dict[str, Any]
+    manifest: Json
     began: float
     needed_bytes: int
-    job: dict[str, Any]
+    job: Json
     """Job for the writer, sent once the snapshot is complete."""
     phase: Phase = Phase.COPYING
-    answer: dict[str, Any] | None = None
+    answer: Json | None = None
     """Answer of this rank's writer to the job of this phase."""
 
     @property
@@ -62,7 +63,7 @@ class PendingSave:
         """Return True once every rank has written, the main process has committed, or any rank has failed."""
         return self.number in (agreed["failed"], agreed[self._success])
 
-    def commit_job(self, keep: Mapping[str, Any], queue: Path) -> dict[str, Any]:
+    def commit_job(self, keep: Mapping[str, Any], queue: Path) -> Json:
         """Build the writer's job: commit, then delete checkpoints that neither ``keep`` nor the ``queue`` holds."""
         return {
             "do": "commit",

@@ -20,6 +20,7 @@ from accel_train.config import UsageError
 from accel_train.runtime.strategy import layout_of
 from accel_train.store import manifest, pretrained_base, weights
 from accel_train.store.manifest import Checkpoint
+from accel_train.store.strict_json import Json
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards, persistent_buffers
 from accel_train.training.step_guard import write_loss_scale
@@ -76,7 +77,7 @@ def restore(run: Run, accelerator: Accelerator, shards: Shards, ema: Ema | None)
 
 def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, ema: Ema | None) -> None:
     has_state = checkpoint.manifest.get("state", True)
-    index: dict[str, Any] = {"step": checkpoint.step, "state": {}}
+    index: Json = {"step": checkpoint.step, "state": {}}
     if has_state:  # a run cannot go on without it, but can still be evaluated
         index = checkpoint.json("optimizer/index.json")
     state: dict[str, dict[str, str]] = index["state"]
@@ -174,12 +175,15 @@ ORDER = (
 def _compare_layouts(checkpoint: Checkpoint, accelerator: Accelerator, experiment: Mapping[str, Any]) -> None:
     """Log whether the continuation can be bit-exact, and if not, the differences."""
     saved_experiment: Mapping[str, Any] = checkpoint.manifest.get("experiment", {})
-    saved: dict[str, Any] = dict(checkpoint.manifest.get("layout", {}))
+    saved: Json = dict(checkpoint.manifest.get("layout", {}))
     current = layout_of(accelerator)
     for key in ORDER:
         saved[key] = saved_experiment.get(key)
         current[key] = experiment.get(key)
-    changed = [f"{key} {saved.get(key)} -> {value}" for key, value in current.items() if saved.get(key) != value]
+    changed: list[str] = []
+    for key, value in current.items():
+        if saved.get(key) != value:
+            changed.append(f"{key} {saved.get(key)} -> {value}")
     if changed:
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
     elif accelerator.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():

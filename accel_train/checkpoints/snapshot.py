@@ -48,7 +48,10 @@ class Snapshot:
         self._views = self._view_own()
         self._pieces: dict[str, list[Piece]] | None = None
         if extents is not None:
-            self._pieces = {name: cover([each[name] for each in extents]) for name in extents[0]}
+            self._pieces = {}
+            for name in extents[0]:
+                of_ranks = [each[name] for each in extents]
+                self._pieces[name] = cover(of_ranks)
         self._clones: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
         self._peak: int | None = None
@@ -141,7 +144,11 @@ class Snapshot:
         except torch.OutOfMemoryError:  # the free memory is fragmented
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
             return
-        places = [clone[slot.start - base :][: slot.bytes].view(self._dtype_of(slot)) for slot in slots]
+        places: list[Tensor] = []
+        for slot in slots:
+            start = slot.start - base
+            place = clone[start : start + slot.bytes]
+            places.append(place.view(self._dtype_of(slot)))
         torch._foreach_copy_(places, sources)  # pyright: ignore[reportPrivateUsage]
         # The copy to the host reads the clone only once the compute stream has filled it.
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -171,14 +178,16 @@ class Snapshot:
                         arrivals.append((target, landing))
                     operations.append(dist.P2POp(dist.irecv, landing, piece.rank, group))
                 elif is_sender:
-                    operations.append(dist.P2POp(dist.isend, self._outgoing(slot, piece), slot.owner, group))
+                    outgoing = self._outgoing(slot, piece)
+                    operations.append(dist.P2POp(dist.isend, outgoing, slot.owner, group))
         _transfer(operations)
         for target, landing in arrivals:
             target.copy_(landing)
 
     def _target(self, slot: TensorSlot, piece: Piece) -> Tensor:
         """Return the place of ``piece`` in this rank's buffer, flat."""
-        return self._views[slot.collection, slot.name][piece.start : piece.start + piece.length]
+        view = self._views[slot.collection, slot.name]
+        return view[piece.start : piece.start + piece.length]
 
     def _outgoing(self, slot: TensorSlot, piece: Piece) -> Tensor:
         # Rounded before it travels, because the owner receives in the dtype of the file.

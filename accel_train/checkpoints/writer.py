@@ -24,6 +24,7 @@ from typing import Any
 
 from accel_train.launch_files.parents import end_with_parent
 from accel_train.store import commit, failpoints, retention
+from accel_train.store.strict_json import Json
 
 CHUNK_BYTES = 8 << 20
 NICENESS = 10
@@ -32,8 +33,6 @@ RETENTION_SECONDS = 1.0
 """Longest time that a save waits for the deletion of old checkpoints."""
 PATIENCE_SECONDS = 30.0
 """Longest wait for a directory made by another host to appear. Network file systems cache names."""
-
-Json = dict[str, Any]
 
 
 def safetensors_header(tensors: Sequence[Mapping[str, Any]]) -> bytes:
@@ -46,7 +45,11 @@ def safetensors_header(tensors: Sequence[Mapping[str, Any]]) -> bytes:
     start = 0
     for tensor in tensors:
         end = start + int(tensor["bytes"])
-        header[tensor["name"]] = {"dtype": tensor["dtype"], "shape": tensor["shape"], "data_offsets": [start, end]}
+        header[tensor["name"]] = {
+            "dtype": tensor["dtype"],
+            "shape": tensor["shape"],
+            "data_offsets": [start, end],
+        }
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8, as safetensors writes them
@@ -107,7 +110,8 @@ def write(job: Mapping[str, Any], buffer: memoryview) -> Json:
         start = file["start"]
         size = sum(tensor["bytes"] for tensor in file["tensors"])
         name = file["name"]
-        written[name] = write_tensors(folder / name, header, buffer[start : start + size], rank)
+        data = buffer[start : start + size]
+        written[name] = write_tensors(folder / name, header, data, rank)
         failpoints.hit("after_optimizer_file" if "/" in name else "after_model_file", rank)
     failpoints.hit("before_seal", rank)
     for name, text in job["texts"].items():
@@ -176,7 +180,8 @@ class Retention:
 
     def _keeps_all(self, job: Mapping[str, Any]) -> bool:
         keep: Any = SimpleNamespace(**job["keep"])
-        return retention.keeps_all(Path(job["final"]).parent, keep, int(job["manifest"]["step"]))
+        step = int(job["manifest"]["step"])
+        return retention.keeps_all(Path(job["final"]).parent, keep, step)
 
     def _prune(self, job: Mapping[str, Any]) -> None:
         failpoints.hit("before_retention")
@@ -186,7 +191,8 @@ class Retention:
         busy: set[str] = set()
         if queue.is_dir():
             busy = {path.stem for path in queue.glob("*.json")}
-        failed = retention.prune(directory, keep, int(job["manifest"]["step"]), busy, self._cache).failed
+        step = int(job["manifest"]["step"])
+        failed = retention.prune(directory, keep, step, busy, self._cache).failed
         for name, reason in failed.items():
             self._note_failure(f"{name}: {reason}")
 
@@ -196,7 +202,8 @@ class Retention:
 
 def finish(job: Mapping[str, Any], pending: Retention) -> Json:
     """Commit the files of all ranks and begin the retention. The main process's writer alone."""
-    aside = commit.commit(Path(job["temporary"]), Path(job["final"]), job["manifest"])
+    temporary = Path(job["temporary"])
+    aside = commit.commit(temporary, Path(job["final"]), job["manifest"])
     pending.begin(job)
     if aside is not None:
         pending.notices.append(f"{job['final']} was taken by something else, which is set aside as {aside}")

@@ -53,7 +53,10 @@ def convert(source: str, destination: str, *, stem: str | None = None) -> int:
         if config is not None:
             atomic_files.write_json(temporary / "config.json", config)
         files = [file for file in sorted(temporary.rglob("*")) if file.is_file()]
-        sealed = {file.relative_to(temporary).as_posix(): commit.seal_file(file) for file in files}
+        sealed: dict[str, Any] = {}
+        for file in files:
+            name = file.relative_to(temporary).as_posix()
+            sealed[name] = commit.seal_file(file)
         commit.commit(temporary, target, _manifest(sealed, converted_from=f"{chosen} of {path}"))
     elements = sum(info.elements for info in tensors.values())
     print(f"{target}: {len(tensors)} tensors, {elements / 1e6:.1f} million elements in fp32, from {chosen} of {path}")
@@ -115,7 +118,8 @@ def _choose(path: Path, stem: str | None) -> str:
 def _refuse_pickles(path: Path) -> None:
     """Refuse weights in pickles with the command of the tool that can convert them."""
     # Accelerate writes a distributed checkpoint into a folder below the directory that people name.
-    for folder in (path, *sorted(p for p in path.iterdir() if p.is_dir())):
+    inside = sorted(entry for entry in path.iterdir() if entry.is_dir())
+    for folder in (path, *inside):
         if _is_distributed(folder):
             raise UsageError(
                 f"{folder}: a distributed checkpoint of torch. Its .metadata is a pickle, and reading a pickle runs "

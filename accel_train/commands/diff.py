@@ -199,7 +199,9 @@ def optimizer_state(checkpoint: Path, keys: Collection[str] | None = None) -> di
 
 def compare(a: Mapping[str, TensorInfo], b: Mapping[str, TensorInfo]) -> Comparison:
     """Compare two collections tensor by tensor, in order of name."""
-    result = Comparison(sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys()))
+    only_a = sorted(a.keys() - b.keys())
+    only_b = sorted(b.keys() - a.keys())
+    result = Comparison(only_a, only_b)
     with TensorReader(a) as left, TensorReader(b) as right:
         for name in sorted(a.keys() & b.keys()):
             result.common += 1
@@ -249,7 +251,8 @@ def _distance(x: Tensor, y: Tensor) -> Tensor:
     """Return |x - y|, with 0 between two NaN and infinity between NaN and a number."""
     distance = (x - y).abs()
     # Equal infinities and two NaN subtract to NaN.
-    distance[(x == y) | (x.isnan() & y.isnan())] = 0.0
+    both_nan = x.isnan() & y.isnan()
+    distance[(x == y) | both_nan] = 0.0
     return distance.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
@@ -258,7 +261,9 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     if x.dtype != y.dtype:
         return True
     # As bytes, because for `torch.equal` NaN differs from itself.
-    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    x_bytes = x.contiguous().view(torch.uint8)
+    y_bytes = y.contiguous().view(torch.uint8)
+    return torch.equal(x_bytes, y_bytes)
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -110,4 +110,5 @@ def readable_size(size_bytes: float) -> str:
 
 def disk_bytes(path: Path) -> int:
     """Return the total size of all files below ``path``."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    files = [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)

@@ -98,7 +98,11 @@ def training_seconds(lines: Sequence[Line]) -> dict[int, float]:
 def interval_seconds(run: Run, window: Window) -> list[float]:
     """Return the mean step time of each interval between two points of the window."""
     total = training_seconds(run.lines)
-    return [(total[end] - total[begin]) / (end - begin) for begin, end in pairwise(window.points)]
+    means: list[float] = []
+    for begin, end in pairwise(window.points):
+        seconds = total[end] - total[begin]
+        means.append(seconds / (end - begin))
+    return means
 
 
 def run_metrics(run: Run, window: Window, equal_seconds: float) -> dict[str, float]:
@@ -183,7 +187,8 @@ def observations(rounds: Sequence[Sequence[Run]], window: Window) -> list[Observ
     """
     per_round: list[list[dict[str, float]]] = []
     for runs in rounds:
-        equal_seconds = min(float(run.lines[-1].get("elapsed_seconds", 0.0)) for run in runs)
+        last_lines = [run.lines[-1] for run in runs]
+        equal_seconds = min(float(line.get("elapsed_seconds", 0.0)) for line in last_lines)
         per_round.append([run_metrics(run, window, equal_seconds) for run in runs])
     every_run = [metrics for of_round in per_round for metrics in of_round]
     # Values are compared in pairs, so one run without a metric leaves its partners without one.
@@ -216,7 +221,8 @@ def _interval_metrics(run: Run, window: Window, whole: Observations) -> dict[str
 
 def effects(a: Observations, b: Observations, rounds: int, tolerance: float) -> list[Effect]:
     """Return the effect of B over A on each common metric. ``tolerance`` is the value of ``--tolerance``."""
-    return [_effect(name, a[name], b[name], rounds, tolerance) for name in a if name in b]
+    common = [name for name in a if name in b]
+    return [_effect(name, a[name], b[name], rounds, tolerance) for name in common]
 
 
 def _effect(name: str, a: Sequence[float], b: Sequence[float], rounds: int, tolerance: float) -> Effect:

@@ -116,8 +116,8 @@ def _pair_table(result: Result) -> list[str]:
         interval = "[range]"
     rows = [["metric", "A", "B", "B against A", interval, "reading"]]
     for effect in found:
-        sides = [_short(effect.a), _short(effect.b)]
-        rows.append([effect.metric, *sides, _size(effect), _interval(effect), effect.reading])
+        values = [_short(effect.a), _short(effect.b), _size(effect), _interval(effect)]
+        rows.append([effect.metric, *values, effect.reading])
     return _aligned(rows)
 
 
@@ -239,7 +239,8 @@ def _interval_note(result: Result) -> str:
             f"{coverage_of_range(ROUNDS_FOR_LEVEL):.0%}"
         )
     values = result.values[0]
-    within = max((len(values[name]) for name in WITHIN_A_RUN if name in values), default=1)
+    counts = [len(values[name]) for name in WITHIN_A_RUN if name in values]
+    within = max(counts, default=1)
     if within == 1:
         return "1 round: there are no intervals"
     return f"1 round: intervals are over {within} log intervals of one run each, so noise between runs is not in them"
@@ -273,8 +274,13 @@ def _short(value: float, *, signed: bool = False) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines: list[str] = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -323,7 +329,10 @@ def _effects_json(result: Result) -> dict[str, Any]:
     """Map letter -> metric -> effect."""
     by_letter: dict[str, Any] = {}
     for variant, effects in zip(result.plan.variants[1:], result.effects, strict=True):
-        by_letter[variant.letter] = {e.metric: asdict(e) | {"interval_level": LEVEL} for e in effects}
+        of_variant: dict[str, Any] = {}
+        for effect in effects:
+            of_variant[effect.metric] = asdict(effect) | {"interval_level": LEVEL}
+        by_letter[variant.letter] = of_variant
     return by_letter
 
 

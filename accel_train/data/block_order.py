@@ -45,7 +45,8 @@ class BlockOrder:
     def __post_init__(self) -> None:
         if self.window < 1:
             raise UsageError(f"window={self.window}: rows of at least 1 block are mixed. Raise it.")
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
+        ends = np.cumsum(self.sizes, dtype=np.int64)
+        starts = np.concatenate([np.zeros(1, np.int64), ends])
         object.__setattr__(self, "starts", starts)  # the dataclass is frozen
 
     def __len__(self) -> int:
@@ -76,9 +77,11 @@ class _Layout(NamedTuple):
 @lru_cache(maxsize=4)
 def _layout(order: BlockOrder, seed: int, epoch: int) -> _Layout:
     count = len(order.sizes)
-    blocks = rng.permute(torch.arange(count, device="cpu"), count, rng.key(seed, "blocks", epoch)).numpy()
+    places = torch.arange(count, device="cpu")
+    blocks = rng.permute(places, count, rng.key(seed, "blocks", epoch)).numpy()
     rows = np.cumsum(np.diff(order.starts)[blocks])
-    last = np.minimum(np.arange(order.window, count + order.window, order.window), count) - 1
+    ends = np.arange(order.window, count + order.window, order.window)
+    last = np.minimum(ends, count) - 1
     return _Layout(blocks, rows[last])
 
 
@@ -90,10 +93,12 @@ def _shuffled_rows(order: BlockOrder, seed: int, epoch: int, window: int, chunk:
     sizes = np.diff(order.starts)[blocks]
     ends = np.cumsum(sizes)
     total = int(ends[-1])
-    places = torch.arange(chunk * CHUNK, min(total, (chunk + 1) * CHUNK), device="cpu")
+    end = min(total, (chunk + 1) * CHUNK)
+    places = torch.arange(chunk * CHUNK, end, device="cpu")
     # Keyed by the epoch and then by the window: one key alone takes one counter.
     of_epoch = rng.key(seed, "windows", epoch) & 0xFFFFFFFF
-    permuted = rng.permute(places, total, rng.key(of_epoch, "rows", window)).numpy()
+    key = rng.key(of_epoch, "rows", window)
+    permuted = rng.permute(places, total, key).numpy()
     block = np.searchsorted(ends, permuted, side="right")
     rows = order.starts[blocks[block]] + permuted - (ends - sizes)[block]
     return rows.tolist()

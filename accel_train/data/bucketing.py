@@ -118,11 +118,13 @@ def choose_shapes(counts: Mapping[int, int], shapes: int) -> tuple[int, ...]:
     dynamic programming in O(shapes * lengths^2).
     """
     lengths = np.array(sorted(counts))
-    samples = np.cumsum([0, *(counts[length] for length in lengths.tolist())])
+    of_length = [counts[length] for length in lengths.tolist()]
+    samples = np.cumsum([0, *of_length])
     start, stop = np.ogrid[: len(samples), : len(samples)]  # a column and a row, which broadcast to a table
     # cost[i, j]: tokens of lengths i to j - 1 with all their samples padded to the last of them.
     padded_to = np.append(0, lengths)[stop]
-    cost = np.where(start < stop, (samples[stop] - samples[start]) * padded_to, np.inf)
+    padded_tokens = (samples[stop] - samples[start]) * padded_to
+    cost = np.where(start < stop, padded_tokens, np.inf)
     # least[j]: tokens of the first j lengths with the shapes so far. starts: where the last shape begins.
     least = cost[0]
     starts = [np.zeros(len(samples), np.int64)]

@@ -1,4 +1,4 @@
-"""What a dataset offers: samples by index, whole batches, lengths."""
+"""What a dataset offers: samples by index, whole batches, lengths, shapes."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
@@ -36,4 +36,13 @@ class VariableLengthDataset(Protocol):
 
     def trim(self, batch: Mapping[str, Tensor], length: int, /) -> Mapping[str, Tensor]:
         """Return the batch with padded fields cropped to `length`, contiguous. Shorter fields stay."""
+        ...
+
+
+@runtime_checkable
+class ShapedDataset(Protocol):
+    """Dataset whose samples differ in shape. A batch has samples of one shape."""
+
+    def sample_shape(self, index: int, /) -> tuple[int, ...]:
+        """Return the shape that decides which samples fit into one batch. Must be cheap, like `length`."""
         ...

@@ -11,6 +11,8 @@ from torch.utils.data import default_collate
 from accel_train import rng
 from accel_train.data.datasets import Batch, MapDataset
 from accel_train.data.progress import Progress
+from accel_train.data.sampler import BatchShard, Draw
+from accel_train.data.shape_groups import ShapeGroups, shape_groups
 from accel_train.rng import preserve_random_states, seed_generators
 
 
@@ -27,10 +29,18 @@ def heldout_batches(
     A batch has the dataset's fields, ``sample`` (B,) int64 and ``weight`` (B,). Weight 0 marks repeated samples that
     keep the ranks in step. All ranks get the same number of batches of ``batch_size``. No collectives.
 
+    Samples of different shapes come in batches of one shape each, of at most ``batch_size``, as in training.
+
     Random draws in a sample are the same in every evaluation on any process: the global generators are seeded by its
     index and restored afterwards. Process 0 shows the progress of a long evaluation.
     """
-    for _, index, weight in _shares(len(dataset), samples, batch_size, rank, world_size):
+    groups = shape_groups(dataset, len(dataset))
+    if groups is not None:
+        shard = BatchShard(rank, world_size, batch_size)
+        shares = _shares_by_shape(groups, min(samples, len(dataset)), shard)
+    else:
+        shares = _shares(len(dataset), samples, batch_size, rank, world_size)
+    for _, index, weight in shares:
         yield _collate(dataset, index, weight, device)
 
 
@@ -45,7 +55,10 @@ def heldout_pairs(
     """Yield ``heldout_batches``, each with its shuffled partner.
 
     The partner of sample i is sample ``(i + n // 2) % n``, a fixed derangement that is the same for every sharding.
+    Refuses samples of different shapes, whose partners would not fit into one batch.
     """
+    if shape_groups(dataset, len(dataset)) is not None:
+        raise ValueError("heldout_pairs: the held-out samples differ in shape, so their partners fit no batch")
     for count, index, weight in _shares(len(dataset), samples, batch_size, rank, world_size):
         partner = (index + count // 2) % count
         yield _collate(dataset, index, weight, device), _collate(dataset, partner, weight, device)
@@ -70,6 +83,19 @@ def _shares(
             weight = (index < count).float()  # (B,)
             yield count, index.clamp(max=count - 1), weight
             progress.update(min(global_batch_size, count - progress.done))
+
+
+def _shares_by_shape(
+    groups: ShapeGroups, count: int, shard: BatchShard
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield `_shares` with one shape in each batch, as if all samples were one global batch."""
+    draws = [Draw(sample, sample, sample, 1.0) for sample in range(count)]
+    batches = groups.micro_batches(draws, shard)
+    with Progress("evaluation", len(batches), enabled=shard.rank == 0) as progress:
+        for batch, _ in batches:
+            index = torch.tensor([draw.sample for draw in batch])
+            yield count, index, torch.tensor([draw.weight for draw in batch])
+            progress.update(1)
 
 
 def _collate(

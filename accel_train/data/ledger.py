@@ -36,13 +36,16 @@ def continued(ledger: Sequence[Span], start_step: int, fingerprint: str, samples
 
 def write_ledger(folder: Path, ledger: Sequence[Span]) -> None:
     """Write the ledger beside the other assets of a checkpoint."""
-    (folder / LEDGER).write_text(json.dumps([span._asdict() for span in ledger], indent=1), "utf-8")
+    spans = [span._asdict() for span in ledger]
+    text = json.dumps(spans, indent=1)
+    (folder / LEDGER).write_text(text, "utf-8")
 
 
 def read_ledger(folder: Path) -> list[Span]:
     """Read the file of `write_ledger`. Refuses a checkpoint without one."""
     try:
-        spans = [Span(**span) for span in json.loads((folder / LEDGER).read_text("utf-8"))]
+        text = (folder / LEDGER).read_text("utf-8")
+        spans = [Span(**span) for span in json.loads(text)]
         if not spans:
             raise ValueError("it is empty")
     except (OSError, ValueError, TypeError) as error:

@@ -19,6 +19,7 @@ from accel_train.data.datasets import Batch, Collate, MapDataset
 from accel_train.data.options import LoaderConfig, LoaderSettings, resolve_loader
 from accel_train.data.reading import Reader
 from accel_train.data.sampler import BatchShard, Draw, Request, Sampler, accumulation_steps
+from accel_train.data.shape_groups import ShapeGroups, describe, shape_groups
 from accel_train.data.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -46,18 +47,25 @@ class Plan(NamedTuple):
     shard: BatchShard
     start_step: int
     max_steps: int
-    buckets: Buckets | None = None
+    buckets: Buckets | ShapeGroups | None = None
 
     def requests(self) -> Iterator[Request]:
         for step in range(self.start_step, self.max_steps):
             for index, (draws, length) in enumerate(self._micro_batches(step)):
                 yield Request(step, index, draws, length)
 
+    def accumulation(self, step: int) -> int:
+        """Return the number of micro-batches of a step. It depends on the step where samples differ in shape."""
+        if isinstance(self.buckets, ShapeGroups):
+            return len(self.buckets.micro_batches(self.sampler.draws(step), self.shard))
+        return accumulation_steps(self.sampler.global_batch_size, self.shard.world_size, self.shard.micro_batch_size)
+
     def _micro_batches(self, step: int) -> Sequence[tuple[list[Draw], int | None]]:
         if self.buckets is not None:
             return self.buckets.micro_batches(self.sampler.draws(step), self.shard)
         rank, world_size, micro_batch_size = self.shard
-        return [(draws, None) for draws in self.sampler.micro_batches(step, rank, world_size, micro_batch_size)]
+        micro_batches = self.sampler.micro_batches(step, rank, world_size, micro_batch_size)
+        return [(draws, None) for draws in micro_batches]
 
 
 def iterate_steps(
@@ -84,26 +92,36 @@ def iterate_steps(
     # Everything is checked here, before the first step is asked for: the generators below start late.
     if len(dataset) != sampler.dataset_size:
         raise ValueError(f"the sampler is for {sampler.dataset_size} samples, the dataset has {len(dataset)}")
-    accumulation = accumulation_steps(sampler.global_batch_size, shard.world_size, shard.micro_batch_size)
+    accumulation_steps(sampler.global_batch_size, shard.world_size, shard.micro_batch_size)
     config = config or LoaderConfig()
     settings = resolve_loader(config, device)
     logger.info("loader: %s", _describe(settings, device))
-    buckets = None
-    if config.bucket_by_length:
-        buckets, choice = resolve_buckets(dataset, sampler, shard, config.bucket_shapes)
-        logger.info("loader: bucket_by_length, %s", choice)
+    buckets = _resolve_micro_batches(dataset, sampler, shard, config)
     reader = Reader(dataset, sampler.seed, collate, settings.num_workers)
     plan = Plan(sampler, shard, start_step, max_steps, buckets)
-    steps = _read_steps(reader, plan, accumulation, settings)
+    steps = _read_steps(reader, plan, settings)
     if device.type == "cuda":
         return _copy_ahead(steps, device)
     return _copy(steps, device)
 
 
+def _resolve_micro_batches(
+    dataset: MapDataset, sampler: Sampler, shard: BatchShard, config: LoaderConfig
+) -> Buckets | ShapeGroups | None:
+    """Return how a global batch is divided by length or shape. None: by the order of positions."""
+    groups = shape_groups(dataset, sampler.dataset_size)
+    if config.bucket_by_length:
+        buckets, choice = resolve_buckets(dataset, sampler, shard, config.bucket_shapes)
+        logger.info("loader: bucket_by_length, %s", choice)
+        return buckets
+    if groups is not None:
+        logger.info("loader: %s", describe(groups, sampler, shard))
+    return groups
+
+
 def _read_steps(
     reader: Reader,
     plan: Plan,
-    accumulation: int,
     settings: LoaderSettings,
 ) -> Generator[StepBatches, None, None]:
     """Yield steps in host memory."""
@@ -111,7 +129,7 @@ def _read_steps(
         for step in range(plan.start_step, plan.max_steps):
             # With workers that keep up this is next to nothing, and without any it is the whole time of reading.
             started = time.perf_counter()
-            batches = [workers.read() for _ in range(accumulation)]
+            batches = [workers.read() for _ in range(plan.accumulation(step))]
             yield StepBatches(step, batches, time.perf_counter() - started)
 
 

@@ -45,7 +45,8 @@ class ShardedTable:
         self.columns = tuple(columns)
         self.cache_bytes = cache_bytes
         sizes = [block.rows for block in index.blocks]
-        self.starts: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+        ends = np.cumsum(sizes, dtype=np.int64)
+        self.starts: Ints = np.concatenate([np.zeros(1, np.int64), ends])
         """First row of each block, and the number of rows in all."""
         self._decoded: BlockCache[DecodedBlock] = BlockCache(cache_bytes)
         self._open: OrderedDict[int, Any] = OrderedDict()
@@ -81,7 +82,9 @@ class ShardedTable:
         blocks = np.searchsorted(self.starts, wanted, side="right") - 1
         for number in dict.fromkeys(blocks.tolist()):
             here = np.flatnonzero(blocks == number)
-            values = self.block(number).columns[column].take(wanted[here] - self.starts[number]).to_pylist()
+            rows = wanted[here] - self.starts[number]
+            stored = self.block(number).columns[column]
+            values = stored.take(rows).to_pylist()
             for place, value in zip(here.tolist(), values, strict=True):
                 found[place] = value
         return found
@@ -104,7 +107,9 @@ class ShardedTable:
             if self.index.format == "jsonl":
                 decoded = _read_lines(file, block, self.columns)
             elif self.index.format == "parquet":
-                decoded = _of_table(self._parquet(block.file).read_row_group(block.number, list(self.columns), False))
+                columns = list(self.columns)
+                table = self._parquet(block.file).read_row_group(block.number, columns, False)
+                decoded = _of_table(table)
             else:
                 decoded = _of_table(_read_batch(file, block, self.columns))
         except UsageError:
@@ -154,7 +159,8 @@ class ShardedTable:
 
 
 def _of_table(table: Any) -> DecodedBlock:
-    return DecodedBlock({name: table.column(name) for name in table.schema.names}, {}, table.nbytes)
+    columns = {name: table.column(name) for name in table.schema.names}
+    return DecodedBlock(columns, {}, table.nbytes)
 
 
 def _read_batch(file: Path, block: Block, columns: Sequence[str]) -> Any:

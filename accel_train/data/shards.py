@@ -89,11 +89,13 @@ def index_shards(
 
     folder = cached_folder(cache / "shards" / key, write, rank=rank, barrier=barrier)
     if rank == 0:
-        _warn_of_changes(option, value, cache, dict(zip(map(str, files), identities, strict=True)))
-    saved: list[tuple[dict[str, str], list[list[int]]]] = json.loads((folder / "index.json").read_text("utf-8"))
-    blocks = [
-        Block(number, *numbers) for number, (_, of_file) in enumerate(saved) for numbers in of_file if numbers[1] > 0
-    ]
+        by_file = dict(zip(map(str, files), identities, strict=True))
+        _warn_of_changes(option, value, cache, by_file)
+    text = (folder / "index.json").read_text("utf-8")
+    saved: list[tuple[dict[str, str], list[list[int]]]] = json.loads(text)
+    blocks: list[Block] = []
+    for number, (_, of_file) in enumerate(saved):
+        blocks += [Block(number, *numbers) for numbers in of_file if numbers[1] > 0]
     types = tuple(columns for columns, _ in saved)
     filled = {block.file for block in blocks}
     empty = [str(file) for number, file in enumerate(files) if number not in filled]
@@ -113,7 +115,8 @@ def _warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, t
     name = hashlib.sha256(str(expand_path(value)).encode()).hexdigest()
     listing = cache / "shards" / f"{name}.last.json"
     try:
-        before = {file: tuple(identity) for file, identity in json.loads(listing.read_text("utf-8")).items()}
+        listed = json.loads(listing.read_text("utf-8"))
+        before = {file: tuple(identity) for file, identity in listed.items()}
     except (OSError, ValueError, AttributeError, TypeError):  # the first start, or a damaged listing
         before = dict(files)
     kinds = {
@@ -134,7 +137,8 @@ def find_shards(option: str, value: str) -> tuple[list[Path], str]:
     """Return the shards of a file, folder or glob in the order of their names, and their format."""
     path = expand_path(value)
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+        inside = [file for file in path.iterdir() if file.is_file()]
+        found = sorted(file for file in inside if file.suffix in SUFFIXES)
         nothing = f"{path} holds no such file"
     elif path.exists() or not glob.has_magic(str(path)):
         found = [path]
@@ -271,7 +275,8 @@ def _line_blocks(file: Path) -> Iterator[tuple[int, int]]:
         while piece := content.read(PIECE_BYTES):
             if position == 0 and piece[:2] in ENCODED:
                 raise ValueError(f"it is {ENCODED[piece[:2]]}, UTF-8 is required")
-            ends = position + 1 + np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n"))
+            values = np.frombuffer(piece, np.uint8)
+            ends = position + 1 + np.flatnonzero(values == ord("\n"))
             while len(ends):
                 # The line that completes a block, by number or by size.
                 by_size = int(np.searchsorted(ends, start + BYTES_PER_BLOCK))

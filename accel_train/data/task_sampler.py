@@ -104,7 +104,8 @@ class TaskSampler:
         # Only the slots up to this one are permuted.
         places = torch.arange(slot + 1, device="cpu")
         # Keyed by the block: any step is found without drawing the blocks before it.
-        order = rng.permute(places, len(tasks), rng.key(self.seed, "tasks", block))
+        key = rng.key(self.seed, "tasks", block)
+        order = rng.permute(places, len(tasks), key)
         chosen = [tasks[place] for place in order.tolist()]
         task = chosen[slot]
         earlier_in_block = chosen[:slot].count(task)

@@ -70,13 +70,14 @@ def write_proof(directory: Path, pipeline: Pipeline) -> str:
     return _run(directory / "verify.py")
 
 
-def model_source(pipeline: type[Pipeline] | Pipeline) -> str:
+def model_source(pipeline: Pipeline) -> str:
     """Return model.py for the models of a pipeline."""
     assert pipeline.standalone is not None, "nothing to write model.py from"
     if isinstance(pipeline.standalone, ModuleType):
         return inspect.getsource(pipeline.standalone)
     model, config, *functions = pipeline.standalone
-    header = HEADER.format(name=model.__name__, recipe=pipeline.recipe, directory=".", version=__version__)
+    recipe = pipeline.recipe
+    header = HEADER.format(name=model.__name__, recipe=recipe, directory=".", version=__version__)
     body = single_file(model, config, standalone.build_model, *functions)
     return header + body + LOADER.format(name=model.__name__, config=config.__name__)
 
@@ -95,9 +96,12 @@ def packages(source: str) -> list[str]:
 def _write_example(directory: Path, pipeline: Pipeline) -> None:
     tensors: dict[str, Tensor] = {}
     examples: list[dict[str, Any]] = []
-    description: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    text = (directory / "config.json").read_text("utf-8")
+    description: dict[str, Any] = json.loads(text)
     for number, example in enumerate(pipeline.examples()):
-        arguments = {name: _encode(f"{number}.{name}", value, tensors) for name, value in example.arguments.items()}
+        arguments: dict[str, Any] = {}
+        for name, value in example.arguments.items():
+            arguments[name] = _encode(f"{number}.{name}", value, tensors)
         outputs: dict[str, str] = {}
         with torch.no_grad():
             found = example.call(pipeline.model, description)
@@ -107,7 +111,8 @@ def _write_example(directory: Path, pipeline: Pipeline) -> None:
         function = None if example.function is None else example.function.__name__
         examples.append({"name": example.name, "function": function, "arguments": arguments, "outputs": outputs})
     save_file(tensors, directory / "example.safetensors")
-    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != "example.json"]
+    paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    files = [path for path in paths if path.name != "example.json"]
     proof = {
         "format": FORMAT,
         "accel_train": __version__,
@@ -125,7 +130,9 @@ def _encode(key: str, value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         tensors[key] = value.contiguous().clone()  # two arguments may share memory, a file cannot
         return {"tensor": key}
     if hasattr(value, "_asdict"):
-        parts = {name: _encode(f"{key}.{name}", part, tensors) for name, part in value._asdict().items()}
+        parts: dict[str, Any] = {}
+        for name, part in value._asdict().items():
+            parts[name] = _encode(f"{key}.{name}", part, tensors)
         return {"tuple": type(value).__name__, "parts": parts}
     return {"value": value}
 
@@ -137,7 +144,8 @@ def _sha256(path: Path) -> str:
 
 def _run(script: Path) -> str:
     # -I leaves out the working directory and PYTHONPATH, and so a checkout of the library.
-    done = subprocess.run([sys.executable, "-I", "-B", str(script)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-I", "-B", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ProofError(
             f"{script.parent}: verify.py of the export failed; nothing was exported:\n{done.stdout}{done.stderr}"

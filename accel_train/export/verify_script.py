@@ -82,7 +82,8 @@ def compare_outputs(proof: dict[str, Any]) -> list[str]:
     tensors = load_file(DIRECTORY / "example.safetensors")
     failed: list[str] = []
     for example in proof["examples"]:
-        arguments = {name: decode(value, tensors, module) for name, value in example["arguments"].items()}
+        given = example["arguments"]
+        arguments = {name: decode(value, tensors, module) for name, value in given.items()}
         call = model
         if example["function"] is not None:
             call = partial(getattr(module, example["function"]), model, described)

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from accel_train.config import UsageError
 from accel_train.hub.client import hub_api, limited_silence
@@ -18,6 +18,7 @@ from accel_train.hub.retry import GaveUpError, retried
 from accel_train.store import atomic_files, commit, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
+from accel_train.store.strict_json import Json
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ def download(spec: str, directory: Path) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def download_manifest(spec: str) -> dict[str, Any]:
+def download_manifest(spec: str) -> Json:
     """Return only the manifest of the checkpoint ``spec``. One process. Raises like ``download``."""
     repo, revision = _parse(spec)
     with limited_silence(60.0), tempfile.TemporaryDirectory() as temporary:
@@ -83,7 +84,7 @@ def _get(repo: str, name: str, oid: str, folder: Path) -> Path:
     return Path(file)
 
 
-def _get_manifest(repo: str, revision: str | None, oid: str, folder: Path) -> dict[str, Any]:
+def _get_manifest(repo: str, revision: str | None, oid: str, folder: Path) -> Json:
     try:
         file = _get(repo, manifests.MANIFEST, oid, folder)
         return manifests.parse(strict_json.read_bytes(file, manifests.MAX_BYTES))

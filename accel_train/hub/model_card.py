@@ -12,6 +12,7 @@ from typing import Any, cast
 from accel_train.store import strict_json
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import EVALUATION_FILE, REPORT
+from accel_train.store.strict_json import Json
 
 TEXT_LINES = 60
 """Longest excerpt of a text of the report in the card. The file itself is pushed whole."""
@@ -45,7 +46,9 @@ def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFa
     rounded = {name: f"{value:.6g}" for name, value in metrics.items()}
     sections = [("Figures", _table(("Metric", "Value"), rounded))]
     sections += [(_title(name), f"![{_title(name)}]({name})") for name in _report_files(texts, ".png")]
-    sections += [(_title(name), _beginning(name, texts[name])) for name in _report_files(texts, ".md")]
+    for name in _report_files(texts, ".md"):
+        beginning = _beginning(name, texts[name])
+        sections.append((_title(name), beginning))
     sections.append(("How to use", _usage(described, about, facts)))
     sections.append(("How to load", _loading(checkpoint, facts)))
     sections.append(("How it was trained", f"```bash\n{facts.command}\n```" if facts.command else ""))
@@ -183,7 +186,8 @@ def _loading(checkpoint: Checkpoint, facts: CardFacts) -> str:
             f"```python\nfrom {module} import {name}\n\n"
             f'model = {name}.from_pretrained("{repo_id}", revision="{revision}")\n```'
         )
-    weights = sorted(str(n) for n in files if str(n).startswith("model") and str(n).endswith(".safetensors"))
+    names = sorted(str(file) for file in files)
+    weights = [name for name in names if name.startswith("model") and name.endswith(".safetensors")]
     if weights:
         names = ", ".join(f'"{name}"' for name in weights)
         parts.append(
@@ -201,7 +205,8 @@ def _options(checkpoint: Checkpoint) -> str:
     options: Any = checkpoint.manifest.get("experiment")
     if not isinstance(options, Mapping) or not options:
         return ""
-    table = _table(("Option", "Value"), {f"`{key}`": f"`{value}`" for key, value in options.items()})
+    rows = {f"`{key}`": f"`{value}`" for key, value in options.items()}
+    table = _table(("Option", "Value"), rows)
     return f"<details>\n<summary>All options of the run</summary>\n\n{table}\n\n</details>"
 
 
@@ -218,7 +223,7 @@ def _table(head: tuple[str, str], rows: Mapping[Any, Any]) -> str:
     return "\n".join(lines)
 
 
-def _json(content: bytes | None) -> dict[str, Any]:
+def _json(content: bytes | None) -> Json:
     try:
         value: Any = strict_json.parse(content or b"{}")
     except ValueError:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import accel_train
 from accel_train.hub.errors import describe
@@ -25,6 +25,7 @@ from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.hub.queue import Entry, HubQueue, Reason
 from accel_train.store import names, run_file
 from accel_train.store.manifest import Checkpoint
+from accel_train.store.strict_json import Json
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class Pusher:
             self._wake()
         self._repeat_log()
 
-    def _due(self, checkpoint: Checkpoint, offers: dict[str, Any]) -> bool:
+    def _due(self, checkpoint: Checkpoint, offers: Json) -> bool:
         """Return True if the options select this checkpoint. Updates ``offers["best"]``."""
         if self._config.push == "every":
             return int(offers["committed"]) % self._config.push_every == 0
@@ -215,7 +216,11 @@ class Pusher:
         """Write the status into ``run.json``, if the run has one."""
         run = self._queue.run
         if (run / names.RUN_FILE).exists():
-            hub = {"repo_id": self._config.repo_id, "pending": list(status.waiting), "failed": dict(status.failed)}
+            hub: Json = {
+                "repo_id": self._config.repo_id,
+                "pending": list(status.waiting),
+                "failed": dict(status.failed),
+            }
             run_file.write_run(run, run_file.load(run) | {"hub": hub})
 
     def _log_status(self, status: HubStatus) -> None:

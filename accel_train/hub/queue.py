@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from accel_train.store import atomic_files, commit, manifest, strict_json
+from accel_train.store.strict_json import Json
 
 Reason = Literal["every", "best", "last", "hand"]
 Revisions = Literal["branch", "tag"]
@@ -125,9 +126,10 @@ class HubQueue:
 
     def failed(self) -> dict[str, str]:
         """Return the reasons of the failed entries, by checkpoint."""
-        return {name: str(record.get("reason")) for name, record in self._records("failed").items()}
+        failed = self._records("failed")
+        return {name: str(record.get("reason")) for name, record in failed.items()}
 
-    def pushed(self) -> dict[str, dict[str, Any]]:
+    def pushed(self) -> dict[str, Json]:
         """Return ``repo_id``, ``revision``, ``commit`` and ``url`` of the pushed checkpoints, by checkpoint."""
         return self._records("pushed")
 
@@ -138,7 +140,7 @@ class HubQueue:
             with suppress(ValueError):
                 self.add(_entry(record | {"reason": "hand"}, name))
 
-    def offers(self, run_id: str) -> dict[str, Any]:
+    def offers(self, run_id: str) -> Json:
         """Return the record of the offers in this run, or a new one if the saved record is of another run."""
         saved = _read(self.directory / "offers.json")
         if saved.get("run_id") == run_id and _are_offers(saved):
@@ -151,7 +153,8 @@ class HubQueue:
 
     def log(self, event: str, **details: Any) -> None:
         """Append one line to ``log.jsonl``."""
-        line = json.dumps({"time": _now(), "event": event} | details, ensure_ascii=False) + "\n"
+        record = {"time": _now(), "event": event} | details
+        line = json.dumps(record, ensure_ascii=False) + "\n"
         # O_NONBLOCK: a FIFO of this name must not stop the training process until somebody reads it.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         descriptor = os.open(self._folder("") / "log.jsonl", flags, 0o666)
@@ -168,7 +171,7 @@ class HubQueue:
         except OSError:
             return 0
 
-    def events(self, start: int) -> tuple[list[dict[str, Any]], int]:
+    def events(self, start: int) -> tuple[list[Json], int]:
         """Return the events of ``log.jsonl`` from byte ``start`` on, and their end. Invalid lines are skipped."""
         try:
             content = strict_json.read_bytes(self.directory / "log.jsonl", MAX_LOG_BYTES)[start:]
@@ -195,9 +198,10 @@ class HubQueue:
             paths = list((self.directory / folder).iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []  # nothing was queued yet, or a file stands in the way
-        return sorted(path for path in paths if path.suffix == ".json" and commit.NAME.fullmatch(path.stem))
+        files = [path for path in paths if path.suffix == ".json"]
+        return sorted(path for path in files if commit.NAME.fullmatch(path.stem))
 
-    def _records(self, folder: str) -> dict[str, dict[str, Any]]:
+    def _records(self, folder: str) -> dict[str, Json]:
         return {path.stem: _read(path) for path in self._files(folder)}
 
     def _folder(self, name: str) -> Path:
@@ -228,7 +232,10 @@ def _entry(record: Mapping[str, Any], name: str) -> Entry:
 
 _KINDS = {"str": str, "int": int, "bool": bool}
 # Annotations are texts in this module, and the values of its Literal types are strings.
-_FIELDS = {field.name: (_KINDS.get(str(field.type), str), field.default is MISSING) for field in fields(Entry)}
+_FIELDS: dict[str, tuple[type, bool]] = {}
+for _field in fields(Entry):
+    _kind = _KINDS.get(str(_field.type), str)
+    _FIELDS[_field.name] = (_kind, _field.default is MISSING)
 """Fields of ``Entry`` with their type in JSON, and True if they are required."""
 
 
@@ -241,7 +248,7 @@ def _are_offers(saved: Mapping[str, Any]) -> bool:
     return isinstance(saved.get("last", ""), str)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> Json:
     """Read a file of the queue. Raises ``FileNotFoundError`` and ``ValueError``."""
     record = strict_json.read_object(path, MAX_BYTES)
     # Files of the first versions have no hash.
@@ -251,7 +258,7 @@ def _load(path: Path) -> dict[str, Any]:
     return record
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Json:
     """Read a record, empty if the file is missing or damaged. Records document past events, nothing depends on one."""
     try:
         return _load(path)
@@ -259,7 +266,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def _parse(line: bytes) -> Json:
     try:
         value = strict_json.parse(line)
     except ValueError:

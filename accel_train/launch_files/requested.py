@@ -215,7 +215,10 @@ def notices(
         return misleading_variables(environment)
     given = flags or {}
     # A flag with the same value is obeyed, and leaves nothing to say.
-    sentences = [text for key, text in machine.notes.items() if given.get(key) != machine.raw.get(key)]
+    sentences: list[str] = []
+    for key, text in machine.notes.items():
+        if given.get(key) != machine.raw.get(key):
+            sentences.append(text)
     if machine.fsdp is not None and machine.fsdp.cpu_ram_efficient_loading:
         sentences.append(
             "fsdp_cpu_ram_efficient_loading: true is off here: every process builds the same weights from the seed"

@@ -151,7 +151,8 @@ def known_keys() -> Mapping[str, Mapping[str, KnownKey]]:
 
     top: dict[str, KnownKey] = {}
     for field in fields(ClusterConfig):
-        top[field.name] = KnownKey(None, field.default is None or "Optional" in str(field.type))
+        optional = field.default is None or "Optional" in str(field.type)
+        top[field.name] = KnownKey(None, optional)
     top["mixed_precision"] = KnownKey(None, True)
     result = {"": top}
     # argparse has no public list of the options in a group.
@@ -247,7 +248,8 @@ def _is_finite_number(value: object) -> bool:
 def _unknown(section: Section, key: str) -> UsageError:
     """Return the error for an unknown key, with the section or the key that was probably meant."""
     known = list(known_keys()[section.name])
-    others = [name for name, keys in known_keys().items() if key in keys and name != section.name]
+    with_key = [name for name, keys in known_keys().items() if key in keys]
+    others = [name for name in with_key if name != section.name]
     without_prefix = [name for name in known if name.endswith(f"_{key}")]
     if others and others[0]:
         remedy = f"it belongs under {others[0]}"

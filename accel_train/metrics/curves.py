@@ -32,7 +32,9 @@ class Series:
 
     def add(self, step: int, value: object) -> None:
         # True would be drawn as 1. Values that are not finite are left out, and `_marks` shows those of the loss.
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return
+        if isfinite(value):
             self.steps.append(step)
             self.values.append(float(value))
 
@@ -88,8 +90,20 @@ def _grid(panels: int) -> tuple[Any, Any]:
 
     columns = _columns(panels)
     rows = max(ceil(panels / columns), 1)
-    figure = Figure(figsize=(max(4.9 * columns, 7.0), 3.1 * rows + 0.7), dpi=110, layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False).ravel()
+    width = max(4.9 * columns, 7.0)
+    height = 3.1 * rows + 0.7
+    figure = Figure(figsize=(width, height), dpi=110)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    # Fixed margins: a layout engine draws everything twice to measure it, and the loop waits.
+    figure.subplots_adjust(
+        left=0.75 / width,
+        right=1 - 0.15 / width,
+        bottom=0.5 / height,
+        top=1 - 0.85 / height,
+        wspace=0.8 * columns / (width - 0.9),
+        hspace=0.65 / 2.45,
+    )
+    return figure, axes
 
 
 def _align(axes: Sequence[Any], last_step: int) -> None:
@@ -115,7 +129,9 @@ def labels_of(records: Records) -> Labels:
     for record in reversed(records):
         labels = record.get("labels")
         if record.get("event") == "environment" and labels:
-            return Labels(labels.get("loss_of"), labels.get("units", {}), labels.get("titles", {}))
+            units = labels.get("units", {})
+            titles = labels.get("titles", {})
+            return Labels(labels.get("loss_of"), units, titles)
     return Labels()
 
 
@@ -145,8 +161,9 @@ def _by_kind(lines: Records, key: str, label: str, of: str | None) -> dict[str, 
 
 def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Panel]]:
     """Return the panels of the losses, and those of the other training metrics."""
-    terms = [key for key in _keys(lines) if key.startswith("loss_") or key.endswith("_loss")]
-    memory = [key for key in _keys(lines) if key.endswith("_gib")]
+    keys = _keys(lines)
+    terms = [key for key in keys if key.startswith("loss_") or key.endswith("_loss")]
+    memory = [key for key in keys if key.endswith("_gib")]
     losses = [
         Panel("Loss", "loss", _by_kind(lines, "loss", "training loss", labels.loss_of), smooth=True),
         Panel("Loss terms", "loss", {key: _column(lines, key) for key in terms}, smooth=True),
@@ -203,7 +220,8 @@ def _evaluation_panels(lines: Records, labels: Labels) -> list[Panel]:
     for key, kind in kinds.items():
         if kind not in panels:
             title = f"Evaluation: {labels.titles.get(kind, kind)}"
-            panels[kind] = Panel(title, labels.units.get(kind, kind), {}, last_value=True)
+            unit = labels.units.get(kind, kind)
+            panels[kind] = Panel(title, unit, {}, last_value=True)
         panels[kind].lines[_words(key)] = _column(lines, key)
     return list(panels.values())
 
@@ -249,7 +267,7 @@ def _add_legend(axis: Any) -> None:
 
 def _draw(axis: Any, panel: Panel) -> None:
     lines = panel.drawn()
-    axis.set_title(panel.title, fontsize=10)
+    axis.set_title(panel.title, fontsize=10, y=1.0)  # a title without y measures all labels to find its place
     if panel.text:
         axis.set_axis_off()
         axis.text(0.02, 0.98, panel.text, fontsize=7, va="top", transform=axis.transAxes)
@@ -274,7 +292,8 @@ def _draw_series(axis: Any, series: Series, panel: Panel, label: str, style: dic
         label += f": {series.values[-1]:.4g}"
     if panel.smooth and len(series.values) >= SMOOTH_FROM:
         axis.plot(series.steps, series.values, linewidth=0.8, alpha=0.3, **style)
-        axis.plot(series.steps, smoothed(series.values), linewidth=1.7, label=f"{label} (smoothed)", **style)
+        smooth = smoothed(series.values)
+        axis.plot(series.steps, smooth, linewidth=1.7, label=f"{label} (smoothed)", **style)
         return
     face = "white" if style["linestyle"] == "--" else style["color"]
     marker = "o" if len(series.values) <= 30 else ""
@@ -318,7 +337,7 @@ def _set_scale(axis: Any, panel: Panel, values: Sequence[float]) -> None:
         top = 1.25 * high if high > 0 else 1.0
         axis.set_ylim(0, top)
     if panel.title == "Learning rate":
-        axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+        axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
         axis.yaxis.get_offset_text().set_fontsize(8)
 
 
@@ -346,7 +365,8 @@ def _title(records: Records, path: Path) -> str:
 
 
 def _last_step(records: Records) -> int:
-    return max((r["step"] for r in records if isinstance(r.get("step"), int)), default=0)
+    steps = [record.get("step") for record in records]
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def _words(key: str) -> str:

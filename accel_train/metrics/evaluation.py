@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.data import heldout
-from accel_train.data.datasets import MapDataset
+from accel_train.data.datasets import Batch, MapDataset
 from accel_train.training.accumulation import widest
 from accel_train.training.ema import Ema
 
@@ -36,9 +36,7 @@ def evaluating(model: nn.Module, ema: Ema) -> Generator[None]:
             module.training = training
 
 
-def heldout_batches(
-    accelerator: Accelerator, dataset: MapDataset, samples: int, batch_size: int
-) -> Iterator[dict[str, Tensor]]:
+def heldout_batches(accelerator: Accelerator, dataset: MapDataset, samples: int, batch_size: int) -> Iterator[Batch]:
     """Yield this process's batches of the first ``samples``, equally many on every process.
 
     As in ``data.heldout.heldout_batches``, padding samples have ``weight`` 0.
@@ -50,14 +48,14 @@ def heldout_batches(
 
 def heldout_pairs(
     accelerator: Accelerator, dataset: MapDataset, samples: int, batch_size: int
-) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+) -> Iterator[tuple[Batch, Batch]]:
     """Yield ``heldout_batches``, each with its shuffled partner."""
     rank = accelerator.process_index
     world_size = accelerator.num_processes
     return heldout.heldout_pairs(dataset, samples, batch_size, rank, world_size, accelerator.device)
 
 
-def first_samples(accelerator: Accelerator, dataset: MapDataset, samples: int) -> dict[str, Tensor]:
+def first_samples(accelerator: Accelerator, dataset: MapDataset, samples: int) -> Batch:
     """Return the first ``samples`` as one batch for display, the same on every process."""
     # As process 0 of 1, whatever the rank.
     return next(heldout.heldout_batches(dataset, samples, samples, 0, 1, accelerator.device))
@@ -87,7 +85,8 @@ def weighted_sums(
     reduced: Any = accelerator.reduce(local, "sum")
     lengths = [value.numel() for value in totals.values()]
     sums = reduced.cpu().double().split(lengths)  # on the host first, as Apple's devices have no fp64
-    return {name: part.view(totals[name].shape) for name, part in zip(totals, sums, strict=True)}
+    by_name = zip(totals, sums, strict=True)
+    return {name: part.view(totals[name].shape) for name, part in by_name}
 
 
 class EvaluationStopped(BaseException):

@@ -117,7 +117,8 @@ def gate_values(gate: Gate, a: Mapping[str, Sequence[float]], b: Mapping[str, Se
     if gate.name in b and not gate.percent:
         return list(b[gate.name])
     if gate.name == "speedup" and "step_seconds" in known:
-        return [ratio(x, y) for x, y in zip(a["step_seconds"], b["step_seconds"], strict=True)]
+        pairs = zip(a["step_seconds"], b["step_seconds"], strict=True)
+        return [ratio(x, y) for x, y in pairs]
     metric, _, form = gate.name.rpartition("_")  # from the right: names of metrics have underscores
     if metric not in known or form not in ("delta", "ratio"):
         raise _unknown(gate, known)
@@ -148,7 +149,9 @@ def refuse_unknown_gates(metrics: Sequence[str]) -> None:
 
 
 def _unknown(gate: Gate, known: Sequence[str]) -> UsageError:
-    forms = ["speedup", *(metric + form for metric in known for form in ("", "_delta", "_ratio"))]
+    forms = ["speedup"]
+    for metric in known:
+        forms += [metric, f"{metric}_delta", f"{metric}_ratio"]
     return UsageError(
         f"--gate {gate.text!r}: {gate.name} is not known{did_you_mean(nearest(gate.name, forms))}; a gate is on "
         f"{FORMS}, where NAME is one of {', '.join(known)}"

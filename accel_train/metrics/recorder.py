@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from accel_train.metrics.environment import describe_environment
 from accel_train.metrics.progress import Labels, Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
+from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ class Recorder:
             raise ValueError(f"the training line of step {step} lacks {', '.join(missing)}; add them")
         if self._main:
             self.record("train", fields, step=step)
-            self._trackers.log({f"train/{name}": value for name, value in fields.items()}, step)
+            named = {f"train/{name}": value for name, value in fields.items()}
+            self._trackers.log(named, step)
             self._progress.show(step, fields)
         # Imported here because it imports accelerate, which reading a run does not need.
         from accel_train.runtime import step_overhead
@@ -175,7 +177,8 @@ class Recorder:
             # The record comes first, because the curves in the report are drawn from the file.
             self.record("evaluation", values, step=step)
             write_report(self._accelerator, self._directory, step, values)
-            self._trackers.log({f"evaluation/{name}": value for name, value in values.items()}, step)
+            named = {f"evaluation/{name}": value for name, value in values.items()}
+            self._trackers.log(named, step)
             logger.info("%s", describe_evaluation(step, values))
 
     def saved(self, checkpoint: Saved) -> None:
@@ -239,7 +242,10 @@ def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
 
 def describe_evaluation(step: int, values: Mapping[str, object]) -> str:
     """Format the numbers of an evaluation as one log line."""
-    numbers = [f"{name} {value:.4g}" for name, value in values.items() if isinstance(value, (int, float))]
+    numbers: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, (int, float)):
+            numbers.append(f"{name} {value:.4g}")
     return f"evaluation at step {step}: {'  '.join(numbers)}"
 
 
@@ -259,3 +265,18 @@ def write_report(accelerator: Accelerator, directory: Path, step: int, metrics: 
             plot_curves(records, report / "curves.png")
     except OSError as error:
         logger.warning("%s could not be written (%s); training is not affected", report, error)
+
+
+def write_markdown(path: Path, lines: Sequence[str]) -> None:
+    """Write a page of the report, for people. Call it on the main process. A write error is logged as a warning."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        replace_file(path, "\n".join(lines).encode("utf-8", "replace"))
+    except OSError as error:
+        logger.warning("%s could not be written (%s); training is not affected", path, error)
+
+
+def quoted(text: str) -> str:
+    """Return a text of any lines as one quoted line of Markdown."""
+    words = " ".join(text.split())
+    return f"> {words or '(empty)'}"

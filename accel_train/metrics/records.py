@@ -107,7 +107,8 @@ class LineWriter:
 
 def _append(path: Path, line: bytes) -> int:
     # Appending by the kernel: lines of the trainer and of other writers do not overwrite each other.
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
     try:
         return os.write(descriptor, line)
     finally:

@@ -52,7 +52,8 @@ class LocalCounts:
             return {}
         device = accelerator.device
         dtype = widest(torch.zeros((), device=device)).dtype  # FLOPs exceed the integers exact in fp32
-        values = [torch.as_tensor(count, dtype=dtype, device=device) for count in self._counts.values()]
+        counts = self._counts.values()
+        values = [torch.as_tensor(count, dtype=dtype, device=device) for count in counts]
         # In the order of their first `add`, which must be the same on every process: the vector has no names.
         total: Any = accelerator.reduce(torch.stack(values), "sum")
         names = list(self._counts)
@@ -202,8 +203,9 @@ class Throughput:
         )
         self._intervals.append(interval)
         self._restart(now)
-        while sum(i.steps for i in self._intervals) - self._intervals[0].steps >= self._window_steps:
-            self._intervals.popleft()
+        steps = sum(interval.steps for interval in self._intervals)
+        while steps - self._intervals[0].steps >= self._window_steps:
+            steps -= self._intervals.popleft().steps
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":

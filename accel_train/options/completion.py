@@ -56,14 +56,17 @@ def add_options(parser: argparse.ArgumentParser, cls: type, presets: Sequence[st
     parser.add_argument("--smoke", action="store_true", help="try everything in seconds")
     texts = help_text.option_texts(cls)
     for name, kind in option_types(cls).items():
-        text = texts.get(name, "").partition(". ")[0].replace("%", "%%")
+        sentence = texts.get(name, "").partition(". ")[0]
+        text = sentence.replace("%", "%%")
         if kind is bool:
             group, dot, leaf = name.rpartition(".")
             parser.add_argument(f"--{name}", f"--{group}{dot}no_{leaf}", action="store_true", help=text)
             continue
-        action: Any = parser.add_argument(f"--{name}", help=text, nargs="*" if is_list(kind) else None)
+        nargs = "*" if is_list(kind) else None
+        action: Any = parser.add_argument(f"--{name}", help=text, nargs=nargs)
         action.choices = _choices(kind)
-        if str in scalar_types(kind) and name.replace(".", "_").rpartition("_")[2] in PATHS:
+        last_word = name.replace(".", "_").rpartition("_")[2]
+        if str in scalar_types(kind) and last_word in PATHS:
             action.complete = FILE
 
 

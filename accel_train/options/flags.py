@@ -40,9 +40,48 @@ NAMES_OF_OTHER_SCRIPTS = {
     "dataloader_num_workers": "--loader.num_workers",
     "max_grad_norm": "--optimizer.max_grad_norm",
     "weight_decay": "--optimizer.weight_decay",
+    "pretrained_model_name_or_path": "--model.source for a language model, --base.source for a pipeline",
+    "instance_data_dir": "--data.path",
+    "train_data_dir": "--data.path",
+    "image_column": "--data.image_column",
+    "caption_column": "--data.caption_column",
+    "caption_extension": "--data.caption_extension",
+    "resolution": "--data.resolutions",
+    "max_resolution": "--data.resolutions",
+    "center_crop": "--data.crop centre",
+    "random_flip": "--data.flip",
+    "flip_aug": "--data.flip",
+    "network_dim": "--lora.rank",
+    "network_alpha": "--lora.alpha",
+    "lora_alpha": "--lora.alpha",
+    "lora_layers": "--lora.targets",
+    "rank": "--lora.rank",
+    "unet_lr": "--optimizer.lr",
+    "min_snr_gamma": "--objective.snr_weighting min_snr and --objective.snr_gamma",
+    "snr_gamma": "--objective.snr_weighting min_snr and --objective.snr_gamma",
+    "debiased_estimation_loss": "--objective.snr_weighting debiased",
+    "noise_offset": "--objective.offset_noise",
+    "multires_noise_iterations": "--objective.multires_iterations",
+    "multires_noise_discount": "--objective.multires_discount",
+    "caption_dropout_rate": "--objective.caption_dropout",
+    "proportion_empty_prompts": "--objective.caption_dropout",
+    "weighting_scheme": "--times.density, and --times.weighting for sigma_sqrt and cosmap",
+    "logit_mean": "--times.logit_mean",
+    "logit_std": "--times.logit_std",
+    "mode_scale": "--times.mode_scale",
+    "discrete_flow_shift": "--times.shift",
+    "validation_prompt": "--evaluation.prompts",
+    "sample_prompts": "--evaluation.prompts",
+    "sample_every_n_steps": "--evaluation.every",
+    "save_every_n_steps": "--checkpoints.save_every",
+    "save_last_n_steps": "--checkpoints.keep_last",
+    "train_text_encoder": "none: text encoders stay as they are here, and are dropped once captions are encoded",
+    "cache_text_encoder_outputs": "none: captions are always encoded once, before training",
+    "with_prior_preservation": "none: this recipe has no prior preservation",
+    "attn_implementation": "--attention (eager, sdpa, flash for flash_attention_2, flex for flex_attention)",
     "hub_token": "the HF_TOKEN environment variable (a flag is readable by every user of the machine)",
 }
-"""Options of the diffusers and transformers scripts. They are refused with the name used here, not with a guess."""
+"""Options of the diffusers, transformers and kohya scripts, refused with the name used here and not with a guess."""
 
 
 class FlagError(ValueError):
@@ -210,7 +249,13 @@ def _fits_part(part: Any, value: Any) -> bool:
     return type(value) is part
 
 
-_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 def _requirement(kind: Any) -> str:

@@ -48,7 +48,9 @@ def topics(cls: type) -> list[str]:
     groups: list[str] = []
     for name in option_names(cls):
         parts = name.split(".")[:-1]
-        groups += [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+        for depth in range(len(parts)):
+            group = parts[: depth + 1]
+            groups.append(".".join(group))
     return [ALL, GENERAL, *dict.fromkeys(groups)]
 
 
@@ -63,7 +65,9 @@ def print_help(cls: type, base: object, presets: Sequence[str], topic: str) -> N
         raise UsageError(
             f"--help {topic}: there is no such group; there are {', '.join(known)}{did_you_mean(nearest(topic, known))}"
         )
-    first: list[str] = cast("Any", cls).first_options() if hasattr(cls, "first_options") else option_names(cls)
+    first = option_names(cls)
+    if hasattr(cls, "first_options"):
+        first = cast("Any", cls).first_options()
     shown: Any = cls
     values = base
     if topic in ("", GENERAL):
@@ -114,8 +118,10 @@ def _flat(cls: type, base: object, names: Sequence[str]) -> type:
     texts = option_texts(cls)
     fields: list[tuple[str, Any, Any]] = []
     for name in names:
-        kind = Annotated[kinds[name], arg(name=name, help=texts.get(name, ""))]
-        fields.append((name.replace(".", "__"), kind, dataclasses.field(default=attrgetter(name)(base))))
+        text = texts.get(name, "")
+        kind = Annotated[kinds[name], arg(name=name, help=text)]
+        default = dataclasses.field(default=attrgetter(name)(base))
+        fields.append((name.replace(".", "__"), kind, default))
     return dataclasses.make_dataclass("Options", fields)
 
 
@@ -125,7 +131,8 @@ def _alone(cls: type, base: object, group: str) -> type:
 
     value = attrgetter(group)(base)
     kind = Annotated[type(value), arg(name=group)]
-    return dataclasses.make_dataclass("Options", [("group", kind, dataclasses.field(default=value))])
+    default = dataclasses.field(default=value)
+    return dataclasses.make_dataclass("Options", [("group", kind, default)])
 
 
 def _overview(cls: type, shown: Sequence[str]) -> list[str]:
@@ -133,7 +140,9 @@ def _overview(cls: type, shown: Sequence[str]) -> list[str]:
     rest = [name for name in option_names(cls) if name not in shown]
     lines = ["More options, by group: --help GROUP shows one, --help all everything.", ""]
     general = [name for name in rest if "." not in name]
-    rows = [(GENERAL, len(general), ", ".join(general))] if general else []
+    rows: list[tuple[str, int, str]] = []
+    if general:
+        rows.append((GENERAL, len(general), ", ".join(general)))
     for name, kind in field_types(cls).items():
         count = sum(option.startswith(f"{name}.") for option in rest)
         if is_group(kind) and count:

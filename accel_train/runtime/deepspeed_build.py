@@ -109,7 +109,8 @@ def _compiling_in(folder: Path) -> list[int]:
             name = process.name()
             if name not in COMPILERS and "-g++" not in name:
                 continue
-            if Path(process.cwd()) == folder.resolve() and process.status() != psutil.STATUS_ZOMBIE:
+            here = Path(process.cwd()) == folder.resolve()
+            if here and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 

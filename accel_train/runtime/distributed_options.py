@@ -175,7 +175,8 @@ def verify_ddp(model: nn.parallel.DistributedDataParallel, asked: DistributedDat
 
 def _refuse_several_buckets(model: nn.Module, asked: DistributedDataParallelKwargs) -> None:
     """Refuse powersgd on gloo with more gradients than fit into one bucket."""
-    gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     needed = gradient_bytes / 2**20
     if needed > asked.bucket_cap_mb:
         raise UsageError(
@@ -196,7 +197,8 @@ def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[st
         return []
     from torch.distributed.fsdp import FSDPModule
 
-    blocks: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    inside = [module for module in model.modules() if module is not model]
+    blocks: list[FSDPModule] = [module for module in inside if isinstance(module, FSDPModule)]
     if len(blocks) < 2:
         raise UsageError(
             f"distributed.fsdp2_prefetch: {ahead}: the model has {len(blocks)} block(s) that are sharded by "

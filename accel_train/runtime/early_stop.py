@@ -62,7 +62,8 @@ def _launcher_is_gone() -> bool:
     # `ssh host 'nohup accelerate launch ... &'`. Every launcher is a Python program.
     if not Path("/proc/self").exists() or Path(f"/proc/{os.getpgrp()}").exists():
         return False
-    return not any(Path(line[0]).name.startswith("python") for line in parent_command_lines() if line)
+    programs = [Path(line[0]).name for line in parent_command_lines() if line]
+    return not any(program.startswith("python") for program in programs)
 
 
 def leave(number: int) -> NoReturn:

@@ -65,7 +65,9 @@ class StopRequests:
         self._parent = os.getppid()
         # Its thread ends the process at a signal, and from here on there may be work to save.
         early_stop.EARLY.end()
-        self._previous: dict[int, Any] = {number: signal.signal(number, self._on_signal) for number in listened()}
+        self._previous: dict[int, Any] = {}
+        for number in listened():
+            self._previous[number] = signal.signal(number, self._on_signal)
         end_with_the_launcher()
         _last = self
 
@@ -151,10 +153,12 @@ class Agreement:
             work, reduced = self._pending
             work.wait()
             agreed = {}
-            for (name, sign), value in zip(self._signs.items(), reduced.tolist(), strict=True):
+            values_of_all = reduced.tolist()
+            for (name, sign), value in zip(self._signs.items(), values_of_all, strict=True):
                 agreed[name] = sign * value
         # One reduction serves all of them: the minimum is the negated maximum of the negated values.
-        mine = torch.tensor([sign * values[name] for name, sign in self._signs.items()], dtype=torch.int64)
+        signed = [sign * values[name] for name, sign in self._signs.items()]
+        mine = torch.tensor(signed, dtype=torch.int64)
         work = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group, async_op=True)
         # The reduction writes into `mine`, so nobody may touch it before the next call.
         self._pending = (work, mine)

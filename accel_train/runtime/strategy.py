@@ -71,6 +71,42 @@ def embeddings_optional(model: torch.nn.Module) -> Generator[None]:
             delattr(model, name)
 
 
+def name_wrapped_classes(accelerator: Accelerator, model: torch.nn.Module) -> list[str]:
+    """Let FSDP2 shard by the classes that the model has, and return a notice of those that it names and lacks.
+
+    Without names in the launch file Accelerate reads ``_no_split_modules`` of the whole model alone, and stops at the
+    first class that this size of it lacks, as ``UpBlock2D`` in some UNets. So the classes of its parts that are there
+    are set on the model. Raises ``UsageError`` for a class of the launch file that the model lacks.
+    """
+    if strategy_of(accelerator) != "fsdp2":
+        return []
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    plugin: Any = accelerator.state.fsdp_plugin
+    if getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy) is not transformer_auto_wrap_policy:
+        return []
+    name = type(model).__name__
+    there = {type(module).__name__ for module in model.modules()}
+    wanted = sorted({each for part in model.modules() for each in getattr(part, "_no_split_modules", None) or ()})
+    present = [each for each in wanted if each in there]
+    given = plugin.transformer_cls_names_to_wrap
+    if given is not None:
+        lacking = [each for each in given if each not in there]
+        if lacking:
+            raise UsageError(
+                f"fsdp_transformer_layer_cls_to_wrap: {', '.join(lacking)}: {name} has no module of that class; it "
+                f"names {', '.join(present) or 'none'} itself. Correct the launch file, or delete the line"
+            )
+        return []
+    absent = [each for each in wanted if each not in there]
+    if not absent and set(present) == set(getattr(model, "_no_split_modules", None) or ()):
+        return []
+    setattr(model, "_no_split_modules", present)  # noqa: B010  a module's own __setattr__ is typed for tensors
+    if not absent:
+        return [f"fsdp2: shards {name} by the classes of its parts: {', '.join(present)}"]
+    return [f"fsdp2: shards {name} by {', '.join(present)}; it names {', '.join(absent)} too, and has none of them"]
+
+
 def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_norm: float) -> str:
     """Check that ``prepare`` wrapped the model as the strategy requires, and return a line for the log.
 

@@ -49,17 +49,19 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, in order. They are checkpointed and compiled one by one.
 
     Modules of the classes named in `_no_split_modules` (transformers, this project) or `_repeated_blocks` (diffusers)
-    of the model or a part of it. Without such a name, the `nn.ModuleList` with most parameters whose elements have
+    of the model or a part of it, outermost: an up block of a UNet counts, and its residual blocks then do not. Without
+    such a name, the `nn.ModuleList` with most parameters whose elements have
     one class. Raises `UsageError` where there is neither.
     """
     names: set[str] = set()
     for module in model.modules():
         names.update(_names(module, "_no_split_modules"))
         names.update(_names(module, "_repeated_blocks"))
-    found = [module for module in model.modules() if type(module).__name__ in names]
+    found = _outermost(model, names)
     if found:
         return found
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and _has_one_class(m)]
+    module_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    lists = [modules for modules in module_lists if _has_one_class(modules)]
     if lists:
         largest = max(lists, key=_count_parameters)
         return list(largest)
@@ -67,6 +69,17 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         f"{type(model).__name__}: has no list of blocks to checkpoint or compile one by one. Name the class of its "
         'blocks in an attribute _no_split_modules = ["MyBlock"], or keep them in one nn.ModuleList.'
     )
+
+
+def _outermost(module: nn.Module, names: set[str]) -> list[nn.Module]:
+    """Modules of these classes that lie in no other one of them."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if type(child).__name__ in names:
+            found.append(child)
+        else:
+            found.extend(_outermost(child, names))
+    return found
 
 
 def _has_one_class(blocks: nn.ModuleList) -> bool:
@@ -82,11 +95,13 @@ def _names(module: nn.Module, attribute: str) -> Sequence[str]:
 
 
 def _refuse_wrong_order(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> None:
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in (model, *blocks)):
+    compiled = [getattr(module, "_compiled_call_impl", None) for module in (model, *blocks)]
+    if any(call is not None for call in compiled):
         raise UsageError(
             f"activation_checkpointing.mode {mode}: the blocks are compiled already. Apply checkpointing first."
         )
-    if any(isinstance(vars(m).get("forward"), types.MethodType) for m in blocks):
+    forwards = [vars(block).get("forward") for block in blocks]
+    if any(isinstance(forward, types.MethodType) for forward in forwards):
         raise UsageError(f"activation_checkpointing.mode {mode}: the blocks are checkpointed already. Apply it once.")
 
 

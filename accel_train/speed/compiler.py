@@ -16,8 +16,11 @@ def compiler_error(output: str) -> str | None:
 
     Commands of several thousand characters come before it, and ``ld returned 1 exit status`` after it.
     """
-    lines = (line.strip() for line in output.splitlines())
-    return next((line for line in lines if CAUSE.search(line) and not line.startswith(SUMMARY)), None)
+    for line in output.splitlines():
+        text = line.strip()
+        if CAUSE.search(text) and not text.startswith(SUMMARY):
+            return text
+    return None
 
 
 def paths_with_a_space(*, inductor: bool = True) -> list[str]:

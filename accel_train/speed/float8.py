@@ -87,8 +87,13 @@ def large_linears(model: nn.Module, recipe: Float8) -> dict[str, nn.Linear]:
     are left out.
     """
     inside = set(_linears(model))
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside}
-    return {name: layer for name, layer in layers.items() if gains(recipe, *layer.weight.shape)}
+    layers: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module in inside:
+            outputs, inputs = module.weight.shape
+            if gains(recipe, outputs, inputs):
+                layers[name] = module
+    return layers
 
 
 def gains(recipe: Float8, outputs: int, inputs: int) -> bool:
@@ -114,7 +119,8 @@ def _needed(recipe: Float8) -> str:
 def _largest(linears: list[nn.Linear]) -> str:
     if not linears:
         return "none"
-    outputs, inputs = max((m.weight.shape for m in linears), key=lambda shape: shape.numel())
+    shapes = [module.weight.shape for module in linears]
+    outputs, inputs = max(shapes, key=lambda shape: shape.numel())
     return f"{outputs} outputs and {inputs} inputs"
 
 
@@ -125,7 +131,9 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
         for module in block.modules():
             if getattr(module, "once_per_sample", False):
                 once.update(module.modules())
-        yield from (m for m in block.modules() if type(m) is nn.Linear and m not in once)
+        for module in block.modules():
+            if type(module) is nn.Linear and module not in once:
+                yield module
 
 
 def _convert(model: nn.Module, chosen: set[nn.Linear], recipe: str, emulate: bool) -> None:

@@ -10,10 +10,10 @@ from accel_train.config import PositiveInt
 
 @dataclass(frozen=True)
 class ActivationCheckpointingConfig:
-    """Activations to recompute in the backward instead of keeping them. Costs time, changes no result."""
+    """Recomputation of activations in the backward pass instead of storing them. Costs time, changes no result."""
 
     mode: Literal["none", "full", "every_nth", "attention", "ffn", "selective"] = "none"
-    """full: every block keeps its inputs only: a quarter of the peak memory for a third more time. every_nth: the
+    """full: every block stores only its inputs: a quarter of the peak memory for a third more time. every_nth: the
     same for one block in `every`. attention or ffn: only that half of each block. selective: recompute everything
     except matrix products and attention: half of the memory for 11 % more time. Measured on a CPU by
     benchmarks/activation_checkpointing.py, without weights and optimizer. Compiled blocks keep the output of

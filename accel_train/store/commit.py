@@ -23,6 +23,7 @@ from accel_train.store import failpoints
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory, new_nonce, replace_json, set_aside, to_json
 from accel_train.store.manifest import MANIFEST, NAME, Checkpoint, checkpoint_name, committed
+from accel_train.store.strict_json import Json
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def temporary_name(step: int, nonce: str, kind: str = "tmp") -> str:
     return f".{kind}-{checkpoint_name(step)}-{socket.gethostname()}-{os.getpid()}-{nonce}"
 
 
-def seal_file(path: Path) -> dict[str, Any]:
+def seal_file(path: Path) -> Json:
     """Flush a written file to the disk and return its ``size`` in bytes and its ``sha256``."""
     # safetensors creates files with mode 0600, but jobs of other users load checkpoints too.
     # The umask can only be read by setting it.
@@ -189,7 +190,8 @@ def _check_file(path: Path, name: str, expected: Mapping[str, Any], sha256: Call
 
 def unlisted(checkpoint: Checkpoint) -> list[str]:
     """List files in its directory without an entry in the manifest: foreign files, or leftovers of a crash."""
-    names = {p.relative_to(checkpoint.path).as_posix() for p in checkpoint.path.rglob("*") if p.is_file()}
+    files = [path for path in checkpoint.path.rglob("*") if path.is_file()]
+    names = {file.relative_to(checkpoint.path).as_posix() for file in files}
     return sorted(names - checkpoint.manifest["files"].keys() - {MANIFEST})
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.store import strict_json
+from accel_train.store.strict_json import Json
 
 SCHEMA = 2
 """Version 2 contains its own hash. Version 1 has none; the same types and bounds apply to it."""
@@ -35,19 +36,19 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint_{step:08d}"
 
 
-def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def sealed(manifest: Mapping[str, Any]) -> Json:
     """Return the manifest with the current schema and its own hash, ready to be written."""
     # The schema comes first in the file, for people who read it.
     rest = {key: value for key, value in manifest.items() if key != "schema"}
     return strict_json.sealed({"schema": SCHEMA} | rest)
 
 
-def read(directory: Path) -> dict[str, Any]:
+def read(directory: Path) -> Json:
     """Read the manifest of a checkpoint directory. Raises ``ValueError`` with the path and the reason."""
     return read_with_text(directory)[0]
 
 
-def read_with_text(directory: Path) -> tuple[dict[str, Any], bytes]:
+def read_with_text(directory: Path) -> tuple[Json, bytes]:
     """Read the manifest, and return it with the exact bytes of the file."""
     file = directory / MANIFEST
     try:
@@ -67,7 +68,7 @@ def read_with_text(directory: Path) -> tuple[dict[str, Any], bytes]:
     return manifest, content
 
 
-def parse(content: bytes) -> dict[str, Any]:
+def parse(content: bytes) -> Json:
     """Parse and check a manifest. Raises ``ValueError`` with the reason."""
     manifest = strict_json.parse(content)
     if not isinstance(manifest, dict):
@@ -157,11 +158,15 @@ def _is_base(value: Any) -> bool:
     if not isinstance(value, dict) or not _is_text(value.get("source")):
         return False
     files = value.get("files")
-    return isinstance(files, dict) and bool(files) and all(_is_file(facts) for facts in files.values())
+    if not isinstance(files, dict) or not files:
+        return False
+    return all(_is_file(facts) for facts in files.values())
 
 
 def _is_file(facts: Any) -> bool:
-    return isinstance(facts, dict) and _is_whole(facts.get("size")) and _is_sha256(facts.get("sha256"))
+    if not isinstance(facts, dict):
+        return False
+    return _is_whole(facts.get("size")) and _is_sha256(facts.get("sha256"))
 
 
 def _is_sha256(value: Any) -> bool:

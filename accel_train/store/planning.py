@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from accel_train.precision import Precision, dtype_of
+from accel_train.store.strict_json import Json
 from accel_train.store.weights import DTYPE_NAMES
 
 SHARD_BYTES = 2_000_000_000
@@ -67,19 +68,24 @@ class Plan:
 
     def files(self, stem: str) -> dict[str, str]:
         """Map tensor names to files, for the collection ``stem``."""
-        return {t.name: t.file for t in self.tensors if t.file.startswith((f"{stem}.", f"{stem}-"))}
+        beginnings = (f"{stem}.", f"{stem}-")
+        return {slot.name: slot.file for slot in self.tensors if slot.file.startswith(beginnings)}
 
-    def jobs(
-        self, rank: int, collections: Sequence[Collection], shape: Callable[[str], Sequence[int]]
-    ) -> list[dict[str, Any]]:
+    def jobs(self, rank: int, collections: Sequence[Collection], shape: Callable[[str], Sequence[int]]) -> list[Json]:
         """List the files of ``rank`` for its writer: the offset of each in the buffer, and its tensors in order."""
-        files: dict[str, dict[str, Any]] = {}
+        files: dict[str, Json] = {}
         for slot in self.tensors:
             if slot.owner != rank:
                 continue
             dtype = DTYPE_NAMES[collections[slot.collection].dtype(slot.name)]
-            entry = {"name": slot.name, "dtype": dtype, "shape": list(shape(slot.name)), "bytes": slot.bytes}
-            file = files.setdefault(slot.file, {"name": slot.file, "start": slot.start, "tensors": []})
+            entry = {
+                "name": slot.name,
+                "dtype": dtype,
+                "shape": list(shape(slot.name)),
+                "bytes": slot.bytes,
+            }
+            begun: Json = {"name": slot.file, "start": slot.start, "tensors": []}
+            file = files.setdefault(slot.file, begun)
             file["tensors"].append(entry)
         return list(files.values())
 
@@ -102,9 +108,13 @@ def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_s
     load = [0] * world_size
     files: list[_File] = []
     # Collections in a fixed number of files first: those that are spread then even the load out.
-    for index, collection in sorted(enumerate(collections), key=lambda item: item[1].spread):
+    in_order = sorted(enumerate(collections), key=lambda item: item[1].spread)
+    for index, collection in in_order:
         names = set(collection.names or elements)
-        sizes = {n: count * collection.dtype(n).itemsize for n, count in elements.items() if n in names}
+        sizes: dict[str, int] = {}
+        for name, count in elements.items():
+            if name in names:
+                sizes[name] = count * collection.dtype(name).itemsize
         assigned = _assign_tensors(sizes, load) if collection.spread else _assign_files(sizes, load)
         for number, (owner, tensors) in enumerate(assigned, 1):
             suffix = f"-{number:05d}-of-{len(assigned):05d}" if len(assigned) > 1 else ""
@@ -185,8 +195,13 @@ def cover(extents: Sequence[tuple[int, int]]) -> list[Piece]:
     """
     pieces: list[Piece] = []
     reached = 0
+
     # By first element, and of several at the same place the longest first.
-    by_start = sorted(enumerate(extents), key=lambda item: (item[1][0], -item[1][1]))
+    def start_and_length(item: tuple[int, tuple[int, int]]) -> tuple[int, int]:
+        _, (start, length) = item
+        return start, -length
+
+    by_start = sorted(enumerate(extents), key=start_and_length)
     for rank, (start, length) in by_start:
         end = start + length
         if length == 0 or end <= reached:

@@ -19,6 +19,7 @@ from accel_train.store import commit
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.manifest import Checkpoint
+from accel_train.store.strict_json import Json
 
 PIECE_BYTES = 8 << 20
 STATE_FILES = ("optimizer/", "trainer_state.json")
@@ -87,7 +88,7 @@ class CheckpointFacts:
     step: int
     epoch: float = math.nan
     """NaN if the manifest has none. Windows of epochs then never keep the checkpoint."""
-    metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    metrics: Mapping[str, Any] = field(default_factory=Json)
     state: bool = True
     """The manifest lists optimizer state."""
     leftover: bool = False
@@ -131,7 +132,7 @@ def facts_from_manifest(path: Path, manifest: Mapping[str, Any]) -> CheckpointFa
     )
 
 
-def read_manifest(path: Path) -> dict[str, Any] | None:
+def read_manifest(path: Path) -> Json | None:
     """Read a manifest, or return None if it is damaged. ``commit.verify`` then gives the reason."""
     try:
         return manifests.read(path)
@@ -285,7 +286,7 @@ def strip_state(path: Path) -> None:
     and ``ValueError``. A second call finishes an interrupted one.
     """
     manifest = manifests.read(path)
-    files: dict[str, Any] = manifest["files"]
+    files: Json = manifest["files"]
     remaining = {name: facts for name, facts in files.items() if not name.startswith(STATE_FILES)}
     # The manifest before the files: a checkpoint without listed files would not verify.
     if len(remaining) < len(files) or manifest.get("state", True):

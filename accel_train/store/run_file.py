@@ -14,6 +14,7 @@ from accel_train.store import atomic_files, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import CONFIG_FILE, RUN_FILE
+from accel_train.store.strict_json import Json
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +82,14 @@ def new_run(
     directory: Path,
     config_text: str,
     experiment: Mapping[str, Any],
-    resolved: dict[str, Any],
+    resolved: Json,
     facts: Mapping[str, str | None],
-) -> dict[str, Any]:
+) -> Json:
     """Write ``config.yaml`` and ``run.json`` of a new run and return the content of the latter. Main process.
 
     ``facts`` are ``origin``, the checkpoint to start from, and ``loads_with``, the class for loading its checkpoints.
     """
-    saved: dict[str, Any] = {
+    saved: Json = {
         "run_id": uuid.uuid4().hex[:12],
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "experiment": dict(experiment),
@@ -101,7 +102,7 @@ def new_run(
     return saved
 
 
-def with_changes(saved: Mapping[str, Any], experiment: Mapping[str, Any]) -> dict[str, Any]:
+def with_changes(saved: Mapping[str, Any], experiment: Mapping[str, Any]) -> Json:
     """Return ``run.json`` with the allowed changes of a resume."""
     resolved = dict(saved["resolved"])
     for key in saved["resolved"]:
@@ -129,7 +130,7 @@ def write_run(directory: Path, saved: Mapping[str, Any]) -> None:
     atomic_files.replace_json(directory / RUN_FILE, strict_json.sealed({"schema": RUN_SCHEMA} | rest))
 
 
-def load(directory: Path) -> dict[str, Any]:
+def load(directory: Path) -> Json:
     """Read and check ``run.json``.
 
     Raises ``FileNotFoundError``, ``ValueError`` with the reason for a damaged file, and ``UsageError`` for a file of a
@@ -166,7 +167,7 @@ _KINDS = {
 _NEEDED = ("run_id", "experiment", "resolved")
 
 
-def recall(directory: Path) -> tuple[dict[str, Any] | None, str | None]:
+def recall(directory: Path) -> tuple[Json | None, str | None]:
     """Return the content of ``run.json``, recreated from the newest usable manifest if the file is unusable.
 
     Returns it with the reason why ``run.json`` is unusable, or with None. Raises ``UsageError`` for a file of a newer
@@ -194,7 +195,7 @@ def recall(directory: Path) -> tuple[dict[str, Any] | None, str | None]:
     return None, reason
 
 
-def read_run(directory: Path) -> dict[str, Any]:
+def read_run(directory: Path) -> Json:
     """Read ``run.json``, or recreate its content from the newest checkpoint with a warning.
 
     Raises ``UsageError`` if neither is usable.

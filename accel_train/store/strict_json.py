@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+Json = dict[str, Any]
+"""An object read from JSON, or to be written to it."""
 MAX_BYTES = 256 << 20
 """Enough for random states and indices of thousands of processes."""
 READ_BYTES = 1 << 24
@@ -27,7 +29,7 @@ def read(path: Path, max_bytes: int = MAX_BYTES) -> Any:
     return parse(read_bytes(path, max_bytes))
 
 
-def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+def read_object(path: Path, max_bytes: int = MAX_BYTES) -> Json:
     """Read a file with an object at the top."""
     value = read(path, max_bytes)
     if not isinstance(value, dict):
@@ -39,7 +41,8 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file, following links. Never blocks on a FIFO. Raises like ``read``."""
     try:
         # O_NONBLOCK opens a FIFO without waiting for a writer. O_NOCTTY keeps a terminal from becoming ours.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+        descriptor = os.open(path, flags)
         try:
             content = _content(descriptor, max_bytes)
         finally:
@@ -93,7 +96,7 @@ def parse(content: bytes | str) -> Any:
     return value
 
 
-def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+def sealed(value: Mapping[str, Any]) -> Json:
     """Return the object with its own hash as the last key. An existing hash is replaced."""
     unsealed = _without_seal(value)
     return unsealed | {SEAL: _digest(unsealed)}
@@ -105,7 +108,7 @@ def check_seal(value: Mapping[str, Any]) -> None:
         raise ValueError(f"it has changed since it was written ({SEAL} differs)")
 
 
-def _without_seal(value: Mapping[str, Any]) -> dict[str, Any]:
+def _without_seal(value: Mapping[str, Any]) -> Json:
     return {key: item for key, item in value.items() if key != SEAL}
 
 
@@ -115,8 +118,8 @@ def _digest(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+def _unique_keys(items: list[tuple[str, Any]]) -> Json:
+    result: Json = {}
     for key, value in items:
         if key in result:
             raise ValueError(f"the key {key!r} is given twice")

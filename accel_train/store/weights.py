@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.store import strict_json
+from accel_train.store.strict_json import Json
 from accel_train.wording import shortened
 
 PICKLES = frozenset({".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth"})
@@ -75,12 +76,16 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         header = _read_json_header(path)
         with safe_open(path, framework="pt"):  # checks offsets and sizes
             header.pop("__metadata__", None)
-        return {name: TensorInfo(path, name, str(v["dtype"]), tuple(v["shape"])) for name, v in header.items()}
+        tensors: dict[str, TensorInfo] = {}
+        for name, described in header.items():
+            shape = tuple(described["shape"])
+            tensors[name] = TensorInfo(path, name, str(described["dtype"]), shape)
+        return tensors
     except MALFORMED as error:
         raise _unreadable(path, error) from None
 
 
-def _read_json_header(path: Path) -> dict[str, Any]:
+def _read_json_header(path: Path) -> Json:
     # The format: 8 bytes of length, little-endian, then that many bytes of JSON.
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -90,8 +95,8 @@ def _read_json_header(path: Path) -> dict[str, Any]:
         return json.loads(file.read(length), object_pairs_hook=_refuse_duplicates)
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Json:
+    seen: Json = {}
     for name, value in pairs:
         if name in seen:
             raise ValueError(f"it names {name!r} twice")
@@ -161,7 +166,8 @@ def find_indexed(source: Path, weight_map: Any, folder: str = "") -> dict[str, T
 
     ``source`` is the index. Every file must lie in its folder; ``folder`` is a prefix of every file name.
     """
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+    is_map = isinstance(weight_map, dict)
+    if not is_map or not all(isinstance(file, str) for file in weight_map.values()):
         raise UsageError(f"{source}: its weight_map is not a mapping of tensor names to files; have it written again")
     headers: dict[str, dict[str, TensorInfo]] = {}
     for file in dict.fromkeys(weight_map.values()):
@@ -250,7 +256,8 @@ class TensorReader:
         info = self._tensors[name]
         try:
             if info.file not in self._opened:
-                self._opened[info.file] = self._stack.enter_context(safe_open(info.file, framework="pt"))
+                opened = safe_open(info.file, framework="pt")
+                self._opened[info.file] = self._stack.enter_context(opened)
             tensor: Tensor = self._opened[info.file].get_tensor(info.name)
         except MALFORMED as error:
             raise _unreadable(info.file, error) from None
@@ -284,16 +291,20 @@ def load_weights(
     """
     tensors = find_tensors(directory, stem)
     parameters = dict(model.named_parameters())
-    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    state: Json = model.state_dict(keep_vars=True)
     # A state dict can hold other objects than tensors (`get_extra_state`).
-    known = {name: value for name, value in state.items() if isinstance(value, Tensor)} | parameters
+    tensors_of_model = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    known = tensors_of_model | parameters
     missing = set(parameters if required is None else required) - tensors.keys()
     unexpected = tensors.keys() - known.keys()
     one_sided = sorted(missing | unexpected)
     common = {name: info for name, info in tensors.items() if name in known}
-    misfits = {name: _describe_misfit(name, info, known[name]) for name, info in common.items()}
+    misfits: dict[str, str] = {}
+    for name, info in common.items():
+        misfits[name] = _describe_misfit(name, info, known[name])
     if strict:
-        misfits |= {name: _describe_one_sided(name, tensors.get(name), known.get(name)) for name in one_sided}
+        for name in one_sided:
+            misfits[name] = _describe_one_sided(name, tensors.get(name), known.get(name))
     _refuse_misfits(misfits, directory)
     # Inside the block, because the tensors are views of the open files.
     with TensorReader(common) as reader:

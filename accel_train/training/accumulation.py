@@ -122,7 +122,11 @@ class GradientWindow:
         """Factors of the sums of a micro-batch, in the order of the coefficients."""
         # The number of processes undoes the averaging of DDP, FSDP2 and ZeRO.
         processes = self.accelerator.num_processes
-        return [term_factor(c * processes, self.weights[k]) for k, c in self.coefficients.items()]
+        factors: list[Tensor] = []
+        for name, coefficient in self.coefficients.items():
+            factor = term_factor(coefficient * processes, self.weights[name])
+            factors.append(factor)
+        return factors
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield each micro-batch's inputs; the body of the loop runs without reduction until the last."""
@@ -275,7 +279,8 @@ class GradientWindow:
             local = torch.stack([term for terms in self._sums for term in terms])
             # In fp64, so that the sum over micro-batches and ranks adds no rounding of its own.
             if len(self._sums) > 1:
-                local = widest(local).unflatten(0, (len(self._sums), -1)).sum(0)
+                local = widest(local)
+                local = local.unflatten(0, (len(self._sums), -1)).sum(0)
             if self.accelerator.num_processes > 1:
                 local = cast(Tensor, self.accelerator.reduce(widest(local), "sum"))
             self._totals = local.float()
@@ -332,7 +337,9 @@ def _global_weights(accelerator: Accelerator, micro_batches: Sequence[Mapping[st
     """Sum the weights over all micro-batches and ranks, in fp64 where the device has it: exact for any count."""
     local = dict(micro_batches[0])
     if len(micro_batches) > 1:
-        local = {k: torch.stack([widest(weights[k]) for weights in micro_batches]).sum() for k in local}
+        for name in local:
+            wide = [widest(weights[name]) for weights in micro_batches]
+            local[name] = torch.stack(wide).sum()
     if accelerator.num_processes == 1:
         return local
     stacked = torch.stack([widest(weight) for weight in local.values()])

@@ -50,7 +50,8 @@ def write_moment(state: Mapping[str, Any], key: str, values: Tensor) -> None:
         codes.copy_(values)
         return
     flat = values.to(codes.device, torch.float32).flatten()
-    blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    padding = -len(flat) % BLOCK
+    blocks = F.pad(flat, (0, padding)).view(-1, BLOCK)
     scale = blocks.abs().amax(1)
     fractions: Tensor = state[f"qmap{number}"]
     middles = (fractions[1:] + fractions[:-1]) / 2

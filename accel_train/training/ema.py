@@ -34,7 +34,8 @@ class Ema:
         self.shards: dict[str, torch.Tensor] = {}
         """EMA by parameter name, this rank's shard."""
         if config.decay > 0:
-            self.shards = {name: shards.master(name).float().clone() for name in shards.parameters}
+            for name in shards.parameters:
+                self.shards[name] = shards.master(name).float().clone()
 
     def update(self, step: int) -> None:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
@@ -42,7 +43,8 @@ class Ema:
             return
         masters = [self.view.master(name) for name in self.shards]
         lerp = torch._foreach_lerp_  # pyright: ignore[reportPrivateUsage]
-        lerp(list(self.shards.values()), masters, 1 - decay_at(self.config.decay, step))
+        decay = decay_at(self.config.decay, step)
+        lerp(list(self.shards.values()), masters, 1 - decay)
 
     @contextmanager
     def applied(self) -> Generator[None]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_train.precision import dtype_of
+from accel_train.training.parameters import ParamGroup
 
 # The quintic of Jordan et al., tuned for the steepest slope at 0 rather than for convergence to exactly 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -64,7 +65,7 @@ class MuonAdamW(torch.optim.Optimizer):
     one under FSDP2, and two gram matrices.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float, fused: bool) -> None:
+    def __init__(self, groups: list[ParamGroup], *, betas: tuple[float, float], eps: float, fused: bool) -> None:
         rest = [group for group in groups if not group["muon"]]
         self._adamw: torch.optim.AdamW | None = None
         if rest:
@@ -82,7 +83,8 @@ class MuonAdamW(torch.optim.Optimizer):
         matrices: list[_Matrix] = []
         for group in self.param_groups:
             if group["muon"]:
-                matrices.extend(self._matrix(p, group) for p in group["params"] if p.grad is not None)
+                moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+                matrices.extend(self._matrix(parameter, group) for parameter in moved)
         moving = [matrix for matrix in matrices if matrix.group["lr"] != 0]
         # Equal shapes side by side: the ranks of a round have the same amount of work.
         moving.sort(key=lambda matrix: tuple(matrix.parameter.shape))
@@ -95,7 +97,7 @@ class MuonAdamW(torch.optim.Optimizer):
             self._adamw.step()
         return loss
 
-    def _matrix(self, parameter: Tensor, group: dict[str, Any]) -> _Matrix:
+    def _matrix(self, parameter: Tensor, group: ParamGroup) -> _Matrix:
         """Update this rank's shard of the momentum with the gradient."""
         assert parameter.grad is not None
         if parameter.ndim != 2:
@@ -116,7 +118,7 @@ class _Matrix:
     parameter: Tensor
     gradient: Tensor
     buffer: Tensor
-    group: dict[str, Any]
+    group: ParamGroup
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,8 +178,13 @@ class _Round:
                 # The factor of a tall matrix is a transposed view, which a broadcast does not take.
                 results.append(orthogonalise(matrix.direction(), matrix.dtype).contiguous())
             else:
-                results.append(torch.empty(matrix.parameter.shape, dtype=matrix.dtype, device=matrix.buffer.device))
-        waits: list[Any] = [dist.broadcast(r, owner, async_op=True) for owner, r in enumerate(results)]
+                shape = matrix.parameter.shape
+                empty = torch.empty(shape, dtype=matrix.dtype, device=matrix.buffer.device)
+                results.append(empty)
+        waits: list[Any] = []
+        for owner, result in enumerate(results):
+            wait = dist.broadcast(result, owner, async_op=True)
+            waits.append(wait)
         for wait in waits:
             wait.wait()
         return results
@@ -199,7 +206,8 @@ class _Round:
         dtype = self.matrices[0].dtype  # the same for all of them, see `_by_mesh`
         if owns_matrix:
             whole = orthogonalise(whole.view(rows, columns), dtype).flatten()
-        parts = self._exchange(whole.to(dtype), received, sent).split(sent[: len(pieces)])
+        exchanged = self._exchange(whole.to(dtype), received, sent)
+        parts = exchanged.split(sent[: len(pieces)])
         return [part.view_as(piece) for part, piece in zip(parts, pieces, strict=True)]
 
     def _exchange(self, outgoing: Tensor, sent: list[int], received: list[int]) -> Tensor:

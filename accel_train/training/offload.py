@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accel_train.training.parameters import ParamGroup
+
 BUCKET_BYTES = 64 << 20
 """Size of a bucket. One is copied to the host while the CPU works on the bucket before."""
 
@@ -28,7 +30,7 @@ class HostAdamW(torch.optim.Optimizer):
     memory: 12 pinned bytes and 8 bytes of state per parameter. ``step`` waits for the device.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, groups: list[ParamGroup], *, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"betas": betas, "eps": eps})
         self._settings: dict[str, Any] = {"betas": betas, "eps": eps, "fused": True}
         self._hosts: dict[Tensor, _Host] = {}
@@ -50,9 +52,9 @@ class HostAdamW(torch.optim.Optimizer):
             self._update(bucket)
         return loss
 
-    def _buckets(self) -> Iterator[list[dict[str, Any]]]:
+    def _buckets(self) -> Iterator[list[ParamGroup]]:
         """Yield groups split into buckets of ``BUCKET_BYTES``, with the parameters that have a gradient."""
-        bucket: list[dict[str, Any]] = []
+        bucket: list[ParamGroup] = []
         filled = 0
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
@@ -69,7 +71,7 @@ class HostAdamW(torch.optim.Optimizer):
         if bucket:
             yield bucket
 
-    def _bring(self, bucket: list[dict[str, Any]]) -> torch.cuda.Event | None:
+    def _bring(self, bucket: list[ParamGroup]) -> torch.cuda.Event | None:
         """Start the copies to the host. The event completes when they have arrived; None on a CPU."""
         parameters: list[Tensor] = [p for group in bucket for p in group["params"]]
         for parameter in parameters:
@@ -93,9 +95,9 @@ class HostAdamW(torch.optim.Optimizer):
         host.weights.grad = host.gradient
         return host
 
-    def _update(self, bucket: list[dict[str, Any]]) -> None:
+    def _update(self, bucket: list[ParamGroup]) -> None:
         parameters: list[Tensor] = [p for group in bucket for p in group["params"]]
-        groups: list[dict[str, Any]] = []
+        groups: list[ParamGroup] = []
         for group in bucket:
             on_host = [self._hosts[p].weights for p in group["params"]]
             groups.append({**group, "params": on_host})

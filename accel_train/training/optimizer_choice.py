@@ -19,6 +19,7 @@ from torch import nn
 from accel_train.config import UsageError
 from accel_train.options.flags import WORDS
 from accel_train.strict_yaml import read_number
+from accel_train.training.parameters import ParamGroup
 from accel_train.wording import did_you_mean, nearest
 
 OWN = "module:Class"
@@ -192,7 +193,8 @@ _OPTION_OF_ARGUMENT = {
 
 def _argument(text: str) -> Any:
     if text[:1] in ("[", "(") and text[-1:] in ("]", ")"):
-        return tuple(_argument(part.strip()) for part in text[1:-1].split(",") if part.strip())
+        parts = [part.strip() for part in text[1:-1].split(",")]
+        return tuple(_argument(part) for part in parts if part)
     if text.lower() in WORDS:
         return WORDS[text.lower()]
     number = read_number(text)
@@ -213,7 +215,7 @@ class OwnOptimizer:
         """The call of the class, for messages."""
         return f"{self.name}({', '.join(f'{key}={value}' for key, value in {'lr': self.lr, **self.keywords}.items())})"
 
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build(self, groups: list[ParamGroup]) -> torch.optim.Optimizer:
         """Call the class. Raises ``UsageError`` for what its constructor refuses, and for options without effect."""
         own: Any = optimizer_class(self.name)
         try:
@@ -237,7 +239,7 @@ TRIAL_STEPS = 12
 
 def try_saving(
     name: str,
-    build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    build: Callable[[list[ParamGroup]], torch.optim.Optimizer],
     lr: float,
     weight_decay: float,
     device: torch.device,
@@ -286,7 +288,7 @@ class _Trial:
 
     def __init__(
         self,
-        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        build: Callable[[list[ParamGroup]], torch.optim.Optimizer],
         lr: float,
         weight_decay: float,
         device: torch.device,
@@ -296,13 +298,18 @@ class _Trial:
 
         self.model = nn.Module()
         # Zeros as in heads and modulations at the start: some optimizers keep other state for them.
-        values = {"matrix": torch.linspace(-1, 1, 20).view(4, 5), "scale": torch.ones(3), "zeros": torch.zeros(4)}
+        values = {
+            "matrix": torch.linspace(-1, 1, 20).view(4, 5),
+            "scale": torch.ones(3),
+            "zeros": torch.zeros(4),
+        }
         for name, value in values.items():
             self.model.register_parameter(name, nn.Parameter(value.to(device)))
-        groups: list[dict[str, Any]] = []
+        groups: list[ParamGroup] = []
         for name, members in (("decay", ["matrix"]), ("no_decay", ["scale", "zeros"])):
             decay = weight_decay if name == "decay" else 0.0
-            group = {"params": [self.model.get_parameter(n) for n in members], "name": name, OWN_KEY: True}
+            parameters = [self.model.get_parameter(member) for member in members]
+            group = {"params": parameters, "name": name, OWN_KEY: True}
             groups.append(group | {"lr": lr, "base_lr": lr, "weight_decay": decay})
         self.optimizer = build(groups)
         self.shards = Shards(self.model, self.optimizer)
@@ -311,7 +318,8 @@ class _Trial:
         """Step with gradients that are a function of the step. The first learning rate is 0, as in a warm-up."""
         for step in steps:
             for index, parameter in enumerate(self.model.parameters()):
-                angles = torch.linspace(-1, 1, parameter.numel(), device=parameter.device).view(parameter.shape)
+                angles = torch.linspace(-1, 1, parameter.numel(), device=parameter.device)
+                angles = angles.view(parameter.shape)
                 # Much the same direction in every step, so that optimizers that estimate a distance see one.
                 parameter.grad = torch.sin(2 * angles + index + 0.1 * step)
             for group in self.optimizer.param_groups:
@@ -342,5 +350,5 @@ class _Trial:
 
     def equals(self, other: _Trial) -> bool:
         """Compare the bits of all parameters."""
-        ours, theirs = self.model.parameters(), other.model.parameters()
-        return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        pairs = zip(self.model.parameters(), other.model.parameters(), strict=True)
+        return all(torch.equal(ours, theirs) for ours, theirs in pairs)

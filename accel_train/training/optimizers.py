@@ -24,7 +24,7 @@ from accel_train.training.optimizer_choice import (
     refuse_combination,
     try_saving,
 )
-from accel_train.training.parameters import Kind, kinds, mark_part
+from accel_train.training.parameters import Kind, ParamGroup, kinds, mark_part
 from accel_train.training.shards import OWN_KEY
 
 _FUSED_DEVICES = ("cuda", "xpu", "mps", "cpu")
@@ -37,13 +37,13 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """adamw. muon: Muon for the matrices inside the blocks (not modulation, embeddings, heads), AdamW for the rest,
-    not under ZeRO. adamw8bit: state in 8 bits (bitsandbytes, one process or DDP), 2 bytes a parameter instead of 8.
+    not under ZeRO. adamw8bit: state in 8 bits (bitsandbytes, one process or DDP), 2 bytes per parameter instead of 8.
     adamw_offload: state and update in host memory, one GPU. Else module:Class of any torch.optim.Optimizer, on one
-    process or DDP; a trial at the start proves that its state survives a save, or refuses it."""
+    process or DDP. A trial at the start checks that its state survives a save, and refuses it otherwise."""
 
     arguments: tuple[str, ...] = ()
     """module:Class: further keyword arguments as KEY=VALUE, such as d_coef=0.5 betas=[0.9,0.98,0.99]. Not lr and
-    weight_decay; betas, eps and fused are passed where the class takes them."""
+    weight_decay; betas, eps and fused are passed if the class takes them."""
 
     lr: PositiveFloat = 1e-4
     """Peak learning rate, per optimizer step. The schedule multiplies it by a factor from 0 to 1. Never
@@ -89,7 +89,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_name(self.name)
         self._check_arguments()
-        given = {k: v for k, v in vars(self).items() if k.startswith("muon_") and v is not None}
+        of_muon = {name: value for name, value in vars(self).items() if name.startswith("muon_")}
+        given = {name: value for name, value in of_muon.items() if value is not None}
         if given and self.name != "muon":
             values = ", ".join(f"optimizer.{name}: {value}" for name, value in given.items())
             raise UsageError(f"{values}: optimizer.name {self.name} does not read it. Leave it out, or use name muon.")
@@ -136,7 +137,7 @@ class HasParameterGroups(Protocol):
     """A torch optimizer, Accelerate's wrapper around one, or DeepSpeed's own."""
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
+    def param_groups(self) -> list[ParamGroup]: ...
 
 
 def build_optimizer(
@@ -169,7 +170,7 @@ def build_optimizer(
 
 
 def _build(
-    config: OptimizerConfig, device: torch.device, groups: list[dict[str, Any]]
+    config: OptimizerConfig, device: torch.device, groups: list[ParamGroup]
 ) -> tuple[torch.optim.Optimizer, str]:
     if is_own(config.name):
         return _build_own(config, device, groups)
@@ -190,7 +191,7 @@ def _build(
 
 
 def _build_own(
-    config: OptimizerConfig, device: torch.device, groups: list[dict[str, Any]]
+    config: OptimizerConfig, device: torch.device, groups: list[ParamGroup]
 ) -> tuple[torch.optim.Optimizer, str]:
     own = OwnOptimizer(config.name, config.keywords(), config.lr, config.weight_decay)
     holds_frozen = try_saving(own.name, own.build, own.lr, own.weight_decay, device)
@@ -235,11 +236,11 @@ def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:
 
 def _parameter_groups(
     model: nn.Module, config: OptimizerConfig, freezable: Mapping[str, Sequence[str]]
-) -> list[dict[str, Any]]:
+) -> list[ParamGroup]:
     trainable = _trainable(model)
     part_of = _part_of_each(trainable, freezable)
     kind_of = kinds(model, muon=config.name == "muon")
-    groups: list[dict[str, Any]] = []
+    groups: list[ParamGroup] = []
     order: tuple[Kind, ...] = ("decay", "no_decay", "muon")
     for part in ("", *freezable):
         of_part = [p for name, p in trainable.items() if part_of.get(name, "") == part]
@@ -263,7 +264,7 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return trainable
 
 
-def _refuse_without_matrices(groups: list[dict[str, Any]], model: nn.Module) -> None:
+def _refuse_without_matrices(groups: list[ParamGroup], model: nn.Module) -> None:
     if not any(group["muon"] for group in groups):
         raise UsageError(
             f"optimizer.name: muon: {type(model).__name__} has no trainable 2-D matrix inside its blocks, at least 1 "
@@ -272,13 +273,13 @@ def _refuse_without_matrices(groups: list[dict[str, Any]], model: nn.Module) -> 
         )
 
 
-def _group(members: list[nn.Parameter], part: str, kind: Kind, config: OptimizerConfig) -> dict[str, Any]:
+def _group(members: list[nn.Parameter], part: str, kind: Kind, config: OptimizerConfig) -> ParamGroup:
     lr = config.lr
     weight_decay = 0.0 if kind == "no_decay" else config.weight_decay
     if kind == "muon":
         lr = _default(config.muon_lr, config.lr)
         weight_decay = _default(config.muon_weight_decay, config.weight_decay)
-    group: dict[str, Any] = {
+    group: ParamGroup = {
         "params": members,
         "name": f"{part}/{kind}" if part else kind,
         "part": part,
@@ -319,9 +320,7 @@ def _part_of_each(names: Collection[str], freezable: Mapping[str, Sequence[str]]
     return part_of
 
 
-def _resolve_fused(
-    fused: bool | Literal["auto"], device: torch.device, groups: list[dict[str, Any]]
-) -> tuple[bool, str]:
+def _resolve_fused(fused: bool | Literal["auto"], device: torch.device, groups: list[ParamGroup]) -> tuple[bool, str]:
     if fused is False:
         return False, "not fused (fused=False)"
     obstacle = _fused_obstacle(device, groups)
@@ -337,7 +336,7 @@ def _resolve_fused(
     return False, f"not fused (auto: {obstacle})"
 
 
-def _fused_obstacle(device: torch.device, groups: list[dict[str, Any]]) -> str | None:
+def _fused_obstacle(device: torch.device, groups: list[ParamGroup]) -> str | None:
     if device.type not in _FUSED_DEVICES:
         return f"torch has no fused AdamW on {device.type}"
     parameters = [p for group in groups for p in group["params"]]

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+ParamGroup = dict[str, Any]
+"""Parameter group of an optimizer: its tensors under `params`, and their options."""
 _PART = "_accel_train_part"
 Kind = Literal["muon", "decay", "no_decay"]
 
@@ -59,7 +61,8 @@ def _decays(owner: nn.Module, parameter: nn.Parameter) -> bool:
         return False
     if isinstance(owner, _MATRICES):
         return True
-    if any("Norm" in base.__name__ or "Embedding" in base.__name__ for base in type(owner).__mro__):
+    names = [base.__name__ for base in type(owner).__mro__]
+    if any("Norm" in name or "Embedding" in name for name in names):
         return False
     # A bare tensor on a module that has children is a position table, a gate or a modulation bias; on a
     # module without any it is the module's own operator (GPT-2's Conv1D, a spectral convolution).
@@ -68,7 +71,8 @@ def _decays(owner: nn.Module, parameter: nn.Parameter) -> bool:
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     classes: set[str] = set(getattr(model, "_no_split_modules", None) or ())
-    named = {path: module for path, module in model.named_modules() if type(module).__name__ in classes}
+    modules = dict(model.named_modules())
+    named = {path: module for path, module in modules.items() if type(module).__name__ in classes}
     if named:
         return named
     blocks: dict[str, nn.Module] = {}
@@ -131,5 +135,5 @@ def without_gradients(model: nn.Module, optimizers: Iterable[Any]) -> Generator[
             handle.remove()
 
 
-def _frozen_groups(optimizers: Iterable[Any]) -> list[dict[str, Any]]:
+def _frozen_groups(optimizers: Iterable[Any]) -> list[ParamGroup]:
     return [group for optimizer in optimizers for group in optimizer.param_groups if group.get("frozen")]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_train.training import eight_bit
+from accel_train.training.parameters import ParamGroup
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -60,7 +61,7 @@ class Sharding(Protocol):
         """Write fp32 shards into the weights of the forward."""
         ...
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[ParamGroup]:
         """Parameter groups with every tensor of ``optimizer``."""
         ...
 
@@ -113,7 +114,7 @@ class WholeTensors:
         for parameter, shard in shards:
             parameter.data.copy_(shard)
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[ParamGroup]:
         return self.optimizer.param_groups
 
 
@@ -195,7 +196,7 @@ class DTensors:
         for parameter, shard in shards:
             self.master(parameter).copy_(shard)
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[ParamGroup]:
         return self.optimizer.param_groups
 
 
@@ -256,7 +257,7 @@ class ZeroStage12:
         for parameter, shard in shards:
             parameter.data.copy_(self.full(parameter, shard))
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[ParamGroup]:
         return _one_group(self.optimizer, self._zero.single_partition_of_fp32_groups)
 
     def _flat(self, mapping: Any) -> Tensor:
@@ -318,7 +319,7 @@ class ZeroStage3:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(whole)
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[ParamGroup]:
         return _one_group(self.optimizer, self._zero.fp32_partitioned_groups_flat)
 
     def _place(self, parameter: Any) -> tuple[Tensor, int, int]:
@@ -386,7 +387,7 @@ def _write_state(state: Mapping[str, Any], key: str, shard: Tensor) -> None:
         target.copy_(shard.reshape(target.shape))  # some optimizers keep flat state
 
 
-def _one_group(optimizer: torch.optim.Optimizer, flat: Iterable[Tensor]) -> list[dict[str, Any]]:
+def _one_group(optimizer: torch.optim.Optimizer, flat: Iterable[Tensor]) -> list[ParamGroup]:
     """One group with all flat tensors: ZeRO's own groups hold only the tensors of its next step."""
     return [{**optimizer.param_groups[0], "params": list(flat)}]
 

@@ -52,7 +52,8 @@ class Shards:
         self.buffers = persistent_buffers(self.module)
         """Names of the buffers in the module's state."""
         self._has_warned = False
-        self._sharding = sharding_of(model, self.module, next(iter(self.parameters.values())), optimizer)
+        first = next(iter(self.parameters.values()))
+        self._sharding = sharding_of(model, self.module, first, optimizer)
         for name, whole in (masters or {}).items():
             self.master(name).copy_(self.shard_of(name, whole))
 
@@ -107,7 +108,8 @@ class Shards:
         flags = torch.stack(differs).int()
         # Rank 0 has no difference of its own to report.
         dist.all_reduce(flags, dist.ReduceOp.MAX)
-        names = [name for name, differed in zip(self.buffers, flags.tolist(), strict=True) if differed]
+        of_buffers = zip(self.buffers, flags.tolist(), strict=True)
+        names = [name for name, differed in of_buffers if differed]
         if names and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -199,8 +201,12 @@ class Shards:
         options = {*GROUP_OPTIONS, *inspect.signature(type(optimizer)).parameters}
         groups: dict[str, Any] = {}
         for group in optimizer.param_groups:
-            kept = {key: encode_number(value) for key, value in group.items() if key not in options}
-            groups[group["name"]] = {key: number for key, number in kept.items() if number is not None}
+            kept: dict[str, Any] = {}
+            for key, value in group.items():
+                number = encode_number(value)
+                if key not in options and number is not None:
+                    kept[key] = number
+            groups[group["name"]] = kept
         parameters: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
             of_elements = self._sharding.state_keys(parameter)
@@ -218,8 +224,10 @@ class Shards:
         """Write what ``numbers`` returned, after ``create_state``. Raises ``UsageError`` where it has no place."""
         optimizer = self._sharding.optimizer
         for group in optimizer.param_groups:
-            saved: Mapping[str, Any] = numbers.get("groups", {}).get(group["name"], {})
-            group.update({key: decode_number(number, torch.device("cpu")) for key, number in saved.items()})
+            groups = numbers.get("groups", {})
+            saved: Mapping[str, Any] = groups.get(group["name"], {})
+            for key, number in saved.items():
+                group[key] = decode_number(number, torch.device("cpu"))
         for name, values in numbers.get("parameters", {}).items():
             parameter = self.parameters[name]
             state = optimizer.state[parameter]
@@ -256,7 +264,15 @@ def persistent_buffers(module: nn.Module) -> list[str]:
     return names
 
 
-_DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)}
+_NUMBER_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+)
+_DTYPES = {str(dtype): dtype for dtype in _NUMBER_DTYPES}
 _NUMBERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": "True".__eq__}
 
 
@@ -275,7 +291,8 @@ def decode_number(number: Sequence[str], device: torch.device) -> Any:
     if kind in _NUMBERS:
         return _NUMBERS[kind](text)
     dtype = _DTYPES[kind]
-    return torch.tensor(float(text) if dtype.is_floating_point else int(text), dtype=dtype, device=device)
+    value = float(text) if dtype.is_floating_point else int(text)
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _unsaved_state(optimizer: str, key: str, name: str, value: object) -> str:

@@ -54,7 +54,8 @@ class Evidence:
         reduced = self.totals
         if self.norm is not None:
             # One tensor, so that the host waits once.
-            reduced = torch.cat([self.totals, self.norm.reshape(1).to(self.totals)])
+            norm = self.norm.reshape(1).to(self.totals)
+            reduced = torch.cat([self.totals, norm])
         values: list[float] = reduced.tolist()
         if all(map(math.isfinite, values)):
             return values[-1]
@@ -160,8 +161,10 @@ class StepResult:
     @property
     def loss(self) -> Tensor:
         """Loss of the global batch, ``sum_k c_k * S_k / W_k``. Computed on access."""
-        factors = [term_factor(c, self.weights[k]) for k, c in self.coefficients.items()]
-        parts = [total * factor for total, factor in zip(self.sums, factors, strict=True)]
+        parts: list[Tensor] = []
+        for total, (name, coefficient) in zip(self.sums, self.coefficients.items(), strict=True):
+            factor = term_factor(coefficient, self.weights[name])
+            parts.append(total * factor)
         return torch.stack(parts).sum()
 
     @property
@@ -180,10 +183,13 @@ class StepResult:
         the optimizer.
         """
         self.check()
-        tensors = {"loss": self.loss} | {f"loss_{k}": v for k, v in self.terms.items()}
+        tensors = {"loss": self.loss}
+        for name, value in self.terms.items():
+            tensors[f"loss_{name}"] = value
         tensors["grad_norm"] = self.grad_norm
         # One stacked tensor, so that the host waits once.
-        values: list[float] = torch.stack([v.float() for v in tensors.values()]).tolist()
+        stacked = torch.stack([value.float() for value in tensors.values()])
+        values: list[float] = stacked.tolist()
         numbers = dict(zip(tensors, values, strict=True))
         if self.all_overflows is not None:
             numbers["overflows"] = self.all_overflows
@@ -256,7 +262,9 @@ def write_loss_scale(accelerator: Accelerator, model: nn.Module, saved: Mapping[
     """Set the scale and the steps since it last changed. Does nothing if nothing is scaled."""
     scaler: Any = accelerator.scaler
     if scaler is not None:
-        state = scaler.state_dict() | {"scale": float(saved["scale"]), "_growth_tracker": int(saved["steps"])}
+        state = scaler.state_dict()
+        state["scale"] = float(saved["scale"])
+        state["_growth_tracker"] = int(saved["steps"])
         scaler.load_state_dict(state)
         return
     loss_scaler = _of_deepspeed(accelerator, model)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -340,27 +341,25 @@ def test_checkpoints_that_do_not_verify(accelerator: Accelerator, tmp_path: Path
         start(accelerator, config)
 
 
-def _hold(path: str, ready: Any, done: Any) -> None:
-    lock = locks.acquire(Path(path))
-    ready.set()
-    done.wait(30)
-    lock.close()
+HOLD = """
+import sys
+from pathlib import Path
+from accel_train.store import lock as locks
+lock = locks.acquire(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
 
 
 def test_two_processes_cannot_use_one_directory(accelerator: Accelerator, tmp_path: Path) -> None:
     config = Config(str(tmp_path / "run"))
     start(accelerator, config)
-    context = multiprocessing.get_context("spawn")
-    ready, done = context.Event(), context.Event()
-    other = context.Process(target=_hold, args=(str(tmp_path / "run"), ready, done))
-    other.start()
-    try:
-        assert ready.wait(60)
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "ready\n"
         with pytest.raises(UsageError, match=f"in use by process {other.pid}"):
             start(accelerator, config)
-    finally:
-        done.set()
-        other.join()
 
 
 def test_directories_that_cannot_be_used(accelerator: Accelerator, tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import subprocess
@@ -516,29 +514,26 @@ def test_what_waits_to_be_pushed_stays(run: Path) -> None:
     assert steps_in(run) == [10, 30]
 
 
-def _hold(path: str, ready: Any, done: Any) -> None:
-    with open(path, "a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write("process 7 on host")
-        lock.flush()
-        ready.set()
-        done.wait(60)
+HOLD = """
+import fcntl, sys
+with open(sys.argv[1], "a+") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock.write("process 7 on host")
+    lock.flush()
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
 
 
 def test_a_run_that_trains_is_not_pruned(run: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ready, done = context.Event(), context.Event()
-    other = context.Process(target=_hold, args=(str(run / ".lock"), ready, done))
-    other.start()
-    try:
-        assert ready.wait(60)
+    command = [sys.executable, "-c", HOLD, str(run / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "ready\n"
         with pytest.raises(UsageError, match="in use by process 7 on host"):
             call("prune", run)
         assert call("prune", run, "--dry-run") == 0
         assert steps_in(run) == [10, 20, 30]
-    finally:
-        done.set()
-        other.join()
     assert call("prune", run) == 0
     assert steps_in(run) == [20, 30]
 

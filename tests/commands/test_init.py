@@ -19,6 +19,7 @@ from accel_train.commands.launch import Launch
 from accel_train.config import UsageError
 from accel_train.options.loading import load_config
 from recipes import mmdit, pde
+from tests import zygote
 from tests.distributed.launching import ROOT, environment
 
 PRESETS = ROOT / "recipes" / "presets"
@@ -121,9 +122,11 @@ def test_smoke_pushes_and_tracks_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["mmdit", pytest.param("pde", marks=pytest.mark.slow)])
 def test_smoke_trains_saves_and_evaluates_and_can_be_repeated(recipe: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "--smoke"]
     for _ in range(2):
-        said = run([str(ROOT / "recipes" / f"{recipe}.py"), "--smoke"], tmp_path)
-        assert "step 2/2" in said
+        done = zygote.run(command, cwd=tmp_path, env=environment())
+        assert done.returncode == 0, done.stdout
+        assert "step 2/2" in done.stdout
         (directory,) = (tmp_path / "runs").iterdir()
         assert directory.name == f"{recipe}-demo-smoke"
         assert (directory / "checkpoints" / "checkpoint_00000002" / "manifest.json").exists()

@@ -25,7 +25,7 @@ from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.training import optimizers
 
 VOCABULARY, LENGTH, ROWS = 61, 12, 48
-Kind = Literal["llama", "sd3", "resnet", "gpt"]
+Kind = Literal["llama", "sd3", "resnet", "gpt", "unet"]
 
 
 def llama() -> nn.Module:
@@ -87,7 +87,26 @@ def sd3() -> nn.Module:
     return model
 
 
-MODELS: dict[Kind, Callable[[], nn.Module]] = {"llama": llama, "sd3": sd3, "resnet": resnet, "gpt": gpt}
+def unet() -> nn.Module:
+    """Attention and the last layer are trained. It has no UpBlock2D, which its class names to be sharded by."""
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".attn" in name or name.startswith("conv_out"))
+    return model
+
+
+MODELS: dict[Kind, Callable[[], nn.Module]] = {"llama": llama, "sd3": sd3, "resnet": resnet, "gpt": gpt, "unet": unet}
 
 
 def rows(kind: Kind) -> list[dict[str, Tensor]]:
@@ -112,8 +131,15 @@ def losses(model: nn.Module, kind: Kind, batch: dict[str, Tensor]) -> Tensor:
     if kind == "resnet":
         return F.cross_entropy(model(batch["image"]).logits.float(), batch["label"], reduction="none")
     time = torch.full((len(batch["latent"]),), 500.0)
+    if kind == "unet":
+        return (model(batch["latent"], time, batch["text"]).sample.float() - batch["target"]).square().mean((1, 2, 3))
     output = model(batch["latent"], batch["text"], batch["pooled"], time, return_dict=False)[0]
     return (output.float() - batch["target"]).square().mean((1, 2, 3))
+
+
+def few(data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Two rows, as an example of the inputs."""
+    return {name: torch.stack([row[name] for row in data[:2]]) for name in data[0]}
 
 
 def build(kind: Kind, directory: str | None, dtype: torch.dtype) -> nn.Module:
@@ -158,7 +184,7 @@ def main(argv: Sequence[str]) -> int:
     if config.base is not None:
         model = build(config.kind, config.base, dtype)
         base = PretrainedBase(config.base, Path(config.base), ("model.safetensors",))
-    prepared = preparation.prepare(opened, model, base=base)
+    prepared = preparation.prepare(opened, model, base=base, example=partial(losses, kind=config.kind, batch=few(data)))
     model, optimizer = prepared.model, prepared.optimizer
     with loop.training(opened, prepared, data, order, lambda _: None) as training:
         for batches in training:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
 from accel_train.config import UsageError
 from accel_train.speed import attention
 from accel_train.speed.attention_table import AttentionNeeds
+from tests import zygote
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.distributed
@@ -105,7 +106,7 @@ def work(rank: int, folder: str) -> None:
 def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, str]]]:
     """Of each case what both processes chose, and why."""
     folder = tmp_path_factory.mktemp("agreement")
-    multiprocessing.spawn(work, (str(folder),), nprocs=2)  # type: ignore[no-untyped-call]
+    zygote.call(work, 2, str(folder))
     both = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return {name: [tuple(found[name]) for found in both] for name in CASES}
 

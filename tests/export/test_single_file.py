@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
-from accel_train.domains.pde.transformer import PdeTransformer, PdeTransformerConfig
+from accel_train.domains.pde.shape import PdeTransformerConfig
+from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.export import single_file as subject
 from accel_train.export.single_file import NotSelfContainedError, SingleFile, single_file
 

@@ -23,8 +23,13 @@ ELSEWHERE = {
     "F54": "a loader worker that dies or hangs is not injected yet",
 }
 """Rows without a line, and why."""
-ROWS = [*(f"F{number}" for number in range(1, 59)), *(f"R{number}" for number in range(1, 7))]
-"""The matrix of faults, and the rows that a review added to it."""
+ROWS = [
+    *(f"F{number}" for number in range(1, 59)),
+    *(f"R{number}" for number in range(1, 9)),
+    *(f"D{number}" for number in range(1, 10)),
+    *("I47", "I48", "I52"),
+]
+"""The matrix of faults, the rows that a review added to it, and those of pictures and their caches."""
 
 Line = tuple[str, str, str, str]
 """Row, what is injected, what comes of it, the test."""

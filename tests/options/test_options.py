@@ -145,6 +145,11 @@ data.encoder_max_length
 data.encoder_batch_size
 data.latents
 data.cache_dir
+pictures.latents
+pictures.size
+pictures.patch
+pictures.samples
+pictures.leave_out
 modes.mode
 modes.weights
 modes.phases
@@ -155,6 +160,12 @@ latent.kind
 latent.schedule
 latent.prediction
 latent.loss
+times.density
+times.logit_mean
+times.logit_std
+times.mode_scale
+times.shift
+times.weighting
 evaluation.every
 evaluation.samples
 evaluation.batch_size
@@ -165,6 +176,7 @@ evaluation.text.temperature
 evaluation.text.guidance
 evaluation.latent.steps
 evaluation.latent.guidance
+evaluation.latent.shift
 """
 """Adding, renaming or removing an option is a decision that people's files and scripts feel: change it here too."""
 
@@ -239,7 +251,6 @@ model.num_hidden_layers
 model.num_attention_heads
 model.num_key_value_heads
 model.tie_word_embeddings
-model.attn_implementation
 lora.rank
 lora.alpha
 lora.variant

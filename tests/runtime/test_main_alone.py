@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
 from accel_train.runtime.main_alone import OtherProcessError, failing_together, on_main
-from tests.waiting import PATIENCE_SECONDS
+from tests import zygote
 
 
 class NeedsTwoError(Exception):
@@ -59,15 +58,7 @@ def outcomes(folder: Path, target: Callable[[int, Path, int], None]) -> list[lis
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=target, args=(rank, folder, port)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(PATIENCE_SECONDS)
-        process.kill()
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
+    zygote.call(target, 2, folder, port)
     return [(folder / f"rank{rank}").read_text().splitlines() for rank in range(2)]
 
 

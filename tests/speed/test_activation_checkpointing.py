@@ -380,3 +380,31 @@ def test_compiled_blocks_compute_attention_on_the_memory_it_was_given(mode: str,
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1e-4
     assert "context_fn" not in done.stderr
+
+
+# ------------------------------------------------------------------------------------------ models of other libraries
+@pytest.mark.parametrize("kind", ["llama", "gpt", "sd3", "unet"])
+def test_blocks_of_other_libraries_are_recomputed_once_with_the_same_gradients(kind: Any) -> None:
+    from tests.distributed import foreign_models
+
+    torch.manual_seed(0)
+    model = foreign_models.MODELS[kind]().train()
+    batch = foreign_models.few(foreign_models.rows(kind))
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(foreign_models.losses(model, kind, batch).sum(), parameters)
+
+    expected = gradients()
+    blocks = blocks_of(model)
+    inner = [module for block in blocks for module in block.modules() if list(module.parameters(recurse=False))]
+    runs: list[nn.Module] = []
+    for module in inner:
+        module.register_forward_hook(lambda module, *_: runs.append(module))
+    apply_activation_checkpointing(model, ActivationCheckpointingConfig("full"))
+    found = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    # A block within a block would be recomputed again in each recomputation of the outer one.
+    assert max(runs.count(module) for module in set(inner)) == 2
+    names = {type(block).__name__ for block in blocks}
+    assert kind != "unet" or names == {"BasicTransformerBlock", "ResnetBlock2D", "CrossAttnUpBlock2D"}

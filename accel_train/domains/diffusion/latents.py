@@ -168,7 +168,8 @@ def _linear_alpha_bar(t: Tensor) -> Tensor:
     start = (1 - _FIRST_BETA) / difference + 1
     steps = t * _DDPM_STEPS
     # The Gamma functions overflow by themselves, so the product is computed as a logarithm.
-    return (steps * math.log(difference) + math.lgamma(start) - torch.lgamma(start - steps)).exp()
+    logarithm = steps * math.log(difference) + math.lgamma(start) - torch.lgamma(start - steps)
+    return logarithm.exp()
 
 
 def _cosine_alpha_bar(t: Tensor) -> Tensor:
@@ -179,7 +180,8 @@ def _cosine_alpha_bar(t: Tensor) -> Tensor:
     scale = 1 + _COSINE_OFFSET
     start = _COSINE_OFFSET / scale * math.pi / 2
     angle = start + t / scale * math.pi / 2
-    return (angle.cos() / math.cos(start)).square().clamp(min=_MIN_ALPHA_BAR)
+    alpha_bar = (angle.cos() / math.cos(start)).square()
+    return alpha_bar.clamp(min=_MIN_ALPHA_BAR)
 
 
 def _coefficients_like(latents: Tensor, time: Tensor, config: LatentDiffusionConfig) -> tuple[Tensor, Tensor]:

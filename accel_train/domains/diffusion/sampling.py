@@ -83,7 +83,8 @@ def sample_text(
         draws = rng.uniform(keys, (*tokens.shape[1:], 2))  # (B, S, 2): unmask or not, and the token
         stay_masked = mask_probability(next_time) / mask_probability(time)
         unmasked = masked & (draws[..., 0] >= stay_masked.unsqueeze(-1))
-        state[unmasked] = _draw_tokens(logits[unmasked], draws[..., 1][unmasked], mask_id, config.temperature)
+        of_tokens = draws[..., 1][unmasked]
+        state[unmasked] = _draw_tokens(logits[unmasked], of_tokens, mask_id, config.temperature)
         masked = masked & ~unmasked
     return state
 
@@ -137,7 +138,8 @@ def _draw_tokens(
 def _times(steps: int, like: Tensor, shift: float = 1.0) -> list[Tensor]:
     """Return steps + 1 times from 1 to 0, each (B,) float32."""
     batch_size = like.shape[0]
-    even = [torch.full((batch_size,), 1 - k / steps, device=like.device) for k in range(steps + 1)]
+    times = [1 - k / steps for k in range(steps + 1)]
+    even = [torch.full((batch_size,), time, device=like.device) for time in times]
     return [shifted(time, shift) for time in even]
 
 

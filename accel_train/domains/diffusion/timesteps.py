@@ -173,7 +173,8 @@ def _lattice_multiplier(count: int) -> int:
     Searches the 64 candidates nearest the golden section.
     """
     golden = count * (math.sqrt(5) - 1) / 2
-    coprime = (a for a in range(1, count + 1) if math.gcd(a, count) == 1)
+    numbers = range(1, count + 1)
+    coprime = [a for a in numbers if math.gcd(a, count) == 1]
     candidates = sorted(coprime, key=lambda a: abs(a - golden))[:_LATTICE_CANDIDATES]
     # Hermite's bound: no shortest vector is longer than sqrt(2 / sqrt(3) count).
     longest = math.isqrt(2 * count)

@@ -139,7 +139,10 @@ def prepare_pictures(
 
 def _shapes(config: PictureConfig) -> Parts:
     yield "train", Captioned(*shapes.pictures(SHAPES_SEED, config.samples, config.size))
-    yield "heldout", Captioned(*shapes.pictures(SHAPES_SEED, HELDOUT_SHAPES, config.size, heldout=True))
+    captions, pictures = shapes.pictures(SHAPES_SEED, HELDOUT_SHAPES, config.size, heldout=True)
+    # One of each: held-out texts are sorted, and the first ones would all have the same few captions.
+    first = [index for index, caption in enumerate(captions) if caption not in captions[:index]]
+    yield "heldout", Captioned([captions[index] for index in first], pictures[first])
 
 
 def _emoji(config: PictureConfig, heldout_fraction: float) -> Parts:

@@ -99,6 +99,11 @@ def caption_of_row(row: Mapping[str, Any], column: str | None, place: str) -> st
     return " ".join(texts[0].split()) if texts else None
 
 
+def is_saved_dataset(folder: Path) -> bool:
+    """Return True for a folder of ``dataset.save_to_disk``."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
 def left_out_notices(left_out: Sequence[LeftOut]) -> list[str]:
     """Return a line for each reason, with its count and the first names. The most frequent first."""
     notices: list[str] = []

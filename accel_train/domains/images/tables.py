@@ -10,7 +10,7 @@ from typing import Any, cast
 from accel_train.config import UsageError, expand_path
 from accel_train.data.sharded_table import ShardedTable
 from accel_train.data.shards import ShardIndex, index_shards
-from accel_train.domains.images.sources import CAPTION_COLUMNS, Entry, Listing, Source, caption_of_row
+from accel_train.domains.images.sources import CAPTION_COLUMNS, Entry, Listing, Source, caption_of_row, is_saved_dataset
 from accel_train.wording import did_you_mean, nearest
 
 CACHE_BYTES = 2**28
@@ -106,10 +106,6 @@ def list_dataset(source: Source) -> Listing:
         caption = caption_of_row(fields, source.caption_column, name)
         entries.append(Entry(name, caption, RowBytes(pictures, row, image_column)))
     return Listing(entries)
-
-
-def is_saved_dataset(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _load(source: Source) -> Any:

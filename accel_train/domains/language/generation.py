@@ -41,7 +41,8 @@ class KeyedDraw:
         sample = torch.full((len(scores),), self.drawing.sample, device=scores.device)
         keys = rng.sample_keys(self.drawing.seed, self.drawing.stream, position, sample)
         drawn = rng.categorical(keys, scores.double().softmax(-1))
-        return torch.full_like(scores, -torch.inf).scatter_(1, drawn[:, None], 0.0)
+        ruled_out = torch.full_like(scores, -torch.inf)
+        return ruled_out.scatter_(1, drawn[:, None], 0.0)
 
 
 def continue_tokens(
@@ -60,7 +61,8 @@ def continue_tokens(
     goes on computing.
     """
     generator: Any = model
-    ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    ids = torch.tensor([list(prompt)], device=device)
     with torch.no_grad():
         written = generator.generate(
             input_ids=ids,

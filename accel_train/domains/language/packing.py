@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel_train.data.datasets import Batch
 from accel_train.domains.language.templates import Encoded
 
 IGNORED = -100
@@ -81,7 +82,9 @@ class TokenDataset:
             trained.extend(text.trained)
             lengths.append(len(text.ids))
         self.packing = packing
-        self._rows = pack(lengths, max_length) if packing else [[index] for index in range(len(lengths))]
+        self._rows = [[index] for index in range(len(lengths))]
+        if packing:
+            self._rows = pack(lengths, max_length)
         self._ids = torch.from_numpy(np.frombuffer(ids, np.int32))
         self._trained = torch.from_numpy(np.frombuffer(trained, np.bool_))
         self._offsets = [0, *itertools.accumulate(lengths)]
@@ -92,10 +95,11 @@ class TokenDataset:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: rows[0] for name, rows in self.batch([index]).items()}
+    def __getitem__(self, index: int) -> Batch:
+        batch = self.batch([index])
+        return {name: rows[0] for name, rows in batch.items()}
 
-    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+    def batch(self, indices: list[int]) -> Batch:
         """Return these rows, (B, S) each, and their length (B,)."""
         shape = (len(indices), self._max_length)
         ids = torch.full(shape, self._pad_id)
@@ -121,12 +125,18 @@ class TokenDataset:
 
     def length(self, index: int) -> int:
         """Return the number of tokens of a row without padding."""
-        return sum(self._offsets[text + 1] - self._offsets[text] for text in self._rows[index])
+        length = 0
+        for text in self._rows[index]:
+            length += self._offsets[text + 1] - self._offsets[text]
+        return length
 
-    def trim(self, batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
+    def trim(self, batch: Mapping[str, Tensor], length: int) -> Batch:
         """Crop the rows to ``length`` tokens. The caller knows that none is longer."""
-        rows = {name: values[:, :length].contiguous() for name, values in batch.items() if values.dim() == 2}
-        return {**batch, **rows}
+        trimmed = dict(batch)
+        for name, values in batch.items():
+            if values.dim() == 2:
+                trimmed[name] = values[:, :length].contiguous()
+        return trimmed
 
     def targets(self) -> Tensor:
         """Return every token that is a target, (n,) int64."""

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel_train.data.datasets import Batch
 from accel_train.domains.language.packing import IGNORED
 
 METRICS = ("nll", "perplexity", "accuracy", "unigram_perplexity")
 
 
-def targets(batch: Mapping[str, Tensor]) -> Tensor:
+def targets(batch: Batch) -> Tensor:
     """Return the label of the next token at each place, (B, S), -100 where none counts, as after the last one.
 
     Rows of weight 0, which only keep the processes in step, count nowhere.
@@ -25,10 +26,11 @@ def targets(batch: Mapping[str, Tensor]) -> Tensor:
 def loss_sum(logits: Tensor, expected: Tensor) -> Tensor:
     """Sum the cross entropy in fp32, in nats, of logits (B, S, V) against targets (B, S)."""
     # All logits, because a slice of them would be copied, forward and backward.
-    return F.cross_entropy(logits.flatten(0, 1).float(), expected.flatten(), ignore_index=IGNORED, reduction="sum")
+    flat = logits.flatten(0, 1).float()
+    return F.cross_entropy(flat, expected.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def metric_sums(logits: Tensor, batch: Mapping[str, Tensor], unigram: Tensor) -> dict[str, Tensor]:
+def metric_sums(logits: Tensor, batch: Batch, unigram: Tensor) -> dict[str, Tensor]:
     """Sum over the targets of a batch. ``unigram`` (V,) is the log-probability of each token without a context."""
     expected = targets(batch)
     counted = expected != IGNORED
@@ -67,11 +69,11 @@ def summary(metrics: Mapping[str, float]) -> str:
     )
 
 
-def trained_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+def trained_tokens(batch: Batch) -> Tensor:
     """Count the targets of a batch: its weight in the loss."""
     return (targets(batch) != IGNORED).sum().float()
 
 
-def real_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+def real_tokens(batch: Batch) -> Tensor:
     """Count the tokens of a batch without padding and without rows of weight 0."""
     return (batch["length"] * batch["weight"]).sum()

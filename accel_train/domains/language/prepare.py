@@ -12,10 +12,11 @@ from torch import Tensor
 
 from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
 from accel_train.data.artifacts import open_cache
+from accel_train.data.text_sources import BadRows
 from accel_train.domains.language import packing, rows, templates, tokenizers
 from accel_train.domains.language.packing import TokenDataset
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.rows import BadRows, Row, SampleBy
+from accel_train.domains.language.rows import Row, SampleBy
 
 DEFAULT_VOCAB_SIZE = 2048
 
@@ -33,7 +34,7 @@ class DataConfig:
     text_column: str = "text"
     """Field or column of plain text."""
     sample_by: SampleBy = "line"
-    """What a row of a .txt file is: a line, a paragraph between empty lines, or the whole file."""
+    """Unit of a row in a .txt file: a line, a paragraph (separated by empty lines), or the whole file."""
     heldout_path: str | None = None
     """Held-out rows: any source accepted by `path`. null: heldout_fraction of `path`."""
     heldout_fraction: FractionBelowOne = 0.04
@@ -46,11 +47,11 @@ class DataConfig:
     vocab_size: PositiveInt | None = None
     """Pieces of the trained tokenizer, 300 or more. null: 2048."""
     chat_template: str | None = None
-    """Jinja file to write chats with, in place of the tokenizer's own template."""
+    """Jinja file with a chat template that replaces the tokenizer's."""
     max_length: PositiveInt = 256
-    """Tokens of a row. Longer plain texts are split, longer chats and completions are cut at their end."""
+    """Tokens of a row. Longer plain texts are split, longer chats and completions are truncated."""
     packing: bool = True
-    """Put several texts into a row, as many as fit. None sees another, and the loss is that of the texts alone."""
+    """Pack as many texts into a row as fit. They do not attend to each other; the loss is that of separate texts."""
     cache_dir: str | None = None
     """Cache of trained tokenizers between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
 
@@ -133,8 +134,8 @@ def _read_splits(config: DataConfig, bad: BadRows) -> tuple[list[Row], list[Row]
 
     if config.heldout_path is not None:
         heldout = read(config.heldout_path)
-        keys = {rows.content_key(row) for row in heldout}
-        train = [row for row in read(config.path) if rows.content_key(row) not in keys]
+        keys = {rows.content_key(row.content) for row in heldout}
+        train = [row for row in read(config.path) if rows.content_key(row.content) not in keys]
     else:
         train, heldout = rows.split_heldout(read(config.path), config.heldout_fraction)
     if not train or not heldout:
@@ -158,7 +159,8 @@ def _tokenise(config: DataConfig, found: Sequence[Row], tokenizer: Any, bad: Bad
             is_plain = row.text is not None
             split += too_long and is_plain
             cut += too_long and not is_plain
-            kept = [piece for piece in packing.fit(encoded, config.max_length, split=is_plain) if any(piece.trained)]
+            pieces = packing.fit(encoded, config.max_length, split=is_plain)
+            kept = [piece for piece in pieces if any(piece.trained)]
             yield from kept
             if not kept:
                 why = f"the first {config.max_length} tokens" if too_long else f"its {len(encoded.ids)} tokens"

@@ -6,33 +6,31 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accel_train.config import PositiveInt, UsageError
-from accel_train.domains.models.lora import CONFIG_FILE, LoraConfig, adapter_config, apply_lora
+from accel_train.domains.models.lora import CONFIG_FILE, CPU, LoraConfig, adapter_config, apply_lora
+from accel_train.precision import Precision
 from accel_train.store.atomic_files import write_json
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.wording import did_you_mean, nearest
 
-AttnImplementation = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"]
-FLASH = "flash_attention_2"
 SCRATCH = "llama"
 NO_ADAPTERS = LoraConfig()
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A causal language model of transformers, by the names of its options there."""
+    """Causal language model of transformers. The options have their transformers names."""
 
     source: str | None = None
-    """Pretrained weights to go on from: a Hub id or a folder. null: from scratch, by `config`."""
+    """Pretrained weights: a Hub id or a folder. null: train from scratch, with `config`."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub id, of its tokenizer as well."""
+    """Branch, tag or commit of a Hub id, also for its tokenizer."""
     config: str = SCRATCH
     """Architecture from scratch: a model type of transformers (llama, gpt2, qwen3), or the Hub id or folder of a
     config.json, whose weights are not read."""
@@ -43,14 +41,11 @@ class ModelConfig:
     num_hidden_layers: PositiveInt | None = None
     """Number of blocks, from scratch."""
     num_attention_heads: PositiveInt | None = None
-    """Heads of attention, from scratch."""
+    """Attention heads, from scratch."""
     num_key_value_heads: PositiveInt | None = None
-    """Heads of keys and values, from scratch: fewer than num_attention_heads for grouped queries."""
+    """Key and value heads, from scratch: fewer than num_attention_heads for grouped-query attention."""
     tie_word_embeddings: bool | None = None
-    """Use the input embeddings as output layer, from scratch."""
-    attn_implementation: AttnImplementation = "auto"
-    """Attention of transformers. auto: sdpa, or eager for a model without it. flash_attention_2 needs flash-attn, a
-    GPU and bf16 or fp16; it packs without a mask. flex_attention needs a GPU."""
+    """Tie the output layer to the input embeddings, from scratch."""
 
     def __post_init__(self) -> None:
         if self.source is None:
@@ -152,16 +147,23 @@ def _refuse_unknown_sizes(options: ModelConfig, known: Any) -> None:
 
 
 def build(
-    options: ModelConfig, config: Any, device: torch.device, *, load_source: bool, adapters: LoraConfig = NO_ADAPTERS
+    options: ModelConfig,
+    config: Any,
+    *,
+    load_source: bool,
+    adapters: LoraConfig = NO_ADAPTERS,
+    precision: Precision = "fp32",
+    device: torch.device = CPU,
 ) -> nn.Module:
-    """Return the model with its adapters, if there are any.
+    """Return the model with its adapters, if there are any. It attends by sdpa, or by eager if it has no other.
+
+    ``precision`` is that of the computation, and ``device`` where a base of 8 or 4 bits is quantised.
 
     Its weights are those of ``source``, if there is one and ``load_source`` or adapters, and else random. Raises
-    ``UsageError`` for an attention that cannot run on ``device``, for weights that are not there, and for adapters that
-    do not fit.
+    ``UsageError`` for weights that are not there, and for adapters that do not fit.
     """
-    model = _build(options, config, device, load_source=load_source or adapters.rank > 0)
-    apply_lora(model, adapters)
+    model = _build(options, config, load_source=load_source or adapters.rank > 0)
+    apply_lora(model, adapters, precision, device)
     return model
 
 
@@ -178,32 +180,39 @@ def base_of(options: ModelConfig, config: Any, adapters: LoraConfig) -> Pretrain
     """Return the files of the frozen weights, None where nothing is frozen. Raises ``UsageError`` if they are gone."""
     if adapters.rank == 0 or options.source is None:
         return None
+    return find_base(options.source, getattr(config, "_commit_hash", None) or options.revision)
+
+
+def find_base(source: str, revision: str | None) -> PretrainedBase:
+    """Return the files with the weights of a folder or Hub id. Raises ``UsageError``."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-    found: Any = partial(cached_file, options.source, revision=options.revision)
-    single = found(SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
-    files: Any = [single]
-    if single is None:
-        index = found(SAFE_WEIGHTS_INDEX_NAME)
-        files, _ = get_checkpoint_shard_files(options.source, index, revision=options.revision)
+    try:
+        single = cached_file(source, SAFE_WEIGHTS_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
+        files: Any = [single]
+        if single is None:
+            index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
+            files, _ = get_checkpoint_shard_files(source, index, revision=revision)
+    except Exception as error:  # failures of hub, network and files have no common type
+        raise UsageError(_not_loaded(source, error)) from None
     paths = [Path(file) for file in files]
     names = tuple(path.name for path in paths)
-    revision = getattr(config, "_commit_hash", None) or options.revision
-    return PretrainedBase(options.source, paths[0].parent, names, revision)
+    # A run may be loaded from another directory than it was started in.
+    folder = Path(source)
+    named = str(folder.absolute()) if folder.is_dir() else source
+    return PretrainedBase(named, paths[0].parent, names, revision)
 
 
-def _build(options: ModelConfig, config: Any, device: torch.device, *, load_source: bool) -> nn.Module:
-    name = resolve_attention(options.attn_implementation, device)
+def _build(options: ModelConfig, config: Any, *, load_source: bool) -> nn.Module:
     # The meta device is where parameters are counted, and takes no weights.
     reads = load_source and options.source is not None and torch.get_default_device().type != "meta"
     try:
-        return _make(options, config, name, reads)
+        # Named, because a config.json may name kernels on the Hub, which are code.
+        return _make(options, config, "sdpa", reads)
     except (ImportError, ValueError, OSError) as error:
         if not re.search(r"attention|attn", str(error), re.IGNORECASE):
             raise UsageError(_not_loaded(options.source or options.config, error)) from None
-        if options.attn_implementation != "auto":
-            raise UsageError(_no_attention(name, error)) from None
     return _make(options, config, "eager", reads)
 
 
@@ -234,13 +243,6 @@ def _make(options: ModelConfig, config: Any, attention: str, reads: bool) -> nn.
     return model.train()
 
 
-def _no_attention(name: str, error: Exception) -> str:
-    return (
-        f"--model.attn_implementation {name}: {' '.join(str(error).split())[:300]}. Use auto or eager, or install what "
-        "it needs (flash_attention_2: pip install 'accel-train[flash]')."
-    )
-
-
 def _refuse_missing(source: str, found: Mapping[str, Any]) -> None:
     missing = sorted(found["missing_keys"])
     if missing:
@@ -250,32 +252,10 @@ def _refuse_missing(source: str, found: Mapping[str, Any]) -> None:
         )
 
 
-def resolve_attention(name: AttnImplementation, device: torch.device) -> str:
-    """Return transformers' name. Raises ``UsageError`` for one that does not run on ``device``."""
-    if name == "auto":
-        return "sdpa"
-    if name in (FLASH, "flex_attention") and device.type != "cuda":
-        raise UsageError(
-            f"--model.attn_implementation {name}: needs a GPU for training, this run is on {device.type}. Use sdpa, "
-            "eager or auto."
-        )
-    return name
-
-
 def attention_of(model: nn.Module) -> str:
     """Return the name of the attention that transformers chose for a model."""
     config: Any = model.config
     return config._attn_implementation
-
-
-def describe_attention(options: ModelConfig, model: nn.Module) -> str:
-    """Return a notice of the attention and why it is that one."""
-    name = attention_of(model)
-    if options.attn_implementation != "auto":
-        return f"attention of transformers: {name}, as asked"
-    if name == "sdpa":
-        return "attention of transformers: sdpa (auto: this model has it)"
-    return f"attention of transformers: {name} (auto: this model has no sdpa)"
 
 
 def logits(model: nn.Module, inputs: Mapping[str, Tensor], *, packing: bool, attention: str) -> Tensor:
@@ -288,19 +268,32 @@ def logits(model: nn.Module, inputs: Mapping[str, Tensor], *, packing: bool, att
     shape = ids.shape
     if packing:
         named["position_ids"] = inputs["position_ids"]
-        if attention == FLASH:
-            # Its kernel for varying lengths takes one row: all rows one after another.
+        if "flash" in attention:
+            # The kernel for varying lengths takes one row: all rows one after another.
             ids = ids.reshape(1, -1)
             named["position_ids"] = named["position_ids"].reshape(1, -1)
     output = model(input_ids=ids, use_cache=False, **named)
     return output.logits.reshape(*shape, -1)
 
 
+def attention_example(model: nn.Module, *, packing: bool) -> Tensor:
+    """Call the model on one row, of two texts with ``packing``, so that its attention can be proven as it is used."""
+    return logits(model, _two_texts(model), packing=packing, attention=attention_of(model))
+
+
+def _two_texts(model: nn.Module) -> dict[str, Tensor]:
+    """A row of a text of 9 tokens and one of 7."""
+    plain: Any = model
+    ids = torch.arange(1, 17, device=plain.device).remainder(plain.config.vocab_size)
+    positions = torch.cat([torch.arange(9), torch.arange(7)]).to(plain.device)
+    return {"input_ids": ids[None], "position_ids": positions[None]}
+
+
 def check_packing(model: nn.Module) -> str:
     """Prove that texts packed into one row do not see each other, and return a notice with the largest difference.
 
-    Three forwards of two short texts, before the model is sharded. Raises ``UsageError`` for a model that cannot take
-    them: a recurrent state, or positions that it does not read.
+    Three forwards of two short texts, before the model is sharded, with sdpa or eager, as it was built. Raises
+    ``UsageError`` for a model that cannot take them: a recurrent state, or positions that it does not read.
     """
     name = type(model).__name__
     remedy = "Set --data.no_packing, and --loader.bucket_by_length to save padding."
@@ -308,12 +301,7 @@ def check_packing(model: nn.Module) -> str:
     if getattr(model, "_is_stateful", False) or not takes_positions:
         reason = "keeps a state over the whole row" if takes_positions else "takes no position_ids"
         raise UsageError(f"--data.packing: {name} {reason}, so one text of a row would see another. {remedy}")
-    config: Any = model.config
-    ids = torch.arange(1, 17).remainder(config.vocab_size).reshape(1, 16)
-    positions = torch.cat([torch.arange(9), torch.arange(7)]).reshape(1, 16)
-    attention = attention_of(model)
-    proven_with = attention if attention in ("eager", "sdpa") else "sdpa"
-    apart, together = _forwards(model, ids, positions, proven_with)
+    apart, together = _forwards(model, **_two_texts(model))
     error = float((apart - together).abs().max() / apart.abs().max())
     if not error < 1e-4:
         raise UsageError(
@@ -324,20 +312,15 @@ def check_packing(model: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _forwards(model: Any, ids: Tensor, positions: Tensor, attention: str) -> tuple[Tensor, Tensor]:
+def _forwards(model: nn.Module, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits of the texts alone, one after the other, and those of the packed row."""
-    before = attention_of(model)
     training = model.training
     model.eval()
-    if before != attention:
-        model.set_attn_implementation(attention)
     try:
-        parts = [model(input_ids=part, use_cache=False).logits for part in (ids[:, :9], ids[:, 9:])]
-        together = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        parts = [model(input_ids=part, use_cache=False).logits for part in (input_ids[:, :9], input_ids[:, 9:])]
+        together = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
     finally:
         model.train(training)
-        if before != attention:
-            model.set_attn_implementation(before)
     return torch.cat(parts, 1), together
 
 

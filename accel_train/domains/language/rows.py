@@ -5,9 +5,6 @@ Every error names its place: file:line, or the row's index in a dataset.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +12,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accel_train.config import UsageError, expand_path
+from accel_train.data import text_sources
+from accel_train.data.text_sources import (
+    TABLE_FILES,
+    BadRows,
+    content_key,
+    hub_dataset,
+    is_saved_dataset,
+    json_rows,
+    saved_dataset,
+    table,
+)
 from accel_train.wording import nearest
 
 SampleBy = Literal["line", "paragraph", "document"]
 DEMO_FILE = Path(__file__).parents[1] / "text" / "demo" / "shakespeare.txt"
 JSON_FILES = (".jsonl", ".ndjson")
-TABLE_FILES = (".parquet", ".csv")
 FILES = (*JSON_FILES, ".txt", *TABLE_FILES)
-HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
 
 
 @dataclass(frozen=True)
@@ -47,23 +53,6 @@ class Row:
         if self.prompt is not None:
             return f"{self.prompt}{self.completion}"
         return "\n".join(str(message.get("content") or "") for message in self.messages)
-
-
-class BadRows:
-    """Counter of unusable rows. The first row beyond the limit raises ``UsageError``."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.count = 0
-
-    def add(self, place: str, reason: str) -> None:
-        """Count one row, or raise with its place and the reason."""
-        self.count += 1
-        if self.count > self.limit:
-            raise UsageError(
-                f"--data.path: {place}: {reason}. Correct the row, or raise --data.max_bad_rows (now {self.limit}) to "
-                "leave bad rows out."
-            )
 
 
 def read_rows(path: str, *, split: str, text_column: str, sample_by: SampleBy, bad: BadRows) -> list[Row]:
@@ -143,12 +132,12 @@ def _source(
     if path == "demo":
         return _text_rows(DEMO_FILE, text_column, sample_by)
     if is_hub_id(path):
-        return _dataset_rows(_hub_dataset(path, split), path)
+        return _dataset_rows(hub_dataset(path, split), path)
     source = expand_path(path)
     if not source.exists():
         raise UsageError(f"--data.path {path!r}: {source} does not exist. Give a file or folder that exists.")
-    if source.is_dir() and any((source / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return _dataset_rows(_saved_dataset(source, split), path)
+    if is_saved_dataset(source):
+        return _dataset_rows(saved_dataset(source, split), path)
     if split != "train":
         raise UsageError(f"--data.split {split!r} has no effect with --data.path {path!r}: files have no splits.")
     return _rows_of_files(_files(source), text_column, sample_by, bad)
@@ -156,8 +145,7 @@ def _source(
 
 def is_hub_id(path: str) -> bool:
     """Return True for owner/name or owner/name:configuration that is no path here."""
-    # A misspelt file name must not become a request to the Hub.
-    return not os.path.lexists(expand_path(path)) and HUB_ID.match(path) is not None and not path.endswith(FILES)
+    return text_sources.is_hub_id(path, FILES)
 
 
 def _files(source: Path) -> list[Path]:
@@ -178,9 +166,9 @@ def _rows_of_files(
         if file.suffix == ".txt":
             yield from _text_rows(file, text_column, sample_by)
         elif file.suffix in TABLE_FILES:
-            yield from _dataset_rows(_table(file), str(file))
+            yield from _dataset_rows(table(file), str(file))
         else:
-            yield from _json_rows(file, bad)
+            yield from json_rows(_lines(file), bad)
 
 
 def _read_text(file: Path) -> str:
@@ -203,76 +191,16 @@ def _text_rows(file: Path, text_column: str, sample_by: SampleBy) -> Iterator[tu
             yield f"{file}:{sample_by} {number}", {text_column: part}
 
 
-def _json_rows(file: Path, bad: BadRows) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
     # Not `splitlines`: JSON may hold other characters that end a line for Python.
     for number, line in enumerate(_read_text(file).split("\n"), 1):
-        if not line.strip():
-            continue
-        place = f"{file}:{number}"
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            bad.add(place, f"not JSON ({error}); one object a line is required")
-            continue
-        if isinstance(fields, dict):
-            yield place, fields
-        else:
-            bad.add(place, f"a JSON {type(fields).__name__}, not an object; one object a line is required")
-
-
-def _table(file: Path) -> Any:
-    # Not with `datasets.load_dataset`: its cache is keyed by path and time, not by content.
-    import datasets
-    from pyarrow import csv, parquet
-
-    try:
-        read = csv.read_csv if file.suffix == ".csv" else parquet.read_table
-        table: Any = read(file)
-        return datasets.Dataset(table)
-    except Exception as error:  # damaged files raise half a dozen types
-        raise UsageError(f"--data.path: {file} cannot be read ({type(error).__name__}: {error}).") from None
-
-
-def _saved_dataset(folder: Path, split: str) -> Any:
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # damaged Arrow files raise half a dozen types
-        raise UsageError(
-            f"--data.path {str(folder)!r} cannot be read as a saved dataset ({type(error).__name__}: {error}). Save "
-            "it again with dataset.save_to_disk."
-        ) from None
-    if not isinstance(loaded, datasets.DatasetDict):
-        return loaded
-    if split not in loaded:
-        raise UsageError(f"--data.split {split!r}: {folder} has the splits {sorted(loaded)}. Name one of them.")
-    return loaded[split]
-
-
-def _hub_dataset(path: str, split: str) -> Any:
-    import datasets
-
-    name, _, configuration = path.partition(":")
-    try:
-        return datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:  # name, network, permission, split or script
-        raise UsageError(
-            f"--data.path {path!r}, --data.split {split!r}: no such file or folder, and the Hub answered "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give a file, or a Hub id (owner/name or "
-            "owner/name:configuration) whose data are plain files."
-        ) from None
+        if line.strip():
+            yield f"{file}:{number}", line
 
 
 def _dataset_rows(dataset: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for index, fields in enumerate(dataset):
         yield f"row {index} of {name}", fields
-
-
-def content_key(row: Row) -> bytes:
-    """Hash the words of a row alone: rows that differ in case, space or punctuation have the same key."""
-    words = " ".join(re.findall(r"\w+", row.content.casefold())) or row.content
-    return hashlib.sha256(words.encode("utf-8", "surrogatepass")).digest()
 
 
 def split_heldout(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:
@@ -284,9 +212,10 @@ def split_heldout(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list
     train: list[Row] = []
     heldout: list[tuple[bytes, int, Row]] = []
     for number, row in enumerate(rows):
-        key = content_key(row)
+        key = content_key(row.content)
         if int.from_bytes(key[:8], "big") < fraction * 2**64:
             heldout.append((key, number, row))
         else:
             train.append(row)
-    return train, [row for _, _, row in sorted(heldout, key=lambda item: item[:2])]
+    heldout.sort(key=lambda item: item[:2])
+    return train, [row for _, _, row in heldout]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,29 +14,27 @@ from accel_train.domains.language import generation
 from accel_train.domains.language.packing import TokenDataset
 from accel_train.domains.language.prepare import LanguageData
 from accel_train.metrics import evaluation
-from accel_train.store.atomic_files import replace_file
-
-logger = logging.getLogger(__name__)
+from accel_train.metrics.recorder import quoted, write_markdown
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out perplexity, and texts that the model writes."""
+    """Held-out perplexity and sampled texts."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations. 0: only at the end."""
     samples: PositiveInt = 256
-    """Held-out rows of tokens, at most."""
+    """Maximum number of held-out rows."""
     batch_size: PositiveInt = 16
     """Rows per process and forward. Affects speed and memory only."""
     shown: NonNegativeInt = 4
     """Held-out texts to continue in report/samples.md."""
     prompt_tokens: PositiveInt = 6
-    """Tokens given of a plain text. Of a chat or a pair, all that is not trained is given."""
+    """Prompt length of a plain text, in tokens. The prompt of a chat or a pair is the part that is not trained."""
     max_new_tokens: PositiveInt = 48
-    """Tokens written, at most."""
+    """Maximum number of sampled tokens."""
     temperature: NonNegativeFloat = generation.TEMPERATURE
-    """Of the draws. 0: always the most likely token."""
+    """Sampling temperature. 0: always the most likely token."""
 
     def due(self, done: int, max_steps: int) -> bool:
         """Return True if an evaluation is due after ``done`` steps."""
@@ -69,7 +66,8 @@ def write(
         new = generation.continue_tokens(
             model, prompt, drawing, options.max_new_tokens, pad_id=tokenizer.pad_token_id, synced=processes > 1
         )
-        samples.append(Sample(*(tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, new, rest))))
+        texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, new, rest)]
+        samples.append(Sample(*texts))
     return samples
 
 
@@ -88,16 +86,6 @@ def report(directory: Path, samples: Sequence[Sample]) -> None:
     lines = ["# Continuations of held-out texts", ""]
     for number, sample in enumerate(samples, 1):
         lines += [f"## {number}", ""]
-        lines += [f"- given: {_quoted(sample.prompt)}", f"- written by the model: {_quoted(sample.written)}"]
-        lines += [f"- the text itself: {_quoted(sample.original)}", ""]
-    path = directory / "samples.md"
-    try:
-        directory.mkdir(exist_ok=True)
-        replace_file(path, "\n".join(lines).encode("utf-8", "replace"))
-    except OSError as error:
-        logger.warning("%s could not be written (%s); training is not affected", path, error)
-
-
-def _quoted(text: str) -> str:
-    words = " ".join(text.split())
-    return f"> {words or '(empty)'}"
+        lines += [f"- given: {quoted(sample.prompt)}", f"- written by the model: {quoted(sample.written)}"]
+        lines += [f"- the text itself: {quoted(sample.original)}", ""]
+    write_markdown(directory / "samples.md", lines)

@@ -30,7 +30,8 @@ def encode(row: Row, tokenizer: Any) -> Encoded:
         return _with_end(ids, [True] * len(ids), tokenizer)
     if row.prompt is not None:
         whole = f"{row.prompt}{row.completion}"
-        ids, trained = _tokenise(tokenizer, whole, [(len(row.prompt), len(whole))], special=True)
+        completion = (len(row.prompt), len(whole))
+        ids, trained = _tokenise(tokenizer, whole, [completion], special=True)
         return _with_end(ids, trained, tokenizer)
     return _encode_messages(row, tokenizer)
 
@@ -45,7 +46,8 @@ def encode_prompt(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> 
         return _encode_chat_prompt(prompt, tokenizer)
     ids: list[int] = list(tokenizer(prompt)["input_ids"])
     # Some tokenizers end every text, which this one does not.
-    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
+    ends = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
+    if ends and not prompt.endswith(tokenizer.eos_token):
         ids.pop()
     if not ids:
         raise UsageError(f"text {prompt[:60]!r}: the tokenizer leaves no token of it; give a text to continue")
@@ -91,7 +93,10 @@ def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, special: bool
     """
     encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     # Tokens that the tokenizer adds around a text have the empty range (0, 0).
-    trained = [any(end > first and start < last for first, last in spans) for start, end in encoded["offset_mapping"]]
+    trained: list[bool] = []
+    for start, end in encoded["offset_mapping"]:
+        overlaps = [end > first and start < last for first, last in spans]
+        trained.append(any(overlaps))
     return list(encoded["input_ids"]), trained
 
 

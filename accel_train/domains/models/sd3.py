@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.domains.models.layers import NORM_EPS, TIME_FEATURES
+from accel_train.domains.models.layers import MAX_PERIOD, NORM_EPS, TIME_FEATURES
 from accel_train.domains.models.mmdit import MMDiTBlock, MMDiTConfig
 from accel_train.domains.models.positions import centred_places, sincos_2d
 from accel_train.wording import shortened
-
-MAX_PERIOD = 10_000.0
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ class ModulatedBlock(nn.Module):
         """Return x plus gated attention within each group of channels."""
         normalised = modulated_norm(x, shift, scale)
         groups = normalised.unflatten(-1, (-1, self.shape.group)).transpose(1, 2)  # (B, G, N, g)
-        qkv = self.qkv(groups.flatten(0, 1)).unflatten(-1, (3, -1, self.shape.head_width))
+        qkv = self.qkv(groups.flatten(0, 1))
+        qkv = qkv.unflatten(-1, (3, -1, self.shape.head_width))
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B * G, heads, N, head) each
         attended = self.attend(self.q_norm(q), self.k_norm(k), v, None)
         attended = self.out(attended.transpose(1, 2).flatten(2))  # (B * G, N, g)
@@ -119,8 +120,10 @@ def double(x: Tensor, length: int) -> Tensor:
 
     Equals `F.interpolate`, whose backward has no deterministic form on a GPU.
     """
-    before = torch.cat((x[:, :1], x[:, :-1]), dim=1)
-    after = torch.cat((x[:, 1:], x[:, -1:]), dim=1)
+    first_token = x[:, :1]
+    last_token = x[:, -1:]
+    before = torch.cat((first_token, x[:, :-1]), dim=1)
+    after = torch.cat((x[:, 1:], last_token), dim=1)
     # A token lies a quarter of a step from each of its two halves.
     first = 0.75 * x + 0.25 * before
     second = 0.75 * x + 0.25 * after

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from accel_train.data.datasets import Batch
+
 BASELINES = ("training_mean", "persistence", "linear_fit")
 RIDGES = (1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Ridge strengths relative to the mean square of the inputs."""
@@ -21,7 +23,7 @@ class Rows(Protocol):
     """Normalised input (B, C, H, W), target (B, C', H, W) and parameters (B, P) by index, as in `FieldRows`."""
 
     def __len__(self) -> int: ...
-    def batch(self, indices: list[int], /) -> dict[str, Tensor]: ...
+    def batch(self, indices: list[int], /) -> Batch: ...
 
 
 def nrmse(prediction: Tensor, target: Tensor) -> Tensor:
@@ -48,7 +50,8 @@ def baselines(
     mean, weights = _fit(train)
     names = baseline_names(train, same_fields=same_fields)
     errors: dict[str, list[Tensor]] = {name: [] for name in names}
-    for features, targets in _blocks(heldout, torch.arange(min(samples, len(heldout)))):
+    wanted = torch.arange(min(samples, len(heldout)))
+    for features, targets in _blocks(heldout, wanted):
         predictions = {"training_mean": mean.expand_as(targets)}
         if same_fields:
             # The input's values are the first features, and its fields are those of the target.
@@ -64,9 +67,11 @@ def baselines(
 
 def _fit(train: Rows) -> tuple[Tensor, Tensor | None]:
     """Return the mean target (D,) and the weights (F, D) of the linear fit, None where it is left out."""
-    wanted = torch.linspace(0, len(train) - 1, min(len(train), MAX_TRAINING_ROWS)).round().long()
+    count = min(len(train), MAX_TRAINING_ROWS)
+    wanted = torch.linspace(0, len(train) - 1, count).round().long()
     # Shuffled, because the linear fit validates on the last eighth.
-    wanted = wanted[torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0))]
+    generator = torch.Generator().manual_seed(0)
+    wanted = wanted[torch.randperm(len(wanted), generator=generator)]
     if has_linear_fit(train):
         features, targets = _load(train, wanted)
         return targets.mean(0), ridge_fit(features, targets)
@@ -99,7 +104,8 @@ def ridge_fit(features: Tensor, targets: Tensor) -> Tensor:
 
     def validation_error(ridge: float) -> float:
         weights = _solve(gram, cross, ridge)
-        return float((features[kept:] @ weights - targets[kept:]).square().mean())
+        error = features[kept:] @ weights - targets[kept:]
+        return float(error.square().mean())
 
     best = min(RIDGES, key=validation_error)
     # Fitted again with the rows of the validation.
@@ -107,7 +113,8 @@ def ridge_fit(features: Tensor, targets: Tensor) -> Tensor:
 
 
 def _solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    damping = ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    identity = torch.eye(len(gram), dtype=gram.dtype)
+    damping = ridge * gram.diagonal().mean() * identity
     return torch.linalg.solve(gram + damping, cross)
 
 
@@ -135,9 +142,11 @@ def _load(rows: Rows, wanted: Tensor) -> tuple[Tensor, Tensor]:
 def _blocks(rows: Rows, wanted: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield features (n, F) and targets (n, D) in float64, some megabytes at a time."""
     first = rows.batch([0])
-    size = max(1, BLOCK_VALUES // (first["input"].numel() + first["target"].numel()))
+    values = first["input"].numel() + first["target"].numel()
+    size = max(1, BLOCK_VALUES // values)
     for indices in wanted.split(size):
         batch = rows.batch(indices.tolist())
         one = torch.ones(len(indices), 1)
-        features = torch.cat([batch["input"].flatten(1), batch["parameters"], one], dim=1).double()
+        input = batch["input"].flatten(1)
+        features = torch.cat([input, batch["parameters"], one], dim=1).double()
         yield features, batch["target"].flatten(1).double()

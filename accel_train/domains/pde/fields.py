@@ -69,7 +69,8 @@ def nrmse(squared_errors: float, mean_squares: float) -> float:
 
 def relative_l2(prediction: Tensor, target: Tensor) -> Tensor:
     """Compute |prediction - target| / |target| over channels and points: (B, C, ...) -> (B,)."""
-    return (squared_error(prediction, target) / mean_square(target).clamp(min=_TINY)).sqrt()
+    size = mean_square(target).clamp(min=_TINY)
+    return (squared_error(prediction, target) / size).sqrt()
 
 
 def conservation_gap(fields: Tensor, reference: Tensor) -> Tensor:
@@ -108,7 +109,8 @@ def spectrum(fields: Tensor) -> Tensor:
     energy = _energy(_magnitudes(fields), width).sum(1).flatten(1)  # (B, H * (W // 2 + 1))
     rows = torch.fft.fftfreq(height, 1 / height, device=fields.device)
     columns = torch.fft.rfftfreq(width, 1 / width, device=fields.device)
-    radius = torch.hypot(rows[:, None], columns[None]).round().long().flatten()
+    radius = torch.hypot(rows[:, None], columns[None])
+    radius = radius.round().long().flatten()
     rings = round(math.hypot(height // 2, width // 2)) + 1
     return energy.new_zeros(len(energy), rings).index_add_(1, radius, energy)
 

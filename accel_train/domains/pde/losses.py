@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from accel_train.data.datasets import Batch
 from accel_train.domains.pde import fields, residual_diffusion
+from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.residual_network import ResidualGuess
-from accel_train.domains.pde.rows import FieldTask
 from accel_train.domains.pde.transformer import PREDICTION, Parts
 
 Need = Literal["target", "operator", "prediction", "reconstruction", "reencoding", "correction"]
@@ -22,7 +23,7 @@ Need = Literal["target", "operator", "prediction", "reconstruction", "reencoding
 class Forward:
     """A micro-batch with the model's output."""
 
-    inputs: Mapping[str, Tensor]
+    inputs: Batch
     task: FieldTask
     output: Any
     """A `PdeOutput`, or a `Prediction` if a term needs the correction."""
@@ -55,7 +56,8 @@ def _prediction(forward: Forward) -> Tensor:
 
 
 def _spectral(forward: Forward) -> Tensor:
-    return fields.spectral_loss(forward.predicted.unflatten(-1, forward.task.grid), forward.inputs["target"])
+    predicted = forward.predicted.unflatten(-1, forward.task.grid)
+    return fields.spectral_loss(predicted, forward.inputs["target"])
 
 
 def _conservation(forward: Forward) -> Tensor:
@@ -131,7 +133,7 @@ def parts_of(terms: Collection[str], *, train_encoder: bool) -> Parts | None:
 
 def forward_of(
     model: Callable[..., Any],
-    inputs: Mapping[str, Tensor],
+    inputs: Batch,
     number: int,
     task: FieldTask,
     terms: Collection[str],
@@ -169,7 +171,7 @@ class Prediction(NamedTuple):
 
 
 @torch.no_grad()
-def predict(model: Callable[..., Any], batch: Mapping[str, Tensor], task: int, grid: tuple[int, int]) -> Prediction:
+def predict(model: Callable[..., Any], batch: Batch, task: int, grid: tuple[int, int]) -> Prediction:
     """Predict from ``input`` (B, C, H, W), ``parameters`` (B, P) and ``dt`` (B,) of task number ``task``."""
     parameters = batch["parameters"]
     dt = batch["dt"]
@@ -177,7 +179,8 @@ def predict(model: Callable[..., Any], batch: Mapping[str, Tensor], task: int, g
     fields = output.prediction.unflatten(-1, grid).float()
 
     def correct(guess: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        corrected = model(ResidualGuess(guess, time, fields, batch["input"]), None, parameters, dt, task)
+        given = ResidualGuess(guess, time, fields, batch["input"])
+        corrected = model(given, None, parameters, dt, task)
         return corrected.residual, corrected.residual_size
 
     return Prediction(fields, output.residual_size, correct)
@@ -214,7 +217,8 @@ def predict_refined(
     config.json.
     """
     batch = {"input": input, "parameters": parameters, "dt": dt}
-    fields, log_size, correct = predict(model, batch, task, tuple(described["tasks"][task]["grid"]))
+    grid = described["tasks"][task]["grid"]
+    fields, log_size, correct = predict(model, batch, task, tuple(grid))
     if log_size is None:
         return fields
     steps = described["sampler"]["residual_steps"]

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
+from accel_train.data.datasets import Batch
 from accel_train.domains.pde import fields, losses
+from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
-from accel_train.domains.pde.rows import FieldTask
-from accel_train.domains.pde.transformer import Parts, PdeModelConfig, PdeTransformerConfig, TaskShape
+from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
+from accel_train.domains.pde.transformer import Parts
 
 Stage = Literal["autoencode", "operator", "residual"]
 AUTOENCODER = ("encoders", "target_encoders", "decoder")
@@ -94,7 +96,8 @@ def coefficients(config: ObjectiveConfig, step: int, conserved: bool, boundary: 
 
 def freezable(config: ObjectiveConfig, model: nn.Module) -> dict[str, list[str]]:
     """Map each part frozen by some stage to its module prefixes, for the optimizer's groups. Mostly empty."""
-    modules = list(dict.fromkeys(name.split(".")[0] for name, _ in model.named_parameters()))
+    names = [name for name, _ in model.named_parameters()]
+    modules = list(dict.fromkeys(name.split(".")[0] for name in names))
     autoencoder = [name for name in modules if name in AUTOENCODER]
     if config.residual_from is not None:
         others = [name for name in modules if name not in (*AUTOENCODER, RESIDUAL)]
@@ -171,7 +174,7 @@ BOUNDARY_POINTS = 64
 
 def add_queries(
     config: ObjectiveConfig,
-    batch: Mapping[str, Tensor],
+    batch: Batch,
     coordinates: Tensor,
     draws: Callable[..., Tensor],
     terms: Collection[str],
@@ -272,10 +275,12 @@ def check_stages(objective: ObjectiveConfig, warmup_steps: int, max_steps: int, 
     return notices
 
 
-def mirror_fields(batch: Mapping[str, Tensor], draws: Tensor, share: float) -> dict[str, Tensor]:
+def mirror_fields(batch: Batch, draws: Tensor, share: float) -> Batch:
     """Mirror ``input`` and ``target`` of a batch along the same axes."""
-    mirrored = {name: mirror(batch[name], draws, share) for name in ("input", "target")}
-    return {**batch, **mirrored}
+    mirrored = dict(batch)
+    for name in ("input", "target"):
+        mirrored[name] = mirror(batch[name], draws, share)
+    return mirrored
 
 
 def mirror(values: Tensor, draws: Tensor, share: float) -> Tensor:

@@ -12,11 +12,11 @@ MOST_CANDIDATES = 10
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """Loss terms and stages. All errors are of normalised fields."""
+    """Loss terms and stages. All errors are computed on normalised fields."""
 
     autoencode_steps: NonNegativeInt = 0
-    """Steps of the first stage: encoder and decoder alone learn to be inverse to each other. The operator learns in
-    the second stage, the remaining steps. A run changes from one to the other by itself, also after a resume."""
+    """Steps of the first stage: encoder and decoder alone learn to invert each other. The operator learns in the
+    second stage, the remaining steps. The run switches stages automatically, also after a resume."""
     freeze_autoencoder: bool = False
     """Second stage: freeze encoder and decoder after the first stage. False: the prediction trains everything."""
     latent_weight: NonNegativeFloat = 0.0
@@ -88,7 +88,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class ConditioningConfig:
-    """Test-time conditioning: try several next steps and follow those that conserve best."""
+    """Test-time conditioning: try several next steps and follow those that conserve the integral best."""
 
     candidates: PositiveInt = 6
     """Next steps tried from each state: the plain one and variations of it. At most 10."""

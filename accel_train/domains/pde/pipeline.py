@@ -15,12 +15,14 @@ from torch import Tensor
 
 from accel_train import rng
 from accel_train.config import PositiveInt, Seed, UsageError, expand_path
+from accel_train.data.datasets import Batch
 from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.pde import losses, pictures, residual_diffusion
+from accel_train.domains.pde.data.assets import FieldAssets, FieldTask, load_field_assets
 from accel_train.domains.pde.options import ObjectiveConfig
 from accel_train.domains.pde.residual_network import ResidualGuess
-from accel_train.domains.pde.rows import FieldAssets, FieldTask, load_field_assets
-from accel_train.domains.pde.transformer import PdeTransformer, PdeTransformerConfig
+from accel_train.domains.pde.shape import PdeTransformerConfig
+from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.pipeline import Example, describe, settings
 
 BATCH = 64
@@ -61,7 +63,7 @@ class FieldPipeline:
     recipe: ClassVar[str] = "pde"
     tag: ClassVar[str | None] = None
     usage: ClassVar[str] = "predicted = pipeline(fields, parameters, task=name)  # in the units of the data"
-    standalone: ClassVar[tuple[Any, ...] | ModuleType | None] = (
+    standalone: tuple[Any, ...] | ModuleType | None = (
         PdeTransformer,
         PdeTransformerConfig,
         losses.predict_refined,
@@ -109,7 +111,8 @@ class FieldPipeline:
         own_parameters = self._parameters(own, parameters, len(state))
         if steps < 1 or (steps > 1 and not own.has_time):
             raise UsageError(f"steps {steps}: 1 or more is required, and 1 for {own.name} if it has no time")
-        digests = [hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).digest() for sample in state]
+        contents = [sample.numpy().tobytes() for sample in state]
+        digests = [hashlib.blake2b(content, digest_size=8).digest() for content in contents]
         keys = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
         predicted: list[Tensor] = []
         normalised = own.input.normalise(state)
@@ -142,7 +145,9 @@ class FieldPipeline:
         path = expand_path(options.output)
         save_file({"fields": predicted.contiguous()}, path)
         picture = path.with_suffix(".png")
-        pictures.write_fields(picture, [(own.name, self._panels(own, self._checked(own, fields)[0], predicted[0]))])
+        first = self._checked(own, fields)[0]
+        panels = self._panels(own, first, predicted[0])
+        pictures.write_fields(picture, [(own.name, panels)])
         return [f"{path}: {own.name}, fields {tuple(predicted.shape)}", f"{picture}: the first sample"]
 
     def examples(self) -> list[Example]:
@@ -166,10 +171,11 @@ class FieldPipeline:
         return found
 
     # ------------------------------------------------------------------------------------------------------------ parts
-    def _predict(self, task: FieldTask, number: int, batch: Mapping[str, Tensor], refine: bool, seed: int) -> Tensor:
+    def _predict(self, task: FieldTask, number: int, batch: Batch, refine: bool, seed: int) -> Tensor:
         """Predict normalised fields (B, C', H, W) from normalised ones."""
         on_device = {name: values.to(self.device) for name, values in batch.items()}
-        on_device["dt"] = torch.full((len(batch["input"]),), task.dt, device=self.device)
+        count = len(batch["input"])
+        on_device["dt"] = torch.full((count,), task.dt, device=self.device)
         fields, log_size, correct = losses.predict(self.model, on_device, number, task.grid)
         if refine and log_size is not None:
             fields = residual_diffusion.refine(
@@ -192,7 +198,8 @@ class FieldPipeline:
         if found.dim() == 3 and height == 1:
             found = found[:, :, None]
         required = (task.input_channels, height, width)
-        if found.dim() != 4 or tuple(found.shape[1:]) != required or len(found) == 0:
+        fits = found.dim() == 4 and tuple(found.shape[1:]) == required
+        if not fits or len(found) == 0:
             flat = f", or (B, {task.input_channels}, {width})" if height == 1 else ""
             raise UsageError(
                 f"input of shape {tuple(fields.shape)}: {task.name} reads (B, {', '.join(map(str, required))}){flat}, "
@@ -206,7 +213,9 @@ class FieldPipeline:
         """Return normalised parameters (B, P)."""
         names = ", ".join(task.parameters)
         width = len(task.parameters)
-        given = torch.zeros(count, 0) if values is None else torch.as_tensor(values).detach().float().cpu()
+        given = torch.zeros(count, 0)
+        if values is not None:
+            given = torch.as_tensor(values).detach().float().cpu()
         if given.dim() == 1:
             given = given.expand(count, -1)
         if tuple(given.shape) != (count, width):
@@ -220,11 +229,14 @@ class FieldPipeline:
     def _panels(self, task: FieldTask, first: Tensor, predicted: Tensor) -> list[pictures.Panel]:
         """Show the first sample: all times of a 1-D task, or the input and the last prediction."""
         if task.has_time and task.grid[0] == 1:
-            times = torch.cat((first[None, :1, 0], predicted[:, :1, 0])).squeeze(1)  # (steps + 1, W)
+            times = torch.cat((first[None, :1, 0], predicted[:, :1, 0]))
+            times = times.squeeze(1)  # (steps + 1, W)
             return [pictures.Panel("prediction", times, "u", "step in time")]
         last = predicted[-1] if task.has_time else predicted
         scale = "u" if task.has_time else "a"
-        return [pictures.Panel("input", first[0], scale), pictures.Panel("prediction", last[0], "u")]
+        input = pictures.Panel("input", first[0], scale)
+        prediction = pictures.Panel("prediction", last[0], "u")
+        return [input, prediction]
 
 
 def describe_model(
@@ -252,13 +264,15 @@ def _residual_steps(directory: Path) -> int:
     for file, key in (("experiment.json", "options"), ("manifest.json", "experiment")):
         path = directory / file
         if path.is_file():
-            options: dict[str, Any] = json.loads(path.read_text("utf-8")).get(key) or {}
+            written = json.loads(path.read_text("utf-8"))
+            options: dict[str, Any] = written.get(key) or {}
             return int(options.get("objective.residual_steps", 1))
     return 1
 
 
 def _noise(stream: str, shape: Sequence[int]) -> Tensor:
-    return rng.normal(rng.sample_keys(0, stream, 0, torch.arange(shape[0])), shape[1:])
+    keys = rng.sample_keys(0, stream, 0, torch.arange(shape[0]))
+    return rng.normal(keys, shape[1:])
 
 
 def _read_fields(file: str) -> tuple[Tensor, Tensor | None]:

@@ -9,12 +9,13 @@ solutions in this way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from accel_train import rng
+from accel_train.data.datasets import Batch
 from accel_train.domains.diffusion import latents
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, sample_latents
 from accel_train.domains.diffusion.timesteps import training_times
@@ -28,9 +29,7 @@ Correct = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Network: guesses (B, C, H, W) of a residual at times (B,) -> corrections, and the log size (C,)."""
 
 
-def draw_noise(
-    batch: Mapping[str, Tensor], seed: int, step: int, global_batch_size: int, steps: int
-) -> dict[str, Tensor]:
+def draw_noise(batch: Batch, seed: int, step: int, global_batch_size: int, steps: int) -> dict[str, Tensor]:
     """Draw ``time`` (B,) and ``noise`` (B, C, H, W) of a training step, keyed by sample.
 
     Only the times 1 - k / steps occur, equally often: those of ``refine`` with the same number of ``steps``. Training

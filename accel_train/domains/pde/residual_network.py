@@ -90,15 +90,19 @@ class FieldResidual(nn.Module):
 
     def forward(self, fields: ResidualGuess, conditioning: Tensor, task: int) -> Tensor:
         """Correct a guess. conditioning (B, width) is before SiLU. Fields may have any number of whole tokens."""
-        x = self.encoders[task](torch.cat((fields.guess, fields.prediction, fields.input), dim=1))
+        given = torch.cat((fields.guess, fields.prediction, fields.input), dim=1)
+        x = self.encoders[task](given)
         conditioning = F.silu(self.time(fields.time) + conditioning).to(x.dtype)
         for block in self.blocks:
             x = block(x, conditioning, None)
-        points = self.heads[task](F.layer_norm(x, x.shape[-1:], eps=NORM_EPS))  # (B, N, C' * p * q)
+        x = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+        points = self.heads[task](x)  # (B, N, C' * p * q)
         p, q = _points_per_token(self.grids[task])
         rows = fields.guess.shape[2] // p
-        points = points.unflatten(2, (-1, p, q)).unflatten(1, (rows, -1))  # (B, rows, columns, C', p, q)
-        return points.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+        points = points.unflatten(2, (-1, p, q))
+        points = points.unflatten(1, (rows, -1))  # (B, rows, columns, C', p, q)
+        points = points.permute(0, 3, 1, 4, 2, 5)
+        return points.flatten(4).flatten(2, 3)
 
     def idle(self, ran: int | None, like: Tensor) -> Iterator[Tensor]:
         """Run the modules left idle by task `ran` on a few zeros and yield their outputs. None: all were idle."""

@@ -67,7 +67,8 @@ def conditioned_rollout(
 
 def _best(paths: list[Tensor], scores: Tensor, beam: int) -> list[Tensor]:
     """Select the `beam` paths of each sample with the lowest scores (paths, B), best first. NaN is the worst."""
-    order = scores.nan_to_num(nan=torch.inf).argsort(dim=0, stable=True)[:beam]  # (beam, B)
+    scores = scores.nan_to_num(nan=torch.inf)
+    order = scores.argsort(dim=0, stable=True)[:beam]  # (beam, B)
     stacked = torch.stack(paths)
     rows = torch.arange(scores.shape[1], device=scores.device)
     return [stacked[chosen, rows] for chosen in order]
@@ -103,7 +104,8 @@ def perturbed(step: Step, scale: float, seed: int, sample: Tensor) -> Proposal:
         # A stream for each scale: with one for all, the candidates would be multiples of the same noise.
         keys = rng.sample_keys(seed, f"rollout/{scale!r}", number, sample)
         noise = rng.normal(keys, state.shape[1:])
-        root_mean_square = state.float().square().flatten(1).mean(1).sqrt()[:, None, None, None]
+        mean_square = state.float().square().flatten(1).mean(1)
+        root_mean_square = mean_square.sqrt()[:, None, None, None]
         perturbation = scale * root_mean_square * noise
         return step(state + perturbation.to(state.dtype))
 

@@ -12,11 +12,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from accel_train.data.datasets import Batch
 from accel_train.domains.pde import fields, losses, options, residual_diffusion, rollout
 from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselines
+from accel_train.domains.pde.data.assets import FieldTask
+from accel_train.domains.pde.data.rows import FieldData, FieldRows
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.pictures import Lines, Panel
-from accel_train.domains.pde.rows import FieldData, FieldRows, FieldTask
 from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.evaluation import first_samples, heldout_batches, weighted_sums
 
@@ -49,12 +51,13 @@ def evaluate_task(
         step_of = partial(losses.stepper, forward, dt=task.dt, task=number, grid=task.grid)
         found, panels = evaluate_rollouts(accelerator, task, heldout, options, step_of, seed)
         return metrics | found, panels
+    # Every process predicts it, though one draws it: the forward of a sharded model is a collective.
     first = first_samples(accelerator, heldout, 1)
     predicted = losses.predict(forward, first, number, task.grid)
     return metrics, row_panels(task, first, predicted.fields)
 
 
-def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+def row_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
     """Sum the weighted errors of a batch for ``row_metrics``: (6,) float64.
 
     ``prediction`` (B, C', H, W) and the batch are normalised. Errors are in physical units.
@@ -77,7 +80,7 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Mapping[str, Tensor]) -
 
 
 def error_sums(
-    model: Callable[..., Any], number: int, task: FieldTask, residual_steps: int, seed: int, batch: Mapping[str, Tensor]
+    model: Callable[..., Any], number: int, task: FieldTask, residual_steps: int, seed: int, batch: Batch
 ) -> dict[str, Tensor]:
     """Predict a batch of task ``number`` and compute ``row_sums``, keyed by the arguments of ``row_metrics``.
 
@@ -133,7 +136,8 @@ class Rollouts:
 
     def plain(self, step: rollout.Step) -> Tensor:
         """Roll out step by step: (B, T - 1, C, H, W)."""
-        return rollout.rollout(step, self.truth[:, 0], self.truth.shape[1] - 1)
+        steps = self.truth.shape[1] - 1
+        return rollout.rollout(step, self.truth[:, 0], steps)
 
     def conditioned(self, step: rollout.Step, config: options.ConditioningConfig, seed: int) -> Tensor:
         """Roll out by beam search for the best conservation, without the truth. For tasks with a conserved integral."""
@@ -144,12 +148,14 @@ class Rollouts:
         proposals += [rollout.perturbed(step, scale, seed, sample) for scale in NOISES]
 
         def score(first: Tensor, ahead: Tensor) -> Tensor:
+            # The integral of the first fields is known, and the equation keeps it: no truth is needed.
             reference = self.task.input.denormalise(first)
             states = self.task.target.denormalise(ahead).unbind(1)
             gaps = [fields.conservation_gap(state, reference) for state in states]
             return torch.stack(gaps).mean(0)
 
-        return rollout.conditioned_rollout(proposals, step, score, self.truth[:, 0], self.truth.shape[1] - 1, config)
+        steps = self.truth.shape[1] - 1
+        return rollout.conditioned_rollout(proposals, step, score, self.truth[:, 0], steps, config)
 
     def sums(self, predicted: Tensor) -> Tensor:
         """Sum weight, relative error and conservation gap over the samples, at each time: (3, T - 1) float64."""
@@ -161,12 +167,14 @@ class Rollouts:
             errors.append(fields.relative_l2(states[:, time], truth[:, time + 1]))
             gaps.append(fields.conservation_gap(states[:, time], truth[:, 0]))
         error = torch.stack(errors)
-        per_sample = torch.stack([torch.ones_like(error), error, torch.stack(gaps)]).double()  # (3, T - 1, B)
+        ones = torch.ones_like(error)
+        per_sample = torch.stack([ones, error, torch.stack(gaps)]).double()  # (3, T - 1, B)
         return (per_sample * self.weight).sum(-1)
 
     def panels(self, predicted: Tensor) -> list[Panel]:
         """Show truth, prediction and error of the first trajectory: over all times in 1-D, the last time in 2-D."""
-        truth = self.task.target.denormalise(self.truth[0])[1:, 0].cpu()
+        truth = self.task.target.denormalise(self.truth[0])
+        truth = truth[1:, 0].cpu()
         states = self.task.target.denormalise(predicted[0])[:, 0].cpu()
         if self.task.grid[0] == 1:
             truth = truth[:, 0]
@@ -229,7 +237,8 @@ def _error_lines(task: FieldTask, sums: Mapping[str, Tensor]) -> Lines:
     lines: dict[str, list[float]] = {}
     for name, (weight, error, _) in sums.items():
         lines[name] = (error / weight).tolist()
-    times = [task.dt * (1 + number) for number in range(sums["rollout"].shape[1])]
+    steps = sums["rollout"].shape[1]
+    times = [task.dt * (1 + number) for number in range(steps)]
     return Lines("rollout: error against time", "time", "nRMSE", times, lines)
 
 
@@ -256,7 +265,7 @@ def rollout_metrics(task: FieldTask, plain: Tensor, conditioned: Tensor | None) 
     return metrics
 
 
-def row_panels(task: FieldTask, batch: Mapping[str, Tensor], prediction: Tensor) -> Panels:
+def row_panels(task: FieldTask, batch: Batch, prediction: Tensor) -> Panels:
     """Show input, truth, prediction and error of the first sample of a 2-D task."""
     input = task.input.denormalise(batch["input"][0])[0].cpu()
     target = task.target.denormalise(batch["target"][0])[0].cpu()
@@ -272,7 +281,8 @@ def row_panels(task: FieldTask, batch: Mapping[str, Tensor], prediction: Tensor)
 def _error_panel(predicted: Tensor, target: Tensor, down: str = "y (points)") -> Panel:
     """Show the signed error, with the nRMSE of this panel in the title."""
     error = predicted - target
-    nrmse = float(error.double().norm() / target.double().norm().clamp_min(1e-12))
+    size = target.double().norm().clamp_min(1e-12)
+    nrmse = float(error.double().norm() / size)
     return Panel(f"error (nRMSE {nrmse:.3g})", error, "e", down, signed=True)
 
 

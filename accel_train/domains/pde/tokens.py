@@ -97,7 +97,8 @@ def waves(x: Tensor, octaves: int, periodic: bool) -> Tensor:
     A domain with ends has half as many waves, and x itself as a feature.
     """
     half_periods = 2 if periodic else 1
-    frequencies = math.pi * half_periods * 2.0 ** torch.arange(octaves, dtype=x.dtype, device=x.device)
+    powers = torch.arange(octaves, dtype=x.dtype, device=x.device)
+    frequencies = math.pi * half_periods * 2.0**powers
     angles = (x[..., None] * frequencies).flatten(-2)  # (..., d * octaves)
     features = [angles.sin(), angles.cos()]
     if not periodic:
@@ -138,11 +139,14 @@ class GridEncoder(nn.Module):
         u = fields.to(self.project.weight.dtype)
         hidden = F.gelu(self.stem(self._pad(u)))
         u = u + self.stem_out(self._pad(hidden))
-        u = u.unflatten(3, (-1, grid.patch[1])).unflatten(2, (-1, grid.patch[0]))  # (B, C, rows, p, columns, q)
+        u = u.unflatten(3, (-1, grid.patch[1]))
+        u = u.unflatten(2, (-1, grid.patch[0]))  # (B, C, rows, p, columns, q)
         rows, columns = u.shape[2], u.shape[4]
-        tokens = self.project(u.permute(0, 2, 4, 1, 3, 5).flatten(3))  # (B, rows, columns, D)
+        patches = u.permute(0, 2, 4, 1, 3, 5).flatten(3)
+        tokens = self.project(patches)  # (B, rows, columns, D)
         tokens = tokens + self._positions(rows, columns, u)
-        merged = tokens.unflatten(2, (-1, grid.merged[1])).unflatten(1, (-1, grid.merged[0]))
+        merged = tokens.unflatten(2, (-1, grid.merged[1]))
+        merged = merged.unflatten(1, (-1, grid.merged[0]))
         return merged.mean(dim=(2, 4)).flatten(1, 2)  # (B, N, D)
 
     def _positions(self, rows: int, columns: int, like: Tensor) -> Tensor:
@@ -235,13 +239,15 @@ class DecoderLayer(nn.Module):
         """Run the first half of the layer."""
         normalised = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
         q = self.query(normalised).unflatten(-1, (-1, self.head_width))
-        k, v = self.key_value(tokens).unflatten(-1, (2, -1, self.head_width)).unbind(2)
+        key_value = self.key_value(tokens).unflatten(-1, (2, -1, self.head_width))
+        k, v = key_value.unbind(2)
         attended = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None)
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Run the second half of the layer."""
-        return x + self.ffn(F.layer_norm(x, x.shape[-1:], eps=NORM_EPS))
+        normalised = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+        return x + self.ffn(normalised)
 
 
 class PointHead(nn.Module):
@@ -306,7 +312,8 @@ def at_tokens(x: Tensor, token: Tensor) -> Tensor:
     batch, tokens, _ = x.shape
     # `gather` would need an index of its own for each of the E channels.
     first = torch.arange(0, batch * tokens, tokens, device=x.device)[:, None]
-    chosen = x.flatten(0, 1).index_select(0, (first + token).flatten())
+    index = (first + token).flatten()
+    chosen = x.flatten(0, 1).index_select(0, index)
     return chosen.unflatten(0, token.shape)
 
 

@@ -6,214 +6,33 @@ of parameters, positions and query points belong to a task. The blocks of operat
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
-from accel_train.config import NonNegativeInt, PositiveInt, UsageError
+from accel_train.config import UsageError
 from accel_train.domains.models.layers import NORM_EPS, Float32Linear, TimestepEmbedder
 from accel_train.domains.models.mmdit import initialise
 from accel_train.domains.models.pretrained import DOWNLOAD_OPTIONS, load_pretrained
-from accel_train.domains.models.token_blocks import BlockShape, ModulatedBlock, double, halve
+from accel_train.domains.models.token_blocks import ModulatedBlock, double, halve
 from accel_train.domains.pde.residual_network import FieldResidual, ResidualGuess
+from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.tokens import (
     IDLE_TOKENS,
     AnyPointDecoder,
-    DecoderShape,
     FieldGrid,
     GridEncoder,
-    divide,
     wave_features,
     waves,
 )
-from accel_train.precision import Precision, dtype_of
-from accel_train.speed.attention_table import AttentionNeeds
 
 PARAMETER_OCTAVES = 4
 PARAMETER_RANGE = 4.0
 """Length of the longest half wave over a parameter. Normalised parameters lie between -4 and 4."""
-
-
-# ---------------------------------------------------------------------------------------------------------- options
-@dataclass(frozen=True)
-class TaskShape:
-    """Shape of one task: an equation and its fields."""
-
-    name: str
-    input_channels: int
-    target_channels: int
-    grid: tuple[int, int]
-    """(H, W); 1-D fields have H = 1."""
-    parameters: int = 0
-    """Number of equation parameters per sample, such as speed or viscosity, of order one."""
-    periodic: bool = False
-    same_fields: bool = True
-    """True: the target has the input's fields at a later time. One encoder and one set of heads serve both."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "grid", tuple(self.grid))  # a list in config.json
-        if self.same_fields and self.input_channels != self.target_channels:
-            raise UsageError(
-                f"task {self.name}: same_fields with {self.input_channels} input and {self.target_channels} target "
-                "channels: as many are required. Set same_fields to false."
-            )
-
-    @property
-    def heads(self) -> int:
-        """Number of decoded fields: the target's, then the input's if they differ."""
-        return self.target_channels + (0 if self.same_fields else self.input_channels)
-
-
-@dataclass(frozen=True)
-class PdeModelConfig:
-    """Sizes of operator, encoder and decoder."""
-
-    operator: Literal["pdet_stack", "pdet_unet"] = "pdet_stack"
-    """pdet_stack: `depth` blocks on all tokens. pdet_unet: `depths` blocks, with fewer tokens in the middle."""
-    width: PositiveInt = 128
-    """Channels per token inside the operator, a multiple of 2 * heads."""
-    latent_width: PositiveInt | None = None
-    """Channels of the latent tokens. None: the width, without a projection between the two."""
-    depth: PositiveInt = 4
-    """Blocks of pdet_stack."""
-    depths: tuple[PositiveInt, ...] = (2, 2, 2)
-    """Blocks of each stage of pdet_unet, an odd number of stages: tokens halve up to the middle one, then double."""
-    heads: PositiveInt = 4
-    """Attention heads of the operator. The decoder's heads have the same size, width / heads."""
-    attention: Literal["standard", "channel_separated"] = "standard"
-    """channel_separated: groups of channels attend apart with shared weights. Only feed-forward layers mix them."""
-    group_width: PositiveInt = 32
-    """channel_separated: channels per group, a multiple of the head size and a divisor of the width."""
-    ffn_ratio: PositiveInt = 4
-    """Hidden channels of the operator's feed-forward layers, as a multiple of the width."""
-    qk_norm: bool = True
-    """RMSNorm on queries and keys of each of the operator's heads."""
-    patch_1d: PositiveInt = 4
-    """Points per patch of a 1-D field. A patch is a token."""
-    patch_2d: PositiveInt = 4
-    """Points per patch of a 2-D field along each side."""
-    max_tokens: PositiveInt = 1024
-    """Largest number of tokens. Neighbouring tokens are averaged until there are no more."""
-    stem_width: PositiveInt = 8
-    """Hidden channels per field in the convolutions before the patches."""
-    octaves: PositiveInt = 6
-    """Frequencies of coordinates: 1, 2, 4, ... waves over the domain."""
-    decoder_width: PositiveInt = 64
-    """Channels per query point, a multiple of the head size. There are more points than tokens, so this width
-    dominates the cost of decoding."""
-    decoder_layers: NonNegativeInt = 1
-    """Cross-attentions from query points to tokens. 0: a point sees its own token only."""
-    residual_depth: NonNegativeInt = 0
-    """Blocks of the residual network, with the operator's width and heads. It refines a prediction on its grid and is
-    trained from `objective.residual_from` on. 0: none."""
-
-    def __post_init__(self) -> None:
-        head, group = max(1, self.head_width), self.group
-        faults = (
-            (
-                self.width % (2 * self.heads),
-                f"width {self.width} with heads {self.heads}: a multiple of 2 * heads = {2 * self.heads} is required. "
-                "Change one of them.",
-            ),
-            (
-                self.decoder_width % head,
-                f"decoder_width {self.decoder_width}: a multiple of the head size {head} (width / heads) is required. "
-                f"Set it to {max(1, round(self.decoder_width / head)) * head}, or change heads.",
-            ),
-            (
-                group % head or self.width % group,
-                f"group_width {group}: a multiple of the head size {head} (width / heads) that divides the width "
-                f"{self.width} is required. Set it to {head}.",
-            ),
-            (
-                len(self.depths) % 2 == 0,
-                f"depths {self.depths}: an odd number of stages is required, the middle one with the fewest tokens. "
-                "Set for example 2 2 2.",
-            ),
-        )
-        for wrong, message in faults:
-            if wrong:
-                raise UsageError(message)
-
-    def refuse_unread(self) -> None:
-        """Refuse options without effect in a run. A checkpoint may have any values."""
-        stack = self.operator == "pdet_stack"
-        options = (
-            (stack, "depths", (2, 2, 2), "operator pdet_stack, which has depth", "pdet_unet"),
-            (not stack, "depth", 4, "operator pdet_unet, which has depths", "pdet_stack"),
-            (self.attention == "standard", "group_width", 32, "attention standard", "channel_separated"),
-        )
-        for unread, name, default, where, other in options:
-            value = getattr(self, name)
-            if unread and value != default:
-                raise UsageError(
-                    f"model.{name} {value}: has no effect on {where}. Leave it at {default}, or choose {other}."
-                )
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """Blocks of each stage of the operator. A stack has one stage."""
-        return (self.depth,) if self.operator == "pdet_stack" else self.depths
-
-    @property
-    def head_width(self) -> int:
-        return self.width // self.heads
-
-    @property
-    def group(self) -> int:
-        """Channels per attention group."""
-        return self.width if self.attention == "standard" else self.group_width
-
-    def block(self) -> BlockShape:
-        return BlockShape(self.width, self.head_width, self.group, self.ffn_ratio, self.qk_norm)
-
-    def decoder(self) -> DecoderShape:
-        return DecoderShape(self.latent, self.decoder_width, self.head_width, self.decoder_layers, self.octaves)
-
-    @property
-    def latent(self) -> int:
-        return self.latent_width or self.width
-
-
-@dataclass(frozen=True)
-class PdeTransformerConfig:
-    """Configuration of a `PdeTransformer`, saved as config.json."""
-
-    tasks: tuple[TaskShape, ...]
-    model: PdeModelConfig = field(default_factory=PdeModelConfig)
-
-    def __post_init__(self) -> None:
-        tasks: Any = self.tasks  # config.json gives plain dicts and lists
-        model: Any = self.model
-        tasks = tuple(TaskShape(**task) if isinstance(task, dict) else task for task in tasks)
-        object.__setattr__(self, "tasks", tasks)
-        if isinstance(model, dict):
-            values: dict[str, Any] = {**model, "depths": tuple(model["depths"])}
-            object.__setattr__(self, "model", PdeModelConfig(**values))
-        for task in tasks:
-            self.grid(task)  # refuses a grid without a division into tokens
-
-    def grid(self, task: TaskShape) -> FieldGrid:
-        """Divide the task's fields into at most `max_tokens` tokens."""
-        side = self.model.patch_1d if task.grid[0] == 1 else self.model.patch_2d
-        return divide(task.name, task.grid, side, self.model.max_tokens, task.periodic)
-
-    def attention_needs(self, device: torch.device, precision: Precision, batch: int) -> AttentionNeeds:
-        """Describe the operator's attention for the largest task, to choose a kernel."""
-        model = self.model
-        tokens = max(math.prod(self.grid(task).cells) for task in self.tasks)
-        head = model.head_width
-        heads = model.group // head
-        groups = model.width // model.group  # attend as if they were samples
-        dtype = dtype_of(precision)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return AttentionNeeds(
-            device, dtype, head, heads, tokens, batch * groups, False, deterministic=deterministic, cross=True
-        )
 
 
 @dataclass(frozen=True)
@@ -271,8 +90,10 @@ class Conditioning(nn.Module):
         own = parameters[:, : self.counts[task]].float() / PARAMETER_RANGE
         # The constant serves tasks without parameters. Its weights also distinguish the tasks.
         constant = torch.ones_like(dt)[:, None]
-        features = torch.cat((constant, waves(own, PARAMETER_OCTAVES, periodic=False)), dim=-1)
-        return self.project(F.silu(self.time(dt) + self.parameters_of[task](features)))
+        own_waves = waves(own, PARAMETER_OCTAVES, periodic=False)
+        features = torch.cat((constant, own_waves), dim=-1)
+        embedded = self.time(dt) + self.parameters_of[task](features)
+        return self.project(F.silu(embedded))
 
 
 def parameter_features(count: int) -> int:
@@ -292,16 +113,22 @@ class LatentOperator(nn.Module):
         self.stages = model.stages
         self.octaves = model.octaves
         self.grids = [config.grid(task) for task in config.tasks]
-        self.enter = nn.Identity() if model.latent == model.width else nn.Linear(model.latent, model.width)
-        self.places = nn.ModuleList(nn.Linear(g.wave_features(model.octaves), model.width) for g in self.grids)
+        self.enter = nn.Identity()
+        if model.latent != model.width:
+            self.enter = nn.Linear(model.latent, model.width)
+        width = model.width
+        features = [grid.wave_features(model.octaves) for grid in self.grids]
+        self.places = nn.ModuleList(nn.Linear(count, width) for count in features)
         self.blocks = nn.ModuleList(ModulatedBlock(model.block()) for _ in range(sum(self.stages)))
-        self.skips = nn.ModuleList(nn.Linear(model.width, model.width) for _ in range(len(self.stages) // 2))
+        pairs = len(self.stages) // 2
+        self.skips = nn.ModuleList(nn.Linear(width, width) for _ in range(pairs))
         self.leave = nn.Linear(model.width, model.latent)
 
     def forward(self, z: Tensor, conditioning: Tensor, task: int, keep: Tensor | None) -> Tensor:
         """Advance tokens. conditioning (B, width) is before SiLU, keep (B, blocks) is of `drop_path` or None."""
         x = self.enter(z)
-        x = x + self.place(task).to(x.dtype)[: x.shape[1]]
+        place = self.place(task).to(x.dtype)
+        x = x + place[: x.shape[1]]
         conditioning = F.silu(conditioning).to(x.dtype)
         skips: list[Tensor] = []
         middle = len(self.stages) // 2
@@ -309,21 +136,25 @@ class LatentOperator(nn.Module):
         for stage, depth in enumerate(self.stages):
             if stage > middle:
                 skip = skips.pop()
-                x = double(x, skip.shape[1]) + self.skips[stage - middle - 1](skip)
+                doubled = double(x, skip.shape[1])
+                x = doubled + self.skips[stage - middle - 1](skip)
             for number in range(first, first + depth):
-                x = self.blocks[number](x, conditioning, None if keep is None else keep[:, number])
+                kept = None if keep is None else keep[:, number]
+                x = self.blocks[number](x, conditioning, kept)
             first += depth
             if stage < middle:
                 skips.append(x)
                 x = halve(x)
-        return self.leave(F.layer_norm(x, x.shape[-1:], eps=NORM_EPS))
+        normalised = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+        return self.leave(normalised)
 
     def place(self, task: int) -> Tensor:
         """Embed the positions of the task's tokens: (N, width)."""
         grid = self.grids[task]
         layer = cast(nn.Linear, self.places[task])
         points = grid.coordinates(layer.weight.device, of_tokens=True)
-        return layer(waves(points, self.octaves, grid.periodic).to(layer.weight.dtype))
+        features = waves(points, self.octaves, grid.periodic)
+        return layer(features.to(layer.weight.dtype))
 
 
 # ------------------------------------------------------------------------------------------------------------ model
@@ -347,12 +178,14 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
 
         shapes = list(zip(config.tasks, self.grids, strict=True))
         self.encoders = nn.ModuleList(encoder(task.input_channels, grid) for task, grid in shapes)
+        # Where the target has the input's fields, the input's encoder serves both.
         self.target_encoders = nn.ModuleList(
             nn.Identity() if task.same_fields else encoder(task.target_channels, grid) for task, grid in shapes
         )
         self.conditioning = Conditioning(config)
         self.operator = LatentOperator(config)
-        self.decoder = AnyPointDecoder(self.grids, [task.heads for task in config.tasks], model.decoder())
+        heads = [task.heads for task in config.tasks]
+        self.decoder = AnyPointDecoder(self.grids, heads, model.decoder())
         self.apply(initialise)
         nn.init.zeros_(self.operator.leave.weight)  # it starts as persistence
         # Built last, so the other weights start with the same values with and without it.
@@ -410,8 +243,10 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         """Connect every output to every parameter, without changing a value."""
         # Zero times the outputs of the unused modules. A sum over the parameters would not do, because sharded weights
         # exist only inside the forward of their own module.
-        tensors = [*self._unused(task, output), *(x for x in output if x is not None)]
-        zero = torch.stack([x.float().sum() for x in tensors]).sum() * 0
+        present = [x for x in output if x is not None]
+        tensors = [*self._unused(task, output), *present]
+        sums = [x.float().sum() for x in tensors]
+        zero = torch.stack(sums).sum() * 0
         return PdeOutput._make(None if x is None else x + zero.to(x.dtype) for x in output)
 
     def _correct(self, fields: ResidualGuess, conditioning: Tensor, task: int) -> PdeOutput:
@@ -433,11 +268,15 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         present = [z for z in latents if z is not None]
         if not present:
             return [None, None, None]
-        decoded = iter(self.decoder(torch.cat(present), points, task).chunk(len(present)))
+        together = self.decoder(torch.cat(present), points, task)
+        decoded = iter(together.chunk(len(present)))
         of_target = slice(0, shape.target_channels)
         of_input = of_target if shape.same_fields else slice(shape.target_channels, None)
         channels = (of_input, of_target, of_target)
-        return [None if z is None else next(decoded)[:, own] for z, own in zip(latents, channels, strict=True)]
+        fields: list[Tensor | None] = []
+        for latent, own in zip(latents, channels, strict=True):
+            fields.append(None if latent is None else next(decoded)[:, own])
+        return fields
 
     def _reencode(self, target_latent: Tensor, task: int) -> Tensor:
         shape = self.config.tasks[task]
@@ -449,7 +288,8 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         """Run the modules unused by this output on zeros and yield their outputs."""
         like = next(x for x in output if x is not None)
         # The operator halves them once per stage on the way to its middle, where IDLE_TOKENS have to be left.
-        tokens = min(IDLE_TOKENS << len(self.config.model.stages) // 2, math.prod(self.grids[task].cells))
+        halvings = len(self.config.model.stages) // 2
+        tokens = min(IDLE_TOKENS << halvings, math.prod(self.grids[task].cells))
         token = like.new_zeros(1, tokens, self.config.model.latent)
         for other in range(len(self.grids)):
             if other == task:
@@ -477,7 +317,8 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         if not self.config.tasks[task].same_fields and output.target_latent is None:
             yield self._target_encoder(task)(target)
         if output.predicted_latent is None:
-            yield self.operator(token, self.conditioning(numbers[:, 0], numbers[:, 1:], task), task, None)
+            conditioning = self.conditioning(numbers[:, 0], numbers[:, 1:], task)
+            yield self.operator(token, conditioning, task, None)
         if all(x is None for x in output[2:5]) and output.prediction is None:  # nothing was decoded
             yield self.decoder(token, point, task)
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from accel_train.data.datasets import Batch
 from accel_train.data.heldout import heldout_pairs
 from accel_train.domains.text import both_ways
 from accel_train.domains.text.baselines import TextBaselines, fit_baselines, fits_log_linear
@@ -42,14 +43,18 @@ def baseline_metrics(data: PreparedData, samples: int, timesteps: int, seed: int
     mask_id = data.tokenizer.mask_id
     sums: dict[str, float] = {}
     # Rank 0 of 1: one process scores all samples, however many processes the run has.
-    for batch, shuffled in heldout_pairs(data.heldout, samples, BATCH_SIZE, 0, 1, torch.device("cpu")):
+    pairs = heldout_pairs(data.heldout, samples, BATCH_SIZE, 0, 1, torch.device("cpu"))
+    for batch, shuffled in pairs:
         added = _batch_sums(fitted, batch, shuffled, mask_id, seed, timesteps)
         for name, value in added.items():
             sums[name] = sums.get(name, 0.0) + float(value)
 
     # The cosine is a mean over samples, all others are means over tokens.
     counts = {"t2l_ridge_cosine": sums["samples"]}
-    metrics = {name: value / max(counts.get(name, sums["tokens"]), 1e-12) for name, value in sums.items()}
+    metrics: dict[str, float] = {}
+    for name, value in sums.items():
+        count = counts.get(name, sums["tokens"])
+        metrics[name] = value / max(count, 1e-12)
     if fitted.log_linear is not None:
         metrics["l2t_log_linear_gain"] = 1 - metrics["l2t_log_linear_nll"] / metrics["l2t_log_linear_nll_shuffled"]
     return {name: metrics[name] for name in _baseline_names(data)}
@@ -57,8 +62,8 @@ def baseline_metrics(data: PreparedData, samples: int, timesteps: int, seed: int
 
 def _batch_sums(
     fitted: TextBaselines,
-    batch: dict[str, Tensor],
-    shuffled: dict[str, Tensor],
+    batch: Batch,
+    shuffled: Batch,
     mask_id: int,
     seed: int,
     timesteps: int,
@@ -74,6 +79,7 @@ def _batch_sums(
         "tokens": (batch["maskable"].sum(-1) * weight).sum() * timesteps,
     }
     if fitted.log_linear is not None:
-        for name, latent in (("nll", batch["latent"]), ("nll_shuffled", shuffled["latent"])):
+        conditions = {"nll": batch["latent"], "nll_shuffled": shuffled["latent"]}
+        for name, latent in conditions.items():
             sums[f"l2t_log_linear_{name}"] = bag_nll_sum(fitted.logits(latent), batch, mask_id, seed, timesteps)
     return sums

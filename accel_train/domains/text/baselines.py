@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel_train.data.datasets import Batch
+
 RIDGES = (1.0, 10.0, 100.0)
 """Added to the diagonal of a Gram matrix of token counts, in occurrences of a token."""
 MAX_TRAINING_ROWS = 32_768
@@ -33,7 +35,7 @@ class Rows(Protocol):
     """Tokens and maskable (B, S) and normalised latents (B, L, Dz) by index, as in `TextLatentDataset`."""
 
     def __len__(self) -> int: ...
-    def batch(self, indices: list[int], /) -> dict[str, Tensor]: ...
+    def batch(self, indices: list[int], /) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
     rows = _training_rows(len(train))
     counts = torch.zeros(vocabulary_size)
     for batch in _blocks(train, rows):
-        counts.scatter_add_(0, batch["tokens"].flatten(), batch["maskable"].flatten().float())
+        counted = batch["maskable"].flatten().float()
+        counts.scatter_add_(0, batch["tokens"].flatten(), counted)
     columns = _feature_columns(counts)
     # Half an occurrence more for each token keeps the logarithm of an unseen one finite.
     unigram = (counts + 0.5).log().log_softmax(0)
@@ -81,7 +84,8 @@ def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
 def _training_rows(total: int) -> Tensor:
     """Choose rows at even distances, in a fixed random order."""
     # Shuffled, because the first eighth validates and the batches of the log-linear fit should be mixed.
-    rows = torch.linspace(0, total - 1, min(total, MAX_TRAINING_ROWS)).round().long()
+    count = min(total, MAX_TRAINING_ROWS)
+    rows = torch.linspace(0, total - 1, count).round().long()
     generator = torch.Generator().manual_seed(0)
     return rows[torch.randperm(len(rows), generator=generator)]
 
@@ -162,18 +166,21 @@ def _fit_log_linear(train: Rows, rows: Tensor, unigram: Tensor) -> Tensor:
         gradient = _log_linear_gradient(weights, train.batch(indices.tolist()))
         first.lerp_(gradient, 1 - BETAS[0])
         second.lerp_(gradient.square_(), 1 - BETAS[1])
-        denominator = (second / (1 - BETAS[1] ** (step + 1))).sqrt_().add_(1e-8)
-        step_size = LEARNING_RATE * (1 - step / len(batches)) / (1 - BETAS[0] ** (step + 1))
+        first_correction = 1 - BETAS[0] ** (step + 1)
+        second_correction = 1 - BETAS[1] ** (step + 1)
+        denominator = (second / second_correction).sqrt_().add_(1e-8)
+        step_size = LEARNING_RATE * (1 - step / len(batches)) / first_correction
         weights.addcdiv_(first, denominator, value=-step_size)
     return weights
 
 
-def _log_linear_gradient(weights: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def _log_linear_gradient(weights: Tensor, batch: Batch) -> Tensor:
     """Compute the gradient of the mean cross-entropy of a batch's tokens: (L * Dz + 1, V)."""
     latents = _append_one(batch["latent"])
     maskable = batch["maskable"].float()
     # For the sum over a text's tokens, the gradient of the logits is tokens * probabilities - counts.
-    error = maskable.sum(1, keepdim=True) * F.softmax(latents @ weights, dim=-1)
+    probabilities = F.softmax(latents @ weights, dim=-1)
+    error = maskable.sum(1, keepdim=True) * probabilities
     error.scatter_add_(1, batch["tokens"], -maskable)
     return latents.T @ error / maskable.sum().clamp(min=1)
 
@@ -182,6 +189,6 @@ def _append_one(latents: Tensor) -> Tensor:
     return F.pad(latents.flatten(1), (0, 1), value=1.0)
 
 
-def _blocks(train: Rows, rows: Tensor) -> Iterator[dict[str, Tensor]]:
+def _blocks(train: Rows, rows: Tensor) -> Iterator[Batch]:
     for indices in rows.split(BLOCK_ROWS):
         yield train.batch(indices.tolist())

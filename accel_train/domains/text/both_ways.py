@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveInt
+from accel_train.data.datasets import Batch
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import correct_counts, corrupt, elbo_weight, loss_sums, term_weight
 from accel_train.domains.diffusion.sampling import (
@@ -29,7 +30,6 @@ from accel_train.domains.diffusion.sampling import (
 )
 from accel_train.domains.diffusion.timesteps import stratified
 
-Batch = dict[str, Tensor]
 Scores = Callable[[Batch, Batch, Tensor, Tensor], dict[str, Tensor]]
 """Sums of one batch, from the batch, its shuffled partner, and the latents and tokens sampled for it."""
 METRICS = (
@@ -171,7 +171,9 @@ def samplers(model: Callable[..., Any], described: Mapping[str, Any], steps: int
     )
     if steps is None:
         return both
-    return replace(both, text=replace(both.text, steps=steps), latent=replace(both.latent, steps=steps))
+    text = replace(both.text, steps=steps)
+    latent = replace(both.latent, steps=steps)
+    return replace(both, text=text, latent=latent)
 
 
 def tokens_from_latents(

@@ -4,23 +4,30 @@ Every error names its place: file:line, or the sample's index in a dataset.
 """
 
 import errno
-import hashlib
 import itertools
-import json
-import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
+from accel_train.data.text_sources import (
+    TABLE_FILES,
+    BadRows,
+    content_key,
+    hub_dataset,
+    is_hub_id,
+    is_saved_dataset,
+    json_rows,
+    saved_dataset,
+    table,
+)
 from accel_train.wording import did_you_mean, nearest
 
 DEMO_FILE = Path(__file__).parent / "demo" / "shakespeare.txt"
 LINE_FILES = (".jsonl", ".ndjson", ".txt")
-TABLE_FILES = (".parquet", ".csv")
-HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
+NO_ID = (*LINE_FILES, *TABLE_FILES, ".json", ".py")
+"""Endings of files, which no id of the Hub has."""
 CODES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip-compressed"}
 
 
@@ -41,25 +48,6 @@ class Corpus:
         if self.references:
             references = [self.references[index] for index in keep]
         return Corpus(texts, references, self.skipped)
-
-
-class BadRows:
-    """Counter of unusable rows. The first row beyond the limit raises."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.count = 0
-
-    def add(self, place: str, reason: str) -> None:
-        self.count += 1
-        if self.count > self.limit:
-            before = ""
-            if self.limit:
-                before = f" ({self.limit} bad rows before it were left out)"
-            raise UsageError(
-                f"--data.path: {place}: {reason}{before}. Correct the row, or raise --data.max_bad_rows "
-                f"(now {self.limit}) to leave bad rows out."
-            )
 
 
 def resolve_path(option: str, value: str) -> Path:
@@ -107,16 +95,17 @@ def _rows(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) of any source. A line of a text file is the row {text_column: line}."""
     if with_references:
-        return itertools.chain.from_iterable(_json_rows(file, bad) for file in _jsonl_files(path, text_column))
+        files = _jsonl_files(path, text_column)
+        return itertools.chain.from_iterable(json_rows(_lines(file, bad), bad) for file in files)
     if path == "demo":
         return _text_rows(DEMO_FILE, text_column, bad)
-    if _is_hub_id(path):
-        return dataset_rows(_hub_dataset(path, split), path, text_column)
+    if is_hub_id(path, NO_ID):
+        return dataset_rows(hub_dataset(path, split), path, text_column)
     source = resolve_path("--data.path", path)
-    if _is_saved_dataset(source):
-        return dataset_rows(_saved_dataset(source, split), path, text_column)
+    if is_saved_dataset(source):
+        return dataset_rows(saved_dataset(source, split), path, text_column)
     if source.suffix in TABLE_FILES:
-        return dataset_rows(_table(source), path, text_column)
+        return dataset_rows(table(source), path, text_column)
     return itertools.chain.from_iterable(_file_rows(file, text_column, bad) for file in _line_files(source))
 
 
@@ -130,7 +119,7 @@ def check_options_have_effect(path: str, split: str, text_column: str) -> None:
         )
     if split == "train":
         return
-    if plain or not (_is_hub_id(path) or _is_saved_dataset(resolve_path("--data.path", path))):
+    if plain or not (is_hub_id(path, NO_ID) or is_saved_dataset(resolve_path("--data.path", path))):
         raise UsageError(
             f"--data.split {split!r} has no effect with --data.path {path!r}: files have no splits. Leave it out, or "
             "give the file of that split."
@@ -148,20 +137,6 @@ def _jsonl_files(path: str, text_column: str) -> list[Path]:
             f"is {path!r}. Give the JSONL file that was written with the latents."
         )
     return files
-
-
-def _is_hub_id(path: str) -> bool:
-    """Return True if no local file has this name and it looks like an id rather than a file."""
-    # `lexists`, because a dangling link is a lost file and no id.
-    if os.path.lexists(expand_path(path)):
-        return False
-    # A misspelt file name must not become a request to the Hub.
-    known = (*LINE_FILES, *TABLE_FILES, ".json", ".py")
-    return HUB_ID.match(path) is not None and not path.endswith(known)
-
-
-def _is_saved_dataset(source: Path) -> bool:
-    return any((source / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _line_files(source: Path) -> list[Path]:
@@ -185,7 +160,7 @@ def _line_files(source: Path) -> list[Path]:
 def _file_rows(file: Path, text_column: str, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
     if file.suffix == ".txt":
         return _text_rows(file, text_column, bad)
-    return _json_rows(file, bad)
+    return json_rows(_lines(file, bad), bad)
 
 
 def _lines(file: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
@@ -216,20 +191,6 @@ def _lines(file: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
 
 def _text_rows(file: Path, text_column: str, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
     return ((place, {text_column: line}) for place, line in _lines(file, bad))
-
-
-def _json_rows(file: Path, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
-    for place, line in _lines(file, bad):
-        try:
-            row = json.loads(line)
-        # The parser recurses, so a long line of brackets exhausts the stack.
-        except (ValueError, RecursionError) as error:
-            bad.add(place, f"not JSON ({error}); one object a line is required")
-            continue
-        if isinstance(row, dict):
-            yield place, row
-        else:
-            bad.add(place, f"a JSON {type(row).__name__}, not an object; one object a line is required")
 
 
 def text_fault(row: Mapping[str, Any], column: str) -> str | None:
@@ -264,58 +225,6 @@ def _reference_fault(row: dict[str, Any]) -> str | None:
     return None
 
 
-def _hub_dataset(path: str, split: str) -> Any:
-    """Load a dataset of the Hub, `owner/name` or `owner/name:configuration`, from its data files only."""
-    import datasets
-
-    name, _, configuration = path.partition(":")
-    try:
-        return datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:
-        # Name, network, permission, split or script: the user can fix all of them.
-        raise UsageError(
-            f"--data.path {path!r}, --data.split {split!r}: no such file or folder, and the hub answered "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give a file, or a hub id "
-            "(owner/name or owner/name:configuration) whose data are plain files (datasets that need a script "
-            "are refused); without a network, the dataset must be in the cache of `datasets`."
-        ) from None
-
-
-def _saved_dataset(folder: Path, split: str) -> Any:
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:
-        # Damaged Arrow files raise half a dozen types.
-        raise UsageError(
-            f"--data.path {str(folder)!r} cannot be read as a saved dataset ({type(error).__name__}: "
-            f"{error}). Save it again with dataset.save_to_disk."
-        ) from None
-    if not isinstance(loaded, datasets.DatasetDict):
-        return loaded
-    if split not in loaded:
-        raise UsageError(f"--data.split {split!r}: {folder} has the splits {sorted(loaded)}. Name one of them.")
-    return loaded[split]
-
-
-def _table(file: Path) -> Any:
-    """Read a whole table."""
-    # Not with `datasets.load_dataset`: its cache is keyed by path and time, not by content.
-    import datasets
-    from pyarrow import csv, parquet
-
-    try:
-        read = csv.read_csv if file.suffix == ".csv" else parquet.read_table
-        table: Any = read(file)
-        return datasets.Dataset(table)
-    except Exception as error:
-        raise UsageError(
-            f"--data.path {str(file)!r} cannot be read ({type(error).__name__}: {error}). "
-            "Write it again, or convert it to JSONL."
-        ) from None
-
-
 def dataset_rows(dataset: Any, name: str, text_column: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (sample index, row) of a `datasets.Dataset`. Refuse one without length or random access."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -340,22 +249,6 @@ def _dataset_texts(dataset: Any, name: str, text_column: str) -> Iterator[tuple[
         for text in batch[text_column]:
             yield f"sample {index} of {name}", {text_column: text}
             index += 1
-
-
-def texts_hash(texts: Iterable[str]) -> str:
-    """Hash all texts in order with sha256."""
-    digest = hashlib.sha256()
-    for text in texts:
-        # A digest per text marks its end: "a", "bc" must not equal "ab", "c".
-        digest.update(hashlib.sha256(text.encode()).digest())
-    return digest.hexdigest()
-
-
-def content_key(text: str) -> bytes:
-    """Hash the words alone. Texts that differ in case, space or punctuation have the same key."""
-    # A text of punctuation alone has no words.
-    words = " ".join(re.findall(r"\w+", text.casefold())) or text
-    return hashlib.sha256(words.encode()).digest()
 
 
 def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]]:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.data.block_order import BlockOrder
+from accel_train.data.datasets import Batch
 from accel_train.data.ledger import Span, continued, write_ledger
-from accel_train.domains.text.corpus import (
-    texts_hash,
-)
+from accel_train.data.text_sources import texts_hash
 from accel_train.domains.text.encoders import LatentEncoder, load_encoder
 from accel_train.domains.text.latent_cache import BatchMemory, LatentRows, LatentTable
 from accel_train.domains.text.lengths import LengthEstimate, load_length
@@ -47,12 +46,14 @@ class DataAssets:
         """(L, Dz)"""
         return self.latent_tokens, len(self.latent_mean)
 
-    def tokenise(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def tokenise(self, texts: Sequence[str]) -> Batch:
         """Return tokens (B, S) int64, text_mask (B, S) bool and maskable (B, S) bool."""
         tokens = self.tokenizer.tokenise(texts, self.max_length)
         positions = torch.arange(self.max_length)
-        ids, mask = padded_rows(tokens, torch.arange(len(texts)), positions, self.tokenizer.pad_id)
-        return {"tokens": ids, "text_mask": mask, "maskable": mask & self.tokenizer.maskable()[ids]}
+        rows = torch.arange(len(texts))
+        ids, mask = padded_rows(tokens, rows, positions, self.tokenizer.pad_id)
+        maskable = mask & self.tokenizer.maskable()[ids]
+        return {"tokens": ids, "text_mask": mask, "maskable": maskable}
 
     def encode(self, texts: Sequence[str]) -> Tensor:
         """Return latents (B, L, Dz) float32, normalised with the training split's mean and std.
@@ -165,8 +166,8 @@ class TextLatents(Protocol):
     @property
     def fingerprint(self) -> str: ...
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
-    def batch(self, indices: list[int], /) -> dict[str, Tensor]: ...
+    def __getitem__(self, index: int, /) -> Batch: ...
+    def batch(self, indices: list[int], /) -> Batch: ...
 
 
 class TextLatentDataset:
@@ -200,7 +201,7 @@ class TextLatentDataset:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         """Return tokens (S,) int64, text_mask (S,) bool, maskable (S,) bool and latent (L, Dz) float32."""
         row, mask = padded(self._tokens, index, self._positions, self._pad_id)
         return {
@@ -210,23 +211,25 @@ class TextLatentDataset:
             "latent": (self.table.row(index) - self._mean) / self._std,
         }
 
-    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+    def batch(self, indices: list[int]) -> Batch:
         """Stack samples: tokens, text_mask, maskable (B, S) and latent (B, L, Dz).
 
         Latents are read in one copy and normalised in place. Their memory is reused once the batch is gone.
         """
         index = torch.tensor(indices)
         rows, mask = padded_rows(self._tokens, index, self._positions, self._pad_id)
-        latent = self.table.rows(index, self._memory.empty(len(indices), *self.table.shape))
+        memory = self._memory.empty(len(indices), *self.table.shape)
+        latent = self.table.rows(index, memory)
         # `rows` has copied, so the mapped cache keeps its values.
         latent.sub_(self._mean).div_(self._std)
-        return {"tokens": rows, "text_mask": mask, "maskable": mask & self._maskable[rows], "latent": latent}
+        maskable = mask & self._maskable[rows]
+        return {"tokens": rows, "text_mask": mask, "maskable": maskable, "latent": latent}
 
     def length(self, index: int) -> int:
         """Return the number of tokens without padding."""
         return int(self._lengths[index])
 
-    def trim(self, batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
+    def trim(self, batch: Mapping[str, Tensor], length: int) -> Batch:
         """Cut the padded fields to `length` tokens. The caller knows that no text is longer."""
         trimmed = dict(batch)
         for name in self.PADDED:
@@ -314,7 +317,8 @@ class PreparedData:
 
         Reads every training latent once.
         """
-        queries = F.normalize(latents.detach().float().cpu().flatten(1), dim=1)
+        flat = latents.detach().float().cpu().flatten(1)
+        queries = F.normalize(flat, dim=1)
         best = torch.full((len(queries),), -2.0)  # below any cosine
         nearest = torch.zeros(len(queries), dtype=torch.int64)
         for start, block in self.train.table.blocks():

@@ -162,7 +162,8 @@ class TransformerEncoder:
             "max_length": self.max_length,
             "latent_dim": self.latent_dim,
         }
-        (directory / "encoder.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), "utf-8")
+        text = json.dumps(facts, indent=1, ensure_ascii=False)
+        (directory / "encoder.json").write_text(text, "utf-8")
 
 
 def pool(hidden: Tensor, attended: Tensor, pooling: Pooling) -> Tensor:
@@ -170,7 +171,8 @@ def pool(hidden: Tensor, attended: Tensor, pooling: Pooling) -> Tensor:
     positions = torch.arange(hidden.shape[1], device=hidden.device)
     if pooling == "mean":
         weights = attended.to(hidden.dtype).unsqueeze(-1)
-        return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
+        count = weights.sum(1).clamp(min=1)
+        return (hidden * weights).sum(1) / count
     # The maximum is at the first attended position for cls, and at the last one for last.
     order = attended.int() if pooling == "cls" else torch.where(attended, positions, -1)
     chosen = order.argmax(1)
@@ -209,7 +211,8 @@ def hash_files(folder: Path) -> str:
     Files of the Hub's cache are links to blobs named by their content and are not read. Others are read once per
     start, in about a second per GB.
     """
-    files = sorted(set(itertools.chain.from_iterable(folder.glob(pattern) for pattern in MODEL_FILES)))
+    found = (folder.glob(pattern) for pattern in MODEL_FILES)
+    files = sorted(set(itertools.chain.from_iterable(found)))
     if not any(file.suffix == ".safetensors" for file in files):
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
         found = "none"

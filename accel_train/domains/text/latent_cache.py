@@ -22,7 +22,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.data.progress import Progress
-from accel_train.domains.text.corpus import texts_hash
+from accel_train.data.text_sources import texts_hash
 
 if TYPE_CHECKING:
     from accel_train.domains.text.encoders import LatentEncoder
@@ -63,7 +63,8 @@ class LatentTable:
         return shard.shape[1], shard.shape[2]
 
     def row(self, index: int) -> Tensor:
-        return self._shard(int(self.shard_of[index]))[int(self.row_of[index])].float()
+        shard = self._shard(int(self.shard_of[index]))
+        return shard[int(self.row_of[index])].float()
 
     def rows(self, indices: Tensor, out: Tensor | None = None) -> Tensor:
         """Read rows (n,) int64 as (n, L, Dz) float32, into `out` if given. One copy, straight from the mapped file."""
@@ -196,7 +197,8 @@ def _build(folder: Path, shards: Sequence[int], texts: Sequence[str], encoder: L
 
 def encode_rows(texts: Sequence[str], encoder: LatentEncoder, done: Callable[[int], None]) -> NDArray[np.float32]:
     """Encode texts to (n, Dz) in batches of similar length, to compute little padding."""
-    order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+    numbers = range(len(texts))
+    order = sorted(numbers, key=lambda index: -len(texts[index]))
     latents = np.empty((len(texts), encoder.dim), np.float32)
     for start in range(0, len(order), encoder.batch_size):
         batch = order[start : start + encoder.batch_size]

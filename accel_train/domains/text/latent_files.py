@@ -53,7 +53,8 @@ def _shard_file(folder: Path, shard: str | int) -> Path:
         widths = (4, 5, 6, 1)
         names = [f"shard_{shard:0{width}d}{suffix}" for suffix in SUFFIXES for width in widths]
         # Several widths give the same name for a large number.
-        found = [folder / name for name in dict.fromkeys(names) if (folder / name).is_file()]
+        candidates = [folder / name for name in dict.fromkeys(names)]
+        found = [file for file in candidates if file.is_file()]
     if len(found) != 1 or not found[0].is_file():
         count = sum(file.is_file() for file in found)
         raise UsageError(

@@ -44,7 +44,8 @@ class LengthEstimate:
     def __call__(self, latents: Tensor) -> Tensor:
         """Estimate the tokens of the texts of normalised latents (B, L, Dz), special tokens included: (B,) int64."""
         logarithms = _features(latents) @ self.weights + self.bias
-        return logarithms.exp().round().long().clamp(self.shortest, self.longest)
+        lengths = logarithms.exp().round().long()
+        return lengths.clamp(self.shortest, self.longest)
 
     def save(self, directory: Path) -> None:
         """Write length.json."""
@@ -80,14 +81,18 @@ def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float, rows: 
     rows = rows[::step]
     shortest, longest = int(lengths.min()), int(lengths.max())
     lengths = lengths[::step]
-    blocks = [_features((table.rows(block) - mean) / std) for block in rows.split(BLOCK_ROWS)]
+    blocks: list[Tensor] = []
+    for block in rows.split(BLOCK_ROWS):
+        normalised = (table.rows(block) - mean) / std
+        blocks.append(_features(normalised))
     x = torch.cat(blocks)  # (n, Dz + 1)
     y = lengths.double().log()
     centre = x.mean(0)
     bias = float(y.mean())
     x = x - centre
     gram = x.T @ x
-    gram.diagonal().add_(x.shape[1] * float(gram.diagonal().mean()) / len(x) + 1e-9)
+    size = float(gram.diagonal().mean())
+    gram.diagonal().add_(x.shape[1] * size / len(x) + 1e-9)
     weights = torch.linalg.solve(gram, x.T @ (y - bias))
     found = (x @ weights + bias).exp()
     error = float((found - lengths).abs().mean())

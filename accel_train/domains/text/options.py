@@ -28,15 +28,15 @@ class DataConfig:
     """memory: hold all texts and tokens. shards: read .parquet, .arrow or .jsonl files by block (row group, record
     batch, 4,096 lines) and tokenise when needed, for data larger than memory."""
     shuffle_blocks: PositiveInt | None = None
-    """Shards: blocks whose rows are mixed at a time, in an order of blocks that each epoch draws. Part of the order of
-    samples. null: 16 with read shards; with read memory all rows are mixed."""
+    """Blocks per shuffle window: rows are shuffled within a window, and each epoch draws the order of blocks. Part of
+    the order of samples. null: 16 with read shards, a full shuffle with read memory."""
     cache_mib: PositiveInt | None = None
-    """With read shards: decoded texts kept by each process and each worker in MiB, and as much of mapped latents. Has
-    room for a window of shuffle_blocks, or blocks are read again and again. null: 256."""
+    """With read shards: cache of decoded texts in MiB, per process and worker, and as much again for mapped latents. If
+    a window of shuffle_blocks does not fit, blocks are read repeatedly. null: 256."""
     changed: Literal["refuse", "allow"] = "refuse"
-    """Data that changed since the run began, such as rows that were added or removed. refuse: do not resume. allow: go
-    on with tokenizer, encoder, mean and std of the checkpoint; its assets/ledger.json tells from which step on the run
-    has seen which data."""
+    """Data that changed since the run began, such as added or removed rows. refuse: do not resume. allow: continue with
+    tokenizer, encoder, mean and std of the checkpoint; its assets/ledger.json records which data were used from which
+    step."""
     split: str = "train"
     """Split of a saved or Hub dataset. Files have none."""
     text_column: str = "text"

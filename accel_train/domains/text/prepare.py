@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -14,18 +12,9 @@ from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder, open_cache
 from accel_train.data.block_order import BlockOrder
 from accel_train.data.ledger import Span, read_ledger
-from accel_train.data.sharded_table import ShardedTable
-from accel_train.data.shards import index_shards
+from accel_train.data.text_sources import texts_hash
 from accel_train.domains.text import tfidf
-from accel_train.domains.text.corpus import (
-    Corpus,
-    check_options_have_effect,
-    read_corpus,
-    remove_heldout,
-    resolve_path,
-    split_heldout,
-    texts_hash,
-)
+from accel_train.domains.text.corpus import Corpus, resolve_path
 from accel_train.domains.text.dataset import (
     DataAssets,
     PreparedData,
@@ -41,44 +30,13 @@ from accel_train.domains.text.lengths import LengthEstimate, fit_length
 from accel_train.domains.text.options import FREE_TO_CHANGE as FREE_TO_CHANGE
 from accel_train.domains.text.options import TFIDF_SVD, TRAINED
 from accel_train.domains.text.options import DataConfig as DataConfig
-from accel_train.domains.text.shard_corpus import (
-    ShardTexts,
-    SplitRules,
-    sampled_rows,
-    split_notices,
-    split_shards,
-    word_key,
-)
-from accel_train.domains.text.shard_dataset import BlockLatents, ShardTextDataset, block_latents, window_notices
+from accel_train.domains.text.shard_corpus import sampled_rows
+from accel_train.domains.text.shard_dataset import BlockLatents, ShardTextDataset, block_latents
+from accel_train.domains.text.splits import Processes, read_splits
 from accel_train.domains.text.tokenizer import TextTokenizer, Tokens, train_tokenizer, transformers_tokenizer
 from accel_train.wording import shortened
 
 TFIDF_DIM = 64
-SPLIT = "split="
-DEFAULT_SHUFFLE_BLOCKS = 16
-DEFAULT_CACHE_MIB = 256
-
-
-@dataclass(frozen=True)
-class _Processes:
-    """The processes that prepare data together."""
-
-    rank: int
-    world_size: int
-    barrier: Callable[[], None]
-    progress: bool
-    device: str
-
-    def building(self) -> _Building:
-        """Return what functions take that build a part of the cache together."""
-        return _Building(rank=self.rank, world_size=self.world_size, barrier=self.barrier, progress=self.progress)
-
-
-class _Building(TypedDict):
-    rank: int
-    world_size: int
-    barrier: Callable[[], None]
-    progress: bool
 
 
 def prepare_data(
@@ -100,13 +58,14 @@ def prepare_data(
     resume, if `config.changed` allows other data than those of the first start. Each process holds texts and ids in
     memory, or with `read: shards` reads them by block. Latents are memory-mapped. Raises `UsageError`.
     """
-    processes = _Processes(rank, world_size, barrier or _no_barrier, progress, device)
+    processes = Processes(rank, world_size, barrier or _no_barrier, progress, device)
     ledger: tuple[Span, ...] = ()
     if config.changed == "allow" and earlier is not None:
+        # The model was trained on this tokenizer and this scale. Other data would give others.
         assets = earlier
         ledger = tuple(read_ledger(earlier))
     cache = open_cache(config.cache_dir, rank, world_size)
-    splits = _read_shards(config, cache, processes) if config.by_blocks else _read_splits(config)
+    splits = read_splits(config, cache, processes)
     saved = load_assets(assets, device) if assets else None
     tokenizer = saved.tokenizer if saved else _build_tokenizer(config, splits.train.texts, cache, processes)
     train, train_tokens = _tokenise(splits.train, tokenizer, config)
@@ -129,10 +88,7 @@ def prepare_data(
     if isinstance(encoder, TransformerEncoder):
         # Training does not encode.
         encoder.release()
-    if isinstance(table, BlockLatents):
-        train_data = ShardTextDataset(table, own, splits.order)
-    else:
-        train_data = _dataset(train.texts, train_tokens, table, own, splits.order)
+    train_data = _training_dataset(table, own, train, train_tokens, splits.order)
     heldout_data = _dataset(heldout.texts, heldout_tokens, heldout_table, own)
     notices = [*splits.notices, *_truncation_notice(train_tokens, config.max_length)]
     contents = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
@@ -141,6 +97,14 @@ def prepare_data(
     if ledger and ledger[-1].fingerprint != contents:
         notices.append(f"--data.changed allow: other data than the {ledger[-1].samples:,} samples of the checkpoint")
     return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices), ledger, contents)
+
+
+def _training_dataset(
+    table: LatentTable | BlockLatents, assets: DataAssets, train: Corpus, tokens: Tokens, order: BlockOrder | None
+) -> ShardTextDataset | TextLatentDataset:
+    if isinstance(table, BlockLatents):
+        return ShardTextDataset(table, assets, order)
+    return _dataset(train.texts, tokens, table, assets, order)
 
 
 def _estimate_length(table: LatentRows, tokens: Tokens, mean: torch.Tensor, std: float) -> LengthEstimate:
@@ -182,105 +146,7 @@ def _dataset(
     return TextLatentDataset(texts, tokens, table, assets, fingerprint, order)
 
 
-class _Splits(NamedTuple):
-    """Texts of a run."""
-
-    train: Corpus
-    """Training texts, or with `shards` a sample of them to fit on."""
-    heldout: Corpus
-    notices: list[str]
-    """Lines for the log about both."""
-    order: BlockOrder | None = None
-    shards: ShardTexts | None = None
-    """All training texts, where they are not held in memory."""
-
-
-def _read_shards(config: DataConfig, cache: Path, processes: _Processes) -> _Splits:
-    """Split the rows of shards. Every rank calls it (four barriers)."""
-    if config.latents is not None or config.split != "train" or str(config.heldout_path).startswith(SPLIT):
-        raise UsageError(
-            f"--data.path {config.path!r} is read by blocks, where data.latents and splits have no effect. Leave them "
-            "out, or give one JSONL file or a saved dataset, without data.read and data.shuffle_blocks."
-        )
-    heldout = Corpus([])
-    if config.heldout_path is not None:
-        heldout = _read_heldout(config, config.heldout_path)
-        heldout = heldout.select(split_heldout(heldout, 1.0)[1])
-    index = index_shards("--data.path", config.path, cache, rank=processes.rank, barrier=processes.barrier)
-    table = ShardedTable(index, (config.text_column,), 2**20 * (config.cache_mib or DEFAULT_CACHE_MIB))
-    keys = tuple(sorted(word_key(text) for text in heldout.texts))
-    rules = SplitRules(config.text_column, config.min_words, config.max_bad_rows, config.heldout_fraction, keys)
-    split = split_shards(table, rules, cache, **processes.building())
-    if config.heldout_path is None:
-        heldout = Corpus(split.heldout)
-    texts = split.train
-    _refuse_too_few(config, len(texts), len(heldout.texts))
-    window = config.shuffle_blocks or DEFAULT_SHUFFLE_BLOCKS
-    notices = [*index.notices, *split_notices(split, len(heldout.texts))]
-    if config.read == "memory":
-        order = BlockOrder(texts.sizes, window) if config.shuffle_blocks else None
-        return _Splits(Corpus(list(texts), [], split.facts["bad"]), heldout, notices, order)
-    notices += window_notices(texts, window)
-    train = Corpus(split.sample, [], split.facts["bad"])
-    return _Splits(train, heldout, notices, BlockOrder(texts.sizes, window), texts)
-
-
-def _refuse_too_few(config: DataConfig, train: int, heldout: int) -> None:
-    # Evaluation also pairs each held-out text with the latent of another one.
-    if train and heldout >= 2:
-        return
-    raise UsageError(
-        f"--data.path {config.path!r}, --data.heldout_fraction {config.heldout_fraction:g}: "
-        f"{train} training and {heldout} held-out texts; at least 1 and 2 are required. "
-        "Bring more text, raise the fraction, or give --data.heldout_path."
-    )
-
-
-def _read_splits(config: DataConfig) -> _Splits:
-    """Read all texts into memory and split them."""
-    check_options_have_effect(config.path, config.split, config.text_column)
-    corpus, short = _read(config, config.path, config.split)
-    if config.heldout_path is None:
-        heldout_corpus = corpus
-        total = len(corpus.texts)
-        train_rows, heldout_rows = split_heldout(corpus, config.heldout_fraction)
-    else:
-        heldout_corpus = _read_heldout(config, config.heldout_path)
-        total = len(corpus.texts) + len(heldout_corpus.texts)
-        train_rows, heldout_rows = remove_heldout(corpus, heldout_corpus)
-    train = corpus.select(train_rows)
-    heldout = heldout_corpus.select(heldout_rows)
-    _refuse_too_few(config, len(train.texts), len(heldout.texts))
-    repeated = total - len(train.texts) - len(heldout.texts)
-    left_out = {"bad rows": corpus.skipped, "short texts": short, "repeated texts": repeated}
-    notices = [f"{len(train.texts):,} training texts, {len(heldout.texts):,} held out"]
-    notices += [f"{count:,} {kind} left out" for kind, count in left_out.items() if count]
-    return _Splits(train, heldout, notices)
-
-
-def _read_heldout(config: DataConfig, source: str) -> Corpus:
-    """Read another split of `path`, or another source."""
-    if source.startswith(SPLIT):
-        corpus, _ = _read(config, config.path, source.removeprefix(SPLIT))
-    else:
-        corpus, _ = _read(config, source, config.split)
-    return corpus
-
-
-def _read(config: DataConfig, path: str, split: str) -> tuple[Corpus, int]:
-    """Read a source. Returns its texts of at least `min_words` words, and the number of shorter ones."""
-    corpus = read_corpus(
-        path,
-        split=split,
-        text_column=config.text_column,
-        max_bad_rows=config.max_bad_rows,
-        with_references=config.latents is not None,
-    )
-    long = [index for index, text in enumerate(corpus.texts) if len(text.split()) >= config.min_words]
-    return corpus.select(long), len(corpus.texts) - len(long)
-
-
-def _build_tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, processes: _Processes) -> TextTokenizer:
+def _build_tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, processes: Processes) -> TextTokenizer:
     if config.tokenizer != TRAINED:
         return transformers_tokenizer(config.tokenizer)
     # The 1 changes with the training of the tokenizer, so that no run reads another version's cache.
@@ -314,9 +180,7 @@ def _tokenise(corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig) -> t
     return corpus, tokenizer.tokenise(corpus.texts, config.max_length)
 
 
-def _build_encoder(
-    config: DataConfig, texts: Sequence[str], cache: Path, processes: _Processes
-) -> LatentEncoder | None:
+def _build_encoder(config: DataConfig, texts: Sequence[str], cache: Path, processes: Processes) -> LatentEncoder | None:
     if config.latents is not None:
         return None
     if config.encoder != TFIDF_SVD:
@@ -340,7 +204,7 @@ def _build_encoder(
 
 
 def _latents(
-    config: DataConfig, corpus: Corpus, encoder: LatentEncoder | None, cache: Path, processes: _Processes
+    config: DataConfig, corpus: Corpus, encoder: LatentEncoder | None, cache: Path, processes: Processes
 ) -> LatentTable:
     if encoder is None:
         table = read_latents(resolve_path("--data.latents", str(config.latents)), corpus.references)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from accel_train.domains.text.dataset import PreparedData
-from accel_train.store.atomic_files import replace_file
-
-logger = logging.getLogger(__name__)
+from accel_train.metrics.recorder import quoted, write_markdown
 
 
 def report_samples(directory: Path, data: PreparedData, tokens: Tensor, latents: Tensor) -> None:
@@ -33,19 +30,9 @@ def write_samples(
         lines += [
             f"## {number}",
             "",
-            f"- held-out text: {_quoted(text)}",
-            f"- text sampled from its latent (l2t): {_quoted(tokens)}",
-            f"- training text nearest to the latent sampled from it (t2l), cosine {cosine:.2f}: {_quoted(neighbour)}",
+            f"- held-out text: {quoted(text)}",
+            f"- text sampled from its latent (l2t): {quoted(tokens)}",
+            f"- training text nearest to the latent sampled from it (t2l), cosine {cosine:.2f}: {quoted(neighbour)}",
             "",
         ]
-    path = directory / "samples.md"
-    try:
-        directory.mkdir(exist_ok=True)
-        replace_file(path, "\n".join(lines).encode("utf-8", "replace"))
-    except OSError as error:
-        logger.warning("%s could not be written (%s); training is not affected", path, error)
-
-
-def _quoted(text: str) -> str:
-    words = " ".join(text.split())
-    return f"> {words or '(empty)'}"
+    write_markdown(directory / "samples.md", lines)

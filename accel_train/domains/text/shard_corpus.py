@@ -30,7 +30,8 @@ from accel_train.data.artifacts import cached_folder
 from accel_train.data.generation import blocks_in_order
 from accel_train.data.progress import Progress
 from accel_train.data.sharded_table import DecodedBlock, ShardedTable
-from accel_train.domains.text.corpus import BadRows, content_key, text_fault
+from accel_train.data.text_sources import BadRows, content_key
+from accel_train.domains.text.corpus import text_fault
 
 SPLIT_FORMAT = 1
 LEFT_OUT, TRAIN, HELDOUT = range(3)
@@ -92,7 +93,8 @@ def split_shards(
     texts = json.loads((folder / "texts.json").read_text("utf-8"))
     facts = json.loads((folder / "facts.json").read_text("utf-8"))
     counts = np.load(folder / "train_rows.npy")
-    return SplitShards(ShardTexts(table, rules.column, folder, counts), texts["heldout"], texts["sample"], facts)
+    train = ShardTexts(table, rules.column, folder, counts)
+    return SplitShards(train, texts["heldout"], texts["sample"], facts)
 
 
 class ShardTexts(Sequence[str]):
@@ -173,7 +175,8 @@ class ShardTexts(Sequence[str]):
     def _checked(self, values: list[str | None], rows: Ints) -> list[str]:
         _, ids = self._mapped()
         texts: list[str] = []
-        for value, row, expected in zip(values, rows.tolist(), ids[rows].tolist(), strict=True):
+        expected_ids = ids[rows].tolist()
+        for value, row, expected in zip(values, rows.tolist(), expected_ids, strict=True):
             text = (value or "").strip()
             if text_id(text) != expected:
                 raise UsageError(
@@ -283,7 +286,8 @@ def _write_split(table: ShardedTable, rules: SplitRules, sharing: int, progress:
     counts = np.add.reduceat(sides == TRAIN, table.starts[:-1], dtype=np.int64)
     np.save(directory / "train_rows.npy", counts)
     repeated = int(usable.sum() - (sides != LEFT_OUT).sum())
-    facts = {"bad": bad.count, "short": short, "repeated": repeated, "heldout": int((sides == HELDOUT).sum())}
+    held_out = int((sides == HELDOUT).sum())
+    facts = {"bad": bad.count, "short": short, "repeated": repeated, "heldout": held_out}
     (directory / "facts.json").write_text(json.dumps(facts), "utf-8")
     train = ShardTexts(table, rules.column, directory, counts)
     affordable = CHARACTERS * int(usable.sum()) // max(1, characters)
@@ -304,7 +308,9 @@ def sampled_rows(total: int, count: int) -> Ints:
 def _choose_sides(keys_file: Path, usable: NDArray[np.bool_], rules: SplitRules) -> tuple[NDArray[np.uint8], Ints]:
     """Return the side of each row, and the first held-out rows by hash. Of equal texts the first is kept."""
     sides = np.zeros(len(usable), np.uint8)
-    keys: Any = np.memmap(keys_file, np.uint64, "r") if len(usable) else np.zeros(0, np.uint64)
+    keys: Any = np.zeros(0, np.uint64)
+    if len(usable):
+        keys = np.memmap(keys_file, np.uint64, "r")
     partitions = max(1, math.ceil(len(usable) / ROWS_PER_PARTITION))
     threshold = np.uint64(math.ceil(rules.fraction * 2**64))
     excluded = np.array(rules.heldout_keys, np.uint64)
@@ -334,3 +340,18 @@ def _rows_of_partition(keys: Keys, usable: NDArray[np.bool_], partition: int, pa
         here = (keys[piece] % np.uint64(partitions) == partition) & usable[piece]
         found.append(start + np.flatnonzero(here))
     return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def window_notices(texts: ShardTexts, window: int) -> list[str]:
+    """Return a line if the decoded blocks of a window exceed the cache. Reads the largest block."""
+    table = texts.table
+    sizes = [block.rows for block in table.index.blocks]
+    largest = table.block(sizes.index(max(sizes)))
+    needed = largest.size * min(window, len(sizes))
+    if needed <= table.cache_bytes:
+        return []
+    return [
+        f"--data.shuffle_blocks {window}: the blocks of a window take up to {needed / 2**20:,.0f} MiB, but "
+        f"--data.cache_mib keeps {table.cache_bytes / 2**20:,.0f}, so blocks are read again and again. Raise "
+        "cache_mib, or lower shuffle_blocks"
+    ]

@@ -13,6 +13,7 @@ from torch import Tensor
 from accel_train.config import UsageError
 from accel_train.data.block_cache import BlockCache
 from accel_train.data.block_order import BlockOrder
+from accel_train.data.datasets import Batch
 from accel_train.data.progress import Progress
 from accel_train.domains.text.dataset import DataAssets, padded_rows
 from accel_train.domains.text.encoders import LatentEncoder
@@ -46,7 +47,8 @@ class BlockLatents:
     @property
     def shape(self) -> tuple[int, int]:
         """(L, Dz)"""
-        shard = self._file(int(np.searchsorted(self._starts, 0, side="right")) - 1)
+        first = int(np.searchsorted(self._starts, 0, side="right")) - 1
+        shard = self._file(first)
         return shard.shape[1], shard.shape[2]
 
     def row(self, index: int) -> Tensor:
@@ -61,7 +63,8 @@ class BlockLatents:
         blocks = np.searchsorted(self._starts, wanted, side="right") - 1
         for number in dict.fromkeys(blocks.tolist()):
             here = torch.from_numpy(blocks == number)
-            out[here] = self._file(number)[indices[here] - int(self._starts[number])]
+            rows = indices[here] - int(self._starts[number])
+            out[here] = self._file(number)[rows]
         return out
 
     def blocks(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
@@ -95,7 +98,8 @@ def block_latents(
     filled = [number for number, file in enumerate(files) if file is not None]
     start = rank % max(1, len(filled))
     for assigned in (filled[rank::world_size], filled[start:] + filled[:start]):
-        with Progress("latents", sum(texts.sizes[number] for number in assigned), progress and rank == 0) as bar:
+        total = sum(texts.sizes[number] for number in assigned)
+        with Progress("latents", total, progress and rank == 0) as bar:
             for number in assigned:
                 _build(files[number], texts, number, encoder, bar.update)
         barrier()
@@ -105,7 +109,9 @@ def block_latents(
 def _file_of(texts: ShardTexts, number: int, encoder: LatentEncoder, cache: Path) -> Path | None:
     if not texts.sizes[number]:
         return None
-    digest = hashlib.sha256(f"{FORMAT} {encoder.identity} ".encode() + texts.ids(number).tobytes()).hexdigest()
+    hashed = hashlib.sha256(f"{FORMAT} {encoder.identity} ".encode())
+    hashed.update(texts.ids(number).tobytes())
+    digest = hashed.hexdigest()
     return cache / "latents" / "blocks" / digest[:2] / f"{digest}.safetensors"
 
 
@@ -120,7 +126,8 @@ def _build(
     file.parent.mkdir(parents=True, exist_ok=True)
     block = texts.of_block(number)
     latents = encode_rows(block, encoder, done)
-    check_finite(torch.from_numpy(latents), int(texts.starts[number]), block, int(texts.starts[number]))
+    start = int(texts.starts[number])
+    check_finite(torch.from_numpy(latents), start, block, start)
     write_shard(file, latents[:, None, :])
 
 
@@ -146,11 +153,12 @@ class ShardTextDataset:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         """Return tokens (S,) int64, text_mask (S,) bool, maskable (S,) bool and latent (L, Dz) float32."""
-        return {name: values[0] for name, values in self.batch([index]).items()}
+        batch = self.batch([index])
+        return {name: values[0] for name, values in batch.items()}
 
-    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+    def batch(self, indices: list[int]) -> Batch:
         """Stack samples: tokens, text_mask, maskable (B, S) and latent (B, L, Dz)."""
         tokens = self._tokenizer.tokenise(self.texts.take(indices), self._max_length)
         rows, mask = padded_rows(
@@ -170,19 +178,6 @@ def _fingerprint(texts: ShardTexts, assets: DataAssets) -> str:
     """Hash the ids of all training texts, their blocks, tokenizer, length and encoder with sha256."""
     assert assets.encoder is not None, "ready-made latents are refused with shards"
     sizes = list(texts.sizes)
-    facts = [texts.digest(), sizes, assets.max_length, assets.tokenizer.to_json(), assets.encoder.identity]
+    tokenizer = assets.tokenizer.to_json()
+    facts = [texts.digest(), sizes, assets.max_length, tokenizer, assets.encoder.identity]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def window_notices(texts: ShardTexts, window: int) -> list[str]:
-    """Return a line if the decoded blocks of a window exceed the cache. Reads the largest block."""
-    table = texts.table
-    sizes = [block.rows for block in table.index.blocks]
-    needed = table.block(sizes.index(max(sizes))).size * min(window, len(sizes))
-    if needed <= table.cache_bytes:
-        return []
-    return [
-        f"--data.shuffle_blocks {window}: the blocks of a window take up to {needed / 2**20:,.0f} MiB, but "
-        f"--data.cache_mib keeps {table.cache_bytes / 2**20:,.0f}, so blocks are read again and again. Raise "
-        "cache_mib, or lower shuffle_blocks"
-    ]

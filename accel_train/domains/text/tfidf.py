@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
-from accel_train.domains.text.corpus import texts_hash
+from accel_train.data.text_sources import texts_hash
 
 VERSION = "tfidf-svd-1"
 MAX_WORDS = 20_000
@@ -104,7 +104,8 @@ def tfidf_rows(
         indptr.append(len(columns))
     column_array = np.array(columns, np.int64)
     starts = np.array(indptr, np.int64)
-    values = (1.0 + np.log(np.array(counts, np.float64))) * idf[column_array]
+    logarithms = np.log(np.array(counts, np.float64))
+    values = (1.0 + logarithms) * idf[column_array]
     words_per_text = np.diff(starts)
     squares = np.zeros(len(texts))
     # As in `encode`: reduceat cannot sum an empty row, nor be called without any.

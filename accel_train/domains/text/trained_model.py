@@ -84,7 +84,8 @@ def _options(directory: Path) -> dict[str, Any]:
     for file, key in (("experiment.json", "options"), ("manifest.json", "experiment")):
         path = directory / file
         if path.is_file():
-            options: dict[str, Any] = json.loads(path.read_text("utf-8")).get(key) or {}
+            written = json.loads(path.read_text("utf-8"))
+            options: dict[str, Any] = written.get(key) or {}
             if "latent.kind" in options and "seed" in options:
                 return options
             raise UsageError(f"{path}: names no objective (latent.kind); a checkpoint of recipes/mmdit.py is required")

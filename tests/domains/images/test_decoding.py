@@ -20,6 +20,7 @@ def difference(one: Image.Image, other: Image.Image) -> float:
     return float(np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64)).mean())
 
 
+@pytest.mark.fault("I47", injected="a JPEG turned by its EXIF", outcome="upright, as exif_transpose of Pillow")
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_turns_the_picture_upright(orientation: int) -> None:
     content = sideways(drawn(48, 32), orientation)
@@ -41,6 +42,7 @@ def test_a_tiff_is_turned_once(orientation: int) -> None:
     assert header.width == (32 if orientation == 6 else 48)
 
 
+@pytest.mark.fault("I47", injected="CMYK, palette, eight formats", outcome="RGB with the colours that were drawn")
 @pytest.mark.parametrize(
     ("mode", "format", "tolerance"),
     [
@@ -72,6 +74,7 @@ def test_grey_has_three_equal_channels() -> None:
     assert set(np.unique(black_and_white)) == {0, 255}
 
 
+@pytest.mark.fault("I47", injected="16 and 32 bits a channel", outcome="scaled to 8 bits, not cut")
 def test_sixteen_bits_are_scaled_and_not_cut() -> None:
     ramp = np.linspace(0, 65535, 64 * 8).reshape(8, 64)
     expected = np.round(ramp / 257)
@@ -95,6 +98,7 @@ def test_floats_without_a_known_white_are_refused(values: list[float]) -> None:
         decode_picture(content)
 
 
+@pytest.mark.fault("I47", injected="transparent pixels", outcome="the stated background")
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "TIFF", "GIF"])
 @pytest.mark.parametrize("background", [(255, 255, 255), (10, 200, 30)])
 def test_transparent_pixels_show_the_background(format: str, background: tuple[int, int, int]) -> None:
@@ -159,6 +163,7 @@ def test_colours_of_another_profile_change() -> None:
     assert decoded.getpixel((0, 0)) == pytest.approx((0, 255, 0), abs=2)
 
 
+@pytest.mark.fault("I47", injected="decompression bombs", outcome="refused by the header; no pixel decoded")
 def test_a_bomb_is_refused_before_it_is_decoded() -> None:
     content = bomb(20_000)
     assert len(content) < 100_000
@@ -185,6 +190,7 @@ def test_a_cut_file_is_refused(format: str) -> None:
         decode_picture(content[: len(content) * 2 // 3])
 
 
+@pytest.mark.fault("I47", injected="bytes flipped at random", outcome="a picture or a reason, no other error")
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "AVIF", "GIF", "TIFF"])
 def test_damaged_bytes_are_a_reason_and_never_another_error(format: str) -> None:
     content = encoded(drawn(64, 48), format)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import tarfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,6 +72,12 @@ def test_an_edit_that_keeps_size_and_date_is_seen(tmp_path: Path) -> None:
     assert read(folder, tmp_path / "cache").pictures[0].content != first.content
 
 
+@pytest.mark.fault("I47", injected="empty, cut and unknown picture files", outcome="left out, counted with reasons")
+@pytest.mark.fault("D2", injected="a caption without a picture", outcome="left out, counted with its name")
+@pytest.mark.fault("D3", injected="a 1x1 picture", outcome="left out, counted with its size")
+@pytest.mark.fault("D4", injected="a PNG of 20,000 x 20,000 in under 100 KB", outcome="left out; never decoded")
+@pytest.mark.fault("D5", injected="a corrupt WebP", outcome="left out, counted with the reason")
+@pytest.mark.fault("D6", injected="two pictures of one name", outcome="both left out; told to rename one")
 def test_everything_that_is_left_out_is_counted_with_its_reason(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
     (folder / "alone.txt").write_text("no picture")
@@ -276,6 +284,28 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused
+@pytest.mark.fault("I52", injected="a tar with ../ names and links", outcome="exit 2; nothing is unpacked")
+def test_archives_are_not_unpacked(tmp_path: Path) -> None:
+    archive = tmp_path / "inside" / "shards.tar"
+    archive.parent.mkdir()
+    with tarfile.open(archive, "w") as made:
+        for name in ("../outside.png", "/tmp/absolute.png", "good.png"):
+            member = tarfile.TarInfo(name)
+            content = encoded(drawn(16, 16))
+            member.size = len(content)
+            made.addfile(member, io.BytesIO(content))
+        link = tarfile.TarInfo("link.png")
+        link.type = tarfile.SYMTYPE
+        link.linkname = "/etc/passwd"
+        made.addfile(link)
+    with pytest.raises(UsageError, match="Unpack an archive first"):
+        read(archive, tmp_path / "cache")
+    # A folder with an archive in it has no pictures either.
+    with pytest.raises(UsageError, match=r"no pictures in this folder; its files end in .tar"):
+        read(archive.parent, tmp_path / "cache")
+    assert sorted(path.name for path in tmp_path.rglob("*.png")) == []
+
+
 def test_what_is_no_source_of_pictures(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no pictures in this folder"):

@@ -10,6 +10,8 @@ import torch
 
 SIDE = 16
 """Side of a picture in pixels."""
+SIDES = {"sana": 32}
+"""Where the pipeline wants a larger one."""
 LENGTH = 16
 """Tokens of a prompt."""
 WIDTH = 16
@@ -43,7 +45,7 @@ def qwen_tokenizer() -> Any:
 
     names = [*_bytes(), "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     made = Qwen2Tokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[], model_max_length=512)
-    made.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    made.chat_template = "{% for message in messages %}user {{ message['content'] }}{% endfor %}"
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from accel_train.domains.language.packing import IGNORED, TokenDataset
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.rows import Row
 from accel_train.domains.language.templates import Encoded
+from accel_train.speed.library_attention import apply_library_attention
 from tests.domains.language import tiny
 
 S = 64
@@ -165,3 +167,24 @@ def test_a_model_that_takes_positions_and_does_not_mask_is_refused(monkeypatch: 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **named: real(**{**named, "position_ids": None}))
     with pytest.raises(UsageError, match=r"LlamaForCausalLM: two texts in one row have other logits than alone"):
         pretrained.check_packing(model)
+
+
+def test_attention_is_proven_on_a_packed_row_so_that_a_kernel_that_leaks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def prove(packing: bool) -> str:
+        example = partial(pretrained.attention_example, packing=packing)
+        return apply_library_attention(tiny.model(), "sdpa", torch.device("cpu"), torch.float32, example).notice
+
+    assert "attention sdpa of LlamaForCausalLM (as asked): 2 calls" in prove(True)
+    right = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def causal_alone(module: Any, q: Any, k: Any, v: Any, attention_mask: Any = None, **named: Any) -> Any:
+        return right(module, q, k, v, None, **named)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", causal_alone)
+    prove(False)  # one text in a row is right
+    with pytest.raises(UsageError, match=r"attention sdpa of LlamaForCausalLM: differs from fp64 in LlamaAttention"):
+        prove(True)

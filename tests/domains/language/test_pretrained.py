@@ -13,8 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from accel_train.config import UsageError
 from accel_train.domains.language import flops, pretrained, tokenizers
 from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.options.loading import load_config
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.options import ActivationCheckpointingConfig
+from accel_train.store.run_file import refuse_changes
+from recipes import causal_lm
 from tests.domains.language import tiny
 
 CPU = torch.device("cpu")
@@ -68,13 +71,13 @@ def test_pretrained_weights_are_those_of_the_folder_and_a_resume_reads_none(tmp_
     options = ModelConfig(source=str(tmp_path))
     config = resolved(options)
     expected = tiny.model().state_dict()
-    found = pretrained.build(options, config, CPU, load_source=True).state_dict()
+    found = pretrained.build(options, config, load_source=True).state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     torch.manual_seed(1)
-    random = pretrained.build(options, config, CPU, load_source=False).state_dict()
+    random = pretrained.build(options, config, load_source=False).state_dict()
     assert not torch.equal(random["lm_head.weight"], expected["lm_head.weight"])
     with torch.device("meta"):
-        assert next(pretrained.build(options, config, CPU, load_source=True).parameters()).is_meta
+        assert next(pretrained.build(options, config, load_source=True).parameters()).is_meta
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,7 @@ def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     options = ModelConfig(source=str(tmp_path))
     with pytest.raises(UsageError, match=r"--model.source .* cannot be loaded .*model.safetensors"):
-        pretrained.build(options, resolved(options), CPU, load_source=True)
+        pretrained.build(options, resolved(options), load_source=True)
 
 
 def test_weights_that_would_stay_random_are_refused(tmp_path: Path) -> None:
@@ -108,7 +111,7 @@ def test_weights_that_would_stay_random_are_refused(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     options = ModelConfig(source=str(tmp_path))
     with pytest.raises(UsageError, match=r"1 weight\(s\) are not in its files \(lm_head.weight\)"):
-        pretrained.build(options, resolved(options), CPU, load_source=True)
+        pretrained.build(options, resolved(options), load_source=True)
 
 
 def test_a_vocabulary_or_positions_too_few_are_refused_with_the_numbers(tmp_path: Path) -> None:
@@ -120,29 +123,22 @@ def test_a_vocabulary_or_positions_too_few_are_refused_with_the_numbers(tmp_path
         pretrained.resolve_config(tiny.LLAMA, tiny.tokenizer(), 4096)
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa"])
-def test_the_attention_is_the_one_asked_for(name: Any) -> None:
-    options = dataclasses.replace(tiny.LLAMA, attn_implementation=name)
-    model = tiny.model(options)
-    assert pretrained.attention_of(model) == name
-    assert pretrained.describe_attention(options, model) == f"attention of transformers: {name}, as asked"
+def test_the_option_of_before_is_refused_by_its_new_name_and_its_runs_resume(tmp_path: Path) -> None:
+    presets = Path(causal_lm.__file__).parent / "presets"
+    for words in (["--model.attn_implementation", "sdpa"], [str(tmp_path / "old.yaml")]):
+        (tmp_path / "old.yaml").write_text("model: {attn_implementation: sdpa}\n")
+        with pytest.raises(UsageError, match=r"model.attn_implementation.* use --attention \(eager, sdpa, flash"):
+            load_config(causal_lm.Config, words, presets=presets, default_preset="causal_lm_demo")
+    saved = {"experiment": {"model.attn_implementation": "flash_attention_2"}}
+    assert refuse_changes(saved, {}, (), causal_lm.Config.recipe.free_to_change, tmp_path) == []
 
 
-def test_auto_is_sdpa_or_eager_for_a_model_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_attends_by_sdpa_or_by_eager_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-    assert "sdpa (auto: this model has it)" in pretrained.describe_attention(tiny.LLAMA, tiny.model())
+    assert pretrained.attention_of(tiny.model()) == "sdpa"
     monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
-    assert "eager (auto: this model has no sdpa)" in pretrained.describe_attention(tiny.LLAMA, tiny.model())
-    with pytest.raises(UsageError, match=r"--model.attn_implementation sdpa: .*Use auto or eager, or install"):
-        tiny.model(dataclasses.replace(tiny.LLAMA, attn_implementation="sdpa"))
-
-
-@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
-def test_attention_that_needs_a_gpu_is_refused_without_one(name: Any) -> None:
-    options = dataclasses.replace(tiny.LLAMA, attn_implementation=name)
-    with pytest.raises(UsageError, match=rf"--model.attn_implementation {name}: needs a GPU .* on cpu. Use sdpa"):
-        tiny.model(options)
+    assert pretrained.attention_of(tiny.model()) == "eager"
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -170,7 +166,8 @@ def test_saved_files_and_weights_load_with_the_same_logits(tied: bool, tmp_path:
 @pytest.mark.parametrize("config", ["llama", "gpt2"])
 def test_flops_are_those_that_torch_counts(config: str, tied: bool) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = tiny.model(ModelConfig(config=config, tie_word_embeddings=tied, attn_implementation="eager", **sizes))
+    model = tiny.model(ModelConfig(config=config, tie_word_embeddings=tied, **sizes))
+    model.set_attn_implementation("eager")
     ids = torch.arange(24).reshape(1, 24)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids, use_cache=False)

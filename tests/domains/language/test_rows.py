@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.data.text_sources import BadRows, content_key
 from accel_train.domains.language import rows
-from accel_train.domains.language.rows import BadRows, Row
+from accel_train.domains.language.rows import Row
 
 USER = {"role": "user", "content": "Who is there?"}
 ANSWER = {"role": "assistant", "content": "Friends."}
@@ -116,5 +117,5 @@ def test_the_split_of_a_row_depends_on_its_words_alone() -> None:
     assert 60 < len(heldout) < 140
     again = [Row("x", text=f"TEXT, number {number}!") for number in range(200)]
     _, smaller = rows.split_heldout(again, 0.25)
-    assert {rows.content_key(row) for row in smaller} <= {rows.content_key(row) for row in heldout}
-    assert len({rows.content_key(row) for row in smaller}) == sum(int(row.place) < 200 for row in heldout)
+    assert {content_key(row.content) for row in smaller} <= {content_key(row.content) for row in heldout}
+    assert len({content_key(row.content) for row in smaller}) == sum(int(row.place) < 200 for row in heldout)

@@ -58,7 +58,7 @@ def model(options: ModelConfig = LLAMA, seed: int = 0) -> Any:
     """In eval mode. Attention far from uniform, so that what a token sees is seen in its logits."""
     config = pretrained.resolve_config(options, tokenizer(), 64)
     torch.manual_seed(seed)
-    built: Any = pretrained.build(options, config, torch.device("cpu"), load_source=True)
+    built: Any = pretrained.build(options, config, load_source=True)
     return built.eval()
 
 

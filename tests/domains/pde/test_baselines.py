@@ -6,7 +6,7 @@ from torch import Tensor
 
 from accel_train.domains.pde import baselines as field_baselines
 from accel_train.domains.pde.baselines import baselines, nrmse, ridge_fit
-from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde
+from accel_train.domains.pde.data.equations import PdeDataConfig, prepare_pde
 
 
 class Rows:

@@ -10,9 +10,9 @@ import torch
 
 from accel_train.config import UsageError
 from accel_train.domains.pde import operator_learning, options
-from accel_train.domains.pde.equations import prepare_pde
+from accel_train.domains.pde.data.equations import prepare_pde
+from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.losses import TERMS
-from accel_train.domains.pde.rows import FieldData
 from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.options.loading import load_config
 from recipes import pde

@@ -15,8 +15,9 @@ from accel_train.domains.pde import operator_learning
 from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.operator_learning import BOUNDARY_POINTS
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
+from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
 from accel_train.domains.pde.tokens import coordinates
-from accel_train.domains.pde.transformer import PdeModelConfig, PdeTransformer, PdeTransformerConfig, TaskShape
+from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.training.schedules import ScheduleConfig, learning_rate_factor
 
 

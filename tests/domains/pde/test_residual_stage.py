@@ -12,7 +12,8 @@ from torch import Tensor
 from accel_train.domains.pde import operator_learning, residual_diffusion
 from accel_train.domains.pde.losses import predict
 from accel_train.domains.pde.options import ObjectiveConfig
-from accel_train.domains.pde.transformer import PdeModelConfig, PdeTransformer, PdeTransformerConfig, TaskShape
+from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
+from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.store import failpoints
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
 from tests.distributed.launching import Finished, Layout, run_recipe

@@ -18,21 +18,14 @@ from accel_train.config import UsageError
 from accel_train.domains.pde.flops import correction_flops_per_sample, flops_per_sample, training_flops_per_sample
 from accel_train.domains.pde.losses import predict, stepper
 from accel_train.domains.pde.residual_network import ResidualGuess
-from accel_train.domains.pde.transformer import (
-    ALL_PARTS,
-    PREDICTION,
-    Parts,
-    PdeModelConfig,
-    PdeOutput,
-    PdeTransformer,
-    PdeTransformerConfig,
-    TaskShape,
-)
+from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
+from accel_train.domains.pde.transformer import ALL_PARTS, PREDICTION, Parts, PdeOutput, PdeTransformer
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing, blocks_of
 from accel_train.speed.attention import apply_attention
 from accel_train.speed.attention_kernels import build_attention
 from accel_train.speed.options import ActivationCheckpointingConfig
 from accel_train.training.parameters import kinds
+from tests import zygote
 
 TASKS = (
     TaskShape("advection", 1, 1, (1, 16), parameters=1, periodic=True),
@@ -769,7 +762,7 @@ def one_of_two(rank: int, strategy: str, directory: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes_have_the_gradients_of_one(strategy: str, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(one_of_two, (strategy, str(tmp_path)), nprocs=2)
+    zygote.call(one_of_two, 2, strategy, str(tmp_path))
     gradients = torch.load(tmp_path / "gradients.pt", weights_only=True)
     net = build(SMALL_REFINING)
     for stage in (*STAGES, "correcting"):

@@ -6,6 +6,7 @@ import datasets
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.data.text_sources import content_key
 from accel_train.domains.text import corpus
 from accel_train.domains.text.corpus import Corpus, read_corpus, remove_heldout, split_heldout
 
@@ -32,7 +33,7 @@ def test_demo_is_what_its_origin_file_says() -> None:
     assert len(raw) <= 2_000_000
     assert len(lines) >= 24_000
     assert all(5 <= len(line.split()) <= 16 for line in lines)
-    assert len({corpus.content_key(line) for line in lines}) == len(lines)
+    assert len({content_key(line) for line in lines}) == len(lines)
     origin = (corpus.DEMO_FILE.parent / "ORIGIN.md").read_text()
     assert f"{len(lines):,} passages of 5 to 16 words" in origin
     assert "public domain" in origin

@@ -1,4 +1,3 @@
-import multiprocessing
 import pickle
 import socket
 import time
@@ -16,7 +15,7 @@ from accel_train.config import UsageError
 from accel_train.data.artifacts import hosts_without
 from accel_train.domains.text import latent_cache
 from accel_train.domains.text.latent_cache import BatchMemory, LatentTable, cached_latents, latent_key
-from tests.waiting import PATIENCE_SECONDS
+from tests import zygote
 
 TEXTS = [f"{'long ' * (i % 5)}text {i}" for i in range(50)]
 ROWS = 8
@@ -210,13 +209,7 @@ def together(rank: int, out: Path) -> None:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What both have written."""
     out = tmp_path_factory.mktemp("together")
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=together, args=(rank, out)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(PATIENCE_SECONDS)
-    assert [worker.exitcode for worker in workers] == [0, 0]
+    zygote.call(together, 2, out)
     return out
 
 

@@ -1,6 +1,5 @@
 import ast
 import json
-import multiprocessing
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -14,13 +13,13 @@ import torch.nn.functional as F
 
 import accel_train.domains.text
 from accel_train.config import UsageError
-from accel_train.domains.text.corpus import DEMO_FILE, content_key
+from accel_train.data.text_sources import content_key
+from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData, load_assets
 from accel_train.domains.text.latent_files import write_latents
 from accel_train.domains.text.prepare import DataConfig, prepare_data
 from accel_train.domains.text.tfidf import TfidfSvdEncoder, words_of
-from tests import tiny_encoders
-from tests.waiting import PATIENCE_SECONDS
+from tests import tiny_encoders, zygote
 
 LINES = DEMO_FILE.read_text().splitlines()[:600]
 
@@ -321,13 +320,7 @@ def work(rank: int, folder: Path) -> None:
 @pytest.mark.distributed
 def test_two_processes_prepare_together(tmp_path: Path) -> None:
     (tmp_path / "demo.txt").write_text("\n".join(DEMO_FILE.read_text().splitlines()[:8000]))
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=work, args=(rank, tmp_path)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(PATIENCE_SECONDS)
-    assert [worker.exitcode for worker in workers] == [0, 0]
+    zygote.call(work, 2, tmp_path)
     zero, one = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     alone = prepare_data(DataConfig(path=str(tmp_path / "demo.txt"), cache_dir=str(tmp_path / "cache2")))
     assert zero["fingerprint"] == one["fingerprint"] == alone.fingerprint

@@ -58,8 +58,8 @@ class Family:
     guidance_argument: str = "guidance_scale"
     prompt_tokens: int | None = None
     """Default of the longest prompt. None: the text encoders have a fixed length."""
-    takes_sizes: bool = False
-    """The denoiser is told the size of the original picture and its crop."""
+    patch: int = 2
+    """Latents along a side must be a multiple of it."""
     normalise: Callable[[Any, Tensor], Tensor] = _scale
     """(vae, latents as it encodes) -> latents as the denoiser counts them."""
     empty: Callable[[Any, Conditioning], dict[str, Tensor]] = _keep_empty

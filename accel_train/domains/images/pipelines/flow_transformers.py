@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_train.domains.images.pipelines.family import Family, Predicting
-from accel_train.domains.images.pipelines.unets import sample_pooled
+from accel_train.domains.images.pipelines.unets import ATTENTION, sample_pooled
 
 TIMES = 1000
 """Timesteps of diffusers' flow schedulers; these transformers take times from 0 to 1."""
+JOINT_ATTENTION = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+"""With the projections of the text."""
 
 
 # ------------------------------------------------------------------------------------------------------------- patches
@@ -74,7 +76,7 @@ SD3 = Family(
     name="Stable Diffusion 3",
     pipelines=("StableDiffusion3Pipeline",),
     denoiser="transformer",
-    targets=("attention",),
+    targets=JOINT_ATTENTION,
     encode=_encode_sd3,
     predict=_predict_sd3,
     sample=sample_pooled,
@@ -113,7 +115,7 @@ FLUX = Family(
     name="Flux",
     pipelines=("FluxPipeline",),
     denoiser="transformer",
-    targets=("attention",),
+    targets=JOINT_ATTENTION,
     encode=_encode_flux,
     predict=_predict_flux,
     sample=_sample_flux,
@@ -165,7 +167,7 @@ FLUX2 = Family(
     name="Flux.2",
     pipelines=("Flux2Pipeline",),
     denoiser="transformer",
-    targets=("attention",),
+    targets=(*JOINT_ATTENTION, "to_qkv_mlp_proj"),
     encode=_encode_flux2,
     predict=_predict_flux2,
     sample=_sample_flux2,
@@ -177,7 +179,7 @@ FLUX2_KLEIN = Family(
     name="Flux.2 klein",
     pipelines=("Flux2KleinPipeline",),
     denoiser="transformer",
-    targets=("attention",),
+    targets=(*JOINT_ATTENTION, "to_qkv_mlp_proj"),
     encode=_encode_flux2,
     predict=_predict_flux2,
     sample=_sample_klein,
@@ -221,12 +223,13 @@ SANA = Family(
     name="Sana",
     pipelines=("SanaPipeline",),
     denoiser="transformer",
-    targets=("attention",),
+    targets=ATTENTION,
     encode=_encode_sana,
     predict=_predict_sana,
     sample=_sample_sana,
     guidance_scale=4.5,
     prompt_tokens=300,
+    patch=1,
     call={"use_resolution_binning": False},
 )
 
@@ -272,7 +275,7 @@ QWEN_IMAGE = Family(
     name="Qwen-Image",
     pipelines=("QwenImagePipeline",),
     denoiser="transformer",
-    targets=("attention",),
+    targets=JOINT_ATTENTION,
     encode=_encode_qwen,
     predict=_predict_qwen,
     sample=_sample_qwen,
@@ -315,7 +318,7 @@ Z_IMAGE = Family(
     name="Z-Image",
     pipelines=("ZImagePipeline",),
     denoiser="transformer",
-    targets=("attention",),
+    targets=ATTENTION,
     encode=_encode_z_image,
     predict=_predict_z_image,
     sample=_sample_z_image,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,15 +73,18 @@ class Base:
         assert self.config.source is not None
         return self.config.source
 
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Longest prompt in tokens. None: the text encoders have a fixed length."""
+        return self.config.prompt_tokens or self.family.prompt_tokens
+
     def components(self, device: torch.device) -> Any:
         """Load everything but the denoiser, as a pipeline in eval mode on ``device``. The VAE is fp32."""
-        dtypes = {"default": torch.float32}
-        for name in _index(self.directory):
-            if name.startswith("text_encoder"):
-                dtypes[name] = dtype_of(self.config.encoder_precision)
-        pipeline = self._load({self.family.denoiser: None}, dtypes)
-        pipeline.to(device)
-        return pipeline
+        return self._load({self.family.denoiser: None}, device)
+
+    def pipeline(self, device: torch.device) -> Any:
+        """Load the whole pipeline in eval mode on ``device``, fp32 but for the text encoders."""
+        return self._load({}, device)
 
     def denoiser(self, precision: Precision) -> nn.Module:
         """Load the denoiser in ``precision``, in training mode. On the meta device it has no weights."""
@@ -94,7 +97,7 @@ class Base:
             return kind.from_config(kind.load_config(folder)).train()
         try:
             model = kind.from_pretrained(
-                folder, torch_dtype=dtype_of(precision), variant=self.config.variant, use_safetensors=True
+                folder, dtype=dtype_of(precision), variant=self.config.variant, use_safetensors=True
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise UsageError(_not_loaded(self.source, error)) from None
@@ -118,16 +121,20 @@ class Base:
             names = [name for name in names if name.count(".") == 1]
         return PretrainedBase(self.source, folder, tuple(names), self.revision)
 
-    def _load(self, replaced: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Any:
+    def _load(self, replaced: dict[str, Any], device: torch.device) -> Any:
         from diffusers import DiffusionPipeline
 
-        unused = {name: None for name in UNUSED if name in _index(self.directory)}
-        quiet = _Quiet()
-        with quiet:
+        index = _index(self.directory)
+        dtypes = {"default": torch.float32}
+        for name in index:
+            if name.startswith("text_encoder"):
+                dtypes[name] = dtype_of(self.config.encoder_precision)
+        unused = {name: None for name in UNUSED if name in index}
+        with quiet():
             try:
                 pipeline: Any = DiffusionPipeline.from_pretrained(
                     self.directory,
-                    torch_dtype=dtypes,
+                    dtype=dtypes,
                     variant=self.config.variant,
                     use_safetensors=True,
                     **unused,
@@ -136,26 +143,37 @@ class Base:
             except (OSError, ValueError, RuntimeError, ImportError) as error:
                 raise UsageError(_not_loaded(self.source, error)) from None
         pipeline.set_progress_bar_config(disable=True)
+        pipeline.to(device)
+        _take_any_dtype(pipeline.vae)
         return pipeline
 
 
-class _Quiet:
-    """Keep diffusers and transformers from drawing progress bars of a second each."""
+def _take_any_dtype(vae: Any) -> None:
+    """Let the VAE decode latents of another dtype, as pipelines give it those of the denoiser."""
+    decode = vae.decode
 
-    def __enter__(self) -> None:
-        from diffusers.utils import logging as of_diffusers
-        from transformers.utils import logging as of_transformers
+    def cast(latents: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        return decode(latents.to(vae.dtype), *rest, **named)
 
-        self._loggers = (of_diffusers, of_transformers)
-        for each in self._loggers:
-            each.disable_progress_bar()
-        self._level = logging.getLogger("diffusers").level
-        logging.getLogger("diffusers").setLevel(logging.ERROR)
+    vae.decode = cast
 
-    def __exit__(self, *_: object) -> None:
-        for each in self._loggers:
-            each.enable_progress_bar()
-        logging.getLogger("diffusers").setLevel(self._level)
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Keep diffusers and transformers from drawing progress bars and from notices of what they leave out."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    level = of_diffusers.get_verbosity()
+    of_diffusers.set_verbosity_error()
+    of_diffusers.disable_progress_bar()
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        of_diffusers.set_verbosity(level)
+        of_diffusers.enable_progress_bar()
+        of_transformers.enable_progress_bar()
 
 
 def find_base(config: BaseConfig) -> Base:
@@ -270,7 +288,9 @@ def levels_of(scheduler: Any, source: str) -> NoiseLevels:
                 f"base.source {source!r}: its {name} inverts its sigmas, which this recipe does not train; use a base "
                 "with the usual ones"
             )
-        return flow_levels(scheduler.sigmas[: len(scheduler.timesteps)], scheduler.timesteps)
+        flow: Any = scheduler
+        # Behind the last timestep is sigma 0.
+        return flow_levels(flow.sigmas[: len(flow.timesteps)], flow.timesteps)
     alphas = getattr(scheduler, "alphas_cumprod", None)
     if alphas is None or prediction not in PREDICTIONS:
         raise UsageError(

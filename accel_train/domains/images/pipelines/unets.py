@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from accel_train.domains.images.pipelines.family import Family, Predicting
 
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+
 
 def _encode(pipeline: Any, captions: Sequence[str], length: int | None) -> dict[str, Tensor]:
     prompt, _ = pipeline.encode_prompt(
@@ -67,21 +69,22 @@ STABLE_DIFFUSION = Family(
     name="Stable Diffusion 1.x and 2.x",
     pipelines=("StableDiffusionPipeline",),
     denoiser="unet",
-    targets=("attention",),
+    targets=ATTENTION,
     encode=_encode,
     predict=_predict,
     sample=_sample,
     guidance_scale=7.5,
+    patch=1,
 )
 STABLE_DIFFUSION_XL = Family(
     name="Stable Diffusion XL",
     pipelines=("StableDiffusionXLPipeline",),
     denoiser="unet",
-    targets=("attention",),
+    targets=ATTENTION,
     encode=_encode_xl,
     predict=_predict_xl,
     sample=sample_pooled,
     guidance_scale=5.0,
-    takes_sizes=True,
+    patch=1,
     empty=empty_as_zeros,
 )

@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
-from accel_train.domains.pde import files as files_module
-from accel_train.domains.pde.files import FieldHeader, StoredFields, read_stored, write_fields
-from accel_train.domains.pde.rows import FieldData, build_field_data, load_field_assets
+from accel_train.domains.pde.data import files as files_module
+from accel_train.domains.pde.data.assets import load_field_assets
+from accel_train.domains.pde.data.files import FieldHeader, StoredFields, read_stored, write_fields
+from accel_train.domains.pde.data.rows import FieldData, build_field_data
 
 MOVING = FieldHeader("moving", ("a", "b"), 2, 0.5, "periodic", True)
 STILL = FieldHeader("still", ("c",), 1, 0.0, "dirichlet", False)

@@ -74,7 +74,8 @@ def open_fields(file: Path) -> Generator[Any]:
 def open_array(file: Path, dataset: str, cache: BlockCache[Array]) -> StoredArray:
     """Open a dataset. Each process and worker does so for itself."""
     if file.suffix == ZARR:
-        return ChunkedArray(file, dataset, zarr().open_array(str(file / dataset), mode="r"), cache)
+        stored = zarr().open_array(str(file / dataset), mode="r")
+        return ChunkedArray(file, dataset, stored, cache)
     content = hdf5().File(file, "r")
     stored = content[dataset]
     offset = stored.id.get_offset()
@@ -137,9 +138,8 @@ class ChunkedArray:
     def read(self, first: range, second: range) -> Array:
         """Copy rows `first` and entries `second` of the second axis."""
         found = np.empty((len(first), len(second), *self.shape[2:]), self._dtype)
-        by_first, by_second = (
-            _by_chunk(numbers, size) for numbers, size in zip((first, second), self._chunk, strict=True)
-        )
+        by_first = _by_chunk(first, self._chunk[0])
+        by_second = _by_chunk(second, self._chunk[1])
         for row, (to_rows, rows) in by_first.items():
             for column, (to_columns, columns) in by_second.items():
                 key = (self._file, self._dataset, row, column)
@@ -148,8 +148,9 @@ class ChunkedArray:
         return found
 
     def _decode(self, row: int, column: int) -> Array:
-        rows = slice(row * self._chunk[0], (row + 1) * self._chunk[0])
-        columns = slice(column * self._chunk[1], (column + 1) * self._chunk[1])
+        height, width = self._chunk
+        rows = slice(row * height, (row + 1) * height)
+        columns = slice(column * width, (column + 1) * width)
         try:
             return np.asarray(self._stored[rows, columns])
         except Exception as error:  # of h5py, of zarr, and of each compression

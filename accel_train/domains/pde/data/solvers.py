@@ -28,7 +28,8 @@ def solve_burgers(spectrum: Spectrum, viscosity: Float, dt: float, snapshots: in
     speed = max(1.0, float(np.abs(fields[0]).max()))
     steps = math.ceil(dt * speed * points / courant)
     # The viscous decay over half a step. Two of them make the whole one.
-    half = np.exp(-viscosity[:, None] * (2 * np.pi * number) ** 2 * (dt / steps / 2))
+    decay = -viscosity[:, None] * (2 * np.pi * number) ** 2
+    half = np.exp(decay * (dt / steps / 2))
     slope = -1j * np.pi * number * resolved * (dt / steps)
 
     for _ in range(snapshots - 1):
@@ -63,7 +64,8 @@ def gaussian_fields(noise: Float, points: int) -> Float:
     modes = min(points, noise.shape[-1])
     square = np.arange(modes) ** 2
     spectrum = np.zeros((len(noise), points, points))
-    spectrum[:, :modes, :modes] = noise[:, :modes, :modes] / (np.pi**2 * (square[:, None] + square) + 9.0)
+    eigenvalues = np.pi**2 * (square[:, None] + square) + 9.0
+    spectrum[:, :modes, :modes] = noise[:, :modes, :modes] / eigenvalues
     return cast(Float, idctn(spectrum, axes=(1, 2), norm="ortho"))
 
 
@@ -80,12 +82,15 @@ def solve_darcy(coefficient: Float, source: Float) -> Float:
     # The flux through a face is proportional to its length over the distance of the two centres.
     across = _face_coefficients(coefficient) * (width / height)
     down = _face_coefficients(coefficient.T).T * (height / width)
-    diagonal = (across[:, 1:] + across[:, :-1] + down[1:] + down[:-1]).ravel()
+    sides = across[:, 1:] + across[:, :-1]
+    diagonal = (sides + down[1:] + down[:-1]).ravel()
     # The last cell of a row has no neighbour on the right.
-    right = np.where(np.arange(width) < width - 1, across[:, 1:], 0.0).ravel()[:-1]
+    has_neighbour = np.arange(width) < width - 1
+    right = np.where(has_neighbour, across[:, 1:], 0.0).ravel()[:-1]
     below = down[1:-1].ravel()
     offsets: Any = [-width, -1, 0, 1, width]  # scipy's annotation allows one offset only
-    matrix = diags_array([-below, -right, diagonal, -right, -below], offsets=offsets, format="csc")
+    diagonals = [-below, -right, diagonal, -right, -below]
+    matrix = diags_array(diagonals, offsets=offsets, format="csc")
     factors = splu(
         matrix,
         # SuperLU's manual names these three together for symmetric mode. A definite matrix needs no pivots.

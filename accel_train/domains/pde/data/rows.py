@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.domains.pde.fields import Scale
-from accel_train.domains.pde.files import (
+from accel_train.data.datasets import Batch
+from accel_train.domains.pde.data.assets import WIDE, FieldAssets, FieldTask
+from accel_train.domains.pde.data.files import (
     DEFAULT_CACHE_MIB,
     Array,
     FieldFacts,
@@ -28,110 +29,7 @@ from accel_train.domains.pde.files import (
     file_sizes,
     join_files,
 )
-
-ASSETS_FORMAT = 1
-WIDE = 20.0
-"""Ratio of the largest to the smallest value above which one linear scale fits badly."""
-
-
-@dataclass(frozen=True)
-class FieldTask:
-    """One mapping between fields for a model to learn."""
-
-    name: str
-    input_channels: int
-    target_channels: int
-    grid: tuple[int, int]
-    """(H, W); 1-D fields have H = 1."""
-    parameters: tuple[str, ...]
-    """Names of the task's own parameters, the first columns of a row's parameters."""
-    boundary: str
-    """periodic: points at j / W. dirichlet: 0 on the boundary, points at the cell centres (j + 1/2) / W."""
-    conserved: bool
-    """True: each channel has the same integral in input and target."""
-    has_time: bool
-    """True: the target has the input's channels at a later time, so the output can be the next input."""
-    dt: float
-    """Time from input to target, 0 without time."""
-    input: Scale
-    target: Scale
-    """Equal to `input` in a task with time."""
-    parameter: Scale
-    """Scale of the parameters, or of their logarithms where `logarithmic`."""
-    logarithmic: tuple[bool, ...] = ()
-    """True for each parameter read by its logarithm: positive values with a range above `WIDE`."""
-
-
-@dataclass(frozen=True)
-class FieldAssets:
-    """Tasks with their normalisation: enough to run a model in another process."""
-
-    tasks: tuple[FieldTask, ...]
-
-    @property
-    def parameter_count(self) -> int:
-        """P, the largest number of parameters of a task, at least 1."""
-        return max(1, *(len(task.parameters) for task in self.tasks))
-
-    def task(self, name: str) -> FieldTask:
-        return next(task for task in self.tasks if task.name == name)
-
-    def normalise_input(self, task: str, values: Tensor) -> Tensor:
-        """Normalise fields (..., C, H, W) in physical units."""
-        return self.task(task).input.normalise(values)
-
-    def denormalise_input(self, task: str, values: Tensor) -> Tensor:
-        return self.task(task).input.denormalise(values)
-
-    def normalise_target(self, task: str, values: Tensor) -> Tensor:
-        return self.task(task).target.normalise(values)
-
-    def denormalise_target(self, task: str, values: Tensor) -> Tensor:
-        """Map normalised fields (..., C, H, W) to physical units."""
-        return self.task(task).target.denormalise(values)
-
-    def normalise_parameters(self, task: str, values: Tensor) -> Tensor:
-        """Normalise the task's own parameters and pad them with 0 to (..., P)."""
-        own = self.task(task)
-        if any(own.logarithmic):
-            logarithmic = torch.tensor(own.logarithmic, device=values.device)
-            positive = values[..., logarithmic]
-            if (positive <= 0).any():
-                names = ", ".join(compress(own.parameters, own.logarithmic))
-                raise UsageError(
-                    f"task {task}: parameters {names} are read by their logarithm and go down to "
-                    f"{float(positive.min()):g}; above 0 is required, as in the training split"
-                )
-            values = torch.where(logarithmic, values.log(), values)
-        scaled = own.parameter.normalise(values, trailing=0)
-        return torch.nn.functional.pad(scaled, (0, self.parameter_count - values.shape[-1]))
-
-    def save(self, directory: Path) -> None:
-        """Write fields.json into a new folder."""
-        directory.mkdir(parents=True, exist_ok=True)
-        facts = {"format": ASSETS_FORMAT, **asdict(self)}
-        (directory / "fields.json").write_text(json.dumps(facts, indent=1), "utf-8")
-
-
-def load_field_assets(directory: Path) -> FieldAssets:
-    """Read the file of `FieldAssets.save`."""
-    try:
-        facts: dict[str, Any] = json.loads((directory / "fields.json").read_text("utf-8"))
-        if facts["format"] != ASSETS_FORMAT:
-            raise ValueError(f"format {facts['format']}, this version reads {ASSETS_FORMAT}")
-        return FieldAssets(tuple(_task(task) for task in facts["tasks"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{directory}: no usable data assets ({type(error).__name__}: {error}). The folder `assets` of a "
-            "checkpoint, written by this version, is required."
-        ) from None
-
-
-def _task(facts: dict[str, Any]) -> FieldTask:
-    scales = {name: Scale(*map(tuple, facts[name].values())) for name in ("input", "target", "parameter")}
-    lists = {name: tuple(facts.get(name, ())) for name in ("grid", "parameters", "logarithmic")}
-    values: dict[str, Any] = {**facts, **lists, **scales}
-    return FieldTask(**values)
+from accel_train.domains.pde.fields import Scale
 
 
 class Trajectory(NamedTuple):
@@ -167,13 +65,14 @@ class FieldRows:
         """Rows of one sample."""
         return self.data.shape[0] - self.time_stride if self.task.has_time else 1
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         """Return input (C, H, W), target (C', H, W) and parameters (P,), float32 and normalised, and dt ()."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return {name: values[0] for name, values in self.batch([index]).items()}
+        batch = self.batch([index])
+        return {name: values[0] for name, values in batch.items()}
 
-    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+    def batch(self, indices: list[int]) -> Batch:
         """Stack rows, with leading dimension B."""
         samples: list[int] = []
         snapshots: list[Array] = []
@@ -186,7 +85,8 @@ class FieldRows:
         if self.task.has_time:
             input, target = values.unbind(1)
         else:
-            input, target = values[:, 0].split([self.task.input_channels, self.task.target_channels], dim=1)
+            channels = [self.task.input_channels, self.task.target_channels]
+            input, target = values[:, 0].split(channels, dim=1)
         return {
             "input": self.task.input.normalise(input),
             "target": self.task.target.normalise(target),
@@ -205,7 +105,8 @@ class FieldRows:
         if not self.task.has_time:
             raise ValueError(f"task {self.task.name} has no time, so there is no trajectory")
         values = self.data.snapshots(sample, slice(None, None, self.time_stride))
-        return Trajectory(self.task.input.normalise(torch.from_numpy(values)), self.parameters[sample])
+        fields = self.task.input.normalise(torch.from_numpy(values))
+        return Trajectory(fields, self.parameters[sample])
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,11 +123,11 @@ class JoinedRows:
     def __len__(self) -> int:
         return sum(self.sizes)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         part, row = self._place(index)
         return self.parts[part][row]
 
-    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+    def batch(self, indices: list[int]) -> Batch:
         """Stack rows of one task. Rows of different tasks have different shapes and are refused."""
         parts, rows = zip(*map(self._place, indices), strict=True)
         if len(set(parts)) > 1:
@@ -285,11 +186,17 @@ def build_field_data(
     # Mismatched files of any task are refused before the first pass over the contents.
     data: dict[str, dict[str, Fields]] = {}
     for name, splits in stored.items():
-        data[name] = {split: join_files(name, files, time_stride, cache_bytes) for split, files in splits.items()}
+        data[name] = {}
+        for split, files in splits.items():
+            data[name][split] = join_files(name, files, time_stride, cache_bytes)
     facts = {name: cached_facts(both, cache, rank, barrier) for name, both in data.items()}
-    tasks = [_describe(stored[name], data[name]["train"], facts[name]["train"], time_stride) for name in stored]
+    tasks: list[FieldTask] = []
+    for name, splits in stored.items():
+        task = _describe(splits, data[name]["train"], facts[name]["train"], time_stride)
+        tasks.append(task)
     assets = FieldAssets(tuple(tasks))
-    digest = hashlib.sha256(json.dumps([facts, _fingerprinted(assets), time_stride]).encode())
+    described = json.dumps([facts, _fingerprinted(assets), time_stride])
+    digest = hashlib.sha256(described.encode())
     rows: dict[str, dict[str, FieldRows]] = {"train": {}, "heldout": {}}
     for task in assets.tasks:
         for split, fields in data[task.name].items():
@@ -302,7 +209,8 @@ def build_field_data(
     notices = [_describe_sizes(train[name], heldout[name]) for name in stored]
     for name in stored:
         notices += _scale_notices(data[name]["train"], assets.task(name))
-    return FieldData(JoinedRows(tuple(train.values())), train, heldout, assets, digest.hexdigest(), tuple(notices))
+    joined = JoinedRows(tuple(train.values()))
+    return FieldData(joined, train, heldout, assets, digest.hexdigest(), tuple(notices))
 
 
 def _parameters(files: Sequence[StoredFields]) -> Array:
@@ -392,9 +300,12 @@ def _parameter_scale(train: Sequence[StoredFields]) -> tuple[Scale, tuple[bool, 
     """Compute the scale of the parameters, and a flag for each logarithmic one (none: empty)."""
     values = _parameters(train).astype(np.float64)
     # One scale per parameter: on a linear one the small values of a wide range would be hard to tell apart.
-    wide = (values.min(0) > 0) & (values.max(0) > WIDE * values.min(0))
-    values = np.where(wide, np.log(np.where(wide, values, 1.0)), values)
+    smallest = values.min(0)
+    wide = (smallest > 0) & (values.max(0) > WIDE * smallest)
+    positive = np.where(wide, values, 1.0)
+    values = np.where(wide, np.log(positive), values)
     deviation = values.std(0)
     deviation = np.where(deviation > 0, deviation, 1.0)  # a constant parameter
     logarithmic = tuple(wide.tolist()) if wide.any() else ()
-    return Scale(tuple(values.mean(0).tolist()), tuple(deviation.tolist())), logarithmic
+    mean = tuple(values.mean(0).tolist())
+    return Scale(mean, tuple(deviation.tolist())), logarithmic

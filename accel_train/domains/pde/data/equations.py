@@ -1,7 +1,7 @@
 """Data of partial differential equations, generated here or read from files.
 
 Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.zarr``) with the schema of
-`accel_train.domains.pde.files`, or those of PDEBench.
+`accel_train.domains.pde.data.files`, or those of PDEBench.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed,
 from accel_train.data.artifacts import cached_folder, open_cache
 from accel_train.data.generation import blocks_in_order, split_evenly
 from accel_train.data.progress import Progress
-from accel_train.domains.pde.files import (
+from accel_train.domains.pde.data.files import (
     DEFAULT_CACHE_MIB,
     FieldHeader,
     FieldPart,
@@ -35,10 +35,10 @@ from accel_train.domains.pde.files import (
     require,
     write_fields,
 )
-from accel_train.domains.pde.pdebench import check_layout, parameter_of, spacing_of
-from accel_train.domains.pde.rows import FieldData, build_field_data
-from accel_train.domains.pde.solvers import Float, gaussian_fields, solve_burgers, solve_darcy
-from accel_train.domains.pde.stored_arrays import ZARR, open_fields
+from accel_train.domains.pde.data.pdebench import check_layout, parameter_of, spacing_of
+from accel_train.domains.pde.data.rows import FieldData, build_field_data
+from accel_train.domains.pde.data.solvers import Float, gaussian_fields, solve_burgers, solve_darcy
+from accel_train.domains.pde.data.stored_arrays import ZARR, open_fields
 
 DEMO = "demo"
 SPLITS = ("train", "heldout")
@@ -136,7 +136,8 @@ class PdeDataConfig:
                 f"--data.resolution_1d {self.resolution_1d}: more than {2 * MODES} points are required for the "
                 f"{MODES} Fourier modes of an initial condition. Raise it."
             )
-        for name, (low, high) in {"speed": self.speed, "viscosity": self.viscosity}.items():
+        ranges = {"speed": self.speed, "viscosity": self.viscosity}
+        for name, (low, high) in ranges.items():
             if low > high:
                 raise UsageError(f"--data.{name} {low} {high}: the lowest comes first. Swap them.")
 
@@ -172,7 +173,8 @@ def _advection(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
 def _burgers(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     """Generate u_t + (u^2 / 2)_x = nu u_xx on a fine grid, and subsample it."""
     lowest, highest = config.viscosity
-    viscosity = np.exp(_draw_between(keys("viscosity"), math.log(lowest), math.log(highest)))
+    logarithm = _draw_between(keys("viscosity"), math.log(lowest), math.log(highest))
+    viscosity = np.exp(logarithm)
     points = config.resolution(1)
     # The fine grid resolves the thinnest shock, that of the lowest viscosity.
     fine = points * 2 * math.ceil(2.5 / (lowest * points))
@@ -206,7 +208,8 @@ def _darcy(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     noise = rng.normal(keys("coefficient"), (modes, modes)).double().numpy()
     fields = gaussian_fields(noise, config.resolution(2))
     shares = _draw_between(keys("share"), 0.05, 0.95)
-    levels = [np.quantile(field, 1 - share) for field, share in zip(fields, shares, strict=True)]
+    pairs = zip(fields, shares, strict=True)
+    levels = [np.quantile(field, 1 - share) for field, share in pairs]
     coefficient = np.where(fields > np.array(levels)[:, None, None], 12.0, 3.0)
     solution = np.stack([solve_darcy(sample, np.ones_like(sample)) for sample in coefficient])
     channels = np.stack([coefficient, solution], axis=1)
@@ -263,7 +266,8 @@ def _key(config: PdeDataConfig, task: str) -> str:
     """Hash everything that the generated data depend on, for the name of their folder."""
     sizes = [*map(config.samples, SPLITS), config.resolution(KINDS[task].space)]
     options = [getattr(config, name) for name in ("seed", *KINDS[task].options)]
-    return hashlib.sha256(json.dumps([GENERATOR, sizes, options]).encode()).hexdigest()
+    text = json.dumps([GENERATOR, sizes, options])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
@@ -278,7 +282,8 @@ def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[St
     for split, file in own.items():
         stored = _open(file, task)
         size = len(stored.parameters)
-        splits[split] = [stored.select(split, (0, size), config.samples(split) or size, points)]
+        count = config.samples(split) or size
+        splits[split] = [stored.select(split, (0, size), count, points)]
     return splits
 
 
@@ -292,7 +297,8 @@ def _pdebench_splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str
     remaining = [size - count for size, count in zip(sizes, heldout, strict=True)]
     train = split_evenly(config.train_samples, remaining)
     for stored, size, last, first in zip(files, sizes, heldout, train, strict=True):
-        splits["heldout"].append(stored.select("heldout", (max(0, size - last), size), last, points))
+        end = max(0, size - last)
+        splits["heldout"].append(stored.select("heldout", (end, size), last, points))
         splits["train"].append(stored.select("train", (0, size - last), first, points))
     return splits
 
@@ -333,7 +339,7 @@ def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
     if task not in KINDS:
         raise UsageError(
             f"--data.path: {file} is not of our schema, and of PDEBench {', '.join(KINDS)} are read, not {task!r}. "
-            "Write it with the schema of accel_train.domains.pde.files."
+            "Write it with the schema of accel_train.domains.pde.data.files."
         )
     kind = KINDS[task]
     steady = kind.space == 2
@@ -346,8 +352,10 @@ def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
     if not steady:  # some files have one time more than snapshots
         dt = spacing_of(file, content["t-coordinate"][: shape[1]], shape[1])
     header = FieldHeader(task, (kind.attribute,), 1, dt, kind.boundary, kind.conserved)
-    value = np.full((shape[0], 1), parameter_of(file, content, kind.attribute), np.float32)
-    return StoredFields(header, FieldPart(file, names, kind.space, 0, shape[0]), value)
+    parameter = parameter_of(file, content, kind.attribute)
+    value = np.full((shape[0], 1), parameter, np.float32)
+    part = FieldPart(file, names, kind.space, 0, shape[0])
+    return StoredFields(header, part, value)
 
 
 def prepare_pde(

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from accel_train.config import UsageError
 from accel_train.data.block_cache import BlockCache
-from accel_train.domains.pde import files, stored_arrays
-from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde
-from accel_train.domains.pde.files import FieldHeader, FieldPart, Fields, field_facts, read_stored, write_fields
-from accel_train.domains.pde.stored_arrays import MappedArray
+from accel_train.domains.pde.data import files, stored_arrays
+from accel_train.domains.pde.data.equations import PdeDataConfig, prepare_pde
+from accel_train.domains.pde.data.files import FieldHeader, FieldPart, Fields, field_facts, read_stored, write_fields
+from accel_train.domains.pde.data.stored_arrays import MappedArray
 
 HEADER = FieldHeader("heat", ("a", "b"), 1, 0.5, "periodic", True)
 VALUES = np.random.default_rng(0).normal(size=(11, 3, 2, 4, 6)).astype(np.float32)

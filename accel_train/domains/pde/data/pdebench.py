@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from accel_train.config import UsageError
-from accel_train.domains.pde.solvers import Float
+from accel_train.domains.pde.data.solvers import Float
 
 
 def check_layout(file: Path, content: Any, task: str, steady: bool) -> None:
@@ -35,7 +35,8 @@ def check_layout(file: Path, content: Any, task: str, steady: bool) -> None:
 def spacing_of(file: Path, times: Float, count: int) -> float:
     """Return the time between snapshots. Refuses fewer than `count` times, and uneven ones."""
     steps = np.diff(times)
-    if len(times) < count or count < 2 or not np.allclose(steps, steps.mean(), rtol=1e-3):
+    even = len(times) > 1 and np.allclose(steps, steps.mean(), rtol=1e-3)
+    if len(times) < count or count < 2 or not even:
         raise UsageError(
             f"--data.path: {file} has {len(times)} times in 't-coordinate' for {count} snapshots; as many, 2 or more "
             "and evenly spaced, are required."

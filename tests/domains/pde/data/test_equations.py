@@ -1,7 +1,7 @@
 """Generated fields against closed forms, and files against what was written into them."""
 
 import itertools
-import multiprocessing
+import json
 import re
 import sys
 from pathlib import Path
@@ -19,12 +19,13 @@ from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard
 from accel_train.data.task_sampler import TaskSampler
-from accel_train.domains.pde import equations as pde
-from accel_train.domains.pde.equations import PdeDataConfig, prepare_pde
-from accel_train.domains.pde.rows import FieldData, load_field_assets
-from accel_train.domains.pde.solvers import solve_burgers, solve_darcy
+from accel_train.domains.pde.data import equations as pde
+from accel_train.domains.pde.data.assets import load_field_assets
+from accel_train.domains.pde.data.equations import PdeDataConfig, prepare_pde
+from accel_train.domains.pde.data.rows import FieldData
+from accel_train.domains.pde.data.solvers import solve_burgers, solve_darcy
 from accel_train.options.loading import from_tree
-from tests.waiting import PATIENCE_SECONDS
+from tests import zygote
 
 Float = NDArray[np.float64]
 
@@ -234,27 +235,23 @@ def test_made_once_and_again_when_damaged(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.rglob("*.part"))
 
 
-def prepared_by_rank(rank: int, cache: Path, barrier: Any, results: Any) -> None:
+def prepared_by_rank(rank: int, cache: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{cache / 'store'}", rank=rank, world_size=2)
     made: list[str] = []
     real = pde._generate  # pyright: ignore[reportPrivateUsage]
     pde._generate = lambda config, task, *rest: made.append(task) or real(config, task, *rest)  # pyright: ignore[reportPrivateUsage]
     config = PdeDataConfig(train_samples=40, heldout_samples=8, resolution_2d=8, cache_dir=str(cache))
-    data = prepare_pde(config, rank=rank, world_size=2, barrier=barrier.wait)
-    results.put((rank, made, data.fingerprint))
+    data = prepare_pde(config, rank=rank, world_size=2, barrier=torch.distributed.barrier)
+    (cache / f"{rank}.json").write_text(json.dumps([made, data.fingerprint]))
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_rank_0_generates_and_the_others_wait(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.Queue()
-    ranks = [context.Process(target=prepared_by_rank, args=(r, tmp_path, barrier, results)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    found = sorted(results.get(timeout=PATIENCE_SECONDS) for _ in ranks)
-    for process in ranks:
-        process.join()
-    assert [made for _, made, _ in found] == [["advection", "darcy"], []]
-    assert found[0][2] == found[1][2]
+    zygote.call(prepared_by_rank, 2, tmp_path)
+    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert [zero[0], one[0]] == [["advection", "darcy"], []]
+    assert zero[1] == one[1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
 from accel_train.data.block_cache import BlockCache
-from accel_train.domains.pde.stored_arrays import StoredArray, hdf5, open_array
+from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array
 
 SCHEMA = "accel_train/fields-1"
 FACTS_FORMAT = 1
@@ -83,8 +83,10 @@ class FieldView:
     def shape(self) -> tuple[int, ...]:
         """(samples, T, C, H, W)"""
         # An array of this shape without memory.
-        whole = _view(np.broadcast_to(np.zeros((), np.float32), self.stored.shape), self.part.space)
-        return (self.part.samples, *whole[..., :: self.part.stride, :: self.part.stride].shape[1:])
+        whole = np.broadcast_to(np.zeros((), np.float32), self.stored.shape)
+        stride = self.part.stride
+        kept = _view(whole, self.part.space)[..., ::stride, ::stride]
+        return (self.part.samples, *kept.shape[1:])
 
     def read(self, samples: slice, times: slice) -> NDArray[Any]:
         """Read (n, t, C, H, W)."""
@@ -93,7 +95,8 @@ class FieldView:
         first = range(rows.start + self.part.first, rows.stop + self.part.first)
         second = range(self.stored.shape[1])
         # Without an axis of time the second one is of space.
-        if self.part.space == 0 or len(self.stored.shape) > 1 + self.part.space:
+        space = self.part.space
+        if space == 0 or len(self.stored.shape) > 1 + space:
             second = range(steps)[times]
         array = _view(self.stored.read(first, second), self.part.space)
         return array[..., :: self.part.stride, :: self.part.stride]
@@ -146,7 +149,9 @@ def write_fields(
     with hdf5().File(file, "w") as content:
         for fields, parameters in blocks:
             if not done:
-                content.attrs.update({"schema": SCHEMA, "grid": fields.shape[-2:], **_attributes(header)})
+                content.attrs["schema"] = SCHEMA
+                content.attrs["grid"] = fields.shape[-2:]
+                content.attrs.update(_attributes(header))
                 # Without chunks or compression, so that readers can map it.
                 content.create_dataset("fields", (samples, *fields.shape[1:]), np.float32)
                 content.create_dataset("parameters", (samples, *parameters.shape[1:]), np.float32)
@@ -158,7 +163,8 @@ def write_fields(
 
 
 def _attributes(header: FieldHeader) -> dict[str, Any]:
-    return {**asdict(header), "parameters": np.array(header.parameters, dtype=hdf5().string_dtype())}
+    names = np.array(header.parameters, dtype=hdf5().string_dtype())
+    return asdict(header) | {"parameters": names}
 
 
 def read_stored(file: Path, content: Any) -> StoredFields:
@@ -180,12 +186,14 @@ def read_stored(file: Path, content: Any) -> StoredFields:
         str(attributes["boundary"]),
         bool(attributes["conserved"]),
     )
-    if len(shape) != 5 or parameters.shape != (shape[0], len(header.parameters)):
+    required = (shape[0], len(header.parameters))
+    if len(shape) != 5 or parameters.shape != required:
         raise UsageError(
             f"--data.path: {file} has fields {shape} and parameters {parameters.shape}; (N, T, C, H, W) and "
             f"(N, {len(header.parameters)}) are required. Write it again."
         )
-    return StoredFields(header, FieldPart(file, ("fields",), 0, 0, shape[0]), parameters.astype(np.float32))
+    part = FieldPart(file, ("fields",), 0, 0, shape[0])
+    return StoredFields(header, part, parameters.astype(np.float32))
 
 
 def require(file: Path, content: Any, names: Sequence[str]) -> None:
@@ -224,7 +232,8 @@ class Fields:
     _ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_ends", tuple(itertools.accumulate(part.samples for part in self.parts)))
+        ends = itertools.accumulate(part.samples for part in self.parts)
+        object.__setattr__(self, "_ends", tuple(ends))
         object.__setattr__(self, "_cache", BlockCache(self.cache_bytes))
 
     def __len__(self) -> int:
@@ -246,7 +255,8 @@ class Fields:
         number = bisect_right(self._ends, sample)
         first = self._ends[number] - self.parts[number].samples
         row = sample - first
-        views = [view.read(slice(row, row + 1), times)[0] for view in self._views(number)]
+        of_row = slice(row, row + 1)
+        views = [view.read(of_row, times)[0] for view in self._views(number)]
         return np.concatenate(views, axis=1, dtype=np.float32, casting="same_kind")
 
     def blocks(self) -> Iterator[tuple[FieldPart, int, Array]]:
@@ -254,7 +264,8 @@ class Fields:
         size = max(1, VALUES_PER_BLOCK // int(np.prod(self.shape)))
         for number, part in enumerate(self.parts):
             for start in range(0, part.samples, size):
-                views = [view.read(slice(start, start + size), slice(None)) for view in self._views(number)]
+                samples = slice(start, start + size)
+                views = [view.read(samples, slice(None)) for view in self._views(number)]
                 yield part, start, np.concatenate(views, axis=2, dtype=np.float32, casting="same_kind")
 
     def _views(self, number: int) -> list[FieldView]:
@@ -284,7 +295,8 @@ def field_facts(data: Fields) -> FieldFacts:
     for part, start, block in data.blocks():
         finite = np.isfinite(block)
         if not finite.all():
-            row = int((~finite).any(axis=(1, 2, 3, 4)).argmax())
+            wrong_rows = (~finite).any(axis=(1, 2, 3, 4))
+            row = int(wrong_rows.argmax())
             wrong = part.first + start + row
             raise UsageError(
                 f"--data.path: sample {wrong} of {part.file} holds NaN or infinity in {' or '.join(part.datasets)}. "
@@ -329,7 +341,8 @@ def file_sizes(fields: Fields, channels: int) -> dict[Path, float]:
     start = 0
     for part in fields.parts:
         samples = range(start, start + min(4, part.samples))
-        snapshots = [fields.snapshots(sample, slice(0, 1))[:, -channels:] for sample in samples]
+        first = [fields.snapshots(sample, slice(0, 1)) for sample in samples]
+        snapshots = [fields_of_sample[:, -channels:] for fields_of_sample in first]
         mean_square = np.mean(np.square(snapshots, dtype=np.float64))
         sizes[part.file] = float(np.sqrt(mean_square))
         start += part.samples
@@ -342,7 +355,8 @@ def cached_facts(
     """Read the facts of both splits from the cache. Rank 0 computes missing ones."""
     write = partial(_write_facts, both)
     folder = cached_folder(cache / f"facts-{_identity(both)}", write, rank=rank, barrier=barrier)
-    saved: dict[str, list[Any]] = json.loads((folder / "facts.json").read_text("utf-8"))
+    text = (folder / "facts.json").read_text("utf-8")
+    saved: dict[str, list[Any]] = json.loads(text)
     facts: dict[str, FieldFacts] = {}
     for split, (mean, std, sha256) in saved.items():
         facts[split] = FieldFacts(tuple(mean), tuple(std), sha256)
@@ -355,7 +369,8 @@ def _identity(both: Mapping[str, Fields]) -> str:
     # A hash of the contents would need the very pass that the cache saves.
     dates = [(str(file), *_size_and_date(file)) for file in files]
     parts = [[split, *map(str, fields.parts)] for split, fields in both.items()]
-    return hashlib.sha256(json.dumps([FACTS_FORMAT, dates, parts]).encode()).hexdigest()
+    text = json.dumps([FACTS_FORMAT, dates, parts])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _size_and_date(file: Path) -> tuple[int, int]:
@@ -363,7 +378,9 @@ def _size_and_date(file: Path) -> tuple[int, int]:
     stats = [file.stat()]
     if file.is_dir():
         stats = [entry.stat() for entry in file.rglob("*") if entry.is_file()]
-    return sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)
+    size = sum(stat.st_size for stat in stats)
+    newest = max((stat.st_mtime_ns for stat in stats), default=0)
+    return size, newest
 
 
 def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:

@@ -1,0 +1,118 @@
+"""``accel-train data``: look through a dataset before a run, and manage the cache of what was computed from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_train.config import NonNegativeFloat
+from accel_train.data import tensor_cache
+from accel_train.data.artifacts import cache_directory
+from accel_train.data.tensor_cache import Entry
+from accel_train.options.loading import read_options
+
+DAY_SECONDS = 86400.0
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Which cache."""
+
+    cache_dir: str | None = None
+    """Folder of the cache. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+    json: bool = False
+    """Print JSON, for programs."""
+    unused_days: NonNegativeFloat = 0.0
+    """clear: delete only what was not used for so many days."""
+
+
+def check(path: str, arguments: Sequence[str]) -> int:
+    """Check a dataset of pictures and print the report. Return 0 if it passed, else 1. Raises ``UsageError``."""
+    from accel_train.domains.images import check as pictures
+
+    config = read_options(pictures.CheckConfig, arguments, f"accel-train data check {path}")
+    report = pictures.check(path, config, cache_directory(config.cache_dir))
+    if config.json:
+        print(json.dumps(pictures.as_tree(report), indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(pictures.render(report)))
+    return 0 if report.passed else 1
+
+
+def cache(action: str, arguments: Sequence[str]) -> int:
+    """List, verify or clear the cache. Return 1 if `verify` found damaged entries, else 0. Raises ``UsageError``."""
+    config = read_options(CacheConfig, arguments, f"accel-train data cache {action}")
+    root = cache_directory(config.cache_dir) / tensor_cache.ROOT
+    if action == "ls":
+        return _list(root, config.json)
+    if action == "verify":
+        return _verify(root)
+    return _clear(root, config.unused_days)
+
+
+def _folders(root: Path) -> dict[Path, list[Entry]]:
+    found: dict[Path, list[Entry]] = {}
+    for entry in tensor_cache.entries(root):
+        found.setdefault(entry.file.parents[1], []).append(entry)
+    return found
+
+
+def _list(root: Path, as_json: bool) -> int:
+    folders = [(folder, _about(folder), found) for folder, found in sorted(_folders(root).items())]
+    if as_json:
+        rows: list[dict[str, Any]] = []
+        for folder, about, found in folders:
+            size = sum(entry.size for entry in found)
+            used = max(entry.used for entry in found)
+            rows.append({"folder": str(folder), "entries": len(found), "bytes": size, "used": used, "about": about})
+        print(json.dumps(rows, indent=1))
+        return 0
+    print(f"{root}")
+    print(f"{'kind':<9} {'entries':>9} {'MiB':>9} {'unused days':>12}  computed with")
+    for _, about, found in folders:
+        size = sum(entry.size for entry in found) / 2**20
+        unused = (time.time() - max(entry.used for entry in found)) / DAY_SECONDS
+        encoder = f"{about.get('source')} {about.get('revision') or ''} {str(about.get('weights'))[:12]}"
+        print(f"{about.get('kind', '?'):<9} {len(found):>9,} {size:>9.1f} {unused:>12.1f}  {encoder}")
+    total = sum(entry.size for _, _, found in folders for entry in found)
+    print(f"{total / 2**30:.2f} GiB in all")
+    return 0
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / tensor_cache.ABOUT).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _verify(root: Path) -> int:
+    """Hash every entry, and delete the damaged ones: the next run computes them again."""
+    damaged = 0
+    count = 0
+    for entry in tensor_cache.entries(root):
+        count += 1
+        if not tensor_cache.is_intact(entry.file):
+            damaged += 1
+            print(f"damaged, deleted: {entry.file}")
+            entry.file.unlink(missing_ok=True)
+    print(f"{count:,} entries, {damaged:,} damaged")
+    return 1 if damaged else 0
+
+
+def _clear(root: Path, unused_days: float) -> int:
+    """Delete entries that no live run uses."""
+    before = time.time() - unused_days * DAY_SECONDS
+    deleted, in_use = tensor_cache.clear(root, before)
+    for folder in root.glob("*"):
+        if folder.is_dir() and folder.name != tensor_cache.LEASES and not any(folder.glob("??/*")):
+            shutil.rmtree(folder, ignore_errors=True)
+    print(f"{len(deleted):,} entries deleted, {sum(entry.size for entry in deleted) / 2**30:.2f} GiB")
+    if in_use:
+        print(f"{in_use:,} entries stay: a live run uses them")
+    return 0

@@ -1,0 +1,161 @@
+"""Samples of several shapes: micro-batches of one shape each, and an order that keeps shapes together.
+
+The sampler decides the samples of a step. They are dealt to processes by shape, so a step has as many micro-batches as
+its shapes need, equally many on every process. The gradient is divided by the true weight of the global batch, so it
+does not change but by the order of its sums. A shape of fewer samples than a micro-batch gives a smaller micro-batch:
+no sample is dropped, repeated or given another shape.
+
+`GroupOrder` draws some samples of one shape after another, so that few micro-batches are small.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from accel_train import rng
+from accel_train.config import UsageError
+from accel_train.data.datasets import ShapedDataset
+from accel_train.data.sampler import BatchShard, Draw, Sampler
+
+PROBED_STEPS = 64
+"""First steps of the experiment that are counted for the log."""
+Ints = NDArray[np.int64]
+Shape = tuple[int, ...]
+
+
+class ShapeGroups(NamedTuple):
+    """Micro-batches of one shape each, the same division on every process."""
+
+    shape: Callable[[int], Shape]
+
+    def micro_batches(self, draws: Sequence[Draw], shard: BatchShard) -> list[tuple[list[Draw], None]]:
+        """Return one process's micro-batches of the global batch `draws`, equally many on every process.
+
+        The largest come first, and the k-th ones of all processes are of about the same size. If there are more places
+        than samples, the cheapest micro-batch is repeated with weight 0.
+        """
+        by_shape: dict[Shape, list[Draw]] = {}
+        for draw in draws:
+            by_shape.setdefault(self.shape(draw.sample), []).append(draw)
+        groups = list(by_shape.values())
+        costs = [math.prod(shape) for shape in by_shape]
+        fewest = [math.ceil(len(group) / shard.micro_batch_size) for group in groups]
+        rounds = math.ceil(sum(fewest) / shard.world_size)
+        parts = _spread(fewest, [len(group) for group in groups], costs, rounds * shard.world_size)
+        pieces: list[tuple[int, list[Draw]]] = []
+        for group, count, cost in zip(groups, parts, costs, strict=True):
+            bounds = [len(group) * part // count for part in range(count + 1)]
+            cut = [group[start:stop] for start, stop in itertools.pairwise(bounds)]
+            pieces += [(cost * len(piece), piece) for piece in cut]
+        # Stable: pieces of one cost stay in the order of positions.
+        pieces.sort(key=lambda piece: -piece[0])
+        padding = [draw._replace(weight=0.0) for draw in pieces[-1][1]]
+        pieces += [(0, padding)] * (rounds * shard.world_size - len(pieces))
+        return [(piece, None) for _, piece in pieces[shard.rank :: shard.world_size]]
+
+
+def _spread(parts: Sequence[int], sizes: Sequence[int], costs: Sequence[int], places: int) -> list[int]:
+    """Return the number of pieces of each group: at least `parts`, at most `sizes`, and `places` in all if there are.
+
+    Each further piece goes to the group with the most costly one.
+    """
+    found = list(parts)
+    waiting = [(-costs[g] * math.ceil(sizes[g] / found[g]), g) for g in range(len(found)) if found[g] < sizes[g]]
+    heapq.heapify(waiting)
+    for _ in range(places - sum(found)):
+        if not waiting:
+            break
+        _, group = heapq.heappop(waiting)
+        found[group] += 1
+        if found[group] < sizes[group]:
+            heapq.heappush(waiting, (-costs[group] * math.ceil(sizes[group] / found[group]), group))
+    return found
+
+
+def shape_groups(dataset: object, samples: int) -> ShapeGroups | None:
+    """Return the groups of a dataset whose samples differ in shape, None for any other. Asks for every shape once."""
+    if not isinstance(dataset, ShapedDataset):
+        return None
+    shapes = {dataset.sample_shape(index) for index in range(samples)}
+    return ShapeGroups(dataset.sample_shape) if len(shapes) > 1 else None
+
+
+def describe(groups: ShapeGroups, sampler: Sampler, shard: BatchShard) -> str:
+    """Return a notice for the log about the micro-batches of the first steps."""
+    shapes = len({groups.shape(index) for index in range(sampler.dataset_size)})
+    steps = [groups.micro_batches(sampler.draws(step), shard) for step in range(PROBED_STEPS)]
+    forwards = sum(len(step) for step in steps) / PROBED_STEPS
+    full = math.ceil(math.ceil(sampler.global_batch_size / shard.world_size) / shard.micro_batch_size)
+    return (
+        f"{shapes} shapes of samples: {forwards:.1f} micro-batches per step and process, {full} if all were of one "
+        f"shape; a shape with fewer samples than micro_batch_size {shard.micro_batch_size} gives smaller ones"
+    )
+
+
+# Compared and hashed by identity: the cache below is keyed by this object.
+@dataclass(frozen=True, eq=False)
+class GroupOrder:
+    """Keyed order of an epoch in which samples of one shape come in groups, for `StepSampler.blocks`.
+
+    Each epoch has every sample once. The samples of each shape are permuted and cut into groups, and the groups are
+    permuted. What is left of each shape, fewer than a group, comes at the beginning and at the end of the epoch: as
+    many at the beginning as let groups begin at multiples of their size in the endless order of all epochs.
+    """
+
+    shapes: Sequence[Shape]
+    """Of each sample."""
+    group: int
+    """Samples of one shape that are drawn one after another. 1 mixes all samples."""
+    numbers: Ints = field(init=False, repr=False)
+    """Number of the shape of each sample."""
+
+    def __post_init__(self) -> None:
+        if self.group < 1:
+            raise UsageError(f"group={self.group}: a group has at least 1 sample. Raise it.")
+        number = {shape: index for index, shape in enumerate(dict.fromkeys(self.shapes))}
+        # The dataclass is frozen.
+        object.__setattr__(self, "numbers", np.array([number[shape] for shape in self.shapes], np.int64))
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def rows(self, seed: int, epoch: int, offset: int, count: int) -> Sequence[int]:
+        """Return the samples at places `offset` and on of an epoch: `count`, or fewer at its end."""
+        return _epoch(self, seed, epoch)[offset : offset + count].tolist()
+
+
+@lru_cache(maxsize=4)
+def _epoch(order: GroupOrder, seed: int, epoch: int) -> Ints:
+    """Return the order of all samples in an epoch."""
+    size = len(order)
+    permuted = rng.permute(torch.arange(size, device="cpu"), size, rng.key(seed, "order", epoch)).numpy()
+    # Stable: within its shape each sample keeps its place of the permutation.
+    by_shape = permuted[np.argsort(order.numbers[permuted], kind="stable")]
+    counts = np.bincount(order.numbers)
+    counts = counts[counts > 0]
+    groups: list[Ints] = []
+    rest: list[Ints] = []
+    for members in np.split(by_shape, np.cumsum(counts)[:-1]):
+        full = len(members) // order.group * order.group
+        groups += np.split(members[:full], full // order.group) if full else []
+        rest.append(members[full:])
+    # Places up to the next multiple of the group's size in the endless order.
+    missing = -epoch * size % order.group
+    if groups and sum(map(len, rest)) < missing:
+        rest.append(groups.pop())
+    left = np.concatenate(rest)
+    if groups:
+        places = torch.arange(len(groups), device="cpu")
+        shuffled = rng.permute(places, len(groups), rng.key(seed, "groups", epoch)).tolist()
+        groups = [groups[place] for place in shuffled]
+    return np.concatenate([left[:missing], *groups, left[missing:]])

@@ -1,0 +1,139 @@
+"""Sources of rows that hold text: JSON lines, tables, saved datasets and the Hub, with a count of their bad rows.
+
+Every error names its place: file:line, or the source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from accel_train.config import UsageError, expand_path
+
+TABLE_FILES = (".parquet", ".csv")
+HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
+
+
+class BadRows:
+    """Counter of unusable rows. The first row beyond the limit raises ``UsageError``."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.count = 0
+
+    def add(self, place: str, reason: str) -> None:
+        """Count one row, or raise with its place and the reason."""
+        self.count += 1
+        if self.count > self.limit:
+            before = ""
+            if self.limit:
+                before = f" ({self.limit} bad rows before it were left out)"
+            raise UsageError(
+                f"--data.path: {place}: {reason}{before}. Correct the row, or raise --data.max_bad_rows "
+                f"(now {self.limit}) to leave bad rows out."
+            )
+
+
+def is_hub_id(path: str, endings: tuple[str, ...]) -> bool:
+    """Return True for owner/name or owner/name:configuration that is no path here and has none of the ``endings``."""
+    # `lexists`, because a dangling link is a lost file and no id.
+    if os.path.lexists(expand_path(path)):
+        return False
+    # A misspelt file name must not become a request to the Hub.
+    return HUB_ID.match(path) is not None and not path.endswith(endings)
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return True for a folder that ``save_to_disk`` of `datasets` wrote."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def json_rows(lines: Iterable[tuple[str, str]], bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, object) of each (place, line) that holds a JSON object. The others are counted in ``bad``."""
+    for place, line in lines:
+        try:
+            row = json.loads(line)
+        # The parser recurses, so a long line of brackets exhausts the stack.
+        except (ValueError, RecursionError) as error:
+            bad.add(place, f"not JSON ({error}); one object a line is required")
+            continue
+        if isinstance(row, dict):
+            yield place, row
+        else:
+            bad.add(place, f"a JSON {type(row).__name__}, not an object; one object a line is required")
+
+
+def hub_dataset(path: str, split: str) -> Any:
+    """Load a dataset of the Hub, ``owner/name`` or ``owner/name:configuration``, from its data files only."""
+    import datasets
+
+    name, _, configuration = path.partition(":")
+    try:
+        return datasets.load_dataset(name, configuration or None, split=split)
+    except Exception as error:
+        # Name, network, permission, split or script: the user can fix all of them.
+        raise UsageError(
+            f"--data.path {path!r}, --data.split {split!r}: no such file or folder, and the hub answered "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give a file, or a hub id "
+            "(owner/name or owner/name:configuration) whose data are plain files (datasets that need a script "
+            "are refused); without a network, the dataset must be in the cache of `datasets`."
+        ) from None
+
+
+def saved_dataset(folder: Path, split: str) -> Any:
+    """Load a dataset that ``save_to_disk`` wrote, and of several splits the one named ``split``."""
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        # Damaged Arrow files raise half a dozen types.
+        raise UsageError(
+            f"--data.path {str(folder)!r} cannot be read as a saved dataset ({type(error).__name__}: "
+            f"{error}). Save it again with dataset.save_to_disk."
+        ) from None
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if split not in loaded:
+        raise UsageError(f"--data.split {split!r}: {folder} has the splits {sorted(loaded)}. Name one of them.")
+    return loaded[split]
+
+
+def table(file: Path) -> Any:
+    """Read a whole table into a `datasets.Dataset`."""
+    # Not with `datasets.load_dataset`: its cache is keyed by path and time, not by content.
+    import datasets
+    from pyarrow import csv, parquet
+
+    try:
+        read = csv.read_csv if file.suffix == ".csv" else parquet.read_table
+        rows: Any = read(file)
+        return datasets.Dataset(rows)
+    except Exception as error:
+        # Damaged files raise half a dozen types.
+        raise UsageError(
+            f"--data.path {str(file)!r} cannot be read ({type(error).__name__}: {error}). "
+            "Write it again, or convert it to JSONL."
+        ) from None
+
+
+def content_key(text: str) -> bytes:
+    """Hash the words alone. Texts that differ in case, space or punctuation have the same key."""
+    # A text of punctuation alone has no words.
+    words = " ".join(re.findall(r"\w+", text.casefold())) or text
+    # Half a surrogate pair, which JSON can spell, has no UTF-8 of its own.
+    return hashlib.sha256(words.encode("utf-8", "surrogatepass")).digest()
+
+
+def texts_hash(texts: Iterable[str]) -> str:
+    """Hash all texts in order with sha256."""
+    digest = hashlib.sha256()
+    for text in texts:
+        # A digest per text marks its end: "a", "bc" must not equal "ab", "c".
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()

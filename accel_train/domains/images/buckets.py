@@ -1,0 +1,169 @@
+"""Buckets: the sizes to which pictures are scaled and cropped, and the geometry of each picture in its bucket.
+
+A bucket of resolution r has an area of at most r * r pixels and sides that are multiples of a step, as in NovelAI's
+aspect-ratio bucketing and kohya's sd-scripts. Sizes are (height, width).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accel_train.config import UsageError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Size = tuple[int, int]
+"""(height, width) in pixels."""
+CENTRE = (0.5, 0.5)
+
+
+class Frame(NamedTuple):
+    """Which part of a picture is seen, and in which size. SDXL's conditioning values are three of the fields."""
+
+    original_size: Size
+    """Of the upright picture."""
+    scaled_size: Size
+    """Of the whole picture, after scaling: it covers the target."""
+    crop_top_left: Size
+    """First row and column of the target in the scaled picture, which is flipped before."""
+    target_size: Size
+    """The bucket."""
+    flipped: bool = False
+    """Mirrored left to right."""
+
+    @property
+    def kept(self) -> float:
+        """Share of the picture's area that is seen."""
+        return math.prod(self.target_size) / math.prod(self.scaled_size)
+
+    @property
+    def enlargement(self) -> float:
+        """Pixels of the target per pixel of the picture, along a side."""
+        return self.scaled_size[0] / self.original_size[0]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Sizes for each resolution, and the choice among them."""
+
+    resolutions: Sequence[int]
+    """Square roots of the largest areas, in pixels."""
+    step: int = 64
+    """Sides are multiples of it: 8 for a VAE that reduces by 8, 16 with patches of 2, 64 for UNets."""
+    max_aspect: float = 2.0
+    """Largest ratio of the longer side to the shorter one. 1: squares alone."""
+
+    def __post_init__(self) -> None:
+        small = [resolution for resolution in self.resolutions if resolution < self.step]
+        if not self.resolutions or small or self.step < 1:
+            raise UsageError(
+                f"resolutions {list(self.resolutions)}, step {self.step}: each resolution must be at least the step, "
+                "so that a side has one. Raise the resolution, or lower the step."
+            )
+        if not self.max_aspect >= 1:
+            raise UsageError(f"max_aspect {self.max_aspect:g}: 1 or more is required. 1 gives squares alone.")
+
+    def sizes(self, resolution: int) -> list[Size]:
+        """Return the buckets of a resolution, from the tallest to the widest.
+
+        For each width the height is the largest that keeps the area, and the other way round.
+        """
+        return list(_sizes(resolution, self.step, self.max_aspect))
+
+    def choose(self, original: Size, resolution: int) -> Size:
+        """Return the bucket of `resolution` that cuts off least of a picture, the larger one of two alike."""
+
+        def order(size: Size) -> tuple[float, int]:
+            # A cover scaled to one side loses exp(-|difference|) of the other.
+            loss = abs(math.log(original[1] / original[0]) - math.log(size[1] / size[0]))
+            return round(loss, 9), -math.prod(size)
+
+        return min(self.sizes(resolution), key=order)
+
+    def largest_filled(self, original: Size) -> int:
+        """Return the highest resolution that a picture fills without being enlarged, else the lowest one."""
+        filled = [r for r in self.resolutions if frame(original, self.choose(original, r)).enlargement <= 1]
+        return max(filled, default=min(self.resolutions))
+
+
+@lru_cache(maxsize=64)
+def _sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, ...]:
+    area = resolution * resolution
+    longest = int(resolution * math.sqrt(max_aspect))
+    found: set[Size] = set()
+    for side in range(step, longest + 1, step):
+        other = int(min(area // side, side * max_aspect)) // step * step
+        if other and side <= max_aspect * other:
+            found |= {(side, other), (other, side)}
+    # Of two heights for one width the larger one has the other's pixels too.
+    largest: list[Size] = []
+    for size in sorted(found, reverse=True):
+        if not largest or size[1] > largest[-1][1]:
+            largest.append(size)
+    return tuple(largest)
+
+
+def frame(original: Size, target: Size, *, place: tuple[float, float] = CENTRE, flipped: bool = False) -> Frame:
+    """Scale a picture to cover the target and cut the rest off.
+
+    `place` in [0, 1] tells where the target lies in the scaled picture, from top to bottom and from left to right.
+    """
+    scale = max(target[0] / original[0], target[1] / original[1])
+    scaled = (max(target[0], round(original[0] * scale)), max(target[1], round(original[1] * scale)))
+    top = round(place[0] * (scaled[0] - target[0]))
+    left = round(place[1] * (scaled[1] - target[1]))
+    return Frame(original, scaled, (top, left), target, flipped)
+
+
+def render(image: Image.Image, seen: Frame) -> Tensor:
+    """Return the pixels of a frame, (3, H, W) float32 from -1 to 1. `image` is upright, RGB, of the original size.
+
+    Scaled with a Lanczos filter. Only the part that is seen is computed.
+    """
+    from PIL.Image import Resampling, Transpose
+
+    if image.size != seen.original_size[::-1]:
+        raise ValueError(f"a picture of {image.size[::-1]} with a frame for {seen.original_size}")
+    if seen.flipped:
+        image = image.transpose(Transpose.FLIP_LEFT_RIGHT)
+    height, width = seen.target_size
+    top, left = seen.crop_top_left
+    down = seen.original_size[0] / seen.scaled_size[0]
+    across = seen.original_size[1] / seen.scaled_size[1]
+    # The corners in pixels of the picture. Rounding must not lead beyond its edges.
+    right = min((left + width) * across, float(image.size[0]))
+    bottom = min((top + height) * down, float(image.size[1]))
+    part = image.resize((width, height), Resampling.LANCZOS, box=(left * across, top * down, right, bottom))
+    return to_tensor(part)
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """Return an RGB image as (3, H, W) float32 from -1 to 1."""
+    pixels = torch.from_numpy(np.array(image, np.uint8))  # (H, W, 3)
+    return pixels.permute(2, 0, 1).float().div_(127.5).sub_(1.0).contiguous()
+
+
+def to_image(pixels: Tensor) -> Image.Image:
+    """Return (3, H, W) from -1 to 1 as an RGB image. Values beyond are cut off."""
+    from PIL import Image
+
+    levels = pixels.detach().float().add(1.0).mul(127.5).round().clamp(0, 255)
+    return Image.fromarray(levels.byte().permute(1, 2, 0).cpu().numpy())
+
+
+def conditioning(seen: Frame) -> dict[str, Tensor]:
+    """Return SDXL's size and crop values, each (2,) int64, rows before columns."""
+    return {
+        "original_size": torch.tensor(seen.original_size),
+        "crop_top_left": torch.tensor(seen.crop_top_left),
+        "target_size": torch.tensor(seen.target_size),
+    }

@@ -1,0 +1,250 @@
+"""Pictures in their buckets, for the loader, with the split into training and held-out pictures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.data.artifacts import open_cache
+from accel_train.data.shape_groups import GroupOrder
+from accel_train.domains.images.buckets import CENTRE, Frame, Size, conditioning, frame, render
+from accel_train.domains.images.decoding import Colour, colour, decode_picture
+from accel_train.domains.images.options import PictureDataConfig
+from accel_train.domains.images.scanning import Picture, Pictures, read_pictures
+from accel_train.domains.images.sources import LeftOut, left_out_notices
+
+MUCH_CROPPED = 0.7
+"""Share of a picture that must be kept for it not to be counted in a notice."""
+
+
+class Sample(NamedTuple):
+    """A picture in one of its resolutions."""
+
+    picture: Picture
+    caption: str
+    target_size: Size
+    """(height, width) of its bucket."""
+
+
+@dataclass(frozen=True)
+class View:
+    """How samples are seen: what is random in them, and what is behind transparent pixels."""
+
+    background: Colour
+    random_crop: bool = False
+    flip: bool = False
+    max_pixels: int = 0
+
+
+class PictureDataset:
+    """Map-style dataset of pictures, each sample of the size of its bucket.
+
+    Random crops and flips come from Python's global generator, which the loader seeds for each sample and epoch.
+    """
+
+    def __init__(self, samples: Sequence[Sample], view: View, group_size: int = 1) -> None:
+        self.samples = list(samples)
+        self.view = view
+        self.fingerprint = _fingerprint(self.samples, view, group_size)
+        self.order = GroupOrder([sample.target_size for sample in self.samples], group_size) if samples else None
+        """Order of samples for `StepSampler.blocks`."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return pixels (3, H, W) float32 from -1 to 1, and original_size, crop_top_left, target_size (2,) int64."""
+        seen = self.draw_frame(index)
+        return {"pixels": self.pixels(index, seen), **conditioning(seen)}
+
+    def sample_shape(self, index: int) -> Size:
+        """Return (height, width) of a sample's bucket."""
+        return self.samples[index].target_size
+
+    def captions(self, indices: Tensor) -> list[str]:
+        """Return the captions of samples (B,) int64, such as a batch's ``sample``."""
+        return [self.samples[index].caption for index in indices.tolist()]
+
+    def draw_frame(self, index: int) -> Frame:
+        """Draw crop and flip of a sample from the global generator. Draws the same numbers whatever the options."""
+        down = random.random()
+        across = random.random()
+        mirror = random.random() < 0.5
+        place = (down, across) if self.view.random_crop else CENTRE
+        return self.frame(index, place=place, flipped=mirror and self.view.flip)
+
+    def frame(self, index: int, *, place: tuple[float, float] = CENTRE, flipped: bool = False) -> Frame:
+        """Return a frame of a sample in its bucket."""
+        sample = self.samples[index]
+        original = (sample.picture.height, sample.picture.width)
+        return frame(original, sample.target_size, place=place, flipped=flipped)
+
+    def pixels(self, index: int, seen: Frame) -> Tensor:
+        """Read a sample's file and return the pixels of a frame. Raises ``RuntimeError`` if the file has changed."""
+        picture = self.samples[index].picture
+        content = picture.bytes.read()
+        if hashlib.sha256(content).hexdigest() != picture.content:
+            raise RuntimeError(
+                f"{picture.name} has changed since the run began, so it is another picture now. Start the run again, "
+                "or put the file back"
+            )
+        image = decode_picture(content, background=self.view.background, max_pixels=self.view.max_pixels)
+        return render(image, seen)
+
+
+def _fingerprint(samples: Sequence[Sample], view: View, group_size: int) -> str:
+    seen = [list(view.background), view.random_crop, view.flip]
+    digest = hashlib.sha256(f"pictures-1 {seen} {group_size}".encode())
+    for sample in samples:
+        row = [sample.picture.content, sample.caption, sample.target_size]
+        digest.update(json.dumps(row).encode())
+    return digest.hexdigest()
+
+
+# Compared and hashed by identity, like the data of the other recipes.
+@dataclass(frozen=True, eq=False)
+class PictureData:
+    """Datasets of a run."""
+
+    train: PictureDataset
+    heldout: PictureDataset
+    """Empty with `heldout_fraction` 0. Without flips and random crops."""
+    cache: Path
+    """Folder for what is computed from the pictures."""
+    fingerprint: str
+    """sha256 of both splits' files, captions and sizes."""
+    notices: tuple[str, ...]
+    """Lines for the main process to log."""
+
+
+def prepare_pictures(
+    config: PictureDataConfig,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+) -> PictureData:
+    """Read all pictures of a run once and put them into buckets. Every rank calls it with the same options; collective.
+
+    Raises ``UsageError``, also if more than `max_left_out` of the pictures and captions cannot be used.
+    """
+    cache = open_cache(config.cache_dir, rank, world_size)
+
+    def read(path: str, option: str) -> tuple[list[Sample], list[str]]:
+        source = config.source(path, option)
+        found = read_pictures(
+            source, cache, min_side=config.min_side, max_pixels=config.max_pixels, rank=rank, world_size=world_size
+        )
+        return _samples(found, config, source.named)
+
+    samples, notices = read(config.path, "--data.path")
+    if config.heldout_path is not None:
+        heldout, heldout_notices = read(config.heldout_path, "--data.heldout_path")
+        notices += [f"held out: {notice}" for notice in heldout_notices]
+        known = {sample.picture.content for sample in heldout}
+        train = [sample for sample in samples if sample.picture.content not in known]
+    else:
+        train, heldout = split_heldout(samples, config.heldout_fraction)
+    barrier()
+    if not train:
+        raise UsageError(
+            f"--data.path {config.path!r}: {len(heldout)} held-out samples and none to train on; at least 1 is "
+            "required. Bring more pictures, or lower --data.heldout_fraction."
+        )
+    still = View(colour(config.background), max_pixels=config.max_pixels)
+    moving = View(still.background, config.crop == "random", config.flip, config.max_pixels)
+    train_data = PictureDataset(train, moving, config.group_size)
+    heldout_data = PictureDataset(heldout, still)
+    fingerprint = hashlib.sha256(f"{train_data.fingerprint} {heldout_data.fingerprint}".encode()).hexdigest()
+    sizes = f"{len(train):,} training samples, {len(heldout):,} held out"
+    notices = [sizes, *notices, *bucket_notices(train_data)]
+    return PictureData(train_data, heldout_data, cache, fingerprint, tuple(notices))
+
+
+def _samples(found: Pictures, config: PictureDataConfig, named: str) -> tuple[list[Sample], list[str]]:
+    """Return a sample for each picture and resolution, and notices of what is left out."""
+    samples: list[Sample] = []
+    left_out = list(found.left_out)
+    for picture in found.pictures:
+        caption = picture.caption or config.default_caption
+        if caption is None:
+            reason = "picture without a caption" if picture.caption is None else "its caption is empty"
+            left_out.append(LeftOut(picture.name, reason, "give --data.default_caption to use it"))
+            continue
+        sizes = _target_sizes((picture.height, picture.width), config)
+        if not sizes:
+            detail = f"{picture.width}x{picture.height}"
+            left_out.append(LeftOut(picture.name, "smaller than its bucket (--data.enlarge false)", detail))
+        samples += [Sample(picture, caption, size) for size in sizes]
+    total = len(found) + len(found.left_out)
+    if not samples or len(left_out) > config.max_left_out * total:
+        reasons = "; ".join(left_out_notices(left_out)) or "the source is empty"
+        raise UsageError(
+            f"{named}: {len(left_out)} of {total} pictures and captions cannot be used, at most "
+            f"--data.max_left_out {config.max_left_out:g} of them may be left out: {reasons}. Correct them, or raise "
+            "the share."
+        )
+    return samples, Pictures(found.pictures, left_out, found.animated).notices
+
+
+def _target_sizes(original: Size, config: PictureDataConfig) -> list[Size]:
+    """Return the bucket of a picture in each of its resolutions. None of them if it would have to be enlarged."""
+    buckets = config.buckets
+    largest = buckets.largest_filled(original)
+    chosen = [largest]
+    if config.resolution_choice == "each":
+        chosen = [resolution for resolution in config.resolutions if resolution <= largest]
+    sizes = [buckets.choose(original, resolution) for resolution in chosen]
+    if config.enlarge:
+        return sizes
+    return [size for size in sizes if frame(original, size).enlargement <= 1]
+
+
+def split_heldout(samples: Sequence[Sample], fraction: float) -> tuple[list[Sample], list[Sample]]:
+    """Return (training, held-out) samples. A picture is held out if its content hash is below `fraction`.
+
+    The split of a picture depends on its file alone: it stays when others come, and equal files are on one side. If no
+    hash is below it, the smallest one is held out; a single picture is not. Held-out samples are sorted by hash, so the
+    first are a fair choice.
+    """
+    contents = {sample.picture.content for sample in samples}
+    if len(contents) < 2 or fraction == 0:
+        return list(samples), []
+    smallest = min(contents)
+    limit = fraction * 16 ** len(smallest)
+    train: list[Sample] = []
+    heldout: list[Sample] = []
+    for sample in samples:
+        content = sample.picture.content
+        below = content == smallest or int(content, 16) < limit
+        (heldout if below else train).append(sample)
+    heldout.sort(key=lambda sample: (sample.picture.content, sample.caption, sample.target_size))
+    return train, heldout
+
+
+def bucket_notices(dataset: PictureDataset) -> list[str]:
+    """Return the table of buckets as one line, and how many pictures are enlarged or much cropped."""
+    counts = Counter(sample.target_size for sample in dataset.samples)
+    ordered = sorted(counts.items(), key=lambda item: (math.prod(item[0]), item[0]))
+    table = ", ".join(f"{width}x{height}: {count:,}" for (height, width), count in ordered)
+    frames = [dataset.frame(index) for index in range(len(dataset))]
+    enlarged = sum(seen.enlargement > 1 for seen in frames)
+    cropped = sum(seen.kept < MUCH_CROPPED for seen in frames)
+    notices = [f"{len(counts)} buckets (width x height): {table}"]
+    if enlarged:
+        notices.append(f"{enlarged:,} samples are enlarged to fill their bucket (--data.enlarge)")
+    if cropped:
+        notices.append(
+            f"{cropped:,} samples lose more than {1 - MUCH_CROPPED:.0%} of their picture (--data.max_aspect)"
+        )
+    return notices

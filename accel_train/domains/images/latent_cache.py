@@ -1,0 +1,306 @@
+"""Latents of pictures and outputs of text encoders on disk, computed once by all processes together.
+
+Of a latent its mean and log-variance are stored, not a sample: a run draws anew at each use, keyed by (seed, step,
+sample). An entry is named by what it was computed from, the hash of the picture's file and its frame, or the text. Its
+folder is named by the encoder's identity. So an edited picture, another encoder or another size never meets a latent of
+before, and of an edited folder only the edited pictures are encoded again.
+
+Encoders come in as functions, so that nothing here knows the library that they are from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accel_train import rng
+from accel_train.config import UsageError
+from accel_train.cores import usable_cores
+from accel_train.data.progress import Progress
+from accel_train.data.tensor_cache import Lease, TensorCache, content_hash
+from accel_train.domains.images.buckets import Frame, Size, conditioning
+from accel_train.domains.images.dataset import PictureDataset
+
+PIXELS = "pixels-1"
+"""Changes with anything that gives other pixels for a frame."""
+BYTES_BETWEEN_CHECKS = 2**28
+"""Bytes that each process writes between two looks at the cap."""
+MEAN = "mean"
+LOGVAR = "logvar"
+DRAW_STREAM = "latent/draw"
+
+
+class Latents(NamedTuple):
+    """What an encoder gives for a batch: the distribution of each latent."""
+
+    mean: Tensor  # (B, C, h, w)
+    logvar: Tensor | None = None  # (B, C, h, w)
+    """Log-variance. None: the encoder has no distribution, and every draw is the mean."""
+
+
+EncodePixels = Callable[[Tensor], Latents]
+"""Pixels (B, 3, H, W) float32 from -1 to 1, of one size, on the CPU. Not yet scaled or shifted as a model wants it."""
+EncodeTexts = Callable[[Sequence[str]], Mapping[str, Tensor]]
+"""Texts to named tensors (B, ...), of one shape for all texts."""
+
+
+@dataclass(frozen=True)
+class EncoderIdentity:
+    """What an encoder's outputs depend on, beside its input."""
+
+    source: str
+    """Hub id or path."""
+    revision: str | None
+    """Commit on the Hub."""
+    weights: str
+    """`weights_hash` of all its modules."""
+    settings: Mapping[str, str | int | float | bool | None] = field(default_factory=dict[str, Any])
+    """dtype, tiling, tokens at most, layer, ..."""
+
+    def about(self, kind: str, **more: object) -> dict[str, Any]:
+        """Return the description of its folder in the cache."""
+        return {"kind": kind, **asdict(self), "settings": dict(self.settings), **more}
+
+
+def weights_hash(*modules: nn.Module) -> str:
+    """Hash names, dtypes, shapes and bytes of all weights with sha256. Reads every weight once."""
+    hashes = [content_hash(module.state_dict()) for module in modules]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def frame_key(content: str, seen: Frame) -> str:
+    """Return the key of a frame of the picture whose file has the hash `content`."""
+    return hashlib.sha256(json.dumps([content, list(seen)]).encode()).hexdigest()
+
+
+def text_key(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def draw(latents: Latents, seed: int, step: int, occurrence: Tensor) -> Tensor:
+    """Draw a latent (B, C, h, w) from each distribution: mean + exp(logvar / 2) * noise.
+
+    The noise is keyed by (seed, step, occurrence) (B,), so it is the same on any process, from a cache or not. As in
+    diffusers' DiagonalGaussianDistribution, the log-variance is cut to [-30, 20].
+    """
+    if latents.logvar is None:
+        return latents.mean
+    keys = rng.sample_keys(seed, DRAW_STREAM, step, occurrence)
+    noise = rng.normal(keys, latents.mean.shape[1:]).to(latents.mean)
+    return latents.mean + torch.exp(0.5 * latents.logvar.clamp(-30.0, 20.0)) * noise
+
+
+# ---------------------------------------------------------------------------------------------------------- filling
+@dataclass(frozen=True)
+class Filling:
+    """The processes that fill a cache together, and how."""
+
+    rank: int = 0
+    world_size: int = 1
+    barrier: Callable[[], None] = lambda: None
+    batch_size: int = 8
+    progress: bool = False
+
+
+class _Job(NamedTuple):
+    """One entry to compute."""
+
+    key: str
+    name: str
+    """For messages."""
+    shape: Size
+    """Jobs of one shape are computed in one batch."""
+    item: Any
+
+
+def cached_latents(
+    dataset: PictureDataset,
+    encode: EncodePixels,
+    identity: EncoderIdentity,
+    root: Path,
+    *,
+    cap_bytes: int | None = None,
+    filling: Filling | None = None,
+) -> TensorCache:
+    """Compute the latents that are missing, of every sample and, with flips, of its mirror image.
+
+    Every process calls it (two barriers). Process r first encodes each world_size-th missing entry, then what its host
+    still lacks. The entries are leased for the life of the process. Raises ``UsageError`` for random crops, whose
+    latents cannot be known before, for latents that are not finite, for a full disk, and for a cap below what the run
+    needs.
+    """
+    if dataset.view.random_crop:
+        raise UsageError(
+            "--data.crop random: a crop that is drawn for each epoch has no latent to cache. Set crop to centre, or "
+            "encode without a cache."
+        )
+    background = list(dataset.view.background)
+    cache = TensorCache(root, identity.about("latents", pixels=PIXELS, background=background), cap_bytes)
+    mirrors = (False, True) if dataset.view.flip else (False,)
+    jobs: list[_Job] = []
+    for index, sample in enumerate(dataset.samples):
+        for mirror in mirrors:
+            seen = dataset.frame(index, flipped=mirror)
+            key = frame_key(sample.picture.content, seen)
+            jobs.append(_Job(key, sample.picture.name, seen.target_size, (index, seen)))
+
+    cores, _ = usable_cores()
+
+    def compute(batch: Sequence[_Job]) -> list[dict[str, Tensor]]:
+        with ThreadPoolExecutor(max(1, cores)) as pool:
+            pixels = torch.stack(list(pool.map(lambda job: dataset.pixels(*job.item), batch)))
+        latents = encode(pixels)
+        rows: list[dict[str, Tensor]] = []
+        for row in range(len(batch)):
+            tensors = {MEAN: latents.mean[row]}
+            if latents.logvar is not None:
+                tensors[LOGVAR] = latents.logvar[row]
+            rows.append(tensors)
+        return rows
+
+    _fill(cache, jobs, compute, filling or Filling(), "latents")
+    return cache
+
+
+def cached_texts(
+    texts: Sequence[str],
+    encode: EncodeTexts,
+    identity: EncoderIdentity,
+    root: Path,
+    *,
+    cap_bytes: int | None = None,
+    filling: Filling | None = None,
+) -> TensorCache:
+    """Compute the outputs of text encoders that are missing, also that of the empty text, for dropped captions.
+
+    Every process calls it (two barriers), as `cached_latents`.
+    """
+    cache = TensorCache(root, identity.about("texts"), cap_bytes)
+    unique = dict.fromkeys(["", *texts])
+    jobs = [_Job(text_key(text), repr(text[:60]), (0, 0), text) for text in unique]
+
+    def compute(batch: Sequence[_Job]) -> list[dict[str, Tensor]]:
+        outputs = encode([job.item for job in batch])
+        return [{name: tensor[row] for name, tensor in outputs.items()} for row in range(len(batch))]
+
+    _fill(cache, jobs, compute, filling or Filling(), "texts")
+    return cache
+
+
+_leases: list[Lease] = []
+"""Held until the process ends."""
+
+
+def _fill(
+    cache: TensorCache,
+    jobs: Sequence[_Job],
+    compute: Callable[[Sequence[_Job]], list[dict[str, Tensor]]],
+    filling: Filling,
+    label: str,
+) -> None:
+    by_key = {job.key: job for job in jobs}
+    _leases.append(cache.lease(list(by_key)))
+    missing = cache.missing(by_key)
+    # Behind the first barrier a shared disk has every entry, so the second pass computes on separate disks only.
+    for keys in (missing[filling.rank :: filling.world_size], missing):
+        own = [by_key[key] for key in cache.missing(keys)]
+        _compute_all(cache, own, compute, filling, label, sum(map(_cost, by_key.values())))
+        filling.barrier()
+    cache.keep_within_cap()
+
+
+def _compute_all(
+    cache: TensorCache,
+    jobs: Sequence[_Job],
+    compute: Callable[[Sequence[_Job]], list[dict[str, Tensor]]],
+    filling: Filling,
+    label: str,
+    total_cost: int,
+) -> None:
+    written = 0
+    with Progress(label, len(jobs), filling.progress and filling.rank == 0) as progress, torch.no_grad():
+        for batch in _batches(jobs, filling.batch_size):
+            sizes = [
+                cache.write(job.key, _finite(tensors, job, label))
+                for job, tensors in zip(batch, compute(batch), strict=True)
+            ]
+            if not written:
+                # Refused now, and not after a night's work.
+                cache.refuse_size(sum(sizes) * total_cost // sum(map(_cost, batch)))
+            if written // BYTES_BETWEEN_CHECKS != (written + sum(sizes)) // BYTES_BETWEEN_CHECKS:
+                cache.keep_within_cap()
+            written += sum(sizes)
+            progress.update(len(batch))
+
+
+def _cost(job: _Job) -> int:
+    """Return a number to which the size of an entry is proportional."""
+    return max(1, math.prod(job.shape))
+
+
+def _batches(jobs: Sequence[_Job], batch_size: int) -> Iterator[list[_Job]]:
+    by_shape: dict[Size, list[_Job]] = {}
+    for job in jobs:
+        by_shape.setdefault(job.shape, []).append(job)
+    for alike in by_shape.values():
+        for start in range(0, len(alike), batch_size):
+            yield alike[start : start + batch_size]
+
+
+def _finite(tensors: Mapping[str, Tensor], job: _Job, label: str) -> Mapping[str, Tensor]:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise UsageError(
+                f"{label}: {name} of {job.name} holds NaN or infinity. Finite values are required: check the encoder's "
+                "weights, or give it a wider dtype (SDXL's VAE overflows in fp16)."
+            )
+    return tensors
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+class CachedPictures:
+    """Map-style dataset like `PictureDataset`, with cached latents in place of pixels, and cached outputs of texts."""
+
+    def __init__(
+        self, pictures: PictureDataset, latents: TensorCache | None = None, texts: TensorCache | None = None
+    ) -> None:
+        self.pictures = pictures
+        self.latents = latents
+        self.texts = texts
+        self.order = pictures.order
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return mean and logvar (C, h, w), or pixels without cached latents; the outputs of the caption's encoder; and
+        original_size, crop_top_left, target_size (2,) int64.
+        """
+        seen = self.pictures.draw_frame(index)
+        sample = self.pictures.samples[index]
+        item = conditioning(seen)
+        if self.latents is None:
+            item["pixels"] = self.pictures.pixels(index, seen)
+        else:
+            item |= self.latents.read(frame_key(sample.picture.content, seen))
+        if self.texts is not None:
+            item |= self.texts.read(text_key(sample.caption))
+        return item
+
+    def sample_shape(self, index: int) -> Size:
+        """Return (height, width) of a sample's bucket, in pixels."""
+        return self.pictures.sample_shape(index)
+
+
+def latents_of(batch: Mapping[str, Tensor]) -> Latents:
+    """Return the distributions in a batch of `CachedPictures`."""
+    return Latents(batch[MEAN], batch.get(LOGVAR))

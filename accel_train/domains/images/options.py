@@ -1,0 +1,103 @@
+"""Options of the `data` group of recipes that learn from pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from accel_train.config import Fraction, FractionBelowOne, PositiveFloat, PositiveInt, UsageError
+from accel_train.domains.images import decoding
+from accel_train.domains.images.buckets import Buckets
+from accel_train.domains.images.sources import Source
+
+
+@dataclass(frozen=True)
+class PictureDataConfig:
+    """Source of pictures and captions, and how they are scaled and cropped."""
+
+    path: str = "pictures"
+    """A folder of pictures (captions in text files beside them, or in metadata.jsonl), parquet files, a folder written
+    by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration)."""
+    split: str = "train"
+    """Split of a saved or Hub dataset."""
+    image_column: str | None = None
+    """Column of pictures in a table. null: the only one."""
+    caption_column: str | None = None
+    """Column of captions in a table or metadata.jsonl. null: text or caption."""
+    caption_extension: str = ".txt"
+    """Extension of the text file beside a picture."""
+    default_caption: str | None = None
+    """Caption of pictures that have none; may be empty. null: they are left out."""
+    resolutions: tuple[PositiveInt, ...] = (512,)
+    """Square roots of the largest areas in pixels. Several make one run of several resolutions."""
+    resolution_choice: Literal["largest", "each"] = "largest"
+    """With several resolutions. largest: a picture comes in the highest one that it fills without being enlarged.
+    each: it comes in each of these as a sample of its own."""
+    bucket_step: PositiveInt = 64
+    """Sides of buckets are multiples of it: at least the reduction of the VAE times the size of a patch."""
+    max_aspect: float = 2.0
+    """Largest ratio of a bucket's sides. 1: squares alone. What a bucket does not cover is cropped."""
+    enlarge: bool = True
+    """Enlarge pictures that are smaller than their bucket. false: they are left out."""
+    crop: Literal["centre", "random"] = "centre"
+    """Which part is kept of a picture that is longer than its bucket. random: drawn for each epoch and sample."""
+    flip: bool = False
+    """Mirror half of the training samples, drawn for each epoch. Not for texts, and not for faces to be recognised."""
+    background: str = "white"
+    """Colour behind transparent pixels: a name or #rrggbb."""
+    min_side: PositiveInt = 16
+    """Shortest side in pixels. Smaller pictures are left out."""
+    max_pixels: PositiveInt = decoding.MAX_PIXELS
+    """Most pixels of a picture. Larger ones are left out before they are decoded."""
+    max_left_out: Fraction = 0.1
+    """Largest share of pictures and captions left out for any reason. More is an error."""
+    group_size: PositiveInt = 4
+    """Samples of one bucket that are drawn one after another, part of the order of samples. A micro-batch has one
+    bucket, so larger groups make fewer and fuller ones; 1 mixes best."""
+    heldout_path: str | None = None
+    """Held-out pictures: any source accepted by path. null: heldout_fraction of path."""
+    heldout_fraction: FractionBelowOne = 0.05
+    """Share of pictures held out for evaluation, at least one, by a hash of the file. 0: none. Has no effect with
+    heldout_path."""
+    cache_dir: str | None = None
+    """Cache between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+
+    cache_gib: PositiveFloat | None = None
+    """Largest size in GiB of the latents and outputs of text encoders in the cache, of all runs together. What was used
+    longest ago is deleted first, and nothing that a live run uses. null: no limit."""
+
+    def __post_init__(self) -> None:
+        _ = self.buckets
+        decoding.colour(self.background)
+        if len(set(self.resolutions)) < len(self.resolutions):
+            raise UsageError(f"--data.resolutions {list(self.resolutions)}: each must be there once.")
+        if self.resolution_choice == "each" and len(self.resolutions) == 1:
+            raise UsageError(
+                f"--data.resolution_choice each has no effect with one resolution, {self.resolutions[0]}. Give several "
+                "--data.resolutions, or leave it out."
+            )
+        if not self.caption_extension.startswith("."):
+            raise UsageError(
+                f"--data.caption_extension {self.caption_extension!r}: must begin with a dot, such as .txt or .caption."
+            )
+
+    @property
+    def buckets(self) -> Buckets:
+        """The sizes that pictures are scaled to."""
+        return Buckets(self.resolutions, self.bucket_step, self.max_aspect)
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """`cache_gib` in bytes."""
+        return None if self.cache_gib is None else int(self.cache_gib * 2**30)
+
+    def source(self, path: str, option: str = "--data.path") -> Source:
+        """Return what is read at `path`."""
+        return Source(
+            path=path,
+            split=self.split,
+            image_column=self.image_column,
+            caption_column=self.caption_column,
+            caption_extension=self.caption_extension,
+            option=option,
+        )

@@ -1,0 +1,223 @@
+"""Pipeline of adapters on a base of diffusers: pictures of prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
+from accel_train.domains.images.pipelines import adapter_files
+from accel_train.domains.images.pipelines.drawing import draw_picture
+from accel_train.domains.images.pipelines.loading import Base, BaseConfig, find_base
+from accel_train.domains.models import lora
+from accel_train.pipeline import Example, describe, read_lines, settings
+from accel_train.store import atomic_files, weights
+from accel_train.store.weights import TensorReader
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from accel_train.domains.images.pipelines.validation import EvaluationConfig
+
+SIDE = 512
+
+
+@dataclass(frozen=True)
+class PictureOptions:
+    """Draw pictures of prompts. One prompt with one seed gives one picture, whatever else is asked for with it."""
+
+    prompt: tuple[str, ...] = ()
+    """What to draw."""
+    prompt_file: str | None = None
+    """File with a prompt per line, beside or instead of --prompt."""
+    steps: PositiveInt | None = None
+    """Denoising steps. None: those of the evaluation in training."""
+    guidance: NonNegativeFloat | None = None
+    """Scale of guidance. None: the default of the base."""
+    side: PositiveInt | None = None
+    """Height and width in pixels. None: those of the evaluation in training."""
+    adapter: bool = True
+    """Use the adapter. --no_adapter draws what the base draws alone."""
+    seed: Seed = 0
+    """Another seed gives another picture of the same prompt."""
+    device: str = "cpu"
+    """Device of torch."""
+    output: str | None = None
+    """Folder for the pictures. None: pictures, in the current directory."""
+
+    def __post_init__(self) -> None:
+        if not (self.prompt or self.prompt_file):
+            raise UsageError("nothing to draw: give --prompt 'a red flag' or --prompt_file prompts.txt")
+
+
+class PicturePipeline:
+    """Pictures of prompts, by a base of diffusers with the adapter that was trained on it."""
+
+    recipe: ClassVar[str] = "lora"
+    tag: ClassVar[str | None] = "text-to-image"
+    usage: ClassVar[str] = 'pipeline("a red flag").save("flag.png")'
+    standalone: tuple[Any, ...] | ModuleType | None = None
+    options: ClassVar[type] = PictureOptions
+
+    def __init__(self, base: Base, pipeline: Any, sampler: Mapping[str, Any]) -> None:
+        self.base = base
+        self.pipeline = pipeline
+        """That of diffusers, with the adapter."""
+        self.sampler = sampler
+
+    @property
+    def model(self) -> nn.Module:
+        return getattr(self.pipeline, self.base.family.denoiser)
+
+    @classmethod
+    def recognises(cls, description: Mapping[str, Any]) -> bool:
+        """Return False: no older version has written such a model."""
+        return False
+
+    @classmethod
+    def from_directory(cls, directory: Path, device: str = "cpu") -> PicturePipeline:
+        """Read a checkpoint or an export. Raises ``UsageError``, also if the base is not on this machine."""
+        described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
+        assert described is not None, "every version of this pipeline has written a description"
+        base = find_base(BaseConfig(**described["base"]))
+        pipeline = base.pipeline(torch.device(device))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = directory
+            if not (directory / adapter_files.DIFFUSERS_FILE).is_file():
+                folder = Path(temporary)
+                tensors = _adapter_of_checkpoint(directory)
+                adapter_files.write_diffusers(folder, tensors, _peft_settings(directory), base.family.denoiser)
+            adapter_files.load_into(pipeline, base.family.denoiser, folder / adapter_files.DIFFUSERS_FILE)
+        return cls(base, pipeline, described["sampler"])
+
+    def __call__(
+        self,
+        prompt: str,
+        *,
+        steps: int | None = None,
+        guidance: float | None = None,
+        side: int | None = None,
+        seed: int = 0,
+        adapter: bool = True,
+    ) -> Image.Image:
+        """Return the picture of a prompt. Without ``adapter`` it is what the base draws alone."""
+        from accel_train.domains.images.buckets import to_image
+
+        if not adapter:
+            self.pipeline.disable_lora()
+        try:
+            found = draw_picture(
+                self.pipeline,
+                self.base.family,
+                self._prompts(prompt),
+                seed,
+                side or int(self.sampler.get("side", SIDE)),
+                steps or int(self.sampler["steps"]),
+                self.sampler.get("guidance") if guidance is None else guidance,
+            )
+        finally:
+            if not adapter:
+                self.pipeline.enable_lora()
+        return to_image(found)
+
+    def _prompts(self, prompt: str) -> dict[str, Any]:
+        family = self.base.family
+        length = self.base.prompt_tokens
+        with torch.no_grad():
+            given = family.encode(self.pipeline, [prompt], length)
+            empty = family.encode(self.pipeline, [""], length)
+        return family.sample(given, family.empty(self.pipeline, empty))
+
+    def sample(self, options: PictureOptions) -> list[str]:
+        """Draw as ``accel-train sample`` is asked to, and return the lines to print."""
+        prompts = [*options.prompt, *read_lines(options.prompt_file)]
+        folder = expand_path(options.output or "pictures")
+        folder.mkdir(parents=True, exist_ok=True)
+        lines: list[str] = []
+        for prompt in prompts:
+            image = self(
+                prompt,
+                steps=options.steps,
+                guidance=options.guidance,
+                side=options.side,
+                seed=options.seed,
+                adapter=options.adapter,
+            )
+            name = hashlib.blake2b(prompt.encode(), digest_size=4).hexdigest()
+            file = folder / f"{name}-{options.seed}.png"
+            image.save(file)
+            lines.append(f"{file}: {prompt}")
+        return lines
+
+    def examples(self) -> Sequence[Example]:
+        """Return none: the base is not part of an export, so nothing in it can be repeated alone."""
+        return []
+
+    @classmethod
+    def write_for_others(cls, directory: Path) -> list[str]:
+        """Write the adapter of an export as diffusers, kohya's scripts and ComfyUI read it. Return lines about it.
+
+        ``directory`` holds peft's files and config.json.
+        """
+        described: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+        tensors = adapter_files.read_adapter(directory)
+        found = _peft_settings(directory)
+        lines = [adapter_files.write_diffusers(directory, tensors, found, described["denoiser"])]
+        facts = described.get("kohya")
+        if facts is None:
+            reason = "the names of this base in kohya's scripts are not known here"
+        elif found.get("use_dora"):
+            reason = "its readers do not agree on how DoRA is written"
+        else:
+            return [*lines, adapter_files.write_kohya(directory, tensors, found, facts)]
+        return [*lines, f"without {adapter_files.KOHYA_FILE}: {reason}"]
+
+
+def _peft_settings(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / lora.CONFIG_FILE).read_text("utf-8"))
+
+
+def _adapter_of_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the averaged adapter, or the trained one of a run without an average, by peft's keys."""
+    stem = "ema" if any(directory.glob("ema*.safetensors")) else "model"
+    tensors = lora.by_key_of_peft(weights.find_tensors(directory, stem))
+    with TensorReader(tensors) as reader:
+        return {name: reader.read(name).clone() for name in tensors}
+
+
+def write_files(
+    model: nn.Module, base: Base, prediction: str, evaluation: EvaluationConfig, side: int, path: str, directory: Path
+) -> None:
+    """Write what stands beside the weights of a checkpoint: peft's config, and the description of the pipeline."""
+    adapted: Any = model
+    atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.source))
+    family = base.family
+    facts = adapter_files.kohya_facts(family.pipelines[0], prediction, adapted.config, base.source)
+    described = describe(
+        PicturePipeline,
+        {
+            "base": asdict(base.config),
+            "denoiser": family.denoiser,
+            "family": family.name,
+            "kohya": facts,
+        },
+        objective={"prediction": prediction},
+        sampler={"steps": evaluation.steps, "guidance": evaluation.guidance, "side": side},
+        normalisation={},
+        units={"picture": "sRGB, 0 to 255"},
+        card={
+            "base_model": None if base.revision is None else base.source,
+            "datasets": [],
+            "measured_on": f"held-out pictures of {path}",
+        },
+    )
+    atomic_files.write_json(directory / "config.json", described)

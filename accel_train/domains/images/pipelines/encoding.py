@@ -1,0 +1,72 @@
+"""What the encoders of a base give for captions and pictures, once, in the cache on disk."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from accel_train.domains.images.latent_cache import EncoderIdentity, Latents, weights_hash
+from accel_train.domains.images.pipelines.loading import Base
+
+
+@torch.no_grad()
+def encode_texts(pipeline: Any, base: Base, captions: Sequence[str]) -> dict[str, Tensor]:
+    """Return the embeddings of captions, by the pipeline's own ``encode_prompt``, by name on the CPU.
+
+    Prompts with a mask are padded with zeros to the longest that is allowed, so all captions have one shape.
+    """
+    length = base.prompt_tokens
+    encoded = base.family.encode(pipeline, captions, length)
+    if "prompt_mask" in encoded:
+        assert length is not None, "families with a mask have a default length"
+        missing = length - encoded["prompt_mask"].shape[1]
+        encoded["prompt"] = F.pad(encoded["prompt"], (0, 0, 0, missing))
+        encoded["prompt_mask"] = F.pad(encoded["prompt_mask"], (0, missing))
+    return {name: values.cpu() for name, values in encoded.items()}
+
+
+@torch.no_grad()
+def encode_pictures(vae: Any, pixels: Tensor) -> Latents:
+    """Return mean and logvar (B, C, H, W) of pixels (B, 3, H, W) from -1 to 1, on any device, in fp32 on the CPU."""
+    is_video = type(vae).__name__ == "AutoencoderKLQwenImage"
+    given = pixels.to(vae.device)
+    found = vae.encode(given.unsqueeze(2) if is_video else given)
+    if not hasattr(found, "latent_dist"):
+        return Latents(found.latent.float().cpu())
+    mean = found.latent_dist.mean.float().cpu()
+    logvar = found.latent_dist.logvar.float().cpu()
+    if is_video:
+        return Latents(mean.squeeze(2), logvar.squeeze(2))
+    return Latents(mean, logvar)
+
+
+def identity_of_vae(pipeline: Any, base: Base) -> EncoderIdentity:
+    """Return what cached latents depend on."""
+    return EncoderIdentity(base.source, base.revision, weights_hash(pipeline.vae), {"dtype": "fp32"})
+
+
+def identity_of_texts(pipeline: Any, base: Base) -> EncoderIdentity:
+    """Return what cached embeddings depend on."""
+    settings = {"dtype": base.config.encoder_precision, "tokens": base.prompt_tokens, "family": base.family.name}
+    return EncoderIdentity(base.source, base.revision, weights_hash(*text_encoders(pipeline).values()), settings)
+
+
+def text_encoders(pipeline: Any) -> dict[str, nn.Module]:
+    """Return the text encoders of a pipeline by name."""
+    found = {name: getattr(pipeline, name) for name in pipeline.components if name.startswith("text_encoder")}
+    return {name: encoder for name, encoder in found.items() if encoder is not None}
+
+
+def drop_text_encoders(pipeline: Any) -> int:
+    """Remove the text encoders from a pipeline, and return the bytes of their weights. Its VAE stays."""
+    freed = 0
+    for name, encoder in text_encoders(pipeline).items():
+        freed += sum(weight.numel() * weight.element_size() for weight in encoder.parameters())
+        pipeline.register_modules(**{name: None})
+    gc.collect()
+    return freed

@@ -1,0 +1,141 @@
+"""What a run of adapters learns from: latents of pictures, embeddings of captions, and the base around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_train.config import UsageError
+from accel_train.data.tensor_cache import TensorCache
+from accel_train.domains.diffusion.noise_levels import NoiseLevels
+from accel_train.domains.diffusion.timesteps import TimeConfig
+from accel_train.domains.images.dataset import PictureDataset, prepare_pictures
+from accel_train.domains.images.latent_cache import CachedPictures, Filling, cached_latents, cached_texts, text_key
+from accel_train.domains.images.options import PictureDataConfig
+from accel_train.domains.images.pipelines import encoding
+from accel_train.domains.images.pipelines.loading import Base
+from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
+
+
+# Compared and hashed by identity, like the data of the other recipes.
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Datasets of a run, and the base without its denoiser and text encoders."""
+
+    base: Base
+    pipeline: Any
+    """With VAE and scheduler, on the device."""
+    texts: TensorCache
+    train: CachedPictures
+    heldout: CachedPictures
+    fingerprint: str
+    notices: tuple[str, ...]
+
+    def encoded(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch with mean and logvar of its pictures. Where they are not cached, the VAE encodes pixels."""
+        if "pixels" not in batch:
+            return dict(batch)
+        latents = encoding.encode_pictures(self.pipeline.vae, batch["pixels"])
+        named = {name: value for name, value in latents._asdict().items() if value is not None}
+        return {**batch, **{name: value.to(batch["pixels"].device) for name, value in named.items()}}
+
+    def prompt(self, text: str) -> dict[str, Tensor]:
+        """Return the embeddings of an encoded text, with a first dimension of 1, on the device of the VAE."""
+        found = self.texts.read(text_key(text))
+        return {name: value[None].to(self.pipeline.vae.device) for name, value in found.items()}
+
+    def process(
+        self, levels: NoiseLevels, denoiser_config: Any, options: ObjectiveConfig, times: TimeConfig
+    ) -> Denoising:
+        """Return the process that the denoiser is trained on, on the device of the VAE.
+
+        Raises ``UsageError`` for a weighting that belongs to another one.
+        """
+        refuse_foreign_weights(options, times, levels, self.base.source)
+        device = self.pipeline.vae.device
+        return Denoising(
+            family=self.base.family,
+            levels=levels.to(device),
+            vae=self.pipeline.vae,
+            denoiser_config=denoiser_config,
+            empty=self.prompt(""),
+            options=options,
+            times=times,
+            guidance=self.base.config.guidance,
+        )
+
+    def call_once(self, process: Denoising, model: nn.Module) -> Tensor:
+        """Call a denoiser on one picture, wherever its weights are. For the proof of its attention."""
+        device = self.pipeline.vae.device
+        sample = {name: value[None].to(device) for name, value in self.train[0].items()}
+        batch = self.encoded({**sample, "sample": torch.zeros(1, dtype=torch.int64, device=device)})
+        inputs = process.noised_in_band(batch, 0)
+        where = next(model.parameters()).device
+        return process.errors(model, {name: value.to(where) for name, value in inputs.items()})
+
+
+def prepare_inputs(
+    config: PictureDataConfig,
+    base: Base,
+    prompts: Sequence[str],
+    device: torch.device,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+) -> Inputs:
+    """Read the pictures, encode them, their captions and ``prompts`` once, and drop the text encoders. Collective.
+
+    Raises ``UsageError``, also for buckets that the base cannot take.
+    """
+    pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
+    pipeline = base.components(device)
+    _refuse_step(config, base, pipeline)
+    filling = Filling(rank, world_size, barrier, progress=True)
+    cap_bytes = config.cap_bytes
+    samples = [sample for data in (pictures.train, pictures.heldout) for sample in data.samples]
+    texts = cached_texts(
+        [*prompts, *(sample.caption for sample in samples)],
+        partial(encoding.encode_texts, pipeline, base),
+        encoding.identity_of_texts(pipeline, base),
+        pictures.cache,
+        cap_bytes=cap_bytes,
+        filling=filling,
+    )
+    freed = encoding.drop_text_encoders(pipeline)
+    identity = encoding.identity_of_vae(pipeline, base)
+    encode = partial(encoding.encode_pictures, pipeline.vae)
+
+    def with_latents(data: PictureDataset) -> CachedPictures:
+        latents = None
+        # A crop that is drawn anew each time has no latent to keep.
+        if not data.view.random_crop:
+            latents = cached_latents(data, encode, identity, pictures.cache, cap_bytes=cap_bytes, filling=filling)
+        return CachedPictures(data, latents, texts)
+
+    train = with_latents(pictures.train)
+    notices = [*pictures.notices, f"captions are encoded; the text encoders, {freed / (1 << 30):.2f} GiB, are dropped"]
+    if train.latents is None:
+        notices.append("pictures are encoded at every step (data.crop random); data.crop centre encodes them once")
+    heldout = with_latents(pictures.heldout)
+    return Inputs(base, pipeline, texts, train, heldout, pictures.fingerprint, tuple(notices))
+
+
+def _refuse_step(config: PictureDataConfig, base: Base, pipeline: Any) -> None:
+    """Raise ``UsageError`` for sides that are not whole numbers of latents and patches."""
+    needed = reduction(pipeline) * base.family.patch
+    if config.bucket_step % needed:
+        raise UsageError(
+            f"data.bucket_step {config.bucket_step}: {base.family.name} takes sides that are multiples of {needed} "
+            f"(its VAE reduces by {reduction(pipeline)}); give a multiple of {needed}"
+        )
+
+
+def reduction(pipeline: Any) -> int:
+    """Return how many pixels along a side make one latent."""
+    return int(pipeline.vae_scale_factor)

@@ -1,0 +1,181 @@
+"""Loss of a denoiser: what its scheduler says, on noise that is keyed by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_train import rng
+from accel_train.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
+from accel_train.domains.diffusion import timesteps
+from accel_train.domains.diffusion.noise_levels import NoiseLevels, SnrWeighting, snr_weight
+from accel_train.domains.diffusion.shaped_noise import NoiseKey, caption_dropped, shaped_noise
+from accel_train.domains.diffusion.timesteps import TimeConfig
+from accel_train.domains.images.latent_cache import draw, latents_of
+from accel_train.domains.images.pipelines.family import Conditioning, Family, Predicting
+
+Batch = Mapping[str, Tensor]
+STREAM = "lora"
+SIZES = ("original_size", "crop_top_left", "target_size")
+"""Of a batch, (B, 2) each, in the order in which XL counts them."""
+BANDS = 4
+"""Parts of equal length that the times of held-out losses are divided into, from clean to noisy."""
+METRICS = ("loss", *(f"loss_band_{band}" for band in range(1, BANDS + 1)))
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Noise and weights of the loss. What is predicted (noise, v or flow) is taken from the base's scheduler."""
+
+    snr_weighting: SnrWeighting = "none"
+    """Weight of a sample's loss by its signal-to-noise ratio, not for flow matching. min_snr: no more than snr_gamma
+    (arXiv:2303.09556). soft_min_snr: the same without its corner. debiased: 1 / sqrt(SNR) (arXiv:2310.08442)."""
+    snr_gamma: PositiveFloat = 5.0
+    """min_snr and soft_min_snr: the ratio from which on clean samples count no more."""
+    offset_noise: NonNegativeFloat = 0.0
+    """Noise added to a whole channel, for pictures darker or brighter than the base can make. 0.05 to 0.1 is usual."""
+    multires_iterations: NonNegativeInt = 0
+    """Coarser resolutions that noise is added of, for the same purpose. 0: none. 6 to 10 are usual."""
+    multires_discount: Fraction = 0.3
+    """Strength of each coarser resolution relative to the one before."""
+    caption_dropout: Fraction = 0.0
+    """Share of captions that are left out, so that guidance stays meaningful. 0.05 to 0.1 is usual."""
+
+    def __post_init__(self) -> None:
+        if self.snr_weighting not in ("min_snr", "soft_min_snr") and self.snr_gamma != 5.0:
+            raise UsageError(
+                f"objective.snr_gamma {self.snr_gamma:g} has no effect with objective.snr_weighting "
+                f"{self.snr_weighting}; leave it out, or set snr_weighting to min_snr or soft_min_snr"
+            )
+        if self.multires_iterations == 0 and self.multires_discount != 0.3:
+            raise UsageError(
+                f"objective.multires_discount {self.multires_discount:g} has no effect without "
+                "objective.multires_iterations; give both, or neither"
+            )
+
+
+def refuse_foreign_weights(options: ObjectiveConfig, times: TimeConfig, levels: NoiseLevels, source: str) -> None:
+    """Raise ``UsageError`` for a weighting that belongs to another process than that of the base."""
+    is_flow = levels.prediction == "flow"
+    if is_flow and options.snr_weighting != "none":
+        raise UsageError(
+            f"objective.snr_weighting {options.snr_weighting}: {source} is trained by flow matching, whose weights are "
+            "times.weighting; leave it out"
+        )
+    if not is_flow and times.weighting != "none":
+        raise UsageError(
+            f"times.weighting {times.weighting}: {source} predicts {levels.prediction}, and this weighting is of flow "
+            "matching; leave it out, or give objective.snr_weighting"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Denoising:
+    """The process of a base: its levels of noise, its units of latents, and how its denoiser is called."""
+
+    family: Family
+    levels: NoiseLevels
+    vae: Any
+    denoiser_config: Any
+    empty: Conditioning
+    """Of an empty prompt, with a first dimension of 1."""
+    options: ObjectiveConfig
+    times: TimeConfig
+    guidance: float = 1.0
+    """Given to a denoiser that is distilled from guidance."""
+
+    def noised(self, batch: Batch, seed: int, step: int, global_batch_size: int) -> dict[str, Tensor]:
+        """Return the inputs, target and weights of a micro-batch. All draws are keyed by (seed, step, sample).
+
+        ``batch`` has mean and logvar (B, C, H, W) of the VAE, sizes, and the conditioning of its captions.
+        """
+        key = NoiseKey(seed, STREAM, step, batch["occurrence"])
+        latents = self._normalised(draw(latents_of(batch), seed, step, batch["occurrence"]))
+        time = timesteps.training_times(batch, seed, f"{STREAM}/time", step, global_batch_size, config=self.times)
+        channels, height, width = latents.shape[1:]
+        noise = shaped_noise(
+            key,
+            (channels, height, width),
+            offset=self.options.offset_noise,
+            iterations=self.options.multires_iterations,
+            discount=self.options.multires_discount,
+        )
+        inputs = self._at(latents, noise, self.levels.level(time), batch)
+        if self.options.caption_dropout > 0:
+            inputs |= self._with_dropped(inputs, caption_dropped(key, self.options.caption_dropout))
+        return inputs
+
+    def noised_in_band(self, batch: Batch, band: int) -> dict[str, Tensor]:
+        """Return the inputs of a held-out batch in one band of times, the same in every evaluation of every run."""
+        latents = self._normalised(batch["mean"])
+        key = NoiseKey(0, f"{STREAM}/heldout{band}", 0, batch["sample"])
+        draws = rng.sample_keys(0, f"{STREAM}/heldout/time{band}", 0, batch["sample"])
+        time = timesteps.stratified(draws, band, BANDS)
+        noise = key.normal("noise", tuple(latents.shape[1:]))
+        return self._at(latents, noise, self.levels.level(time), batch)
+
+    def weights(self, level: Tensor) -> Tensor:
+        """Return the weight of each sample's squared error, (B,)."""
+        if self.levels.prediction == "flow":
+            return timesteps.loss_weight(self.levels.b[level], self.times.weighting)
+        snr = self.levels.snr(level)
+        return snr_weight(snr, self.levels.prediction, self.options.snr_weighting, self.options.snr_gamma)
+
+    def errors(self, model: nn.Module, inputs: Batch) -> Tensor:
+        """Return the mean squared error of each sample, (B,) fp32, without its weight."""
+        predicted = self.family.predict(model, self._predicting(inputs))
+        return (predicted.float() - inputs["target"].float()).square().flatten(1).mean(1)
+
+    def _at(self, latents: Tensor, noise: Tensor, level: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {
+            **batch,
+            "noisy": self.levels.add_noise(latents, noise, level),
+            "target": self.levels.target(latents, noise, level),
+            "timestep": self.levels.timesteps[level],
+            "level_weight": self.weights(level),
+        }
+
+    def _with_dropped(self, inputs: Batch, dropped: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, empty in self.empty.items():
+            given = inputs[name]
+            where = dropped.view(-1, *[1] * (given.dim() - 1))
+            found[name] = torch.where(where, empty.to(given), given)
+        return found
+
+    def _normalised(self, latents: Tensor) -> Tensor:
+        return self.family.normalise(self.vae, latents)
+
+    def _predicting(self, inputs: Batch) -> Predicting:
+        return Predicting(
+            noisy=inputs["noisy"],
+            timestep=inputs["timestep"],
+            conditioning={name: inputs[name] for name in self.empty},
+            sizes=torch.cat([inputs[name] for name in SIZES], 1),
+            config=self.denoiser_config,
+            guidance=self.guidance,
+        )
+
+
+def metrics_of(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the held-out losses from their sums over samples and the sum of weights, ``samples``."""
+    found = {name: float(total / sums["samples"]) for name, total in sums.items() if name != "samples"}
+    return {"loss": sum(found.values()) / len(found), **found}
+
+
+def summary(metrics: Mapping[str, float]) -> str:
+    """Return a line of the log about an evaluation."""
+    if not metrics:
+        return "no held-out pictures (data.heldout_fraction), so no losses"
+    bands = ", ".join(f"{metrics[name]:.4f}" for name in METRICS[1:])
+    return f"held-out loss {metrics['loss']:.4f}; from clean to noisy times {bands}"
+
+
+def describe_objective(levels: NoiseLevels, family: Family) -> str:
+    """Return a notice of what is trained."""
+    predicted = {"epsilon": "the noise", "v_prediction": "v", "sample": "the latent", "flow": "the flow"}
+    return f"{family.name}: its scheduler says that the {family.denoiser} predicts {predicted[levels.prediction]}"

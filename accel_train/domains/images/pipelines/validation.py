@@ -1,0 +1,119 @@
+"""Pictures of the same prompts and seeds at every evaluation, in one grid over the steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from accel_train import rng
+from accel_train.config import NonNegativeInt, PositiveInt, UsageError
+from accel_train.domains.images.pipelines.drawing import draw_picture
+from accel_train.domains.images.pipelines.family import Family
+from accel_train.metrics import evaluation
+
+logger = logging.getLogger(__name__)
+FOLDER = "pictures"
+GRID = "pictures.png"
+MARGIN = 4
+"""Pixels between pictures."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out losses, and pictures of prompts that stay the same."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations. 0: only at the end."""
+    samples: PositiveInt = 64
+    """Held-out pictures for the losses, at most."""
+    batch_size: PositiveInt = 4
+    """Pictures per process and forward. Affects speed and memory only."""
+    prompts: tuple[str, ...] = ()
+    """Prompts to draw at every evaluation, with the same noise each time. None given: no pictures."""
+    steps: PositiveInt = 28
+    """Denoising steps of a picture."""
+    guidance: float | None = None
+    """Scale of guidance. null: the pipeline's default."""
+    side: PositiveInt | None = None
+    """Height and width of a picture in pixels. null: the first of data.resolutions."""
+
+    def __post_init__(self) -> None:
+        empty = [prompt for prompt in self.prompts if not prompt.strip()]
+        if empty:
+            raise UsageError("evaluation.prompts: one of them is empty; give words, or leave it out")
+
+    def due(self, done: int, max_steps: int) -> bool:
+        """Return True if an evaluation is due after ``done`` steps."""
+        return done == max_steps or (self.every > 0 and done % self.every == 0)
+
+
+def draw(
+    pipeline: Any,
+    family: Family,
+    encoded: Callable[[str], Mapping[str, Tensor]],
+    options: EvaluationConfig,
+    side: int,
+    seed: int,
+) -> list[Tensor]:
+    """Return a picture (3, H, W) from -1 to 1 for each prompt. Every process calls it, inside ``evaluating``.
+
+    ``encoded`` returns the embeddings of a prompt. The noise is a function of the seed and the number of the prompt.
+    """
+    found: list[Tensor] = []
+    empty = family.empty(pipeline, encoded(""))
+    for number, prompt in enumerate(options.prompts):
+        # A process of a sharded model that ended before the others would leave them waiting.
+        evaluation.stopping_point()
+        arguments = family.sample(encoded(prompt), empty)
+        picture_seed = rng.key(seed, "lora/validation", number) & (2**63 - 1)
+        found.append(draw_picture(pipeline, family, arguments, picture_seed, side, options.steps, options.guidance))
+    return found
+
+
+def report(directory: Path, step: int, pictures: Sequence[Tensor]) -> None:
+    """Write the pictures of a step as one row, and all rows so far as ``pictures.png``, on the main process.
+
+    A write error is logged as a warning.
+    """
+    from PIL import Image
+
+    if not pictures:
+        return
+    try:
+        folder = directory / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        _in_a_row(pictures).save(folder / f"step_{step:08d}.png")
+        rows = [Image.open(file).convert("RGB") for file in sorted(folder.glob("step_*.png")) if _step(file) <= step]
+        width = max(row.width for row in rows)
+        grid = Image.new("RGB", (width, sum(row.height + MARGIN for row in rows) - MARGIN), "white")
+        top = 0
+        for row in rows:
+            grid.paste(row, (0, top))
+            top += row.height + MARGIN
+        grid.save(directory / GRID)
+    except OSError as error:
+        logger.warning("%s could not be written (%s); training is not affected", directory / GRID, error)
+
+
+def _step(file: Path) -> int:
+    return int(file.stem.removeprefix("step_"))
+
+
+def _in_a_row(pictures: Sequence[Tensor]) -> Any:
+    from PIL import Image
+
+    from accel_train.domains.images.buckets import to_image
+
+    images = [to_image(each) for each in pictures]
+    width = sum(image.width + MARGIN for image in images) - MARGIN
+    row = Image.new("RGB", (width, max(image.height for image in images)), "white")
+    left = 0
+    for image in images:
+        row.paste(image, (left, 0))
+        left += image.width + MARGIN
+    return row

@@ -1,0 +1,1 @@
+"""Fields on the disk, generated or given, and their normalised rows."""

@@ -1,0 +1,123 @@
+"""Tasks between fields with the constants of their normalisation: enough to run a model in another process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.domains.pde.fields import Scale
+
+ASSETS_FORMAT = 1
+WIDE = 20.0
+"""Ratio of the largest to the smallest value above which one linear scale fits badly."""
+
+
+@dataclass(frozen=True)
+class FieldTask:
+    """One mapping between fields for a model to learn."""
+
+    name: str
+    input_channels: int
+    target_channels: int
+    grid: tuple[int, int]
+    """(H, W); 1-D fields have H = 1."""
+    parameters: tuple[str, ...]
+    """Names of the task's own parameters, the first columns of a row's parameters."""
+    boundary: str
+    """periodic: points at j / W. dirichlet: 0 on the boundary, points at the cell centres (j + 1/2) / W."""
+    conserved: bool
+    """True: each channel has the same integral in input and target."""
+    has_time: bool
+    """True: the target has the input's channels at a later time, so the output can be the next input."""
+    dt: float
+    """Time from input to target, 0 without time."""
+    input: Scale
+    target: Scale
+    """Equal to `input` in a task with time."""
+    parameter: Scale
+    """Scale of the parameters, or of their logarithms where `logarithmic`."""
+    logarithmic: tuple[bool, ...] = ()
+    """True for each parameter read by its logarithm: positive values with a range above `WIDE`."""
+
+
+@dataclass(frozen=True)
+class FieldAssets:
+    """Tasks with their normalisation: enough to run a model in another process."""
+
+    tasks: tuple[FieldTask, ...]
+
+    @property
+    def parameter_count(self) -> int:
+        """P, the largest number of parameters of a task, at least 1."""
+        return max(1, *(len(task.parameters) for task in self.tasks))
+
+    def task(self, name: str) -> FieldTask:
+        return next(task for task in self.tasks if task.name == name)
+
+    def normalise_input(self, task: str, values: Tensor) -> Tensor:
+        """Normalise fields (..., C, H, W) in physical units."""
+        return self.task(task).input.normalise(values)
+
+    def denormalise_input(self, task: str, values: Tensor) -> Tensor:
+        return self.task(task).input.denormalise(values)
+
+    def normalise_target(self, task: str, values: Tensor) -> Tensor:
+        return self.task(task).target.normalise(values)
+
+    def denormalise_target(self, task: str, values: Tensor) -> Tensor:
+        """Map normalised fields (..., C, H, W) to physical units."""
+        return self.task(task).target.denormalise(values)
+
+    def normalise_parameters(self, task: str, values: Tensor) -> Tensor:
+        """Normalise the task's own parameters and pad them with 0 to (..., P)."""
+        own = self.task(task)
+        if any(own.logarithmic):
+            logarithmic = torch.tensor(own.logarithmic, device=values.device)
+            positive = values[..., logarithmic]
+            if (positive <= 0).any():
+                names = ", ".join(compress(own.parameters, own.logarithmic))
+                raise UsageError(
+                    f"task {task}: parameters {names} are read by their logarithm and go down to "
+                    f"{float(positive.min()):g}; above 0 is required, as in the training split"
+                )
+            values = torch.where(logarithmic, values.log(), values)
+        scaled = own.parameter.normalise(values, trailing=0)
+        missing = self.parameter_count - values.shape[-1]
+        return torch.nn.functional.pad(scaled, (0, missing))
+
+    def save(self, directory: Path) -> None:
+        """Write fields.json into a new folder."""
+        directory.mkdir(parents=True, exist_ok=True)
+        facts = {"format": ASSETS_FORMAT, **asdict(self)}
+        (directory / "fields.json").write_text(json.dumps(facts, indent=1), "utf-8")
+
+
+def load_field_assets(directory: Path) -> FieldAssets:
+    """Read the file of `FieldAssets.save`."""
+    try:
+        facts: dict[str, Any] = json.loads((directory / "fields.json").read_text("utf-8"))
+        if facts["format"] != ASSETS_FORMAT:
+            raise ValueError(f"format {facts['format']}, this version reads {ASSETS_FORMAT}")
+        return FieldAssets(tuple(_task(task) for task in facts["tasks"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{directory}: no usable data assets ({type(error).__name__}: {error}). The folder `assets` of a "
+            "checkpoint, written by this version, is required."
+        ) from None
+
+
+def _task(facts: dict[str, Any]) -> FieldTask:
+    values = dict(facts)
+    for name in ("grid", "parameters", "logarithmic"):
+        values[name] = tuple(facts.get(name, ()))
+    for name in ("input", "target", "parameter"):
+        numbers = [tuple(part) for part in facts[name].values()]
+        values[name] = Scale(*numbers)
+    return FieldTask(**values)

@@ -1,0 +1,167 @@
+"""Splits of the texts that the `data` group names: read into memory, or from shards by block (`read_splits`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+from accel_train.config import UsageError
+from accel_train.data.block_order import BlockOrder
+from accel_train.data.sharded_table import ShardedTable
+from accel_train.data.shards import index_shards
+from accel_train.domains.text.corpus import (
+    Corpus,
+    check_options_have_effect,
+    read_corpus,
+    remove_heldout,
+    split_heldout,
+)
+from accel_train.domains.text.options import DataConfig
+from accel_train.domains.text.shard_corpus import (
+    ShardTexts,
+    SplitRules,
+    split_notices,
+    split_shards,
+    window_notices,
+    word_key,
+)
+
+SPLIT = "split="
+DEFAULT_SHUFFLE_BLOCKS = 16
+DEFAULT_CACHE_MIB = 256
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes that prepare data together."""
+
+    rank: int
+    world_size: int
+    barrier: Callable[[], None]
+    progress: bool
+    device: str
+
+    def building(self) -> Building:
+        """Return what functions take that build a part of the cache together."""
+        return Building(rank=self.rank, world_size=self.world_size, barrier=self.barrier, progress=self.progress)
+
+
+class Building(TypedDict):
+    """Arguments of the functions that build a part of the cache together."""
+
+    rank: int
+    world_size: int
+    barrier: Callable[[], None]
+    progress: bool
+
+
+class Splits(NamedTuple):
+    """Texts of a run."""
+
+    train: Corpus
+    """Training texts, or with `shards` a sample of them to fit on."""
+    heldout: Corpus
+    notices: list[str]
+    """Lines for the log about both."""
+    order: BlockOrder | None = None
+    shards: ShardTexts | None = None
+    """All training texts, where they are not held in memory."""
+
+
+def read_splits(config: DataConfig, cache: Path, processes: Processes) -> Splits:
+    """Read and split the texts, by block or into memory. Every rank calls it (four barriers for shards)."""
+    if config.by_blocks:
+        return _read_shards(config, cache, processes)
+    return _read_texts(config)
+
+
+def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Splits:
+    """Split the rows of shards. Every rank calls it (four barriers)."""
+    if config.latents is not None or config.split != "train" or str(config.heldout_path).startswith(SPLIT):
+        raise UsageError(
+            f"--data.path {config.path!r} is read by blocks, where data.latents and splits have no effect. Leave them "
+            "out, or give one JSONL file or a saved dataset, without data.read and data.shuffle_blocks."
+        )
+    heldout = Corpus([])
+    if config.heldout_path is not None:
+        heldout = _read_heldout(config, config.heldout_path)
+        # With a share of 1 all texts stay, without repeated ones and in the order of their hashes.
+        heldout = heldout.select(split_heldout(heldout, 1.0)[1])
+    index = index_shards("--data.path", config.path, cache, rank=processes.rank, barrier=processes.barrier)
+    cache_bytes = 2**20 * (config.cache_mib or DEFAULT_CACHE_MIB)
+    table = ShardedTable(index, (config.text_column,), cache_bytes)
+    keys = tuple(sorted(word_key(text) for text in heldout.texts))
+    rules = SplitRules(config.text_column, config.min_words, config.max_bad_rows, config.heldout_fraction, keys)
+    split = split_shards(table, rules, cache, **processes.building())
+    if config.heldout_path is None:
+        heldout = Corpus(split.heldout)
+    texts = split.train
+    _refuse_too_few(config, len(texts), len(heldout.texts))
+    window = config.shuffle_blocks or DEFAULT_SHUFFLE_BLOCKS
+    notices = [*index.notices, *split_notices(split, len(heldout.texts))]
+    if config.read == "memory":
+        order = BlockOrder(texts.sizes, window) if config.shuffle_blocks else None
+        corpus = Corpus(list(texts), [], split.facts["bad"])
+        return Splits(corpus, heldout, notices, order)
+    notices += window_notices(texts, window)
+    # Tokenizer and encoder are fitted on a sample: all texts may not fit into memory.
+    train = Corpus(split.sample, [], split.facts["bad"])
+    return Splits(train, heldout, notices, BlockOrder(texts.sizes, window), texts)
+
+
+def _refuse_too_few(config: DataConfig, train: int, heldout: int) -> None:
+    # Evaluation also pairs each held-out text with the latent of another one.
+    if train and heldout >= 2:
+        return
+    raise UsageError(
+        f"--data.path {config.path!r}, --data.heldout_fraction {config.heldout_fraction:g}: "
+        f"{train} training and {heldout} held-out texts; at least 1 and 2 are required. "
+        "Bring more text, raise the fraction, or give --data.heldout_path."
+    )
+
+
+def _read_texts(config: DataConfig) -> Splits:
+    """Read all texts into memory and split them."""
+    check_options_have_effect(config.path, config.split, config.text_column)
+    corpus, short = _read(config, config.path, config.split)
+    if config.heldout_path is None:
+        heldout_corpus = corpus
+        total = len(corpus.texts)
+        train_rows, heldout_rows = split_heldout(corpus, config.heldout_fraction)
+    else:
+        heldout_corpus = _read_heldout(config, config.heldout_path)
+        total = len(corpus.texts) + len(heldout_corpus.texts)
+        train_rows, heldout_rows = remove_heldout(corpus, heldout_corpus)
+    train = corpus.select(train_rows)
+    heldout = heldout_corpus.select(heldout_rows)
+    _refuse_too_few(config, len(train.texts), len(heldout.texts))
+    repeated = total - len(train.texts) - len(heldout.texts)
+    left_out = {"bad rows": corpus.skipped, "short texts": short, "repeated texts": repeated}
+    notices = [f"{len(train.texts):,} training texts, {len(heldout.texts):,} held out"]
+    notices += [f"{count:,} {kind} left out" for kind, count in left_out.items() if count]
+    return Splits(train, heldout, notices)
+
+
+def _read_heldout(config: DataConfig, source: str) -> Corpus:
+    """Read another split of `path`, or another source."""
+    if source.startswith(SPLIT):
+        corpus, _ = _read(config, config.path, source.removeprefix(SPLIT))
+    else:
+        corpus, _ = _read(config, source, config.split)
+    return corpus
+
+
+def _read(config: DataConfig, path: str, split: str) -> tuple[Corpus, int]:
+    """Read a source. Returns its texts of at least `min_words` words, and the number of shorter ones."""
+    corpus = read_corpus(
+        path,
+        split=split,
+        text_column=config.text_column,
+        max_bad_rows=config.max_bad_rows,
+        with_references=config.latents is not None,
+    )
+    words = [len(text.split()) for text in corpus.texts]
+    long = [index for index, count in enumerate(words) if count >= config.min_words]
+    return corpus.select(long), len(corpus.texts) - len(long)

@@ -1,0 +1,183 @@
+"""Train LoRA adapters on a pretrained text-to-image pipeline of diffusers, from pictures with captions.
+
+    accelerate launch recipes/lora.py --base.source stabilityai/stable-diffusion-xl-base-1.0 --data.path photos
+
+What is predicted (noise, v or flow) is taken from the scheduler of the base. Noise, times and dropped captions are
+functions of (seed, step, picture), alike on any number of processes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train import experiment, loop, preparation, startup
+from accel_train.config import UsageError
+from accel_train.data.sampler import StepSampler
+from accel_train.domains.diffusion.timesteps import TimeConfig
+from accel_train.domains.images import pipeline as pictures
+from accel_train.domains.images.options import PictureDataConfig
+from accel_train.domains.images.pipelines import loading, objective, validation
+from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
+from accel_train.domains.images.pipelines.objective import Denoising
+from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora, float_base
+from accel_train.metrics import evaluation, logs
+from accel_train.metrics.progress import Labels
+from accel_train.opened import Prepared
+from accel_train.options.loading import load_config
+from accel_train.runtime.exiting import one_run, run_main
+from accel_train.training.accumulation import Batch
+from accel_train.training.optimizers import set_learning_rate
+from accel_train.training.shards import plain_module
+
+logger = logging.getLogger("recipes.lora")
+DEFAULT_PRESET = "lora_tune"
+
+
+# ---------------------------------------------------------------------------------------------------------- config
+@dataclass(frozen=True)
+class Config(experiment.ExperimentConfig):
+    """LoRA adapters on a text-to-image pipeline of diffusers."""
+
+    recipe: ClassVar = experiment.Recipe(
+        free_to_change=("evaluation", "data.cache_dir"),
+        labels=Labels(units=dict.fromkeys(objective.METRICS, "mean squared error")),
+        first_options=("base.source", "data.path", "data.resolutions", "lora.rank", "evaluation.prompts"),
+        pipeline=pictures.PicturePipeline,
+        smoke={"evaluation.samples": 2, "evaluation.steps": 2, "data.group_size": 1},
+    )
+
+    output_dir: str = "runs/lora"
+    base: loading.BaseConfig = field(default_factory=loading.BaseConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: PictureDataConfig = field(default_factory=PictureDataConfig)
+    objective: objective.ObjectiveConfig = field(default_factory=objective.ObjectiveConfig)
+    times: TimeConfig = field(default_factory=TimeConfig)
+    evaluation: validation.EvaluationConfig = field(default_factory=validation.EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora.rank == 0:
+            raise UsageError("lora.rank: 0, and this recipe trains adapters alone; give --lora.rank 16")
+
+    @property
+    def side(self) -> int:
+        """Side of a validation picture in pixels."""
+        return self.evaluation.side or self.data.resolutions[0]
+
+
+def build(base: loading.Base, adapters: LoraConfig) -> nn.Module:
+    """Load the denoiser of the base, freeze it, and give it adapters."""
+    model = base.denoiser(float_base(adapters))
+    apply_lora(model, adapters)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------------ loss
+# A batch holds mean and logvar of the VAE (B, C, H, W), sizes (B, 2), embeddings of captions, and what the loader adds.
+def noised(config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int) -> tuple[Batch, Tensor]:
+    """Return the denoiser's inputs with their target, and their weight: the number of pictures."""
+    encoded = inputs.encoded(batch)
+    return process.noised(encoded, config.seed, step, config.global_batch_size), batch["weight"].sum()
+
+
+def loss_sum(process: Denoising, model: nn.Module, batch: Batch) -> Tensor:
+    """Sum the weighted squared error over a micro-batch. The window divides by the pictures of the global batch."""
+    return (process.errors(model, batch) * batch["level_weight"] * batch["weight"]).sum()
+
+
+# ------------------------------------------------------------------------------------------------------ evaluation
+def heldout_sums(inputs: Inputs, process: Denoising, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return the sums of errors of each band of times, without the weights of training."""
+    encoded = inputs.encoded(batch)
+    sums = {"samples": batch["weight"].sum()}
+    for band in range(objective.BANDS):
+        errors = process.errors(model, process.noised_in_band(encoded, band))
+        sums[f"loss_band_{band + 1}"] = (errors * batch["weight"]).sum()
+    return sums
+
+
+def evaluate(
+    config: Config, accelerator: Accelerator, prepared: Prepared, inputs: Inputs, process: Denoising, step: int
+) -> dict[str, float]:
+    """Compute held-out losses and draw the prompts, with the EMA weights. Every process calls it."""
+    options = config.evaluation
+    metrics: dict[str, float] = {}
+    with evaluation.evaluating(prepared.model, prepared.ema):
+        if len(inputs.heldout):
+            batches = evaluation.heldout_batches(accelerator, inputs.heldout, options.samples, options.batch_size)
+            sums_of = partial(heldout_sums, inputs, process, prepared.model)
+            metrics = objective.metrics_of(evaluation.weighted_sums(accelerator, batches, sums_of))
+        setattr(inputs.pipeline, process.family.denoiser, plain_module(prepared.model))
+        drawn = validation.draw(inputs.pipeline, process.family, inputs.prompt, options, config.side, config.seed)
+    if accelerator.is_main_process:
+        validation.report(config.report_directory, step, drawn)
+    logs.info(logger, objective.summary(metrics))
+    return metrics
+
+
+# ------------------------------------------------------------------------------------------------------------ main
+@one_run
+def main(argv: Sequence[str]) -> int:
+    """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
+    config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
+    accelerator = startup.start(config)
+    base = loading.find_base(config.base)
+    levels = base.levels()
+    adapters = replace(config.lora, targets=config.lora.targets or base.family.targets)
+    prepare_data = partial(prepare_inputs, config.data, base, config.evaluation.prompts, accelerator.device)
+    inputs = startup.prepare_data(accelerator, prepare_data)
+    order = StepSampler(len(inputs.train), config.global_batch_size, config.seed, blocks=inputs.train.order)
+    opened = experiment.open_experiment(
+        config,
+        accelerator,
+        dataset_size=len(inputs.train),
+        fingerprint=inputs.fingerprint,
+        notices=inputs.notices,
+        metrics=objective.METRICS if len(inputs.heldout) else (),
+    )
+    if opened.finished:
+        return experiment.nothing_to_do(opened)
+
+    plain = preparation.build_model(opened, build, base, adapters)
+    logs.info(logger, objective.describe_objective(levels, base.family), *describe_lora(plain, adapters))
+    process = inputs.process(levels, plain.config, config.objective, config.times)
+    prepared = preparation.prepare(opened, plain, base=base.files(), example=partial(inputs.call_once, process))
+    run_evaluation = partial(evaluate, config, accelerator, prepared, inputs, process)
+    if config.evaluate_only:
+        return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
+
+    facts = (levels.prediction, config.evaluation, config.side, config.data.path)
+    write_extras = partial(pictures.write_files, plain, base, *facts)
+    with loop.training(opened, prepared, inputs.train, order, write_extras) as training:
+        for batches in training:
+            step = batches.step
+            set_learning_rate(prepared.optimizer, opened.learning_rate_factor(step))
+
+            inputs_of_step = [noised(config, inputs, process, batch, step) for batch in batches.micro_batches]
+            window = prepared.window(inputs_of_step, {"loss": 1.0}, step)
+            # Gradients stay local until the last micro-batch.
+            for batch in window:
+                window.backward(loss_sum(process, prepared.model, batch))
+            result = window.finish(config.optimizer.max_grad_norm)
+            prepared.optimizer.step()
+            prepared.optimizer.zero_grad()
+            prepared.ema.update(step)
+
+            training.report(batches, result)
+            # Save before the evaluation, so that one that fails loses nothing.
+            training.save_if_due(result)
+            if config.evaluation.due(batches.done, opened.max_steps):
+                training.evaluate(partial(run_evaluation, batches.done))
+    return loop.finish(training)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,198 @@
+"""Pictures of a run: split, buckets, items, order, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from accel_train.config import UsageError
+from accel_train.data.loader import iterate_steps
+from accel_train.data.options import LoaderConfig
+from accel_train.data.sampler import BatchShard, StepSampler
+from accel_train.domains.images.buckets import to_image
+from accel_train.domains.images.dataset import PictureData, prepare_pictures, split_heldout
+from accel_train.domains.images.options import PictureDataConfig
+from tests.domains.images.drawn import drawn, encoded, folder_of
+
+SIZES = [(48, 32), (32, 48), (40, 40), (64, 33), (33, 64), (100, 80)] * 5
+
+
+def prepared(folder: Path, cache: Path, **options: Any) -> PictureData:
+    given = {"resolutions": (32,), "bucket_step": 8, "heldout_fraction": 0.2, "cache_dir": str(cache)} | options
+    return prepare_pictures(PictureDataConfig(str(folder), **given))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return folder_of(tmp_path / "data", *SIZES)
+
+
+def test_items_and_captions(folder: Path, tmp_path: Path) -> None:
+    data = prepared(folder, tmp_path / "cache")
+    assert len(data.train) + len(data.heldout) == 30
+    for index, sample in enumerate(data.train.samples):
+        item = data.train[index]
+        height, width = data.train.sample_shape(index)
+        assert height * width <= 32 * 32
+        assert item["pixels"].shape == (3, height, width)
+        assert item["target_size"].tolist() == [height, width]
+        assert item["original_size"].tolist() == [sample.picture.height, sample.picture.width]
+    first = data.train.samples[0]
+    assert data.train.captions(torch.tensor([0])) == [(folder / first.picture.name).with_suffix(".txt").read_text()]
+    assert any(notice.startswith("5 buckets (width x height)") or "buckets" in notice for notice in data.notices)
+
+
+def test_pixels_of_an_item_are_those_of_its_file(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (64, 64), (64, 64))
+    data = prepared(folder, tmp_path / "cache", heldout_fraction=0)
+    for index, sample in enumerate(data.train.samples):
+        image = Image.open(folder / sample.picture.name)
+        expected = image.resize((32, 32), Image.Resampling.LANCZOS)
+        assert (np.asarray(to_image(data.train[index]["pixels"])) == np.asarray(expected)).all()
+
+
+def test_the_split_depends_on_each_file_alone(folder: Path, tmp_path: Path) -> None:
+    before = prepared(folder, tmp_path / "cache")
+    held = {sample.picture.content for sample in before.heldout.samples}
+    assert 1 <= len(held) < 15
+    assert not held & {sample.picture.content for sample in before.train.samples}
+    for number in range(20):
+        (folder / f"new{number}.png").write_bytes(encoded(drawn(40 + number, 40, 99)))
+        (folder / f"new{number}.txt").write_text("new")
+    (folder / "000.png").rename(folder / "renamed.png")
+    (folder / "000.txt").rename(folder / "renamed.txt")
+    after = prepared(folder, tmp_path / "cache")
+    assert held <= {sample.picture.content for sample in after.heldout.samples}
+    assert not held & {sample.picture.content for sample in after.train.samples}
+
+
+def test_few_pictures_have_one_held_out(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48), (40, 40))
+    data = prepared(folder, tmp_path / "cache", heldout_fraction=1e-9)
+    assert (len(data.train), len(data.heldout)) == (2, 1)
+    assert len(prepared(folder, tmp_path / "cache", heldout_fraction=0).heldout) == 0
+    assert split_heldout(data.heldout.samples, 0.5) == (data.heldout.samples, [])
+
+
+def test_held_out_pictures_of_their_own(folder: Path, tmp_path: Path) -> None:
+    other = folder_of(tmp_path / "other", (48, 32), (50, 50))
+    data = prepared(folder, tmp_path / "cache", heldout_path=str(other))
+    # The first of them is a training picture too.
+    assert (len(data.train), len(data.heldout)) == (29, 2)
+
+
+def test_the_fingerprint_is_that_of_files_captions_and_sizes(folder: Path, tmp_path: Path) -> None:
+    def fingerprint(**options: Any) -> str:
+        return prepared(folder, tmp_path / "cache", **options).fingerprint
+
+    first = fingerprint()
+    assert fingerprint() == first
+    assert len({first, *(fingerprint(**o) for o in ({"flip": True}, {"group_size": 2}, {"resolutions": (40,)}))}) == 4
+    (folder / "003.txt").write_text("another caption")
+    second = fingerprint()
+    assert second != first
+    (folder / "003.png").write_bytes(encoded(drawn(64, 33, 77)))
+    assert fingerprint() not in (first, second)
+
+
+def test_crops_and_flips_are_drawn_from_the_global_generator(folder: Path, tmp_path: Path) -> None:
+    data = prepared(folder, tmp_path / "cache", crop="random", flip=True)
+    index = next(i for i, s in enumerate(data.train.samples) if s.picture.width == 64)
+
+    def drawn_frames(dataset: Any) -> list[Any]:
+        random.seed(3)
+        return [dataset.draw_frame(index) for _ in range(40)]
+
+    frames = drawn_frames(data.train)
+    assert frames == drawn_frames(data.train)
+    assert len({frame.flipped for frame in frames}) == 2
+    assert len({frame.crop_top_left for frame in frames}) > 1
+    # One option does not change what is drawn for the other.
+    flips = drawn_frames(prepared(folder, tmp_path / "cache", flip=True).train)
+    assert [frame.flipped for frame in flips] == [frame.flipped for frame in frames]
+    assert {frame.crop_top_left for frame in flips} == {data.train.frame(index).crop_top_left}
+    random.seed(3)
+    mirrored = next(frame for frame in frames if frame.flipped)
+    plain = data.train.pixels(index, mirrored._replace(flipped=False, crop_top_left=(0, 0)))
+    flipped = data.train.pixels(index, mirrored._replace(crop_top_left=(0, 0)))
+    whole = ImageOps.mirror(to_image(flipped))
+    assert plain.shape == flipped.shape
+    assert np.asarray(whole).shape == np.asarray(to_image(plain)).shape
+    still = data.heldout.draw_frame(0)
+    assert not still.flipped
+
+
+def test_several_resolutions(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (20, 20), (40, 40), (70, 70), (200, 200))
+    options = {"resolutions": (32, 64), "heldout_fraction": 0}
+    largest = prepared(folder, tmp_path / "cache", **options)
+    assert [sample.target_size for sample in largest.train.samples] == [(32, 32), (32, 32), (64, 64), (64, 64)]
+    each = prepared(folder, tmp_path / "cache", resolution_choice="each", **options)
+    assert len(each.train) == 6
+    kept = prepared(folder, tmp_path / "cache", enlarge=False, max_left_out=0.5, **options)
+    assert len(kept.train) == 3
+    assert any("smaller than its bucket" in notice for notice in kept.notices)
+    assert any("1 samples are enlarged" in notice for notice in largest.notices)
+
+
+def test_pictures_without_captions(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48), (40, 40))
+    (folder / "000.txt").unlink()
+    (folder / "001.txt").write_text(" ")
+    with pytest.raises(UsageError, match=r"2 of 3 pictures.*max_left_out 0\.1.*picture without a caption: 000\.png"):
+        prepared(folder, tmp_path / "cache")
+    left = prepared(folder, tmp_path / "cache", max_left_out=1.0, heldout_fraction=0)
+    assert len(left.train) == 1
+    assert "1 left out, its caption is empty: 001.png (give --data.default_caption to use it)" in left.notices
+    filled = prepared(folder, tmp_path / "cache", default_caption="a dog", heldout_fraction=0)
+    assert filled.train.captions(torch.arange(3)) == ["a dog", "a dog", "picture number 2"]
+    assert prepared(folder, tmp_path / "cache", default_caption="").notices
+
+
+def test_an_edit_during_the_run_is_an_error(folder: Path, tmp_path: Path) -> None:
+    data = prepared(folder, tmp_path / "cache")
+    sample = data.train.samples[0]
+    (folder / sample.picture.name).write_bytes(encoded(drawn(48, 32, 1234)))
+    with pytest.raises(RuntimeError, match=f"{sample.picture.name} has changed since the run began"):
+        data.train[0]
+
+
+@pytest.mark.fault("D1", injected="buckets of fewer pictures than a micro-batch", outcome="smaller ones; none dropped")
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_buckets_with_fewer_pictures_than_a_micro_batch(tmp_path: Path, group_size: int) -> None:
+    folder = folder_of(tmp_path / "data", *[(40, 40)] * 9, (64, 33), (33, 64))
+    data = prepared(folder, tmp_path / "cache", heldout_fraction=0, group_size=group_size)
+    order = StepSampler(11, 4, seed=0, blocks=data.train.order)
+    seen: list[int] = []
+    config = LoaderConfig(num_workers=0)
+    for step in iterate_steps(
+        data.train, order, BatchShard(0, 1, 4), start_step=0, max_steps=11, device=torch.device("cpu"), config=config
+    ):
+        for batch in step.micro_batches:
+            assert batch["pixels"].shape[2:] == tuple(batch["target_size"][0].tolist())
+            assert bool((batch["target_size"] == batch["target_size"][0]).all())
+            seen += batch["sample"].tolist()
+    # Four epochs: none is dropped and none is repeated, not even those alone in their bucket.
+    assert sorted(seen) == sorted(list(range(11)) * 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resolutions": (4,)}, "each resolution must be at least the step"),
+        ({"resolutions": (32, 32)}, "each must be there once"),
+        ({"resolution_choice": "each"}, "has no effect with one resolution"),
+        ({"caption_extension": "txt"}, "must begin with a dot"),
+        ({"background": "wite"}, "background 'wite'"),
+        ({"max_aspect": 0.5}, "max_aspect 0.5"),
+    ],
+)
+def test_options_that_cannot_be_obeyed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        PictureDataConfig("data", **({"resolutions": (32,), "bucket_step": 8} | options))

@@ -1,0 +1,179 @@
+"""Families of pipelines against the pipelines themselves: what the denoiser is given, and the units of latents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.domains.diffusion.noise_levels import snr_weight
+from accel_train.domains.images.pipelines.family import Predicting
+from accel_train.domains.images.pipelines.loading import Base, BaseConfig, find_base
+from tests.domains.images import tiny_pipelines as tiny
+
+pytest.importorskip("diffusers")
+NAMES = list(tiny.PIPELINES)
+PREDICTIONS = {"sd1": "epsilon", "sd2": "v_prediction", "sdxl": "epsilon"}
+CAPTIONS = ["a red flag", "two cats sit"]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Base]:
+    return {name: find_base(BaseConfig(source=str(tiny.save(name, tmp_path_factory.mktemp(name))))) for name in NAMES}
+
+
+def conditioning(base: Base, pipeline: Any, captions: list[str]) -> dict[str, Tensor]:
+    length = tiny.LENGTH if base.family.prompt_tokens else None
+    with torch.no_grad():
+        return base.family.encode(pipeline, captions, length)
+
+
+def sizes(side: int) -> Tensor:
+    return torch.tensor([[side, side, 0, 0, side, side]])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_denoiser_is_called_as_the_pipeline_calls_it(name: str, bases: dict[str, Base]) -> None:
+    """Each step of a run of the pipeline: what it steps with is what we predict from what it steps from."""
+    base = bases[name]
+    side = tiny.SIDES.get(name, tiny.SIDE)
+    pipeline = base.components(torch.device("cpu"))
+    model: Any = base.denoiser("fp32").eval()
+    setattr(pipeline, base.family.denoiser, model)
+    # Padded by the longer caption, where prompts have a mask.
+    both = conditioning(base, pipeline, ["a red flag", "a red flag that is longer"])
+    prompt = {key: value[:1] for key, value in both.items()}
+    empty = conditioning(base, pipeline, [""])
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []
+    decoded: list[Tensor] = []
+    step, decode = pipeline.scheduler.step, pipeline.vae.decode
+
+    def spy(prediction: Tensor, t: Tensor, sample: Tensor, *rest: Any, **named: Any) -> Any:
+        found = step(prediction, t, sample, *rest, **named)
+        steps.append((prediction, t, sample))
+        steps.append((prediction, t, found[0]))
+        return found
+
+    pipeline.scheduler.step = spy
+    pipeline.vae.decode = lambda z, *rest, **named: decoded.append(z) or decode(z, *rest, **named)
+    weaker: dict[str, Any] = {base.family.guidance_argument: 0.0 if name == "z_image" else 1.0}
+    if name == "flux":
+        weaker = {"guidance_scale": 2.5}
+    arguments = dict(base.family.call or {}) | base.family.sample(prompt, empty) | weaker
+    pipeline(
+        height=side,
+        width=side,
+        num_inference_steps=3,
+        generator=torch.Generator().manual_seed(0),
+        output_type="np",
+        **arguments,
+    )
+    assert len(steps) == 6
+    for expected, t, sample in steps[::2]:
+        like = torch.zeros(1, *latent_shape(pipeline, base, side))
+        given = Predicting(
+            noisy=as_picture(name, sample, like),
+            timestep=t.expand(1).float(),
+            conditioning=prompt,
+            sizes=sizes(side),
+            config=model.config,
+            guidance=2.5,
+        )
+        with torch.no_grad():
+            found = base.family.predict(model, given)
+        torch.testing.assert_close(found, as_picture(name, expected, like), rtol=1e-4, atol=1e-5)
+    last = as_picture(name, steps[-1][2], like)
+    (z,) = decoded
+    encoded = z[:, :, 0] if z.dim() == 5 else z
+    torch.testing.assert_close(base.family.normalise(pipeline.vae, encoded), last, rtol=1e-4, atol=1e-5)
+
+
+def latent_shape(pipeline: Any, base: Base, side: int) -> tuple[int, int, int]:
+    with torch.no_grad():
+        channels, small = 4, side // 2
+        z = torch.zeros(1, channels, small, small)
+        return tuple(base.family.normalise(pipeline.vae, z).shape[1:])
+
+
+def as_picture(name: str, latents: Tensor, like: Tensor) -> Tensor:
+    """The pipeline's own unpacking."""
+    from diffusers import FluxPipeline
+
+    if name in ("flux", "qwen_image"):
+        side = 2 * like.shape[-1]
+        return FluxPipeline._unpack_latents(latents, side, side, 2)
+    if name == "flux2":
+        return latents.transpose(1, 2).reshape(like.shape)
+    return latents
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_objective_is_that_of_the_scheduler(name: str, bases: dict[str, Base]) -> None:
+    levels = bases[name].levels()
+    assert levels.prediction == PREDICTIONS.get(name, "flow")
+    assert len(levels) == 1000
+    assert float(levels.timesteps[-1]) == (1000.0 if levels.prediction == "flow" else 999.0)
+    assert bool(torch.isfinite(snr_weight(levels.snr(torch.arange(999)), "epsilon", "min_snr", 5.0)).all())
+
+
+def test_a_solver_of_flow_is_trained_as_flow(bases: dict[str, Base]) -> None:
+    """Sana's own scheduler; diffusers' script makes a FlowMatchEulerDiscreteScheduler of its config."""
+    from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+
+    from accel_train.domains.images.pipelines.loading import levels_of
+
+    solver = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    expected = FlowMatchEulerDiscreteScheduler.from_config(solver.config)
+    assert torch.equal(levels_of(solver, "x").b, expected.sigmas[:1000].flip(0))
+
+
+def test_a_scheduler_that_does_not_say_is_refused() -> None:
+    from diffusers import EDMEulerScheduler
+
+    from accel_train.domains.images.pipelines.loading import levels_of
+
+    with pytest.raises(UsageError, match=r"EDMEulerScheduler has prediction_type 'epsilon' and no alphas_cumprod"):
+        levels_of(EDMEulerScheduler(), "x")
+
+
+def write_index(folder: Path, text: str) -> BaseConfig:
+    (folder / "model_index.json").write_text(text)
+    return BaseConfig(source=str(folder))
+
+
+def test_a_family_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    config = write_index(tmp_path, '{"_class_name": "AudioLDMPipeline", "vae": ["diffusers", "AutoencoderKL"]}')
+    expected = r"is a AudioLDMPipeline: .* no scheduler and no unet or transformer. Known are .*Flux \(FluxPipeline\)"
+    with pytest.raises(UsageError, match=expected):
+        find_base(config)
+
+
+def test_code_of_a_pipeline_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "my_code.py").write_text("raise SystemExit('it ran')")
+    config = write_index(tmp_path, '{"_class_name": "FluxPipeline", "vae": ["my_code", "VAE"]}')
+    with pytest.raises(UsageError, match=r"its vae is my_code.VAE, code outside diffusers and transformers"):
+        find_base(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BaseConfig(), r"base.source: adapters need a pretrained pipeline"),
+        (BaseConfig(source="nobody/nothing"), r"base.source 'nobody/nothing' cannot be loaded"),
+    ],
+)
+def test_a_base_that_is_not_there(config: BaseConfig, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        find_base(config)
+
+
+def test_options_without_effect_are_refused(bases: dict[str, Base]) -> None:
+    source = bases["sd1"].config.source
+    with pytest.raises(UsageError, match="fixed length"):
+        find_base(BaseConfig(source=source, prompt_tokens=8))
+    with pytest.raises(UsageError, match="has no revisions"):
+        find_base(BaseConfig(source=source, revision="main"))

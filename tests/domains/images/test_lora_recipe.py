@@ -1,0 +1,219 @@
+"""recipes/lora.py on a tiny pipeline of each family: trained, resumed, exported, and loaded by diffusers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import accel_train
+from accel_train import cli
+from accel_train.commands.bundled import find_recipe, import_recipe
+from accel_train.config import UsageError
+from accel_train.domains.images.pipelines import adapter_files, validation
+from accel_train.store import commit
+from tests.domains.images import tiny_pipelines as tiny
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+# Of diffusers itself, when it reads transformers' classes.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+DAILY = {"sd1"}
+"""The others are implied by test_families.py and test_objective.py, which have all of them."""
+STEPS = 10
+PROMPT = "a red flag"
+SHARES = {"kohya": ("sd1", "sd2", "sdxl")}
+
+
+def pictures(folder: Path, count: int = 12) -> Path:
+    """Pictures of two shapes, with captions."""
+    folder.mkdir()
+    noise = np.random.default_rng(0)
+    for number in range(count):
+        size = (40, 20) if number % 3 == 0 else (24, 24)
+        Image.fromarray(noise.integers(0, 255, (*size, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(("a red flag", "a cat", "two dogs in a wood")[number % 3])
+    return folder
+
+
+def settings(folder: Path, name: str) -> Path:
+    """A file with the options of a short run."""
+    side = tiny.SIDES.get(name, tiny.SIDE)
+    length = "" if name in ("sd1", "sd2", "sdxl") else f", prompt_tokens: {tiny.LENGTH}"
+    file = folder / "tiny.yaml"
+    file.write_text(
+        f"global_batch_size: 4\nmicro_batch_size: 2\nmax_steps: {STEPS}\nprecision: fp32\n"
+        f"base: {{source: {folder / 'base'}{length}}}\nlora: {{rank: 3, alpha: 6}}\n"
+        f"data: {{path: {folder / 'photos'}, resolutions: [{side}], bucket_step: 4, heldout_fraction: 0.2, "
+        f"group_size: 2, cache_dir: {folder / 'cache'}}}\n"
+        "optimizer: {lr: 2e-2, weight_decay: 0.0}\nschedule: {kind: constant, warmup_steps: 0}\n"
+        "objective: {caption_dropout: 0.1}\nlog: {log_every: 1, progress_bar: off}\nema: {decay: 0.0}\n"
+        "activation_checkpointing: {mode: none}\ncheckpoints: {save_every: 5, keep_last: 0}\n"
+        f"evaluation: {{samples: 2, batch_size: 2, prompts: [{PROMPT}], steps: 2, side: {side}}}\n"
+    )
+    return file
+
+
+def train(folder: Path, name: str, *flags: str) -> Path:
+    recipe: Any = import_recipe(find_recipe("lora"))
+    run = folder / name
+    assert recipe.main([str(folder / "tiny.yaml"), "--output_dir", str(run), *flags]) == 0
+    return run
+
+
+def weights_of(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"checkpoint_{step:08d}" / "model.safetensors")
+
+
+def drawn_by_diffusers(folder: Path, name: str, file: str | None) -> np.ndarray[Any, Any]:
+    """What a stranger gets from the base and the exported file, with diffusers alone and the prompt as a text."""
+    from diffusers import DiffusionPipeline
+
+    from accel_train import rng
+
+    pipeline: Any = DiffusionPipeline.from_pretrained(folder / "base")
+    pipeline.set_progress_bar_config(disable=True)
+    if file is not None:
+        pipeline.load_lora_weights(folder / "out", weight_name=file)
+    side = tiny.SIDES.get(name, tiny.SIDE)
+    arguments: dict[str, Any] = {"sana": {"use_resolution_binning": False}}.get(name, {})
+    if name not in ("sd1", "sd2", "sdxl"):
+        arguments["max_sequence_length"] = tiny.LENGTH
+    if name == "qwen_image":
+        arguments["negative_prompt"] = ""
+    generator = torch.Generator().manual_seed(rng.key(0, "lora/validation", 0) & (2**63 - 1))
+    found = pipeline(
+        prompt=PROMPT,
+        height=side,
+        width=side,
+        num_inference_steps=2,
+        generator=generator,
+        output_type="np",
+        **arguments,
+    )
+    return 255 * found.images[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in tiny.PIPELINES]
+)
+def test_a_family_is_trained_resumed_exported_and_loaded(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save(name, tmp_path / "base")
+    pictures(tmp_path / "photos")
+    settings(tmp_path, name)
+    run = train(tmp_path, "whole")
+    trained = weights_of(run)
+    assert sum(".lora_B." in key for key in trained) > 0
+    assert all(float(value.abs().max()) > 0 for key, value in trained.items() if ".lora_B." in key)
+
+    # A run that was ended after five steps goes on to the same bits.
+    resumed = train(tmp_path, "halves", "--max_steps", "5")
+    train(tmp_path, "halves")
+    again = weights_of(resumed)
+    assert all(torch.equal(again[key], value) for key, value in trained.items())
+
+    assert cli._main(["checkpoints", "export", str(run), str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    adapter = {key for key in trained if ".lora_" in key}
+    assert f"{adapter_files.DIFFUSERS_FILE}: {len(adapter)} tensors" in printed
+    of_run = np.asarray(Image.open(run / "report" / "pictures" / f"step_{STEPS:08d}.png"), np.float64)
+    exported = drawn_by_diffusers(tmp_path, name, adapter_files.DIFFUSERS_FILE)
+    # The picture of the run is in whole levels.
+    assert np.abs(of_run - exported).max() < 0.6
+    plain = drawn_by_diffusers(tmp_path, name, None)
+    assert np.abs(plain - exported).max() > 3
+    if name in SHARES["kohya"]:
+        file = adapter_files.KOHYA_FILE
+        assert f"{file}: {len(adapter) // 2} layers, {3 * len(adapter) // 2} keys" in printed
+        assert np.abs(drawn_by_diffusers(tmp_path, name, file) - exported).max() < 1e-2
+    else:
+        assert f"without {adapter_files.KOHYA_FILE}" in printed
+
+    base = commit.verify(run / "checkpoints" / f"checkpoint_{STEPS:08d}").manifest["base"]
+    assert base["source"] == str(tmp_path / "base")
+    loaded = accel_train.load(run)
+    mine = np.asarray(loaded(PROMPT, seed=7), np.float64)
+    assert np.array_equal(mine, np.asarray(accel_train.load(tmp_path / "out")(PROMPT, seed=7)))
+    without = np.asarray(loaded(PROMPT, seed=7, adapter=False), np.float64)
+    assert np.abs(mine - without).max() > 3
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    tiny.save("sd1", folder / "base")
+    pictures(folder / "photos")
+    settings(folder, "sd1")
+    return folder
+
+
+@pytest.mark.slow  # the test above exports the plain variant
+@pytest.mark.parametrize("variant", ["rslora", "dora"])
+def test_variants_are_loaded_by_diffusers(variant: str, made: Path, tmp_path: Path) -> None:
+    flags = ("--lora.variant", variant, "--max_steps", "4", "--evaluation.guidance", "7.5")
+    run = train(made, variant, *flags)
+    out = made / "out"
+    assert cli._main(["checkpoints", "export", str(run), str(out)]) == 0
+    of_run = np.asarray(Image.open(run / "report" / "pictures" / "step_00000004.png"), np.float64)
+    exported = drawn_by_diffusers(made, "sd1", adapter_files.DIFFUSERS_FILE)
+    assert np.abs(of_run - exported).max() < 0.6
+    has_kohya = (out / adapter_files.KOHYA_FILE).exists()
+    assert has_kohya == (variant == "rslora")
+    if has_kohya:
+        assert np.abs(drawn_by_diffusers(made, "sd1", adapter_files.KOHYA_FILE) - exported).max() < 1e-2
+        with safe_open(out / adapter_files.KOHYA_FILE, "pt") as file:
+            metadata = file.metadata()
+        assert metadata["ss_network_dim"] == "3"
+        assert float(metadata["ss_network_alpha"]) == pytest.approx(6 * 3**0.5)
+        assert metadata["ss_base_model_version"] == "sd_v1"
+    out.rename(tmp_path / "out")
+
+
+def test_the_file_of_diffusers_is_the_one_that_it_would_write(made: Path, tmp_path: Path) -> None:
+    from diffusers import StableDiffusionPipeline
+
+    adapter = {"base_model.model.a.to_q.lora_A.weight": torch.ones(2, 3)}
+    settings = {"r": 2, "lora_alpha": 4.0, "target_modules": ["to_q"], "inference_mode": True}
+    adapter_files.write_diffusers(tmp_path, adapter, settings, "unet")
+    kept = {name: value for name, value in settings.items() if name != "inference_mode"}
+    theirs = tmp_path / "theirs"
+    layers: Any = {"a.to_q.lora_A.weight": torch.ones(2, 3)}
+    StableDiffusionPipeline.save_lora_weights(theirs, unet_lora_layers=layers, unet_lora_adapter_metadata=kept)
+    assert (theirs / adapter_files.DIFFUSERS_FILE).read_bytes() == (
+        tmp_path / adapter_files.DIFFUSERS_FILE
+    ).read_bytes()
+
+
+def test_pictures_of_all_steps_are_in_one_grid(tmp_path: Path) -> None:
+    for step in (5, 10):
+        validation.report(tmp_path, step, [torch.full((3, 8, 8), step / 10), torch.zeros(3, 8, 8)])
+    # Resumed before the second: its row is of another training.
+    validation.report(tmp_path, 7, [torch.zeros(3, 8, 8), torch.zeros(3, 8, 8)])
+    with Image.open(tmp_path / "pictures.png") as grid:
+        assert grid.size == (8 + 4 + 8, 8 + 4 + 8)
+        assert grid.getpixel((2, 2)) == (191, 191, 191)
+        assert grid.getpixel((2, 14)) == (128, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lora.rank", "0"), r"lora.rank: 0"),
+        (("--base.source", "None"), r"base.source: adapters need a pretrained pipeline of diffusers"),
+        (("--data.bucket_step", "3"), r"data.bucket_step 3: Stable Diffusion 1.x and 2.x takes sides that are mult"),
+        (("--times.weighting", "cosmap"), r"times.weighting cosmap: .* predicts epsilon"),
+        (("--network_dim", "8"), r"network_dim.*--lora.rank"),
+    ],
+)
+def test_wrong_options(flags: tuple[str, ...], message: str, made: Path) -> None:
+    with pytest.raises((UsageError, SystemExit), match=message):
+        train(made, "wrong", *flags)
+    assert not (made / "wrong" / "checkpoints").exists()
