@@ -27,7 +27,7 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import loading, objective, validation
 from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
 from accel_train.domains.images.pipelines.objective import Denoising
-from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora
+from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora, float_base
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
@@ -57,7 +57,7 @@ class Config(experiment.ExperimentConfig):
     output_dir: str = "runs/lora"
     base: loading.BaseConfig = field(default_factory=loading.BaseConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    data: PictureDataConfig = field(default_factory=partial(PictureDataConfig, "pictures"))
+    data: PictureDataConfig = field(default_factory=PictureDataConfig)
     objective: objective.ObjectiveConfig = field(default_factory=objective.ObjectiveConfig)
     times: TimeConfig = field(default_factory=TimeConfig)
     evaluation: validation.EvaluationConfig = field(default_factory=validation.EvaluationConfig)
@@ -75,13 +75,13 @@ class Config(experiment.ExperimentConfig):
 
 def build(base: loading.Base, adapters: LoraConfig) -> nn.Module:
     """Load the denoiser of the base, freeze it, and give it adapters."""
-    model = base.denoiser(adapters.base_precision)
+    model = base.denoiser(float_base(adapters))
     apply_lora(model, adapters)
     return model
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
-# A batch holds pixels (B, 3, H, W), sizes (B, 6), what the text encoders say of the captions, and what the loader adds.
+# A batch holds mean and logvar of the VAE (B, C, H, W), sizes (B, 2), embeddings of captions, and what the loader adds.
 def noised(config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int) -> tuple[Batch, Tensor]:
     """Return the denoiser's inputs with their target, and their weight: the number of pictures."""
     encoded = inputs.encoded(batch)
@@ -116,7 +116,7 @@ def evaluate(
             sums_of = partial(heldout_sums, inputs, process, prepared.model)
             metrics = objective.metrics_of(evaluation.weighted_sums(accelerator, batches, sums_of))
         setattr(inputs.pipeline, process.family.denoiser, plain_module(prepared.model))
-        drawn = validation.draw(inputs.pipeline, process.family, inputs.prompts, options, config.side, config.seed)
+        drawn = validation.draw(inputs.pipeline, process.family, inputs.prompt, options, config.side, config.seed)
     if accelerator.is_main_process:
         validation.report(config.report_directory, step, drawn)
     logs.info(logger, objective.summary(metrics))
@@ -134,12 +134,12 @@ def main(argv: Sequence[str]) -> int:
     adapters = replace(config.lora, targets=config.lora.targets or base.family.targets)
     prepare_data = partial(prepare_inputs, config.data, base, config.evaluation.prompts, accelerator.device)
     inputs = startup.prepare_data(accelerator, prepare_data)
-    order = StepSampler(len(inputs.train), config.global_batch_size, config.seed, blocks=inputs.pictures.train.order)
+    order = StepSampler(len(inputs.train), config.global_batch_size, config.seed, blocks=inputs.train.order)
     opened = experiment.open_experiment(
         config,
         accelerator,
         dataset_size=len(inputs.train),
-        fingerprint=inputs.pictures.fingerprint,
+        fingerprint=inputs.fingerprint,
         notices=inputs.notices,
         metrics=objective.METRICS if len(inputs.heldout) else (),
     )

@@ -21,7 +21,7 @@ from accel_train.config import UsageError
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.metrics.records import read_metrics
 from accel_train.options.loading import load_config
-from recipes import causal_lm, mmdit, pde
+from recipes import causal_lm, lora, mmdit, pde
 from tests import zygote
 from tests.distributed.launching import Layout, environment, run_recipe
 
@@ -31,6 +31,7 @@ RECIPES: dict[str, tuple[Any, str]] = {
     "recipes/mmdit.py": (mmdit, "demo"),
     "recipes/pde.py": (pde, pde.DEFAULT_PRESET),
     "recipes/causal_lm.py": (causal_lm, causal_lm.DEFAULT_PRESET),
+    "recipes/lora.py": (lora, lora.DEFAULT_PRESET),
 }
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SHELL = {"", "sh", "bash", "console"}

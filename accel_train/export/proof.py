@@ -70,7 +70,7 @@ def write_proof(directory: Path, pipeline: Pipeline) -> str:
     return _run(directory / "verify.py")
 
 
-def model_source(pipeline: type[Pipeline] | Pipeline) -> str:
+def model_source(pipeline: Pipeline) -> str:
     """Return model.py for the models of a pipeline."""
     assert pipeline.standalone is not None, "nothing to write model.py from"
     if isinstance(pipeline.standalone, ModuleType):

@@ -15,7 +15,7 @@ from accel_train.domains.images.sources import Source
 class PictureDataConfig:
     """Source of pictures and captions, and how they are scaled and cropped."""
 
-    path: str
+    path: str = "pictures"
     """A folder of pictures (captions in text files beside them, or in metadata.jsonl), parquet files, a folder written
     by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration)."""
     split: str = "train"

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
-from accel_train.domains.images.pipelines import adapter_files, validation
+from accel_train.domains.images.pipelines import adapter_files
+from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, find_base
 from accel_train.domains.models import lora
 from accel_train.pipeline import Example, describe, read_lines, settings
@@ -64,7 +65,7 @@ class PicturePipeline:
     recipe: ClassVar[str] = "lora"
     tag: ClassVar[str | None] = "text-to-image"
     usage: ClassVar[str] = 'pipeline("a red flag").save("flag.png")'
-    standalone: ClassVar[tuple[Any, ...] | ModuleType | None] = None
+    standalone: tuple[Any, ...] | ModuleType | None = None
     options: ClassVar[type] = PictureOptions
 
     def __init__(self, base: Base, pipeline: Any, sampler: Mapping[str, Any]) -> None:
@@ -95,7 +96,7 @@ class PicturePipeline:
                 folder = Path(temporary)
                 tensors = _adapter_of_checkpoint(directory)
                 adapter_files.write_diffusers(folder, tensors, _peft_settings(directory), base.family.denoiser)
-            pipeline.load_lora_weights(folder, weight_name=adapter_files.DIFFUSERS_FILE)
+            adapter_files.load_into(pipeline, base.family.denoiser, folder / adapter_files.DIFFUSERS_FILE)
         return cls(base, pipeline, described["sampler"])
 
     def __call__(
@@ -114,7 +115,7 @@ class PicturePipeline:
         if not adapter:
             self.pipeline.disable_lora()
         try:
-            found = validation.picture(
+            found = draw_picture(
                 self.pipeline,
                 self.base.family,
                 self._prompts(prompt),
@@ -130,7 +131,7 @@ class PicturePipeline:
 
     def _prompts(self, prompt: str) -> dict[str, Any]:
         family = self.base.family
-        length = self.base.config.prompt_tokens or family.prompt_tokens
+        length = self.base.prompt_tokens
         with torch.no_grad():
             given = family.encode(self.pipeline, [prompt], length)
             empty = family.encode(self.pipeline, [""], length)

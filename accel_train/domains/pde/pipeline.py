@@ -63,7 +63,7 @@ class FieldPipeline:
     recipe: ClassVar[str] = "pde"
     tag: ClassVar[str | None] = None
     usage: ClassVar[str] = "predicted = pipeline(fields, parameters, task=name)  # in the units of the data"
-    standalone: ClassVar[tuple[Any, ...] | ModuleType | None] = (
+    standalone: tuple[Any, ...] | ModuleType | None = (
         PdeTransformer,
         PdeTransformerConfig,
         losses.predict_refined,

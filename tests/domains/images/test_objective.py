@@ -12,6 +12,7 @@ from torch import Tensor
 from accel_train.config import UsageError
 from accel_train.domains.diffusion.shaped_noise import NoiseKey
 from accel_train.domains.diffusion.timesteps import TimeConfig
+from accel_train.domains.images.latent_cache import draw, latents_of
 from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
 from accel_train.domains.images.pipelines.objective import BANDS, Denoising, ObjectiveConfig, refuse_foreign_weights
@@ -41,10 +42,13 @@ class Made:
             empty = base.family.encode(self.pipeline, [""], length)
         self.empty = {key: padded(value, self.captions[key]) for key, value in empty.items()}
         indices = torch.arange(COUNT)
+        latents = encoding.encode_pictures(self.pipeline.vae, pixels)
         self.batch = {
-            **encoding.encode_pictures(self.pipeline.vae, pixels),
+            **{name: value for name, value in latents._asdict().items() if value is not None},
             **self.captions,
-            "sizes": torch.tensor([[side, side, 0, 0, side, side]]).expand(COUNT, 6),
+            "original_size": torch.tensor([[side, side]]).expand(COUNT, 2),
+            "crop_top_left": torch.zeros(COUNT, 2, dtype=torch.int64),
+            "target_size": torch.tensor([[side, side]]).expand(COUNT, 2),
             "sample": indices,
             "occurrence": indices + 40,
             "position": indices,
@@ -63,8 +67,7 @@ class Made:
     def latents_and_noise(self) -> tuple[Tensor, Tensor]:
         """Drawn by the keys that the recipe documents."""
         key = NoiseKey(SEED, "lora", STEP, self.batch["occurrence"])
-        deviation = (0.5 * self.batch["logvar"]).exp()
-        sample = self.batch["mean"] + deviation * key.normal("latent", tuple(deviation.shape[1:]))
+        sample = draw(latents_of(self.batch), SEED, STEP, self.batch["occurrence"])
         latents = self.family.normalise(self.pipeline.vae, sample)
         return latents, key.normal("noise", tuple(latents.shape[1:]))
 

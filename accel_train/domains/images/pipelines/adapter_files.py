@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.domains.images.pipelines.loading import quiet
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
@@ -26,6 +28,8 @@ METADATA_KEY = "lora_adapter_metadata"
 """Under which diffusers looks for the settings of an adapter."""
 PREFIX = "base_model.model."
 """Of the keys in peft's own files."""
+LAYER = ".lora_A."
+"""In the name of one tensor of each layer."""
 UNSAVED = ("base_model_name_or_path", "inference_mode", "auto_mapping")
 
 BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.(attentions|resnets)\.(\d+)\.(.+)")
@@ -141,3 +145,18 @@ def read_adapter(directory: Path) -> dict[str, Tensor]:
     for file in sorted(directory.glob("adapter_model*.safetensors")):
         found |= load_file(file)
     return found
+
+
+def load_into(pipeline: Any, component: str, file: Path) -> None:
+    """Load ``pytorch_lora_weights.safetensors`` by diffusers. Raises ``UsageError`` if it leaves a layer out."""
+    with quiet():
+        pipeline.load_lora_weights(file.parent, weight_name=file.name)
+    model: Any = getattr(pipeline, component)
+    loaded = sum(1 for name, _ in model.named_parameters() if LAYER in name)
+    with safe_open(file, "pt") as opened:
+        expected = sum(1 for key in opened.keys() if LAYER in key)  # noqa: SIM118, an opened file is no dict
+    if loaded != expected:
+        raise UsageError(
+            f"{file}: diffusers found {loaded} of its {expected} layers in {type(model).__name__}; give the base that "
+            "the adapter was trained on"
+        )

@@ -1,26 +1,25 @@
-"""What a run of adapters learns from: pictures, the embeddings of their captions, and the base around them."""
+"""What a run of adapters learns from: latents of pictures, embeddings of captions, and the base around them."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
+from accel_train.data.tensor_cache import TensorCache
 from accel_train.domains.diffusion.noise_levels import NoiseLevels
 from accel_train.domains.diffusion.timesteps import TimeConfig
-from accel_train.domains.images.dataset import PictureData, prepare_pictures
+from accel_train.domains.images.dataset import PictureDataset, prepare_pictures
+from accel_train.domains.images.latent_cache import CachedPictures, Filling, cached_latents, cached_texts, text_key
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
-from accel_train.domains.images.pipelines.encoding import CaptionedPictures, Prompts
 from accel_train.domains.images.pipelines.loading import Base
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
-
-logger = logging.getLogger(__name__)
 
 
 # Compared and hashed by identity, like the data of the other recipes.
@@ -31,15 +30,24 @@ class Inputs:
     base: Base
     pipeline: Any
     """With VAE and scheduler, on the device."""
-    prompts: Prompts
-    train: CaptionedPictures
-    heldout: CaptionedPictures
-    pictures: PictureData
+    texts: TensorCache
+    train: CachedPictures
+    heldout: CachedPictures
+    fingerprint: str
     notices: tuple[str, ...]
 
-    def encoded(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a batch with mean and logvar of its pictures in place of their pixels."""
-        return {**batch, **encoding.encode_pictures(self.pipeline.vae, batch["pixels"])}
+    def encoded(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch with mean and logvar of its pictures. Where they are not cached, the VAE encodes pixels."""
+        if "pixels" not in batch:
+            return dict(batch)
+        latents = encoding.encode_pictures(self.pipeline.vae, batch["pixels"])
+        named = {name: value for name, value in latents._asdict().items() if value is not None}
+        return {**batch, **{name: value.to(batch["pixels"].device) for name, value in named.items()}}
+
+    def prompt(self, text: str) -> dict[str, Tensor]:
+        """Return the embeddings of an encoded text, with a first dimension of 1, on the device of the VAE."""
+        found = self.texts.read(text_key(text))
+        return {name: value[None].to(self.pipeline.vae.device) for name, value in found.items()}
 
     def process(
         self, levels: NoiseLevels, denoiser_config: Any, options: ObjectiveConfig, times: TimeConfig
@@ -55,7 +63,7 @@ class Inputs:
             levels=levels.to(device),
             vae=self.pipeline.vae,
             denoiser_config=denoiser_config,
-            empty=self.prompts.alone("", device),
+            empty=self.prompt(""),
             options=options,
             times=times,
             guidance=self.base.config.guidance,
@@ -81,23 +89,41 @@ def prepare_inputs(
     world_size: int = 1,
     barrier: Callable[[], None] = lambda: None,
 ) -> Inputs:
-    """Read the pictures, encode all captions and ``prompts``, and drop the text encoders. Collective.
+    """Read the pictures, encode them, their captions and ``prompts`` once, and drop the text encoders. Collective.
 
     Raises ``UsageError``, also for buckets that the base cannot take.
     """
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
     _refuse_step(config, base, pipeline)
-    captions = [sample.caption for data in (pictures.train, pictures.heldout) for sample in data.samples]
-    table = encoding.encode_captions(pipeline, base, ["", *prompts, *captions], show=rank == 0)
-    freed = encoding.drop_text_encoders(pipeline)
-    notices = (
-        *pictures.notices,
-        f"{len(table):,} captions are encoded; the text encoders, {freed / (1 << 30):.2f} GiB, are dropped",
+    filling = Filling(rank, world_size, barrier, progress=True)
+    cap_bytes = config.cap_bytes
+    samples = [sample for data in (pictures.train, pictures.heldout) for sample in data.samples]
+    texts = cached_texts(
+        [*prompts, *(sample.caption for sample in samples)],
+        partial(encoding.encode_texts, pipeline, base),
+        encoding.identity_of_texts(pipeline, base),
+        pictures.cache,
+        cap_bytes=cap_bytes,
+        filling=filling,
     )
-    train = CaptionedPictures(pictures.train, table)
-    heldout = CaptionedPictures(pictures.heldout, table)
-    return Inputs(base, pipeline, table, train, heldout, pictures, notices)
+    freed = encoding.drop_text_encoders(pipeline)
+    identity = encoding.identity_of_vae(pipeline, base)
+    encode = partial(encoding.encode_pictures, pipeline.vae)
+
+    def with_latents(data: PictureDataset) -> CachedPictures:
+        latents = None
+        # A crop that is drawn anew each time has no latent to keep.
+        if not data.view.random_crop:
+            latents = cached_latents(data, encode, identity, pictures.cache, cap_bytes=cap_bytes, filling=filling)
+        return CachedPictures(data, latents, texts)
+
+    train = with_latents(pictures.train)
+    notices = [*pictures.notices, f"captions are encoded; the text encoders, {freed / (1 << 30):.2f} GiB, are dropped"]
+    if train.latents is None:
+        notices.append("pictures are encoded at every step (data.crop random); data.crop centre encodes them once")
+    heldout = with_latents(pictures.heldout)
+    return Inputs(base, pipeline, texts, train, heldout, pictures.fingerprint, tuple(notices))
 
 
 def _refuse_step(config: PictureDataConfig, base: Base, pipeline: Any) -> None:

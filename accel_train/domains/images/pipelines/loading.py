@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,6 +73,11 @@ class Base:
         assert self.config.source is not None
         return self.config.source
 
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Longest prompt in tokens. None: the text encoders have a fixed length."""
+        return self.config.prompt_tokens or self.family.prompt_tokens
+
     def components(self, device: torch.device) -> Any:
         """Load everything but the denoiser, as a pipeline in eval mode on ``device``. The VAE is fp32."""
         return self._load({self.family.denoiser: None}, device)
@@ -125,7 +130,7 @@ class Base:
             if name.startswith("text_encoder"):
                 dtypes[name] = dtype_of(self.config.encoder_precision)
         unused = {name: None for name in UNUSED if name in index}
-        with _Quiet():
+        with quiet():
             try:
                 pipeline: Any = DiffusionPipeline.from_pretrained(
                     self.directory,
@@ -153,23 +158,22 @@ def _take_any_dtype(vae: Any) -> None:
     vae.decode = cast
 
 
-class _Quiet:
-    """Keep diffusers and transformers from drawing progress bars of a second each."""
+@contextmanager
+def quiet() -> Generator[None]:
+    """Keep diffusers and transformers from drawing progress bars and from notices of what they leave out."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
 
-    def __enter__(self) -> None:
-        from diffusers.utils import logging as of_diffusers
-        from transformers.utils import logging as of_transformers
-
-        self._loggers = (of_diffusers, of_transformers)
-        for each in self._loggers:
-            each.disable_progress_bar()
-        self._level = logging.getLogger("diffusers").level
-        logging.getLogger("diffusers").setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        for each in self._loggers:
-            each.enable_progress_bar()
-        logging.getLogger("diffusers").setLevel(self._level)
+    level = of_diffusers.get_verbosity()
+    of_diffusers.set_verbosity_error()
+    of_diffusers.disable_progress_bar()
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        of_diffusers.set_verbosity(level)
+        of_diffusers.enable_progress_bar()
+        of_transformers.enable_progress_bar()
 
 
 def find_base(config: BaseConfig) -> Base:

@@ -15,10 +15,13 @@ from accel_train.domains.diffusion import timesteps
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, SnrWeighting, snr_weight
 from accel_train.domains.diffusion.shaped_noise import NoiseKey, caption_dropped, shaped_noise
 from accel_train.domains.diffusion.timesteps import TimeConfig
+from accel_train.domains.images.latent_cache import draw, latents_of
 from accel_train.domains.images.pipelines.family import Conditioning, Family, Predicting
 
 Batch = Mapping[str, Tensor]
 STREAM = "lora"
+SIZES = ("original_size", "crop_top_left", "target_size")
+"""Of a batch, (B, 2) each, in the order in which XL counts them."""
 BANDS = 4
 """Parts of equal length that the times of held-out losses are divided into, from clean to noisy."""
 METRICS = ("loss", *(f"loss_band_{band}" for band in range(1, BANDS + 1)))
@@ -88,11 +91,10 @@ class Denoising:
     def noised(self, batch: Batch, seed: int, step: int, global_batch_size: int) -> dict[str, Tensor]:
         """Return the inputs, target and weights of a micro-batch. All draws are keyed by (seed, step, sample).
 
-        ``batch`` has mean and logvar (B, C, H, W) of the VAE, sizes (B, 6), and the conditioning of its captions.
+        ``batch`` has mean and logvar (B, C, H, W) of the VAE, sizes, and the conditioning of its captions.
         """
         key = NoiseKey(seed, STREAM, step, batch["occurrence"])
-        deviation = (0.5 * batch["logvar"]).exp()
-        latents = self._normalised(batch["mean"] + deviation * key.normal("latent", tuple(deviation.shape[1:])))
+        latents = self._normalised(draw(latents_of(batch), seed, step, batch["occurrence"]))
         time = timesteps.training_times(batch, seed, f"{STREAM}/time", step, global_batch_size, config=self.times)
         channels, height, width = latents.shape[1:]
         noise = shaped_noise(
@@ -153,7 +155,7 @@ class Denoising:
             noisy=inputs["noisy"],
             timestep=inputs["timestep"],
             conditioning={name: inputs[name] for name in self.empty},
-            sizes=inputs["sizes"],
+            sizes=torch.cat([inputs[name] for name in SIZES], 1),
             config=self.denoiser_config,
             guidance=self.guidance,
         )
