@@ -10,8 +10,8 @@ import torch
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder, open_cache
-from accel_train.data.block_order import BlockOrder
-from accel_train.data.ledger import Span, read_ledger
+from accel_train.data.tables.block_order import BlockOrder
+from accel_train.data.tables.ledger import Span, read_ledger
 from accel_train.domains.text import tfidf
 from accel_train.domains.text.corpus import Corpus, resolve_path
 from accel_train.domains.text.dataset import (

@@ -12,10 +12,10 @@ import torch
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
-from accel_train.data.block_order import BlockOrder
-from accel_train.data.sharded_table import ShardedTable
-from accel_train.data.shards import index_shards
-from accel_train.data.text_sources import texts_hash
+from accel_train.data.tables.block_order import BlockOrder
+from accel_train.data.tables.sharded_table import ShardedTable
+from accel_train.data.tables.shards import index_shards
+from accel_train.data.tables.text_sources import texts_hash
 from accel_train.domains.text.corpus import (
     Corpus,
     check_options_have_effect,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import accel_train.domains.text
 from accel_train.config import UsageError
-from accel_train.data.text_sources import content_key
+from accel_train.data.tables.text_sources import content_key
 from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData, load_assets
 from accel_train.domains.text.latent_files import write_latents
