@@ -25,6 +25,10 @@ CANNOT_RUN = (RuntimeError, ImportError, NotImplementedError, ValueError, TypeEr
 """Errors of other libraries where a kernel does not run."""
 
 
+class CannotRunError(UsageError):
+    """A call, or its reference, raises on this device. Whether it is right is not known."""
+
+
 def prove_calls(
     calls: Sequence[AttentionCall],
     references: Sequence[AttentionCall],
@@ -35,7 +39,8 @@ def prove_calls(
     """Compare each kind of call on ``device`` with the reference of the same place, in fp64.
 
     ``dtype`` is that of the computation, ``label`` names attention and model in messages. Raises ``UsageError`` with
-    the numbers for a call that cannot run, is not finite or differs by more than the tolerance.
+    the numbers for a call that is not finite or differs by more than the tolerance, and ``CannotRunError`` for one that
+    raises.
     """
     started = time.perf_counter()
     tolerance = tolerance_of(dtype, device)
@@ -48,7 +53,7 @@ def prove_calls(
             with torch.enable_grad():
                 forward, backward = _errors(call, reference, device, dtype)
         except CANNOT_RUN as error:
-            raise UsageError(
+            raise CannotRunError(
                 f"{label}: cannot be used: {where}: {one_line(error)}. Use auto, sdpa or sdpa_math."
             ) from None
         if not (forward <= tolerance and backward <= tolerance):  # NaN fails as well

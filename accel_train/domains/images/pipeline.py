@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
-from accel_train.domains.images.pipelines import adapter_files, validation
+from accel_train.domains.images.pipelines import adapter_files
+from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, find_base
 from accel_train.domains.models import lora
 from accel_train.pipeline import Example, describe, read_lines, settings
@@ -114,7 +115,7 @@ class PicturePipeline:
         if not adapter:
             self.pipeline.disable_lora()
         try:
-            found = validation.picture(
+            found = draw_picture(
                 self.pipeline,
                 self.base.family,
                 self._prompts(prompt),

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveInt, UsageError
+from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.metrics import evaluation
 
@@ -71,31 +71,8 @@ def draw(
         evaluation.stopping_point()
         arguments = family.sample(encoded(prompt), empty)
         picture_seed = rng.key(seed, "lora/validation", number) & (2**63 - 1)
-        found.append(picture(pipeline, family, arguments, picture_seed, side, options.steps, options.guidance))
+        found.append(draw_picture(pipeline, family, arguments, picture_seed, side, options.steps, options.guidance))
     return found
-
-
-def picture(
-    pipeline: Any,
-    family: Family,
-    prompt: Mapping[str, Any],
-    seed: int,
-    side: int,
-    steps: int,
-    guidance: float | None,
-) -> Tensor:
-    """Return one picture of a pipeline, (3, H, W) from -1 to 1. Its noise is drawn on the CPU, alike for any device."""
-    scale = family.guidance_scale if guidance is None else guidance
-    arguments = {**(family.call or {}), **prompt, family.guidance_argument: scale}
-    images = pipeline(
-        height=side,
-        width=side,
-        num_inference_steps=steps,
-        generator=torch.Generator().manual_seed(seed),
-        output_type="np",
-        **arguments,
-    ).images
-    return torch.from_numpy(images[0]).permute(2, 0, 1).float() * 2 - 1
 
 
 def report(directory: Path, step: int, pictures: Sequence[Tensor]) -> None:
