@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel_train.data.block_order import BlockOrder
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
-from accel_train.data.sharded_table import ShardedTable
-from accel_train.data.shards import index_shards
+from accel_train.data.tables.block_order import BlockOrder
+from accel_train.data.tables.sharded_table import ShardedTable
+from accel_train.data.tables.shards import index_shards
 from accel_train.domains.pde.data.files import FieldPart, Fields
 from accel_train.domains.text.shard_corpus import SplitRules, split_shards
 

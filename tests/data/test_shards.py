@@ -16,9 +16,9 @@ import pytest
 from pyarrow import parquet
 
 from accel_train.config import UsageError
-from accel_train.data import shards
-from accel_train.data.sharded_table import ShardedTable
-from accel_train.data.shards import index_shards
+from accel_train.data.tables import shards
+from accel_train.data.tables.sharded_table import ShardedTable
+from accel_train.data.tables.shards import index_shards
 
 ROWS = [{"text": f"row {i} " + "ü" * (i % 7), "n": i} for i in range(250)]
 OPTION = "--data.path"

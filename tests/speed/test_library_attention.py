@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.speed import library_attention
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
-from accel_train.speed.attention_calls import block_mask_on, recorded_calls
-from accel_train.speed.attention_proof import _recorded_operators
-from accel_train.speed.library_attention import LibraryAttention, apply_library_attention
+from accel_train.speed.attention import library as library_attention
+from accel_train.speed.attention.calls import block_mask_on, recorded_calls
+from accel_train.speed.attention.library import LibraryAttention, apply_library_attention
+from accel_train.speed.attention.proof import _recorded_operators
 from accel_train.speed.options import ActivationCheckpointingConfig
 from tests.distributed.foreign_models import MODELS
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,9 @@ from accel_train.cores import usable_cores
 from accel_train.data.progress import Progress
 from accel_train.data.tensor_cache import Lease, TensorCache, content_hash
 from accel_train.domains.images.buckets import Frame, Size, conditioning
-from accel_train.domains.images.dataset import PictureDataset
+
+if TYPE_CHECKING:
+    from accel_train.domains.images.dataset import PictureDataset
 
 PIXELS = "pixels-1"
 """Changes with anything that gives other pixels for a frame."""

@@ -21,7 +21,6 @@ from accel_train.cores import usable_cores
 from accel_train.data.progress import Progress
 from accel_train.domains.images import decoding
 from accel_train.domains.images.decoding import PictureError
-from accel_train.domains.images.folders import list_folder
 from accel_train.domains.images.sources import (
     Bytes,
     Entry,
@@ -120,7 +119,8 @@ def read_pictures(
 
 def list_pictures(source: Source, cache: Path) -> Listing:
     """List a folder, parquet or Arrow files, a saved dataset or one of the Hub. Reads no picture."""
-    # Tables are read by much that folders have no use for.
+    # Each kind of source by those who read one: tables need much that folders have no use for.
+    from accel_train.domains.images.folders import list_folder
     from accel_train.domains.images.tables import list_dataset, list_shards
 
     path = expand_path(source.path)

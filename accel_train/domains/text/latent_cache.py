@@ -22,7 +22,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.data.progress import Progress
-from accel_train.data.text_sources import texts_hash
+from accel_train.data.tables.text_sources import texts_hash
 
 if TYPE_CHECKING:
     from accel_train.domains.text.encoders import LatentEncoder

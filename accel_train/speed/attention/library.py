@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.attention import sdpa_kernel
 
 from accel_train.config import UsageError
-from accel_train.speed.attention_call_proof import (
+from accel_train.speed.attention.call_proof import (
     CANNOT_RUN,
     CannotRunError,
     class_of,
@@ -31,9 +31,9 @@ from accel_train.speed.attention_call_proof import (
     one_line,
     prove_calls,
 )
-from accel_train.speed.attention_calls import DIRECT, AttentionCall, kernels_allowed, recorded_calls
-from accel_train.speed.attention_kernels import RESTRICTED
-from accel_train.speed.attention_table import AttentionNeeds, machine_of, why_not
+from accel_train.speed.attention.calls import DIRECT, AttentionCall, kernels_allowed, recorded_calls
+from accel_train.speed.attention.kernels import RESTRICTED
+from accel_train.speed.attention.table import AttentionNeeds, machine_of, why_not
 from accel_train.wording import shortened
 
 Library = Literal["transformers", "diffusers"]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from accel_train.config import UsageError
-from accel_train.speed.attention_calls import AttentionCall, Drawn, in_fp64
-from accel_train.speed.attention_kernels import RESTRICTED
-from accel_train.speed.attention_proof import (
+from accel_train.speed.attention.calls import AttentionCall, Drawn, in_fp64
+from accel_train.speed.attention.kernels import RESTRICTED
+from accel_train.speed.attention.proof import (
     Proof,
     gradient_error,
     operators_of,
