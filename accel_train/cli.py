@@ -104,7 +104,13 @@ def _launch(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from accel_train.commands.export import export
 
-    return export(arguments.place, arguments.destination, precision=arguments.precision, source=arguments.weights)
+    return export(
+        arguments.place,
+        arguments.destination,
+        precision=arguments.precision,
+        source=arguments.weights,
+        merged=arguments.merged,
+    )
 
 
 def _checkpoints(arguments: argparse.Namespace) -> int:
@@ -311,6 +317,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
         default="model",
         help="trained weights or their EMA",
     )
+    export.add_argument("--merged", action="store_true", help="adapters: the whole model that they make of their base")
 
 
 def _add_push(push: argparse.ArgumentParser) -> None:

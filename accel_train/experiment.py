@@ -129,6 +129,7 @@ def open_experiment(
     if metrics is not None:
         refuse_unknown_metric(config.checkpoints.best_metric, metrics)
         gates.refuse_unknown_gates(metrics)
+    # Only now, because the length of an epoch needs the data.
     length = _resolve_length(config, accelerator, dataset_size)
     max_steps = length.max_steps
     run = _open_run(config, accelerator, fingerprint, length)

@@ -13,12 +13,16 @@ from torch import nn
 from accel_train.checkpoints.policy import BasePolicy
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError
+from accel_train.data.artifacts import cache_if_usable
 from accel_train.precision import Precision
 from accel_train.runtime.main_alone import failing_together
 from accel_train.runtime.strategy import strategy_of
 from accel_train.store.pretrained_base import PretrainedBase
 
 NARROW = (torch.bfloat16, torch.float16)
+QUANTISED = (torch.int8, torch.uint8)
+SHARDING = ("fsdp2", "zero3")
+"""Strategies that split parameters over the processes."""
 
 
 def resolve_base(
@@ -42,6 +46,7 @@ def resolve_base(
     if not frozen:
         return None, []
     _refuse_narrow(precision, frozen)
+    _refuse_quantised(accelerator, frozen, base, option)
     values = f"{sum(parameter.numel() for parameter in frozen):,} frozen values"
     if base is None:
         _refuse_rounding(accelerator, precision, frozen)
@@ -83,6 +88,26 @@ def _refuse_narrow(precision: Precision, frozen: list[nn.Parameter]) -> None:
         )
 
 
+def _refuse_quantised(
+    accelerator: Accelerator, frozen: list[nn.Parameter], base: PretrainedBase | None, option: BasePolicy
+) -> None:
+    """Raise ``UsageError`` where quantised weights would be sharded, or saved without their scales."""
+    quantised = sorted({str(p.dtype).removeprefix("torch.") for p in frozen if p.dtype in QUANTISED})
+    if not quantised:
+        return
+    strategy = strategy_of(accelerator)
+    if strategy in SHARDING:
+        raise UsageError(
+            f"the frozen weights are quantised ({', '.join(quantised)}), and {strategy} would shard them, which loses "
+            "their scales; use one process, DDP, ZeRO-1 or ZeRO-2, or a base in bf16"
+        )
+    if base is None or option == "embed":
+        raise UsageError(
+            f"checkpoints.base: {option}, and the frozen weights are quantised ({', '.join(quantised)}): checkpoints "
+            "can name the files that they come from, not hold them; leave the option out, and give the model a base"
+        )
+
+
 def _refuse_rounding(accelerator: Accelerator, precision: Precision, frozen: list[nn.Parameter]) -> None:
     """Raise ``UsageError`` where DeepSpeed would round frozen weights that are to be saved."""
     strategy = strategy_of(accelerator)
@@ -99,7 +124,7 @@ def _reference(accelerator: Accelerator, base: PretrainedBase) -> dict[str, Any]
     mine = None
     with failing_together(accelerator):
         if accelerator.is_local_main_process:
-            mine = base.reference()
+            mine = base.reference(cache_if_usable())
     # In a list, because Accelerate joins the lists of all processes.
     found = [each for each in gather_object([mine]) if each is not None]
     for other in found:

@@ -12,12 +12,12 @@ from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Protocol, TypeVar, cast, overload
 
 from accel_train.commands import places
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cache_directory
-from accel_train.pipeline import Pipeline
+from accel_train.pipeline import ADAPTER_DESCRIPTION, Pipeline
 from accel_train.store import commit, manifest, strict_json
 
 logger = logging.getLogger(__name__)
@@ -30,35 +30,68 @@ ALLOWED = re.compile(r"accel_train\.domains\.([a-z_]+)\.pipeline:([A-Z][A-Za-z]*
 """What a config.json may name. A folder is data, and what it says must never decide which code is imported: only the
 pipelines inside this package can be named."""
 MAX_DESCRIPTION_BYTES = 16 << 20
-PROOF = "example.json"
-"""In an export: its example, and the sha256 of all other files."""
+DESCRIPTIONS = ("config.json", ADAPTER_DESCRIPTION, "adapter_config.json")
+"""What says what weights are, the first that is there. The last alone is of peft, or of an older version."""
+PROOFS = ("example.json", ADAPTER_DESCRIPTION)
+"""In an export: the sha256 of all other files, with its example, or with the base of adapters."""
+
+
+class Adaptable(Protocol):
+    """A pipeline that takes further adapters."""
+
+    def attach(self, adapters: Mapping[str, Path]) -> None: ...
+
+
+Place = str | PathLike[str]
 
 
 @overload
-def load(place: str | PathLike[str], *, device: str = "cpu") -> Any: ...
+def load(place: Place, *, device: str = "cpu", adapters: Mapping[str, Place] | None = None) -> Any: ...
 @overload
-def load(place: str | PathLike[str], *, pipeline: type[P], device: str = "cpu") -> P: ...
-def load(place: str | PathLike[str], *, pipeline: type[P] | None = None, device: str = "cpu") -> Any:
+def load(place: Place, *, pipeline: type[P], device: str = "cpu", adapters: Mapping[str, Place] | None = None) -> P: ...
+def load(
+    place: Place,
+    *,
+    pipeline: type[P] | None = None,
+    device: str = "cpu",
+    adapters: Mapping[str, Place] | None = None,
+) -> Any:
     """Load a trained model with all that is needed to use it, and return its recipe's pipeline.
 
     ``place`` is a run (its newest checkpoint that verifies), a checkpoint, the directory of an export, or
     ``hub:org/name``, ``hub:org/name@1200`` or ``hub:org/name@REVISION``. EMA weights are used where a checkpoint has
     them. Files are compared with the sha256 of the manifest, or of the export's example, before any is read.
 
+    A place of adapters is loaded on their base, whose files are compared with the sha256 that the checkpoint has of
+    them. ``adapters`` are further ones by name, each a place, on the base of ``place`` or on ``place`` itself; a call
+    chooses by name.
+
     The folder is data: its config.json can name a pipeline of this package and nothing else. For a recipe of your own
     pass its class as ``pipeline``. Raises ``UsageError`` for a place without a model, a damaged file, an unknown
-    pipeline, and ``HubError`` if the Hub cannot be reached.
+    pipeline, a base that is gone or another one, and ``HubError`` if the Hub cannot be reached.
     """
     directory = find(place)
-    return (pipeline or pipeline_of(directory)).from_directory(directory, device)
+    loaded = (pipeline or pipeline_of(directory)).from_directory(directory, device)
+    attach(loaded, adapters or {})
+    return loaded
 
 
-def find(place: str | PathLike[str]) -> Path:
+def attach(pipeline: Any, adapters: Mapping[str, Place]) -> None:
+    """Put adapters on the model of a pipeline. Raises ``UsageError`` for a pipeline that takes none."""
+    if not adapters:
+        return
+    if not hasattr(pipeline, "attach"):
+        raise UsageError(f"adapters {', '.join(adapters)}: {type(pipeline).__name__} takes none; language models do")
+    adaptable: Adaptable = pipeline
+    adaptable.attach({name: find(place) for name, place in adapters.items()})
+
+
+def find(place: Place) -> Path:
     """Return the directory with the model at ``place``, its files verified. Downloads one from the Hub."""
     if isinstance(place, str) and place.startswith(HUB):
         return _download(place.removeprefix(HUB))
     path = expand_path(place)
-    if (path / "config.json").is_file() and not (path / manifest.MANIFEST).is_file():
+    if any((path / name).is_file() for name in DESCRIPTIONS) and not (path / manifest.MANIFEST).is_file():
         _verify_export(path)
         return path
     checkpoint, skipped = places.newest_at(path)
@@ -81,9 +114,9 @@ def pipeline_of(directory: Path) -> type[Pipeline]:
     match = ALLOWED.fullmatch(named) if isinstance(named, str) else None
     if match is None:
         raise UsageError(
-            f"{directory / 'config.json'}: names the pipeline {str(named)[:100]!r}, which is none of this package, and "
-            "a folder is not allowed to have code imported. If the model is of your own recipe, pass the class, as in "
-            "load(place, pipeline=MyPipeline), or give `accel-train sample` the file, with --recipe"
+            f"{_description_file(directory)}: names the pipeline {str(named)[:100]!r}, which is none of this package, "
+            "and a folder is not allowed to have code imported. If the model is of your own recipe, pass the class, as "
+            "in load(place, pipeline=MyPipeline), or give `accel-train sample` the file, with --recipe"
         )
     module, _, name = named.partition(":")
     found: Any = None
@@ -92,7 +125,7 @@ def pipeline_of(directory: Path) -> type[Pipeline]:
     # A class that the module has merely imported is not a pipeline of it.
     if not isinstance(found, type) or found.__module__ != module:
         raise UsageError(
-            f"{directory / 'config.json'}: names the pipeline {named}, which this version of accel_train lacks; "
+            f"{_description_file(directory)}: names the pipeline {named}, which this version of accel_train lacks; "
             "install the version that wrote it, or a newer one"
         )
     return cast("type[Pipeline]", found)
@@ -109,14 +142,14 @@ def _recognised(description: Mapping[str, Any], directory: Path) -> type[Pipelin
                 if candidate.recognises(description):
                     return candidate
     raise UsageError(
-        f"{directory / 'config.json'}: does not name the pipeline of its recipe, and is no config of a recipe of this "
-        "package; for a recipe of your own pass the class, as in load(place, pipeline=MyPipeline)"
+        f"{_description_file(directory)}: does not name the pipeline of its recipe, and is no config of a recipe of "
+        "this package; for a recipe of your own pass the class, as in load(place, pipeline=MyPipeline)"
     )
 
 
 def read_description(directory: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint or an export. Raises ``UsageError``."""
-    path = directory / "config.json"
+    """Read config.json of a checkpoint or an export, or what adapters have in its place. Raises ``UsageError``."""
+    path = _description_file(directory)
     try:
         return strict_json.read_object(path, MAX_DESCRIPTION_BYTES)
     except FileNotFoundError:
@@ -128,18 +161,26 @@ def read_description(directory: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy") from None
 
 
+def _description_file(directory: Path) -> Path:
+    found = [name for name in DESCRIPTIONS if (directory / name).is_file()]
+    return directory / (found or DESCRIPTIONS)[0]
+
+
 def _verify_export(directory: Path) -> None:
-    """Compare the files of an export with their hashes. Exports of older versions have none."""
-    path = directory / PROOF
-    if not path.is_file():
-        return
-    try:
-        files: dict[str, Any] = strict_json.read_object(path, MAX_DESCRIPTION_BYTES)["files"]
-        wrong = [name for name, digest in files.items() if _sha256(directory, name) != digest]
-    except (KeyError, AttributeError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read ({error}); export the model again") from None
-    if wrong:
-        raise UsageError(f"{directory}: {', '.join(sorted(wrong))} changed since the export; export the model again")
+    """Compare the files of an export with their hashes. Exports of older versions, and folders of others, have none."""
+    for name in PROOFS:
+        path = directory / name
+        if not path.is_file():
+            continue
+        try:
+            files: dict[str, Any] = strict_json.read_object(path, MAX_DESCRIPTION_BYTES).get("files", {})
+            wrong = [name for name, digest in files.items() if _sha256(directory, name) != digest]
+        except (AttributeError, ValueError) as error:
+            raise UsageError(f"{path}: cannot be read ({error}); export the model again") from None
+        if wrong:
+            raise UsageError(
+                f"{directory}: {', '.join(sorted(wrong))} changed since the export; export the model again"
+            )
 
 
 def _sha256(directory: Path, name: str) -> str | None:

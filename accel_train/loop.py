@@ -205,6 +205,7 @@ class Training:
         with self.throughput.pause():
             self.saver.finish()
             try:
+                # All processes must leave it at the same forward, so they ask each other there.
                 with stoppable(self.saver.asked_to_stop):
                     metrics = evaluate()
             except EvaluationStopped:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 FORMAT = 1
 DESCRIBED = ("recipe", "pipeline", "objective", "sampler", "normalisation", "units", "card")
 """Keys beside the architecture in config.json."""
+ADAPTER_DESCRIPTION = "pipeline.json"
+"""What config.json is for a whole model, for adapters: beside a config.json transformers would take their weights for
+those of the model."""
 
 P = TypeVar("P", bound="Pipeline", covariant=True)
 
@@ -68,16 +71,19 @@ class Pipeline(Protocol):
     """``pipeline_tag`` on the Hub. None where the Hub has no word for it."""
     usage: ClassVar[str]
     """A line of Python that calls ``pipeline``, for the card on the Hub."""
-    standalone: ClassVar[tuple[Any, ...] | ModuleType | None]
-    """What is cut out of the sources for an export: the class of the model, that of its config, and functions that
-    sample, called with the model, config.json and their arguments. For a model of another library, such as
-    transformers, a module that is copied whole: its ``load(directory)`` returns the model, and its functions are called
-    alike. None: an export has weights and config.json alone."""
     options: ClassVar[type]
     """Options of ``sample``, a frozen dataclass with the fields of ``SampleOptions``."""
 
     @property
     def model(self) -> nn.Module: ...
+
+    @property
+    def standalone(self) -> tuple[Any, ...] | ModuleType | None:
+        """What is cut out of the sources for an export: the class of the model, that of its config, and functions that
+        sample, called with the model, config.json and their arguments. For a model of another library, such as
+        transformers, a module that is copied whole: its ``load(directory)`` returns the model, and its functions are
+        called alike. None: an export has weights and config.json alone."""
+        ...
 
     @classmethod
     def recognises(cls, description: Mapping[str, Any]) -> bool:
@@ -166,7 +172,7 @@ def settings(description: Mapping[str, Any], directory: Path) -> Mapping[str, An
         return None
     if found != FORMAT:
         raise UsageError(
-            f"{directory / 'config.json'}: format {found!r} was written by another version of accel_train; this one "
+            f"{directory}: its description, format {found!r}, was written by another version of accel_train; this one "
             f"reads {FORMAT}. Install the version that wrote it, or a newer one"
         )
     return description

@@ -21,7 +21,7 @@ from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import failing_together
 from accel_train.runtime.strategy import strategy_of
-from accel_train.speed.attention import check_name
+from accel_train.speed.attention.selection import check_name
 from accel_train.speed.float8 import refuse_float8
 from accel_train.store.manifest import committed
 

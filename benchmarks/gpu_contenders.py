@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accel_train.runtime.step_overhead import remember_lookups
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
-from accel_train.speed.attention_table import AttentionNeeds
+from accel_train.speed.attention.table import AttentionNeeds
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig

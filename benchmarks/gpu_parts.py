@@ -17,8 +17,8 @@ from accel_train.config import UsageError
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
-from accel_train.speed.attention import resolve_attention
-from accel_train.speed.attention_table import AttentionNeeds, able, machine_of
+from accel_train.speed.attention.selection import resolve_attention
+from accel_train.speed.attention.table import AttentionNeeds, able, machine_of
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
 from accel_train.training.shards import Shards

@@ -97,6 +97,7 @@ def page(folder: Path) -> str:
     parts += ["### Launch files", "", *table_of("presets", results), ""]
     parts += ["## Options one by one", "", *ablations(results), "", "## Muon against AdamW", "", *muon(results), ""]
     parts += ["## Scaling", "", *scaling(results), "", "## Random numbers", "", *table_of("rng", results)]
+    parts += ["", "## Pictures", "", *table_of("pictures", results)]
     parts += ["", "## Where these numbers come from", "", *origins(results)]
     return "\n".join(parts) + "\n"
 

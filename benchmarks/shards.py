@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel_train.data.block_order import BlockOrder
 from accel_train.data.sampler import StepSampler
-from accel_train.data.sharded_table import ShardedTable
-from accel_train.data.shards import index_shards
+from accel_train.data.tables.block_order import BlockOrder
+from accel_train.data.tables.sharded_table import ShardedTable
+from accel_train.data.tables.shards import index_shards
 from benchmarks.method import in_turns, parser_of, row, write_results
 
 BATCH = 64

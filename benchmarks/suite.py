@@ -34,6 +34,7 @@ SCRIPTS = {
     "exchange": "exchange_cpu.json",
     "scaling": "scaling_cpu.json",
     "rng": "rng_cpu.json",
+    "pictures": "pictures_cpu.json",
 }
 """Script, and the file it writes: C1 to C10 in order, then what has no target."""
 

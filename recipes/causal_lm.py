@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
     # Other weights than those of the source come later, from a checkpoint or from init_from.
     fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
     build = partial(pretrained.build, config.model, shape, load_source=fresh, adapters=config.lora)
-    plain = preparation.build_model(opened, build)
+    plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
     logs.info(logger, *describe_lora(plain, config.lora))
     if config.data.packing:
         logs.info(logger, pretrained.check_packing(plain))
@@ -159,7 +159,9 @@ def main(argv: Sequence[str]) -> int:
         return loop.evaluate_only(opened, run_evaluation)
 
     facts = (config.model, config.evaluation, config.data.path)
-    write_extras = partial(pipeline.write_files, plain, data.tokenizer, *facts)
+    write_extras = partial(
+        pipeline.write_files, plain, data.tokenizer, *facts, base_precision=config.lora.base_precision
+    )
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             set_learning_rate(prepared.optimizer, opened.learning_rate_factor(batches.step))

@@ -27,7 +27,7 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import loading, objective, validation
 from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
 from accel_train.domains.images.pipelines.objective import Denoising
-from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora
+from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora, float_base
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
@@ -75,7 +75,7 @@ class Config(experiment.ExperimentConfig):
 
 def build(base: loading.Base, adapters: LoraConfig) -> nn.Module:
     """Load the denoiser of the base, freeze it, and give it adapters."""
-    model = base.denoiser(adapters.base_precision)
+    model = base.denoiser(float_base(adapters))
     apply_lora(model, adapters)
     return model
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
 from accel_train.config import PositiveInt
-from accel_train.data import task_sampler
+from accel_train.data.grouping import task_sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.models import token_blocks
 from accel_train.domains.pde import (

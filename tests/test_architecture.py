@@ -103,8 +103,6 @@ CHAIN = 7
 PACKAGE_FILES = 12
 MORE_FILES = {
     "commands": (17, "a file for each command of accel-train"),
-    "speed": (15, "attention of transformers and diffusers beside our own: its choice, its calls, their proof"),
-    "data": (20, "data larger than memory: index, reading, cache and order of blocks, the ledger; sources of texts"),
     "domains.text": (20, "texts in shards beside texts in memory: their split, and their dataset"),
 }
 DOMAIN_FILES = 18

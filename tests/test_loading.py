@@ -122,7 +122,7 @@ def test_a_place_without_a_model_is_refused_with_what_it_is(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"config\.json: cannot be read"):
         accel_train.load(tmp_path)
-    with pytest.raises(UsageError, match=r"format 2 was written by another version.*reads 1"):
+    with pytest.raises(UsageError, match=r"format 2, was written by another version.*reads 1"):
         settings({"format": 2}, tmp_path)
 
 

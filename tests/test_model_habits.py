@@ -12,6 +12,7 @@ from torch import nn
 
 from accel_train import model_habits
 from accel_train.config import UsageError
+from accel_train.domains.models.lora import LoraConfig, apply_lora
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.precision import kept_in_fp32
 from tests.distributed.foreign_models import MODELS, VOCABULARY
@@ -104,3 +105,15 @@ def test_weights_that_a_library_keeps_in_fp32_are_known_by_dtype() -> None:
         settled(model, "fp16", "zero2")
     settled(model, "fp16", "ddp")
     settled(model, "bf16", "zero2")
+
+
+def test_a_base_in_half_precision_leaves_them_in_fp32() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    pytest.importorskip("peft")
+    sizes: Any = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model: Any = T5ForConditionalGeneration(T5Config(**sizes))
+    apply_lora(model, LoraConfig(rank=2, base_precision="fp16"))
+    for name, parameter in model.named_parameters():
+        keeps = ".wo." in name or ".lora_" in name
+        assert parameter.dtype == (torch.float32 if keeps else torch.float16), name

@@ -16,7 +16,7 @@ import pytest
 
 from accel_train.compare.report import Plan, header
 from accel_train.compare.runs import Variant
-from accel_train.data.task_sampler import TaskSampler
+from accel_train.data.grouping.task_sampler import TaskSampler
 from accel_train.domains.pde import operator_learning
 from accel_train.domains.text import modes
 from accel_train.metrics.progress import short_exponent

@@ -15,8 +15,10 @@ from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
 from accel_train.domains.language import pipeline as language_pipeline
+from accel_train.domains.language import pretrained
 from accel_train.domains.language.pretrained import ModelConfig as LanguageModelConfig
 from accel_train.domains.language.samples import EvaluationConfig as LanguageEvaluation
+from accel_train.domains.models.lora import LoraConfig
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.domains.pde import pipeline as pde_pipeline
 from accel_train.domains.pde.data.assets import FieldAssets, FieldTask
@@ -40,12 +42,22 @@ EARLIER = Path(__file__).parent / "earlier_artefacts"
 """Written by the version before config.json named objective, sampler and pipeline."""
 
 
-def commit_checkpoint(run: Path, model: nn.Module, description: dict[str, Any], save: Callable[[Path], None]) -> Path:
-    """Commit weights, config.json and assets as step 3 of ``run``. Returns the checkpoint's directory."""
+def commit_checkpoint(
+    run: Path,
+    model: nn.Module,
+    description: dict[str, Any],
+    save: Callable[[Path], None],
+    base: dict[str, Any] | None = None,
+) -> Path:
+    """Commit weights, config.json and assets as step 3 of ``run``. Returns the checkpoint's directory.
+
+    What ``save`` writes over them stays, and a description of nothing is none. ``base`` is that of frozen weights.
+    """
     temporary = run / "checkpoints" / commit.temporary_name(3, atomic_files.new_nonce())
     temporary.mkdir(parents=True)
     save_file(dict(model.state_dict()), temporary / "model.safetensors")
-    (temporary / "config.json").write_text(json.dumps(description))
+    if description:
+        (temporary / "config.json").write_text(json.dumps(description))
     save(temporary / "assets")
     files = {
         path.relative_to(temporary).as_posix(): commit.seal_file(path)
@@ -54,6 +66,8 @@ def commit_checkpoint(run: Path, model: nn.Module, description: dict[str, Any], 
     }
     final = run / "checkpoints" / commit.checkpoint_name(3)
     facts = {"run_id": "abc", "state": False, "metrics": {}, "experiment": {"seed": 7}, "files": files}
+    if base is not None:
+        facts["base"] = base
     commit.commit(temporary, final, {"schema": 1, "step": 3} | facts)
     return final
 
@@ -162,4 +176,33 @@ def language_run(run: Path, options: LanguageModelConfig = tiny.LLAMA, *, ema: b
             save_file({name: 0.5 * value for name, value in parameters.items()}, directory / "ema.safetensors")
 
     commit_checkpoint(run, torch.nn.Identity(), {}, save)
+    return run
+
+
+def adapter_run(
+    run: Path, base: Path, *, seed: int = 1, embedded: bool = False, ema: bool = False, **options: Any
+) -> Path:
+    """Write a run of recipes/causal_lm.py with trained adapters on the model in ``base``. ``options`` are of lora."""
+    adapters = LoraConfig(rank=4, **options)
+    source = LanguageModelConfig(source=str(base))
+    config = pretrained.resolve_config(source, tiny.tokenizer(), 64)
+    torch.manual_seed(seed)
+    model = pretrained.build(source, config, load_source=True, adapters=adapters).eval()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for parameter in trained.values():
+        parameter.data += 0.2 * torch.randn(parameter.shape)
+    saved = dict(model.named_parameters()) if embedded else trained
+
+    def save(assets: Path) -> None:
+        directory = assets.parent
+        about = (source, LanguageEvaluation(temperature=1.0), "org/texts:plain", directory)
+        language_pipeline.write_files(model, tiny.tokenizer(tiny.CHATML), *about, adapters.base_precision)
+        save_file(saved, directory / "model.safetensors", {"format": "pt"})
+        if ema:
+            save_file({name: 0.5 * value for name, value in trained.items()}, directory / "ema.safetensors")
+
+    files = pretrained.base_of(source, config, adapters)
+    assert files is not None
+    reference = None if embedded else files.reference()
+    commit_checkpoint(run, torch.nn.Identity(), {}, save, reference)
     return run

@@ -104,7 +104,9 @@ def due(config: CheckpointConfig, step: int, epoch: Callable[[int], float]) -> b
         return True
     every = config.save_every_epochs
     # Epochs are fractions and grow with every step: save at the step that passes a multiple of `every`.
-    return every > 0 and int(epoch(step) / every) > int(epoch(step - 1) / every)
+    if every <= 0:
+        return False
+    return int(epoch(step) / every) > int(epoch(step - 1) / every)
 
 
 def warn_about_grace(checkpoint: Checkpoint | None, config: CheckpointConfig, main: bool) -> None:

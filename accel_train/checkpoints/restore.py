@@ -180,7 +180,10 @@ def _compare_layouts(checkpoint: Checkpoint, accelerator: Accelerator, experimen
     for key in ORDER:
         saved[key] = saved_experiment.get(key)
         current[key] = experiment.get(key)
-    changed = [f"{key} {saved.get(key)} -> {value}" for key, value in current.items() if saved.get(key) != value]
+    changed: list[str] = []
+    for key, value in current.items():
+        if saved.get(key) != value:
+            changed.append(f"{key} {saved.get(key)} -> {value}")
     if changed:
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
     elif accelerator.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():

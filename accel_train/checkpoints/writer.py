@@ -110,7 +110,8 @@ def write(job: Mapping[str, Any], buffer: memoryview) -> Json:
         start = file["start"]
         size = sum(tensor["bytes"] for tensor in file["tensors"])
         name = file["name"]
-        written[name] = write_tensors(folder / name, header, buffer[start : start + size], rank)
+        data = buffer[start : start + size]
+        written[name] = write_tensors(folder / name, header, data, rank)
         failpoints.hit("after_optimizer_file" if "/" in name else "after_model_file", rank)
     failpoints.hit("before_seal", rank)
     for name, text in job["texts"].items():

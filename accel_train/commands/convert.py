@@ -53,7 +53,10 @@ def convert(source: str, destination: str, *, stem: str | None = None) -> int:
         if config is not None:
             atomic_files.write_json(temporary / "config.json", config)
         files = [file for file in sorted(temporary.rglob("*")) if file.is_file()]
-        sealed = {file.relative_to(temporary).as_posix(): commit.seal_file(file) for file in files}
+        sealed: dict[str, Any] = {}
+        for file in files:
+            name = file.relative_to(temporary).as_posix()
+            sealed[name] = commit.seal_file(file)
         commit.commit(temporary, target, _manifest(sealed, converted_from=f"{chosen} of {path}"))
     elements = sum(info.elements for info in tensors.values())
     print(f"{target}: {len(tensors)} tensors, {elements / 1e6:.1f} million elements in fp32, from {chosen} of {path}")

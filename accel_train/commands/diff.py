@@ -251,7 +251,8 @@ def _distance(x: Tensor, y: Tensor) -> Tensor:
     """Return |x - y|, with 0 between two NaN and infinity between NaN and a number."""
     distance = (x - y).abs()
     # Equal infinities and two NaN subtract to NaN.
-    distance[(x == y) | (x.isnan() & y.isnan())] = 0.0
+    both_nan = x.isnan() & y.isnan()
+    distance[(x == y) | both_nan] = 0.0
     return distance.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 

@@ -50,8 +50,8 @@ def attention_report() -> str:
 
     Takes about half a second per kernel and precision, and longer to build a kernel. One process.
     """
-    from accel_train.speed.attention_proof import attention_rows
-    from accel_train.speed.attention_table import AttentionNeeds
+    from accel_train.speed.attention.proof import attention_rows
+    from accel_train.speed.attention.table import AttentionNeeds
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines: list[str] = []

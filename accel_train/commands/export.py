@@ -23,9 +23,9 @@ from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
 from accel_train.domains.models import lora
 from accel_train.export.proof import packages, write_proof
-from accel_train.pipeline import Convertible
+from accel_train.pipeline import ADAPTER_DESCRIPTION, Convertible
 from accel_train.precision import Precision, dtype_of
-from accel_train.store import atomic_files, commit, planning, weights
+from accel_train.store import atomic_files, commit, planning, strict_json, weights
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
@@ -35,10 +35,19 @@ BARE = ("torch", "safetensors")
 """Packages of every model.py."""
 
 
-def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", source: Source = "model") -> int:
+def export(
+    checkpoint: str,
+    destination: str,
+    *,
+    precision: Precision = "fp32",
+    source: Source = "model",
+    merged: bool = False,
+) -> int:
     """Write the weights or their EMA as ``destination/model.safetensors``, with its other files and the options.
 
-    Adapters are written as peft reads them, and as other programs do where the pipeline of their recipe says how.
+    Adapters are written as peft reads them, with the sha256 of each file of their base, and as other programs do where
+    the pipeline of their recipe says how; if ``merged``, as the whole model that they make of it, which is then built
+    in memory in fp32.
 
     Beside them are model.py, which rebuilds the model with torch alone, an example of inputs and outputs, and
     verify.py, which repeats it; it is run once. They need a checkpoint whose config.json names the pipeline of its
@@ -52,16 +61,24 @@ def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", 
     tensors = _best_copy(found, source)
     # Beside the target, because a rename must not cross file systems.
     temporary = target.with_name(f".tmp-export-{target.name}-{os.getpid()}")
-    stem = "model"
-    if lora.CONFIG_FILE in found.manifest["files"]:
-        stem = lora.WEIGHTS_STEM
-        tensors = lora.by_key_of_peft(tensors)
+    is_adapter = lora.CONFIG_FILE in found.manifest["files"]
+    if merged and not is_adapter:
+        raise UsageError(f"{found.path}: holds no adapters, so there is nothing to merge; leave --merged out")
+    if merged and not hasattr(loading.pipeline_of(found.path), "write_merged"):
+        raise UsageError(f"{found.path}: its recipe merges no adapters; leave --merged out, and merge them with peft")
     with temporary_directory(temporary):
-        write_collection(temporary, stem, tensors, precision)
-        _copy_extras(found, temporary)
+        if merged:
+            _write_merged(found, temporary, tensors, precision)
+        elif is_adapter:
+            write_collection(temporary, lora.WEIGHTS_STEM, lora.by_key_of_peft(tensors), precision)
+            _copy_extras(found, temporary)
+        else:
+            write_collection(temporary, "model", tensors, precision)
+            _copy_extras(found, temporary)
         atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
         lines = _write_for_others(temporary)
-        proof = _prove(temporary)
+        has_pipeline = (temporary / "config.json").is_file()
+        proof = _prove(temporary) if has_pipeline or not is_adapter else _prove_adapter(found, temporary)
         _flush(temporary)
         os.rename(temporary, target)  # also replaces an empty directory
         fsync_directory(target.parent)
@@ -71,11 +88,55 @@ def export(checkpoint: str, destination: str, *, precision: Precision = "fp32", 
     if precision == "fp32" and stored:
         print(f"note: the checkpoint has these weights in {', '.join(stored)}; fp32 adds no digits to them")
     label = "weights" if source == "model" else "EMA weights"
+    if merged:
+        label = f"base and merged {label}"
     size = places.readable_size(places.disk_bytes(target))
     print(f"{target}: {label} of {found.path} (step {found.step}) in {precision}, {size}")
     for line in [*lines, proof]:
         print(line)
     return 0
+
+
+def _write_merged(
+    checkpoint: Checkpoint, directory: Path, tensors: Mapping[str, TensorInfo], precision: Precision
+) -> None:
+    """Write the model that adapters make of their base."""
+    kind: Any = loading.pipeline_of(checkpoint.path)
+    staged = directory / "adapters"
+    staged.mkdir()
+    # The very weights that were asked for, as a checkpoint without others.
+    write_collection(staged, "model", tensors, "fp32")
+    _copy_extras(checkpoint, staged)
+    _describe_base(checkpoint, staged)
+    try:
+        kind.write_merged(staged, directory, precision)
+    except UsageError as error:
+        # The staged folder is gone when the message is read.
+        raise UsageError(str(error).replace(str(staged), str(checkpoint.path))) from None
+    shutil.rmtree(staged)
+
+
+def _describe_base(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
+    """Complete the description of adapters by the files of their base, which the checkpoint has in its manifest."""
+    path = directory / ADAPTER_DESCRIPTION
+    described: dict[str, Any] = {}
+    if path.is_file():
+        described = strict_json.read_object(path)
+    described["base"] = described.get("base", {}) | (checkpoint.manifest.get("base") or {})
+    atomic_files.write_json(path, described)
+    return described
+
+
+def _prove_adapter(checkpoint: Checkpoint, directory: Path) -> str:
+    """Write the base and the sha256 of every file into the description of adapters, and return a line for the user."""
+    described = _describe_base(checkpoint, directory)
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != ADAPTER_DESCRIPTION]
+    hashes = {path.relative_to(directory).as_posix(): commit.hash_file(path) for path in files}
+    atomic_files.write_json(directory / ADAPTER_DESCRIPTION, described | {"files": hashes})
+    base = described["base"]
+    if "files" not in base:
+        return "without the files of their base, which the checkpoint does not name"
+    return f"adapters of {base['source']}, whose {len(base['files'])} file(s) they name with their sha256"
 
 
 def _write_for_others(directory: Path) -> list[str]:
@@ -98,13 +159,13 @@ def _prove(directory: Path) -> str:
     if not loading.is_allowed(named):
         return "without model.py and verify.py: config.json names the pipeline of a recipe outside this package"
     kind = loading.pipeline_of(directory)
-    if kind.standalone is None:
-        return "without model.py and verify.py: its pipeline has nothing to write them from"
     try:
         pipeline = kind.from_directory(directory, "cpu")
     # Such as an encoder that is not on this machine. The weights are of use elsewhere all the same.
     except UsageError as error:
         return f"without model.py and verify.py, because the model cannot be used here: {error}"
+    if pipeline.standalone is None:
+        return "without model.py and verify.py: its pipeline has nothing to write them from"
     printed = write_proof(directory, pipeline).splitlines()
     # safetensors, which reads the weights, goes without saying.
     needed = [name for name in packages((directory / "model.py").read_text("utf-8")) if name not in BARE]

@@ -22,10 +22,26 @@ def sample(place: str, arguments: Sequence[str], recipe: str | None = None) -> i
     directory = loading.find(place)
     pipeline = declared or loading.pipeline_of(directory)
     options: Any = read_options(pipeline.options, arguments, f"accel-train sample {place}")
+    # Read first, because a model may take a minute to load.
+    adapters = _named(getattr(options, "adapters", ()))
     loaded = pipeline.from_directory(directory, options.device)
+    loading.attach(loaded, adapters)
     for line in loaded.sample(options):
         print(line)
     return 0
+
+
+def _named(adapters: Sequence[str]) -> dict[str, str]:
+    """Return the places of adapters by their names. Raises ``UsageError``."""
+    found: dict[str, str] = {}
+    for each in adapters:
+        name, separator, place = each.partition("=")
+        if not (name and separator and place):
+            raise UsageError(f"adapters {each!r}: NAME=PLACE is required, as in --adapters polite=runs/polite")
+        if name in found:
+            raise UsageError(f"adapters {each!r}: the name {name!r} is given twice; give each its own")
+        found[name] = place
+    return found
 
 
 def _declared(recipe: str) -> type[Pipeline]:

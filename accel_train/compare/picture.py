@@ -12,7 +12,11 @@ from accel_train.compare.figures import Window, interval_seconds, window_of
 from accel_train.compare.runs import Line, Run, Variant
 from accel_train.metrics.curves import SMOOTH_FROM, smoothed
 
-LABELS = (("Step time", "step", "ms per step"), ("Loss", "step", "loss"), ("Loss by clock", "seconds", "loss"))
+LABELS = (
+    ("Step time", "step", "ms per step"),
+    ("Loss", "step", "loss"),
+    ("Loss by clock", "seconds", "loss"),
+)
 """Title and labels of both axes of each panel."""
 
 
@@ -54,7 +58,8 @@ def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:
     window_of_run = Window(0, last, tuple(points))
     times = [1000 * seconds for seconds in interval_seconds(run, window_of_run)]
     # `step` takes a value for every point. With the first one repeated, the curve begins without a jump.
-    panels[0].step(points, [times[0], *times], where="pre", **style)
+    from_start = [times[0], *times]
+    panels[0].step(points, from_start, where="pre", **style)
     lines = _lines_with_loss(run)
     losses = [float(line["loss"]) for line in lines]
     for axis, x_field in zip(panels[1:], ("step", "elapsed_seconds"), strict=True):

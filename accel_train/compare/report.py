@@ -116,8 +116,8 @@ def _pair_table(result: Result) -> list[str]:
         interval = "[range]"
     rows = [["metric", "A", "B", "B against A", interval, "reading"]]
     for effect in found:
-        sides = [_short(effect.a), _short(effect.b)]
-        rows.append([effect.metric, *sides, _size(effect), _interval(effect), effect.reading])
+        values = [_short(effect.a), _short(effect.b), _size(effect), _interval(effect)]
+        rows.append([effect.metric, *values, effect.reading])
     return _aligned(rows)
 
 
@@ -274,7 +274,8 @@ def _short(value: float, *, signed: bool = False) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     lines: list[str] = []
     for row in rows:
         cells = map(str.ljust, row, widths)

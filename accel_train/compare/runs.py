@@ -218,7 +218,8 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
     lines = [line for line in trained if isinstance(line.get("step_seconds"), (int, float))]
     if not lines:
         raise RunFailedError(f"{path} has no training line with step_seconds; docs/metrics.md lists the fields")
-    environment = next((r for r in records if r.get("event") == "environment"), {})
+    started = [record for record in records if record.get("event") == "environment"]
+    environment = started[0] if started else {}
     hardware = {name: value for name, value in environment.items() if name not in NOT_HARDWARE}
     evaluation = _read_json(directory / REPORT / EVALUATION_FILE)
     experiment = _read_json(directory / "run.json").get("experiment", {})
@@ -247,6 +248,8 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, str):
             # JSON has no NaN, so the recorder writes it as a string.
             value = NON_FINITE.get(value)
-        if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if name == "step" or isinstance(value, bool):
+            continue
+        if isinstance(value, (int, float)):
             numbers[name] = float(value)
     return numbers

@@ -37,6 +37,14 @@ def cache_directory(option: str | None) -> Path:
     )
 
 
+def cache_if_usable() -> Path | None:
+    """Return the cache directory, None where there cannot be one: for what only saves time."""
+    try:
+        return cache_directory(None)
+    except UsageError:
+        return None
+
+
 def open_cache(option: str | None, rank: int, world_size: int) -> Path:
     """Return `cache_directory`. Rank 0 prints a notice if other hosts have another one. Collective."""
     cache = cache_directory(option)

@@ -10,9 +10,9 @@ from torch.utils.data import default_collate
 
 from accel_train import rng
 from accel_train.data.datasets import Batch, MapDataset
+from accel_train.data.grouping.shape_groups import ShapeGroups, shape_groups
 from accel_train.data.progress import Progress
 from accel_train.data.sampler import BatchShard, Draw
-from accel_train.data.shape_groups import ShapeGroups, shape_groups
 from accel_train.rng import preserve_random_states, seed_generators
 
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import default_collate
 
-from accel_train.data.bucketing import Buckets, resolve_buckets
 from accel_train.data.datasets import Batch, Collate, MapDataset
+from accel_train.data.grouping.bucketing import Buckets, resolve_buckets
+from accel_train.data.grouping.shape_groups import ShapeGroups, describe, shape_groups
 from accel_train.data.options import LoaderConfig, LoaderSettings, resolve_loader
 from accel_train.data.reading import Reader
 from accel_train.data.sampler import BatchShard, Draw, Request, Sampler, accumulation_steps
-from accel_train.data.shape_groups import ShapeGroups, describe, shape_groups
 from accel_train.data.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class Plan(NamedTuple):
         if self.buckets is not None:
             return self.buckets.micro_batches(self.sampler.draws(step), self.shard)
         rank, world_size, micro_batch_size = self.shard
-        return [(draws, None) for draws in self.sampler.micro_batches(step, rank, world_size, micro_batch_size)]
+        micro_batches = self.sampler.micro_batches(step, rank, world_size, micro_batch_size)
+        return [(draws, None) for draws in micro_batches]
 
 
 def iterate_steps(

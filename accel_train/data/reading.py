@@ -83,7 +83,8 @@ class Reader:
                 collated = cast(VariableLengthDataset, self._dataset).trim(collated, request.length)
             return _with_added_fields(collated, request.draws)
         except Exception as error:
-            activity = {IDLE: "collating", WHOLE_BATCH: "reading"}.get(int(row[2]), f"sample {row[2]}")
+            activities = {IDLE: "collating", WHOLE_BATCH: "reading"}
+            activity = activities.get(int(row[2]), f"sample {row[2]}")
             text = f"{activity} of {request}, in {reader}: {type(error).__name__}: {error}"
             if get_worker_info() is None:
                 raise LoadingError(text) from error

@@ -187,7 +187,8 @@ class StepSampler:
 def _shuffled_block(size: int, seed: int, epoch: int, block: int) -> Sequence[int]:
     """Return up to BLOCK indices of one epoch, from place block * BLOCK on."""
     # Permuting a few indices costs as much as thousands (half a millisecond), so blocks are computed and kept.
-    places = torch.arange(block * BLOCK, min(size, (block + 1) * BLOCK), device="cpu")
+    end = min(size, (block + 1) * BLOCK)
+    places = torch.arange(block * BLOCK, end, device="cpu")
     return rng.permute(places, size, rng.key(seed, "order", epoch)).tolist()
 
 

@@ -70,13 +70,14 @@ def write_proof(directory: Path, pipeline: Pipeline) -> str:
     return _run(directory / "verify.py")
 
 
-def model_source(pipeline: type[Pipeline] | Pipeline) -> str:
+def model_source(pipeline: Pipeline) -> str:
     """Return model.py for the models of a pipeline."""
     assert pipeline.standalone is not None, "nothing to write model.py from"
     if isinstance(pipeline.standalone, ModuleType):
         return inspect.getsource(pipeline.standalone)
     model, config, *functions = pipeline.standalone
-    header = HEADER.format(name=model.__name__, recipe=pipeline.recipe, directory=".", version=__version__)
+    recipe = pipeline.recipe
+    header = HEADER.format(name=model.__name__, recipe=recipe, directory=".", version=__version__)
     body = single_file(model, config, standalone.build_model, *functions)
     return header + body + LOADER.format(name=model.__name__, config=config.__name__)
 
@@ -95,7 +96,8 @@ def packages(source: str) -> list[str]:
 def _write_example(directory: Path, pipeline: Pipeline) -> None:
     tensors: dict[str, Tensor] = {}
     examples: list[dict[str, Any]] = []
-    description: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    text = (directory / "config.json").read_text("utf-8")
+    description: dict[str, Any] = json.loads(text)
     for number, example in enumerate(pipeline.examples()):
         arguments: dict[str, Any] = {}
         for name, value in example.arguments.items():

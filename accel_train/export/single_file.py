@@ -202,7 +202,8 @@ class SingleFile:
     def _dropped(self, definition: ast.ClassDef) -> list[ast.stmt]:
         """Return the members of a class that nothing in the file names, as far as is known by now."""
         dropped: list[ast.stmt] = []
-        for member, following in zip(definition.body, [*definition.body[1:], None], strict=True):
+        body = definition.body
+        for member, following in zip(body, [*body[1:], None], strict=True):
             if isinstance(member, ast.FunctionDef):
                 special = member.name.startswith("__") or member.name in OVERRIDES
                 needed = special or member.name in self.attributes
@@ -247,7 +248,9 @@ class SingleFile:
             raise NotSelfContainedError(f"{source.name}: {name} is imported from two places")
 
     def _refuse_collisions(self) -> None:
-        owners: dict[str, str] = {name: f"an import of {it.module}" for name, it in self.external.items()}
+        owners: dict[str, str] = {}
+        for name, imported in self.external.items():
+            owners[name] = f"an import of {imported.module}"
         for source in self.sources.values():
             names = {*source.wanted}
             if source.as_namespace:
@@ -304,7 +307,8 @@ class SingleFile:
             text = self._text_of(source, node)
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_text(following):
                 assert following is not None
-                text += "\n" + "\n".join(source.lines[following.lineno - 1 : following.end_lineno])
+                docstring = source.lines[following.lineno - 1 : following.end_lineno]
+                text += "\n" + "\n".join(docstring)
             yield text
         if source.as_namespace:
             members = ", ".join(f"{name}={name}" for name in sorted(source.as_namespace))
@@ -329,7 +333,9 @@ class SingleFile:
 
 def _is_text(node: ast.stmt | None) -> bool:
     value: Any = getattr(node, "value", None)
-    return isinstance(node, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str)
+    if not (isinstance(node, ast.Expr) and isinstance(value, ast.Constant)):
+        return False
+    return isinstance(value.value, str)
 
 
 def _first_line(source: Source, node: ast.stmt) -> int:

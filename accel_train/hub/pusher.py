@@ -216,7 +216,11 @@ class Pusher:
         """Write the status into ``run.json``, if the run has one."""
         run = self._queue.run
         if (run / names.RUN_FILE).exists():
-            hub = {"repo_id": self._config.repo_id, "pending": list(status.waiting), "failed": dict(status.failed)}
+            hub: Json = {
+                "repo_id": self._config.repo_id,
+                "pending": list(status.waiting),
+                "failed": dict(status.failed),
+            }
             run_file.write_run(run, run_file.load(run) | {"hub": hub})
 
     def _log_status(self, status: HubStatus) -> None:

@@ -153,7 +153,8 @@ class HubQueue:
 
     def log(self, event: str, **details: Any) -> None:
         """Append one line to ``log.jsonl``."""
-        line = json.dumps({"time": _now(), "event": event} | details, ensure_ascii=False) + "\n"
+        record = {"time": _now(), "event": event} | details
+        line = json.dumps(record, ensure_ascii=False) + "\n"
         # O_NONBLOCK: a FIFO of this name must not stop the training process until somebody reads it.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         descriptor = os.open(self._folder("") / "log.jsonl", flags, 0o666)
@@ -197,7 +198,8 @@ class HubQueue:
             paths = list((self.directory / folder).iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []  # nothing was queued yet, or a file stands in the way
-        return sorted(path for path in paths if path.suffix == ".json" and commit.NAME.fullmatch(path.stem))
+        files = [path for path in paths if path.suffix == ".json"]
+        return sorted(path for path in files if commit.NAME.fullmatch(path.stem))
 
     def _records(self, folder: str) -> dict[str, Json]:
         return {path.stem: _read(path) for path in self._files(folder)}
@@ -230,7 +232,10 @@ def _entry(record: Mapping[str, Any], name: str) -> Entry:
 
 _KINDS = {"str": str, "int": int, "bool": bool}
 # Annotations are texts in this module, and the values of its Literal types are strings.
-_FIELDS = {field.name: (_KINDS.get(str(field.type), str), field.default is MISSING) for field in fields(Entry)}
+_FIELDS: dict[str, tuple[type, bool]] = {}
+for _field in fields(Entry):
+    _kind = _KINDS.get(str(_field.type), str)
+    _FIELDS[_field.name] = (_kind, _field.default is MISSING)
 """Fields of ``Entry`` with their type in JSON, and True if they are required."""
 
 

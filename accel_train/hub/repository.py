@@ -6,6 +6,7 @@ delete, and makes no second commit if the response to the first was lost.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -18,6 +19,7 @@ from accel_train.hub.client import hub_api
 from accel_train.hub.errors import NotPushableError
 from accel_train.hub.model_card import CardFacts, build_card
 from accel_train.hub.queue import Entry
+from accel_train.pipeline import ADAPTER_DESCRIPTION
 from accel_train.store import atomic_files, commit, run_file, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import Checkpoint
@@ -255,11 +257,11 @@ def _loads_with(run: Path) -> str | None:
 
 
 def _description(checkpoint: Checkpoint) -> Any:
-    """Return config.json of the checkpoint, or None without a readable one."""
-    try:
-        return strict_json.read(checkpoint.file("config.json"))
-    except (OSError, ValueError):
-        return None
+    """Return config.json of the checkpoint, or what adapters have in its place. None without a readable one."""
+    for name in ("config.json", ADAPTER_DESCRIPTION):
+        with contextlib.suppress(OSError, ValueError):
+            return strict_json.read(checkpoint.file(name))
+    return None
 
 
 def _command(run: Path) -> str | None:

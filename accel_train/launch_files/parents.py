@@ -28,6 +28,7 @@ def parent_command_lines(levels: int = 4) -> list[list[str]]:
     import psutil
 
     try:
-        return [parent.cmdline() for parent in psutil.Process().parents()[:levels]]
+        parents = psutil.Process().parents()[:levels]
+        return [parent.cmdline() for parent in parents]
     except psutil.Error:
         return []

@@ -151,7 +151,8 @@ def known_keys() -> Mapping[str, Mapping[str, KnownKey]]:
 
     top: dict[str, KnownKey] = {}
     for field in fields(ClusterConfig):
-        top[field.name] = KnownKey(None, field.default is None or "Optional" in str(field.type))
+        optional = field.default is None or "Optional" in str(field.type)
+        top[field.name] = KnownKey(None, optional)
     top["mixed_precision"] = KnownKey(None, True)
     result = {"": top}
     # argparse has no public list of the options in a group.

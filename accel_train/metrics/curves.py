@@ -32,8 +32,9 @@ class Series:
 
     def add(self, step: int, value: object) -> None:
         # True would be drawn as 1. Values that are not finite are left out, and `_marks` shows those of the loss.
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return
+        if isfinite(value):
             self.steps.append(step)
             self.values.append(float(value))
 
@@ -128,7 +129,9 @@ def labels_of(records: Records) -> Labels:
     for record in reversed(records):
         labels = record.get("labels")
         if record.get("event") == "environment" and labels:
-            return Labels(labels.get("loss_of"), labels.get("units", {}), labels.get("titles", {}))
+            units = labels.get("units", {})
+            titles = labels.get("titles", {})
+            return Labels(labels.get("loss_of"), units, titles)
     return Labels()
 
 
@@ -217,7 +220,8 @@ def _evaluation_panels(lines: Records, labels: Labels) -> list[Panel]:
     for key, kind in kinds.items():
         if kind not in panels:
             title = f"Evaluation: {labels.titles.get(kind, kind)}"
-            panels[kind] = Panel(title, labels.units.get(kind, kind), {}, last_value=True)
+            unit = labels.units.get(kind, kind)
+            panels[kind] = Panel(title, unit, {}, last_value=True)
         panels[kind].lines[_words(key)] = _column(lines, key)
     return list(panels.values())
 

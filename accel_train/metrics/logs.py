@@ -163,7 +163,8 @@ def _log_uncaught(error: BaseException, where: str = "") -> None:
         logger.error("wrong usage%s: %s", where, error, extra={FILE_ONLY: True})
         return
     trace = (type(error), error, error.__traceback__)
-    logger.critical("uncaught %s%s", type(error).__name__, where, exc_info=trace, extra={FILE_ONLY: True})
+    name = type(error).__name__
+    logger.critical("uncaught %s%s", name, where, exc_info=trace, extra={FILE_ONLY: True})
 
 
 SysHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

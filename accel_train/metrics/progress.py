@@ -70,7 +70,8 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str("  ".join(shown), refresh=False)  # `advance` draws it, not twice
             self.advance(step)
-        logger.info("%s", "  ".join(parts), extra={FILE_ONLY: self._bar is not None})
+        has_bar = self._bar is not None
+        logger.info("%s", "  ".join(parts), extra={FILE_ONLY: has_bar})
 
     def close(self) -> None:
         if self._bar is not None:

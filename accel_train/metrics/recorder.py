@@ -162,7 +162,8 @@ class Recorder:
             raise ValueError(f"the training line of step {step} lacks {', '.join(missing)}; add them")
         if self._main:
             self.record("train", fields, step=step)
-            self._trackers.log({f"train/{name}": value for name, value in fields.items()}, step)
+            named = {f"train/{name}": value for name, value in fields.items()}
+            self._trackers.log(named, step)
             self._progress.show(step, fields)
         # Imported here because it imports accelerate, which reading a run does not need.
         from accel_train.runtime import step_overhead
@@ -176,7 +177,8 @@ class Recorder:
             # The record comes first, because the curves in the report are drawn from the file.
             self.record("evaluation", values, step=step)
             write_report(self._accelerator, self._directory, step, values)
-            self._trackers.log({f"evaluation/{name}": value for name, value in values.items()}, step)
+            named = {f"evaluation/{name}": value for name, value in values.items()}
+            self._trackers.log(named, step)
             logger.info("%s", describe_evaluation(step, values))
 
     def saved(self, checkpoint: Saved) -> None:

@@ -62,9 +62,11 @@ def add_options(parser: argparse.ArgumentParser, cls: type, presets: Sequence[st
             group, dot, leaf = name.rpartition(".")
             parser.add_argument(f"--{name}", f"--{group}{dot}no_{leaf}", action="store_true", help=text)
             continue
-        action: Any = parser.add_argument(f"--{name}", help=text, nargs="*" if is_list(kind) else None)
+        nargs = "*" if is_list(kind) else None
+        action: Any = parser.add_argument(f"--{name}", help=text, nargs=nargs)
         action.choices = _choices(kind)
-        if str in scalar_types(kind) and name.replace(".", "_").rpartition("_")[2] in PATHS:
+        last_word = name.replace(".", "_").rpartition("_")[2]
+        if str in scalar_types(kind) and last_word in PATHS:
             action.complete = FILE
 
 

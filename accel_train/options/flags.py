@@ -249,7 +249,13 @@ def _fits_part(part: Any, value: Any) -> bool:
     return type(value) is part
 
 
-_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 def _requirement(kind: Any) -> str:

@@ -118,7 +118,8 @@ def _flat(cls: type, base: object, names: Sequence[str]) -> type:
     texts = option_texts(cls)
     fields: list[tuple[str, Any, Any]] = []
     for name in names:
-        kind = Annotated[kinds[name], arg(name=name, help=texts.get(name, ""))]
+        text = texts.get(name, "")
+        kind = Annotated[kinds[name], arg(name=name, help=text)]
         default = dataclasses.field(default=attrgetter(name)(base))
         fields.append((name.replace(".", "__"), kind, default))
     return dataclasses.make_dataclass("Options", fields)
@@ -130,7 +131,8 @@ def _alone(cls: type, base: object, group: str) -> type:
 
     value = attrgetter(group)(base)
     kind = Annotated[type(value), arg(name=group)]
-    return dataclasses.make_dataclass("Options", [("group", kind, dataclasses.field(default=value))])
+    default = dataclasses.field(default=value)
+    return dataclasses.make_dataclass("Options", [("group", kind, default)])
 
 
 def _overview(cls: type, shown: Sequence[str]) -> list[str]:
@@ -138,7 +140,9 @@ def _overview(cls: type, shown: Sequence[str]) -> list[str]:
     rest = [name for name in option_names(cls) if name not in shown]
     lines = ["More options, by group: --help GROUP shows one, --help all everything.", ""]
     general = [name for name in rest if "." not in name]
-    rows = [(GENERAL, len(general), ", ".join(general))] if general else []
+    rows: list[tuple[str, int, str]] = []
+    if general:
+        rows.append((GENERAL, len(general), ", ".join(general)))
     for name, kind in field_types(cls).items():
         count = sum(option.startswith(f"{name}.") for option in rest)
         if is_group(kind) and count:

@@ -30,7 +30,8 @@ def _plain(value: Any) -> Any:
 
 def experiment_tree(config: object) -> Tree:
     """Return ``to_tree`` without the options of one invocation."""
-    return {key: value for key, value in to_tree(config).items() if key not in INVOCATION_OPTIONS}
+    tree = to_tree(config)
+    return {key: value for key, value in tree.items() if key not in INVOCATION_OPTIONS}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -49,7 +50,8 @@ _Dumper.add_representer(str, _represent_text)
 def config_text(config: object) -> str:
     """Return the resolved config as YAML for ``load_config``."""
     text = "# Resolved config of this run; valid input for the same recipe.\n"
-    return text + yaml.dump(experiment_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    tree = experiment_tree(config)
+    return text + yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

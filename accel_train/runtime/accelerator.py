@@ -209,7 +209,8 @@ def _refuse_unsupported_precision(precision: Precision) -> None:
 
 def _refuse_half_a_launch(world_size: int) -> None:
     """Refuse ``WORLD_SIZE`` without a rank: on a GPU machine Accelerate would train that many independent copies."""
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    required = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in required if name not in os.environ]
     if world_size > 1 and missing:
         raise UsageError(
             f"WORLD_SIZE: {world_size} is set, but {', '.join(missing)} not, so no launcher started this process; "
@@ -316,7 +317,11 @@ def _verify(accelerator: Accelerator, requested: Requested, world_size: int, pre
         raise UsageError(
             f"zero_stage: 0 in {requested.source} is plain data parallelism; use distributed_type: MULTI_GPU"
         )
-    strategies = {"fsdp": ("fsdp2",), "deepspeed": ("zero1", "zero2", "zero3"), None: ("single", "ddp")}
+    strategies = {
+        "fsdp": ("fsdp2",),
+        "deepspeed": ("zero1", "zero2", "zero3"),
+        None: ("single", "ddp"),
+    }
     checks: tuple[tuple[str, tuple[Any, ...], Any], ...] = (
         ("num_processes", (world_size,), accelerator.num_processes),
         ("strategy", strategies[requested.strategy], strategy_of(accelerator)),

@@ -166,7 +166,8 @@ def _launcher() -> str | None:
 
 def _log(text: str) -> None:
     """Write to the log of this process, or to its file in an existing output directory if logging is not set up."""
-    handlers = [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+    root = logging.getLogger()
+    handlers = [handler for handler in root.handlers if isinstance(handler, logging.FileHandler)]
     own = [h for h in handlers if Path(h.baseFilename).name.startswith("rank_")]
     if own:
         record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (text,), None)

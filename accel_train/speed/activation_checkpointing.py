@@ -60,7 +60,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     found = _outermost(model, names)
     if found:
         return found
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and _has_one_class(m)]
+    module_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    lists = [modules for modules in module_lists if _has_one_class(modules)]
     if lists:
         largest = max(lists, key=_count_parameters)
         return list(largest)
@@ -94,11 +95,13 @@ def _names(module: nn.Module, attribute: str) -> Sequence[str]:
 
 
 def _refuse_wrong_order(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> None:
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in (model, *blocks)):
+    compiled = [getattr(module, "_compiled_call_impl", None) for module in (model, *blocks)]
+    if any(call is not None for call in compiled):
         raise UsageError(
             f"activation_checkpointing.mode {mode}: the blocks are compiled already. Apply checkpointing first."
         )
-    if any(isinstance(vars(m).get("forward"), types.MethodType) for m in blocks):
+    forwards = [vars(block).get("forward") for block in blocks]
+    if any(isinstance(forward, types.MethodType) for forward in forwards):
         raise UsageError(f"activation_checkpointing.mode {mode}: the blocks are checkpointed already. Apply it once.")
 
 

@@ -11,12 +11,12 @@ from torch import nn
 from accel_train.config import UsageError
 from accel_train.precision import Precision, dtype_of
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
-from accel_train.speed.attention import apply_attention, resolve_attention
-from accel_train.speed.attention_proof import kernels_that_ran
-from accel_train.speed.attention_table import AttentionNeeds
+from accel_train.speed.attention.library import Example, apply_library_attention, library_parts
+from accel_train.speed.attention.proof import kernels_that_ran
+from accel_train.speed.attention.selection import apply_attention, resolve_attention
+from accel_train.speed.attention.table import AttentionNeeds
 from accel_train.speed.compile import CompiledBlocks, apply_compile
 from accel_train.speed.float8 import apply_float8, refuse_float8
-from accel_train.speed.library_attention import Example, apply_library_attention, library_parts
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
 
 

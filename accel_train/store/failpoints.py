@@ -63,7 +63,8 @@ def hit(name: str, rank: int = 0) -> None:
         match = _FORM.fullmatch(text.strip())
         if match is None or match["name"] not in NAMES:
             raise ValueError(f"{VARIABLE}: {text!r} is not name[@rank][#n][=action] with one of {', '.join(NAMES)}")
-        if match["name"] != name or (match["rank"] is not None and int(match["rank"]) != rank):
+        of_other_rank = match["rank"] is not None and int(match["rank"]) != rank
+        if match["name"] != name or of_other_rank:
             continue
         # By entry and not by name: two entries may wait for different passages of one place.
         _passages[text] = _passages.get(text, 0) + 1

@@ -158,11 +158,15 @@ def _is_base(value: Any) -> bool:
     if not isinstance(value, dict) or not _is_text(value.get("source")):
         return False
     files = value.get("files")
-    return isinstance(files, dict) and bool(files) and all(_is_file(facts) for facts in files.values())
+    if not isinstance(files, dict) or not files:
+        return False
+    return all(_is_file(facts) for facts in files.values())
 
 
 def _is_file(facts: Any) -> bool:
-    return isinstance(facts, dict) and _is_whole(facts.get("size")) and _is_sha256(facts.get("sha256"))
+    if not isinstance(facts, dict):
+        return False
+    return _is_whole(facts.get("size")) and _is_sha256(facts.get("sha256"))
 
 
 def _is_sha256(value: Any) -> bool:

@@ -108,7 +108,8 @@ def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_s
     load = [0] * world_size
     files: list[_File] = []
     # Collections in a fixed number of files first: those that are spread then even the load out.
-    for index, collection in sorted(enumerate(collections), key=lambda item: item[1].spread):
+    in_order = sorted(enumerate(collections), key=lambda item: item[1].spread)
+    for index, collection in in_order:
         names = set(collection.names or elements)
         sizes: dict[str, int] = {}
         for name, count in elements.items():

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError
+from accel_train.store import atomic_files
 
 THREADS = min(8, os.cpu_count() or 1)
+SHA256 = re.compile("[0-9a-f]{64}")
+COARSE_SECONDS = 5.0
+"""Longer than the resolution of times on any file system."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +36,10 @@ class PretrainedBase:
     revision: str | None = None
     """Commit on the Hub."""
 
-    def reference(self) -> dict[str, Any]:
+    def reference(self, cache: Path | None = None) -> dict[str, Any]:
         """Return the source, the revision, and the size and sha256 of each file. Reads every byte, in threads.
 
+        In ``cache``, a directory, hashes are remembered, so that a file that has not changed since is not read again.
         Raises ``UsageError`` for a file that is not there.
         """
         missing = [name for name in self.files if not (self.directory / name).is_file()]
@@ -39,14 +49,48 @@ class PretrainedBase:
                 "it again, or give the model's source as it was"
             )
         with ThreadPoolExecutor(THREADS) as pool:
-            facts = list(pool.map(self._facts, self.files))
+            facts = list(pool.map(partial(self._facts, cache), self.files))
         return {"source": self.source, "revision": self.revision, "files": dict(zip(self.files, facts, strict=True))}
 
-    def _facts(self, name: str) -> dict[str, Any]:
+    def _facts(self, cache: Path | None, name: str) -> dict[str, Any]:
         path = self.directory / name
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = _sha256(path) if cache is None else remembered_sha256(path, cache)
         return {"size": path.stat().st_size, "sha256": digest}
+
+
+def remembered_sha256(path: Path, cache: Path) -> str:
+    """Return the sha256 of a file, from ``cache`` if the file has the size and the times that it had then.
+
+    A file that is written again has another time of change, which a program cannot set, whatever it does to the
+    other. One that changed in the last seconds is hashed again: its times may be too coarse to tell.
+    """
+    # The target of a link, as in the cache of the Hub.
+    real = path.resolve()
+    identity = _identity(real)
+    entry = cache / "sha256" / f"{hashlib.sha256(str(real).encode()).hexdigest()}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        remembered: Any = json.loads(entry.read_text("utf-8"))
+        if remembered["file"] == identity and SHA256.fullmatch(remembered["sha256"]):
+            return remembered["sha256"]
+    digest = _sha256(real)
+    facts = real.stat()
+    is_old = time.time() - max(facts.st_mtime, facts.st_ctime) > COARSE_SECONDS
+    if is_old and _identity(real) == identity:
+        # Without it the next start reads the file again, which is no reason to fail.
+        with suppress(OSError):
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            atomic_files.replace_json(entry, {"file": identity, "sha256": digest})
+    return digest
+
+
+def _identity(path: Path) -> list[Any]:
+    facts = path.stat()
+    return [str(path), facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def refuse_other_base(recorded: Mapping[str, Any], current: Mapping[str, Any] | None, checkpoint: Path) -> None:

@@ -41,7 +41,8 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file, following links. Never blocks on a FIFO. Raises like ``read``."""
     try:
         # O_NONBLOCK opens a FIFO without waiting for a writer. O_NOCTTY keeps a terminal from becoming ours.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+        descriptor = os.open(path, flags)
         try:
             content = _content(descriptor, max_bytes)
         finally:

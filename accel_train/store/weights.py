@@ -166,7 +166,8 @@ def find_indexed(source: Path, weight_map: Any, folder: str = "") -> dict[str, T
 
     ``source`` is the index. Every file must lie in its folder; ``folder`` is a prefix of every file name.
     """
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+    is_map = isinstance(weight_map, dict)
+    if not is_map or not all(isinstance(file, str) for file in weight_map.values()):
         raise UsageError(f"{source}: its weight_map is not a mapping of tensor names to files; have it written again")
     headers: dict[str, dict[str, TensorInfo]] = {}
     for file in dict.fromkeys(weight_map.values()):
@@ -298,7 +299,9 @@ def load_weights(
     unexpected = tensors.keys() - known.keys()
     one_sided = sorted(missing | unexpected)
     common = {name: info for name, info in tensors.items() if name in known}
-    misfits = {name: _describe_misfit(name, info, known[name]) for name, info in common.items()}
+    misfits: dict[str, str] = {}
+    for name, info in common.items():
+        misfits[name] = _describe_misfit(name, info, known[name])
     if strict:
         for name in one_sided:
             misfits[name] = _describe_one_sided(name, tensors.get(name), known.get(name))

@@ -61,7 +61,8 @@ def _decays(owner: nn.Module, parameter: nn.Parameter) -> bool:
         return False
     if isinstance(owner, _MATRICES):
         return True
-    if any("Norm" in base.__name__ or "Embedding" in base.__name__ for base in type(owner).__mro__):
+    names = [base.__name__ for base in type(owner).__mro__]
+    if any("Norm" in name or "Embedding" in name for name in names):
         return False
     # A bare tensor on a module that has children is a position table, a gate or a modulation bias; on a
     # module without any it is the module's own operator (GPT-2's Conv1D, a spectral convolution).

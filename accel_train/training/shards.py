@@ -52,7 +52,8 @@ class Shards:
         self.buffers = persistent_buffers(self.module)
         """Names of the buffers in the module's state."""
         self._has_warned = False
-        self._sharding = sharding_of(model, self.module, next(iter(self.parameters.values())), optimizer)
+        first = next(iter(self.parameters.values()))
+        self._sharding = sharding_of(model, self.module, first, optimizer)
         for name, whole in (masters or {}).items():
             self.master(name).copy_(self.shard_of(name, whole))
 
@@ -263,7 +264,15 @@ def persistent_buffers(module: nn.Module) -> list[str]:
     return names
 
 
-_DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)}
+_NUMBER_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+)
+_DTYPES = {str(dtype): dtype for dtype in _NUMBER_DTYPES}
 _NUMBERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": "True".__eq__}
 
 

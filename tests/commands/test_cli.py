@@ -18,7 +18,7 @@ from accel_train.commands import doctor
 from accel_train.config import UsageError
 from accel_train.options.loading import load_config
 from accel_train.options.tree import flatten, to_tree
-from accel_train.speed import attention_table
+from accel_train.speed.attention import table as attention_table
 from recipes import mmdit
 from tests.waiting import PATIENCE_SECONDS
 

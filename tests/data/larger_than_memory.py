@@ -1,12 +1,14 @@
 """Read 20 GB of cheap files through the loader, and print how much memory it took: ``python -m ... KIND FOLDER``.
 
-KIND is ``parquet`` (constant texts, which parquet stores once for each row group) or ``hdf5`` (a sparse file). Each row
-carries its number, so that every row is known to be read once.
+KIND is ``parquet`` (constant texts, which parquet stores once for each row group), ``hdf5`` (a sparse file), or
+``texts``: the preparation of texts, each of its own, that compress well. Each row carries its number, so that every row
+is known to be read once.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel_train.data.block_order import BlockOrder
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
-from accel_train.data.sharded_table import ShardedTable
-from accel_train.data.shards import index_shards
+from accel_train.data.tables.block_order import BlockOrder
+from accel_train.data.tables.sharded_table import ShardedTable
+from accel_train.data.tables.shards import index_shards
 from accel_train.domains.pde.data.files import FieldPart, Fields
+from accel_train.domains.text.shard_corpus import SplitRules, split_shards
 
 CACHE_BYTES = 128 * 2**20
 SHARDS, GROUPS, ROWS, CHARACTERS = 20, 25, 1000, 40_000
@@ -39,6 +42,31 @@ def write_parquet(folder: Path) -> None:
             for group in range(GROUPS):
                 first = (shard * GROUPS + group) * ROWS
                 writer.write_table(pa.table({"text": text, "n": np.arange(first, first + ROWS)}))
+
+
+def write_texts(folder: Path, shards: int = SHARDS) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    filling = "x" * CHARACTERS
+    for shard in range(shards):
+        schema = pa.schema([("text", pa.string())])
+        path = folder / f"{shard:02}.parquet"
+        with parquet.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
+            for group in range(GROUPS):
+                first = (shard * GROUPS + group) * ROWS
+                texts = [f"{number} {filling}" for number in range(first, first + ROWS)]
+                writer.write_table(pa.table({"text": texts}))
+
+
+def prepare_texts(folder: Path) -> tuple[int, bool]:
+    """Split the texts as the recipe does. Return the bytes that were read, and if each text is on one side."""
+    table = ShardedTable(index_shards("--data.path", str(folder), folder / "cache"), ("text",), CACHE_BYTES)
+    rules = SplitRules("text", min_words=1, max_bad_rows=0, fraction=0.01)
+    split = split_shards(table, rules, folder / "cache", rank=0, world_size=1, barrier=lambda: None, progress=False)
+    rows = len(table)
+    held_out = split.facts["heldout"]
+    return rows * CHARACTERS, len(split.train) + held_out == rows
 
 
 def write_hdf5(folder: Path) -> None:
@@ -112,12 +140,16 @@ def main(kind: str, folder: Path) -> None:
     if kind == "parquet":
         table = ShardedTable(index_shards("--data.path", str(folder), folder / "cache"), ("text", "n"), CACHE_BYTES)
         total, once = read(Texts(table), BlockOrder([block.rows for block in table.index.blocks], 2))
+    elif kind == "texts":
+        total, once = prepare_texts(folder)
     else:
         part = FieldPart(folder / "fields.h5", ("fields",), 0, 0, SAMPLES)
         total, once = read(Samples(Fields((part,), CACHE_BYTES)), None)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     # Of this program alone. The maximum of getrusage also counts the process that started it.
     peak = int(status["VmHWM"].split()[0]) * 1024
+    # Of its workers the largest.
+    peak = max(peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
     print(json.dumps({"bytes": total, "each_once": once, "peak_bytes": peak}))
 
 

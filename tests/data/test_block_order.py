@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.data import block_order
-from accel_train.data.block_order import BlockOrder
 from accel_train.data.sampler import StepSampler
+from accel_train.data.tables import block_order
+from accel_train.data.tables.block_order import BlockOrder
 
 SIZES = (7, 0, 5, 11, 1, 9, 4)  # 37 rows
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from accel_train.config import UsageError
-from accel_train.data.bucketing import Buckets, choose_shapes, resolve_buckets
+from accel_train.data.grouping.bucketing import Buckets, choose_shapes, resolve_buckets
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a program is read from /proc")
-@pytest.mark.parametrize("kind", ["parquet", "hdf5"])
+@pytest.mark.parametrize("kind", ["parquet", "hdf5", "texts"])
 def test_20_gb_are_read_within_1_gib_of_memory(kind: str, tmp_path: Path) -> None:
     getattr(larger_than_memory, f"write_{kind}")(tmp_path)
     command = [sys.executable, "-m", "tests.data.larger_than_memory", kind, str(tmp_path)]

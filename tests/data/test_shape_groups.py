@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.data.grouping.shape_groups import GroupOrder, ShapeGroups, shape_groups
 from accel_train.data.heldout import heldout_batches, heldout_pairs
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, Draw, StepSampler
-from accel_train.data.shape_groups import GroupOrder, ShapeGroups, shape_groups
 
 CPU = torch.device("cpu")
 SHAPES = [(2, 3), (3, 2), (2, 2), (4, 4), (1, 6)]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.data.grouping.task_sampler import TaskSampler
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, Draw, StepSampler
-from accel_train.data.task_sampler import TaskSampler
 
 SIZES = (40, 23, 100)
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from accel_train import loop, preparation, rng
-from accel_train.data.task_sampler import TaskSampler
+from accel_train.data.grouping.task_sampler import TaskSampler
 from accel_train.runtime.exiting import run_main
 from benchmarks.reads import HostReads
 

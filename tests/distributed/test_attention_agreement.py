@@ -13,8 +13,8 @@ import torch
 from torch import distributed
 
 from accel_train.config import UsageError
-from accel_train.speed import attention
-from accel_train.speed.attention_table import AttentionNeeds
+from accel_train.speed.attention import selection as attention
+from accel_train.speed.attention.table import AttentionNeeds
 from tests import zygote
 from tests.waiting import PATIENCE_SECONDS
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import accel_train
 from accel_train import cli
 from accel_train.store import commit
 from tests.distributed.launching import Finished, Layout, command, few_texts, fork
@@ -118,6 +119,42 @@ def test_peft_and_transformers_load_the_export(weights: str, single: Finished, s
     model: Any = AutoModelForCausalLM.from_pretrained(out).eval()
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, adapted)
+
+
+@pytest.mark.parametrize(
+    ("bits", "strategy"),
+    [
+        ("nf4", "single"),
+        pytest.param("nf4", "ddp", marks=pytest.mark.slow),
+        pytest.param("nf4", "zero2", marks=pytest.mark.slow),
+        pytest.param("int8", "single", marks=pytest.mark.slow),
+    ],
+)
+def test_a_quantised_base_is_named_and_not_saved(
+    bits: str, strategy: str, single: Finished, source: Path, train: Train, tmp_path: Path
+) -> None:
+    """QLoRA, with a resume in the middle; tests/domains/models/test_lora.py has what the base is."""
+    pytest.importorskip("bitsandbytes")
+    train(strategy, tmp_path, "--lora.base_precision", bits, "--max_steps", "3")
+    run = train(strategy, tmp_path, "--lora.base_precision", bits)
+    assert f"on a base in {bits}" in run.output
+    assert run.losses()[-1] < run.losses()[0]
+    assert run.losses() == pytest.approx(single.losses(), rel=0.05)
+    assert run.losses() != pytest.approx(single.losses(), rel=1e-5)
+    saved = run.tensors(STEPS, "model")
+    assert all(".lora_" in name for name in saved)
+    manifest = commit.verify(run.checkpoint(STEPS)).manifest
+    assert manifest["base"] == commit.verify(single.checkpoint(STEPS)).manifest["base"]
+    assert accel_train.load(run.directory)("To be", max_new_tokens=4, adapter="base") is not None
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "zero3")])
+def test_a_quantised_base_is_not_sharded(strategy: str, train: Train, tmp_path: Path) -> None:
+    """Every day by itself: tests/domains/models/test_lora.py."""
+    pytest.importorskip("bitsandbytes")
+    run = train(strategy, tmp_path, "--lora.base_precision", "nf4", ok=False)
+    assert run.code == 2
+    assert f"the frozen weights are quantised (uint8), and {strategy} would shard them" in run.output
 
 
 def test_adapters_need_a_trained_model(train: Train, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ ELSEWHERE = {
 """Rows without a line, and why."""
 ROWS = [
     *(f"F{number}" for number in range(1, 59)),
-    *(f"R{number}" for number in range(1, 7)),
+    *(f"R{number}" for number in range(1, 9)),
     *(f"D{number}" for number in range(1, 10)),
     *("I47", "I48", "I52"),
 ]

@@ -196,8 +196,8 @@ def test_copies_are_checkpointed_and_their_own(mode: str) -> None:
 
 def test_attention_is_computed_again_by_the_same_kernel() -> None:
     """A context around the forward is gone when the backward computes again: the model's own kernel is not."""
-    from accel_train.speed.attention import apply_attention
-    from accel_train.speed.attention_kernels import build_attention
+    from accel_train.speed.attention.kernels import build_attention
+    from accel_train.speed.attention.selection import apply_attention
 
     model = applied("full")
     apply_attention(model, build_attention("sdpa_math"))

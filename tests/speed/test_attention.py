@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
-from accel_train.speed.attention import apply_attention, attention, resolve_attention
-from accel_train.speed.attention_kernels import TORCH_CHOICE
-from accel_train.speed.attention_table import NAMES, AttentionNeeds
+from accel_train.speed.attention.kernels import TORCH_CHOICE
+from accel_train.speed.attention.selection import apply_attention, attention, resolve_attention
+from accel_train.speed.attention.table import NAMES, AttentionNeeds
 
+SELECTION = "accel_train.speed.attention.selection"
 CPU = torch.device("cpu")
 ON_CPU = ("sdpa", "sdpa_math", "sdpa_flash")
 
@@ -123,7 +124,7 @@ def test_tune_measures_what_can_run_and_takes_the_fastest(monkeypatch: pytest.Mo
     assert chosen.name in ON_CPU
     assert all(f"{name} " in reason for name in ON_CPU)
     seconds = {"sdpa": 3.0, "sdpa_math": 1.0, "sdpa_flash": 2.0}
-    monkeypatch.setattr("accel_train.speed.attention.time_attention", lambda built, _needs: seconds[built.name])
+    monkeypatch.setattr(f"{SELECTION}.time_attention", lambda built, _needs: seconds[built.name])
     assert resolve_attention("tune", needs())[0].name == "sdpa_math"
 
 
@@ -131,7 +132,7 @@ def test_tune_takes_one_kernel_for_all_processes(tmp_path: Path, monkeypatch: py
     """The slowest process decides: here the other one finds sdpa_math slow."""
     distributed = torch.distributed
     seconds = {"sdpa": 3.0, "sdpa_math": 1.0, "sdpa_flash": 2.0}
-    monkeypatch.setattr("accel_train.speed.attention.time_attention", lambda built, _needs: seconds[built.name])
+    monkeypatch.setattr(f"{SELECTION}.time_attention", lambda built, _needs: seconds[built.name])
     reduce = distributed.all_reduce
 
     def with_another(times: Tensor, operation: object) -> None:
@@ -148,7 +149,7 @@ def test_tune_takes_one_kernel_for_all_processes(tmp_path: Path, monkeypatch: py
 
 
 def test_auto_goes_on_where_the_first_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.speed.attention.preferred", lambda *_: (f"{__name__}:deaf_to_masks", "sdpa"))
+    monkeypatch.setattr(f"{SELECTION}.preferred", lambda *_: (f"{__name__}:deaf_to_masks", "sdpa"))
     chosen, reason = resolve_attention("auto", needs())
     assert chosen.name == "sdpa"
     assert f"{__name__}:deaf_to_masks failed" in reason

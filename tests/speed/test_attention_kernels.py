@@ -22,8 +22,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
-from accel_train.speed.attention import apply_attention
-from accel_train.speed.attention_kernels import (
+from accel_train.speed.attention.kernels import (
     TORCH_CHOICE,
     Attention,
     _flex,  # pyright: ignore[reportPrivateUsage]
@@ -36,8 +35,9 @@ from accel_train.speed.attention_kernels import (
     packed_kernel,
     unpack,
 )
-from accel_train.speed.attention_proof import prove_attention, reference
-from accel_train.speed.attention_table import AttentionNeeds
+from accel_train.speed.attention.proof import prove_attention, reference
+from accel_train.speed.attention.selection import apply_attention
+from accel_train.speed.attention.table import AttentionNeeds
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

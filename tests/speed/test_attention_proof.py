@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.speed.attention_kernels import Attention, build_attention
-from accel_train.speed.attention_proof import (
+from accel_train.speed.attention.kernels import Attention, build_attention
+from accel_train.speed.attention.proof import (
     attention_rows,
     kernels_that_ran,
     prove_attention,
     reference,
     time_attention,
 )
-from accel_train.speed.attention_table import NAMES, AttentionNeeds
+from accel_train.speed.attention.table import NAMES, AttentionNeeds
 
 NEEDS = AttentionNeeds(torch.device("cpu"), torch.float32, 16, heads=2, length=70, batch=2)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accel_train.speed.attention_kernels import build_attention
-from accel_train.speed.attention_table import (
+from accel_train.speed.attention.kernels import build_attention
+from accel_train.speed.attention.table import (
     BACKENDS,
     NAMES,
     AttentionNeeds,

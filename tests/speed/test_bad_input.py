@@ -18,8 +18,8 @@ import torch
 from accel_train import loop
 from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import MultimodalMMDiT
-from accel_train.speed import attention
-from accel_train.speed.attention_table import AttentionNeeds, Machine
+from accel_train.speed.attention import selection as attention
+from accel_train.speed.attention.table import AttentionNeeds, Machine
 from recipes import mmdit as recipe
 from tests.test_bad_input import ModelReachedError, cache, here, names, outcome, plain, words
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
-from accel_train.speed.attention import apply_attention
-from accel_train.speed.attention_kernels import Attention, build_attention, pack_mask, packed_kernel, sdpa
+from accel_train.speed.attention.kernels import Attention, build_attention, pack_mask, packed_kernel, sdpa
+from accel_train.speed.attention.selection import apply_attention
 from accel_train.speed.compile import CompiledBlocks, apply_compile
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig
 from tests.compiling import NO_INDUCTOR

@@ -25,7 +25,7 @@ from accel_train.domains.models.layers import Float32Linear
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.speed import apply, float8
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
-from accel_train.speed.attention_table import AttentionNeeds
+from accel_train.speed.attention.table import AttentionNeeds
 from accel_train.speed.compile import apply_compile
 from accel_train.speed.float8 import apply_float8, gains, large_linears, refuse_float8
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.speed import library_attention
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
-from accel_train.speed.attention_calls import recorded_calls
-from accel_train.speed.attention_proof import _recorded_operators
-from accel_train.speed.library_attention import LibraryAttention, apply_library_attention
+from accel_train.speed.attention import library as library_attention
+from accel_train.speed.attention.calls import block_mask_on, recorded_calls
+from accel_train.speed.attention.library import LibraryAttention, apply_library_attention
+from accel_train.speed.attention.proof import _recorded_operators
 from accel_train.speed.options import ActivationCheckpointingConfig
 from tests.distributed.foreign_models import MODELS
 
@@ -67,7 +67,7 @@ CASES: dict[str, Case] = {
     "llama": (MODELS["llama"], run_text, 3),
     "gpt": (MODELS["gpt"], run_text, 3),
     "sd3": (MODELS["sd3"], run_sd3, 2),
-    "unet": (MODELS["unet"], run_unet, 10),
+    "unet": (MODELS["unet"], run_unet, 12),
     "flux": (flux, run_flux, 2),
 }
 """Each model, its inputs, and how often it attends."""
@@ -280,12 +280,45 @@ def test_models_of_a_larger_module_are_found() -> None:
         applied(pair, "eager", run)
 
 
+def test_a_model_without_a_reference_is_trained_as_it_came_and_a_name_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an eager function that multiplies fp32 weights cannot be had in fp64."""
+    from transformers.models.llama import modeling_llama
+
+    def fp32_only(module: Any, q: Tensor, *_: Any, **__: Any) -> Any:
+        return torch.matmul(q, q.new_zeros(8, 8, dtype=torch.float32)), None
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", fp32_only)
+    model, run, _ = built("llama")
+    assert "not proven: attention eager of LlamaForCausalLM: cannot be used" in applied(model, "auto", run).notice
+    with pytest.raises(UsageError, match="attention sdpa of LlamaForCausalLM: cannot be used"):
+        applied(model, "sdpa", run)
+
+
+def test_a_mask_of_flex_attention_is_the_same_on_another_device() -> None:
+    """Its function holds tensors of the device that it was made on: the texts of a packed row."""
+    from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+    text = (torch.arange(16) >= 9).int()
+
+    def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (text[q] == text[k])
+
+    mask = create_block_mask(sees, 1, None, 16, 16, device="cpu")
+    found = block_mask_on(mask, CPU)
+    assert found.mask_mod is not mask.mask_mod
+    expected = torch.ones(16, 16, dtype=torch.bool).tril() & (text[:, None] == text)
+    assert torch.equal(create_mask(found.mask_mod, 2, 3, 16, 16, device="cpu"), expected.expand(2, 3, 16, 16))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["llama", "flux"])
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash", "flash_hub", "flex"])
-def test_kernels_of_a_gpu(name: str) -> None:
+def test_kernels_of_a_gpu(name: str, kind: str) -> None:
     """The model is on the CPU, as before `prepare`. A package that is not installed is a reason, not a failure."""
-    model, run, _ = built("llama")
+    model, run, _ = built(kind)
     try:
         found = apply_library_attention(model, name, torch.device("cuda"), torch.bfloat16, run)
     except UsageError as error:

@@ -26,8 +26,6 @@ from accel_train.checkpoints.writer import Retention
 from accel_train.store import commit, manifest, retention
 from accel_train.store.retention import CheckpointFacts, Plan
 
-STATE = ("index.json", "exp_avg.safetensors", "master.safetensors")
-
 
 @dataclass(frozen=True)
 class Options:

@@ -134,7 +134,7 @@ def check(path: str, config: CheckConfig, cache: Path) -> Report:
     source = Source(
         path, config.split, config.image_column, config.caption_column, config.caption_extension, option="data check"
     )
-    found = read_pictures(source, cache, min_side=config.min_side)
+    found = read_pictures(source, cache, min_side=config.min_side, progress=not config.json)
     if not found.pictures:
         reasons = "; ".join(left_out_notices(found.left_out))
         raise UsageError(f"data check {path!r}: no usable picture: {reasons}. At least 1 is required.")

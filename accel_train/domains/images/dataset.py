@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import open_cache
-from accel_train.data.shape_groups import GroupOrder
+from accel_train.data.grouping.shape_groups import GroupOrder
 from accel_train.domains.images.buckets import CENTRE, Frame, Size, conditioning, frame, render
 from accel_train.domains.images.decoding import Colour, colour, decode_picture
 from accel_train.domains.images.options import PictureDataConfig

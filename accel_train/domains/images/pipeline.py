@@ -65,7 +65,7 @@ class PicturePipeline:
     recipe: ClassVar[str] = "lora"
     tag: ClassVar[str | None] = "text-to-image"
     usage: ClassVar[str] = 'pipeline("a red flag").save("flag.png")'
-    standalone: ClassVar[tuple[Any, ...] | ModuleType | None] = None
+    standalone: tuple[Any, ...] | ModuleType | None = None
     options: ClassVar[type] = PictureOptions
 
     def __init__(self, base: Base, pipeline: Any, sampler: Mapping[str, Any]) -> None:

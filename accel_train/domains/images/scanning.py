@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from accel_train.cores import usable_cores
 from accel_train.data.progress import Progress
 from accel_train.domains.images import decoding
 from accel_train.domains.images.decoding import PictureError
-from accel_train.domains.images.folders import list_folder
 from accel_train.domains.images.sources import (
     Bytes,
     Entry,
@@ -90,6 +89,7 @@ def read_pictures(
     max_pixels: int = decoding.MAX_PIXELS,
     rank: int = 0,
     world_size: int = 1,
+    progress: bool = True,
 ) -> Pictures:
     """List a source and read each of its pictures once. Collective if processes are connected: they share the reading.
 
@@ -99,7 +99,9 @@ def read_pictures(
     listing = list_pictures(source, cache)
     memory = _memory_file(cache, source, max_pixels)
     known = _remembered(memory)
-    scans = _shared(_scan_all(listing.entries, known, max_pixels, rank, world_size), world_size)
+    own = range(rank, len(listing.entries), world_size)
+    with Progress("pictures", len(own), enabled=progress and rank == 0) as bar:
+        scans = _shared(_scan_all(listing.entries, own, known, max_pixels, bar.update), world_size)
     if rank == 0:
         _remember(memory, scans)
     pictures: list[Picture] = []
@@ -117,7 +119,8 @@ def read_pictures(
 
 def list_pictures(source: Source, cache: Path) -> Listing:
     """List a folder, parquet or Arrow files, a saved dataset or one of the Hub. Reads no picture."""
-    # Tables are read by much that folders have no use for.
+    # Each kind of source by those who read one: tables need much that folders have no use for.
+    from accel_train.domains.images.folders import list_folder
     from accel_train.domains.images.tables import list_dataset, list_shards
 
     path = expand_path(source.path)
@@ -157,10 +160,13 @@ def scan_picture(content: bytes, known: Mapping[str, Scan], max_pixels: int = de
 
 
 def _scan_all(
-    entries: Sequence[Entry], known: Mapping[str, Scan], max_pixels: int, rank: int, world_size: int
+    entries: Sequence[Entry],
+    own: Sequence[int],
+    known: Mapping[str, Scan],
+    max_pixels: int,
+    done: Callable[[int], None],
 ) -> list[tuple[int, Scan]]:
-    """Scan this rank's share of the entries, in threads: decoders release the interpreter's lock."""
-    own = range(rank, len(entries), world_size)
+    """Scan the entries with the indices `own`, in threads: decoders release the interpreter's lock."""
 
     def scan(index: int) -> tuple[int, Scan]:
         try:
@@ -171,10 +177,10 @@ def _scan_all(
 
     cores, _ = usable_cores()
     found: list[tuple[int, Scan]] = []
-    with Progress("pictures", len(own), enabled=rank == 0) as progress, ThreadPoolExecutor(max(1, cores)) as pool:
+    with ThreadPoolExecutor(max(1, cores)) as pool:
         for result in pool.map(scan, own):
             found.append(result)
-            progress.update(1)
+            done(1)
     return found
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from accel_train.config import UsageError, expand_path
-from accel_train.data.sharded_table import ShardedTable
-from accel_train.data.shards import ShardIndex, index_shards
+from accel_train.data.tables.sharded_table import ShardedTable
+from accel_train.data.tables.shards import ShardIndex, index_shards
 from accel_train.domains.images.sources import CAPTION_COLUMNS, Entry, Listing, Source, caption_of_row, is_saved_dataset
 from accel_train.wording import did_you_mean, nearest
 

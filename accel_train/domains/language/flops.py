@@ -37,7 +37,8 @@ def _matrix_parameters(model: nn.Module, *, trained_only: bool = False) -> float
     plain: Any = model
     share = _share_of_experts(plain.config.get_text_config())
     looked_up = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    counted = [(n, p) for n, p in model.named_parameters() if p.requires_grad or not trained_only]
+    named = dict(model.named_parameters())
+    counted = [(name, p) for name, p in named.items() if p.requires_grad or not trained_only]
     parameters = 0.0
     for name, parameter in counted:
         if parameter.dim() > 1 and parameter not in looked_up:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
@@ -16,10 +18,21 @@ from torch import nn
 
 from accel_train import rng
 from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
-from accel_train.domains.language import exported_model, pretrained, rows, templates, tokenizers
+from accel_train.domains.language import (
+    adapted,
+    exported_llama,
+    exported_model,
+    pretrained,
+    rows,
+    templates,
+    tokenizers,
+)
 from accel_train.domains.language.generation import TEMPERATURE, Drawing, continue_tokens
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.pipeline import Example, describe, read_lines, settings
+from accel_train.domains.models import lora
+from accel_train.domains.models.adapters import choose_adapter, has_ema, is_adapter, merge_adapter
+from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED, Example, describe, read_lines, settings
+from accel_train.precision import Precision
 from accel_train.store import atomic_files, weights
 
 if TYPE_CHECKING:
@@ -55,6 +68,11 @@ class LanguageOptions:
     """Sampling temperature. 0: always the most likely token. None: that of the evaluation in training."""
     top_p: TopP = 1.0
     """Draw from the most likely tokens whose probabilities add up to it."""
+    adapters: tuple[str, ...] = ()
+    """Further adapters of the same base, each as NAME=PLACE with a run, a checkpoint or an export."""
+    adapter: str | None = None
+    """Name of the adapter to answer with; base: none. None: that of the model itself, or else the first of
+    --adapters."""
     seed: Seed = 0
     """Another seed gives another answer to the same prompt."""
     device: str = "cpu"
@@ -79,18 +97,29 @@ class LanguagePipeline:
     recipe: ClassVar[str] = "causal_lm"
     tag: ClassVar[str | None] = "text-generation"
     usage: ClassVar[str] = 'print(pipeline("A text to continue"))'
-    standalone: ClassVar[tuple[Any, ...] | ModuleType | None] = exported_model
     options: ClassVar[type] = LanguageOptions
 
-    def __init__(self, model: nn.Module, tokenizer: Any, temperature: float) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, temperature: float, directory: Path | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.temperature = temperature
         """Default sampling temperature."""
+        self.directory = directory
+        """The checkpoint or export, None for a model that was not loaded from one."""
+        self.adapters: tuple[str, ...] = (lora.ADAPTER,) if hasattr(model, "peft_config") else ()
+        """Names of the adapters that a call may choose; ``default`` is that of a run of adapters."""
+
+    @property
+    def standalone(self) -> tuple[Any, ...] | ModuleType | None:
+        """A file with torch alone for Llama and its kin, and one that loads any other model by transformers."""
+        config: Any = self.model.config
+        return exported_llama if exported_llama.is_supported(config.to_dict()) else exported_model
 
     @classmethod
     def recognises(cls, description: Mapping[str, Any]) -> bool:
-        """Return True for config.json of any causal language model of transformers."""
+        """Return True for config.json of any causal language model of transformers, and for peft's of adapters."""
+        if "peft_type" in description:
+            return True
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
@@ -99,21 +128,67 @@ class LanguagePipeline:
 
     @classmethod
     def from_directory(cls, directory: Path, device: str = "cpu") -> LanguagePipeline:
-        """Read a checkpoint or an export. Raises ``UsageError``."""
-        described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
+        """Read a checkpoint or an export, of a whole model or of adapters on their base. Raises ``UsageError``."""
+        if is_adapter(directory):
+            described = settings(adapted.read_description(directory), directory)
+            model = adapted.load_adapted(directory, torch.device(device))
+        else:
+            described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
+            model = _whole_model(directory)
         tokenizer = tokenizers.load_tokenizer(str(directory), None)
-        try:
-            model: nn.Module = exported_model.load(directory)
-        except (ImportError, OSError, ValueError, RuntimeError) as error:
-            raise UsageError(
-                f"{directory}: not loaded as a causal language model of transformers ({type(error).__name__}: "
-                f"{' '.join(str(error).split())[:300]}); a checkpoint or an export of recipes/causal_lm.py is required"
-            ) from None
-        if any(directory.glob("ema*.safetensors")):
-            # Of what was trained. The rest is in the weights.
-            weights.load_weights(directory, "ema", model, required=())
         sampler: Mapping[str, Any] = {} if described is None else described["sampler"]
-        return cls(model.to(device), tokenizer, float(sampler.get("temperature", TEMPERATURE)))
+        return cls(model.to(device), tokenizer, float(sampler.get("temperature", TEMPERATURE)), directory)
+
+    def attach(self, adapters: Mapping[str, Path]) -> None:
+        """Put further adapters on the model, by name: directories of checkpoints or exports, verified already.
+
+        The base is then the weights that adapters are trained on, not their EMA. Raises ``UsageError`` for adapters of
+        another base, and for names in use.
+        """
+        adapted.refuse_names(adapters, self.adapters)
+        assert self.directory is not None, "a model that was not loaded has no files to compare"
+        if is_adapter(self.directory):
+            reference = adapted.base_reference(self.directory)
+        else:
+            reference = pretrained.find_base(str(self.directory), None).reference()
+            if has_ema(self.directory):
+                weights.load_weights(self.directory, "model", self.model, required=())
+        device = next(self.model.parameters()).device
+        adapted.attach(self.model, adapters, self.directory, reference)
+        self.model.to(device).eval()
+        self.adapters += tuple(adapters)
+
+    @contextmanager
+    def using(self, adapter: str | None) -> Generator[None]:
+        """Compute with an adapter, or as the base alone with ``base``. None: the first of ``adapters``."""
+        if not self.adapters:
+            adapted.refuse_unknown(adapter or adapted.BASE, ())
+            yield
+            return
+        name = adapter or self.adapters[0]
+        adapted.refuse_unknown(name, self.adapters)
+        choose_adapter(self.model, None if name == adapted.BASE else name)
+        try:
+            yield
+        finally:
+            choose_adapter(self.model, self.adapters[0])
+
+    @classmethod
+    def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> None:
+        """Write the whole model that the adapters of a checkpoint make of their base, for ``from_pretrained``.
+
+        A base of 8 or 4 bits counts with the values that it stood for in training. Raises ``UsageError`` for a base
+        that is gone or another one, and for values out of the range of ``precision``.
+        """
+        model = adapted.load_adapted(adapters, plain=True)
+        merge_adapter(model, lora.ADAPTER)
+        adapted.save_whole(model, directory, precision)
+        tokenizers.load_tokenizer(str(adapters), None).save_pretrained(directory)
+        described = adapted.read_description(adapters)
+        # Adapters of an older version have no description, and the model then none either.
+        parts = {name: described[name] for name in (*DESCRIBED, "format") if name in described}
+        config = json.loads((directory / "config.json").read_text("utf-8"))
+        atomic_files.write_json(directory / "config.json", config | parts)
 
     def __call__(
         self,
@@ -123,12 +198,14 @@ class LanguagePipeline:
         temperature: float | None = None,
         top_p: float = 1.0,
         seed: int = 0,
+        adapter: str | None = None,
     ) -> str:
         """Continue a text, or answer a chat, and return what the model wrote.
 
         ``temperature`` 0 takes the most likely token each time. ``top_p`` draws from the most likely tokens whose
-        probabilities add up to it. Raises ``UsageError`` for an empty prompt, messages without a usable chat template,
-        more tokens than the model has positions, and values out of range.
+        probabilities add up to it. ``adapter`` is one of ``adapters``, by default the first, or ``base`` for none.
+        Raises ``UsageError`` for an empty prompt, messages without a usable chat template, more tokens than the model
+        has positions, an unknown adapter, and values out of range.
         """
         temperature = self.temperature if temperature is None else temperature
         if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
@@ -139,7 +216,8 @@ class LanguagePipeline:
         ids = templates.encode_prompt(prompt, self.tokenizer)
         length = self._new_tokens(len(ids), max_new_tokens)
         drawing = Drawing(seed, "prompt", _number(ids), temperature, top_p)
-        new = continue_tokens(self.model, ids, drawing, length, pad_id=self.tokenizer.pad_token_id)
+        with self.using(adapter):
+            new = continue_tokens(self.model, ids, drawing, length, pad_id=self.tokenizer.pad_token_id)
         return self._written(ids, new)
 
     def answers(
@@ -150,12 +228,13 @@ class LanguagePipeline:
         temperature: float | None = None,
         top_p: float = 1.0,
         seed: int = 0,
+        adapter: str | None = None,
     ) -> list[str]:
         """Return for each prompt what a call with it alone returns."""
-        return [
-            self(prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-            for prompt in prompts
-        ]
+        answer = partial(
+            self, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, adapter=adapter
+        )
+        return [answer(prompt) for prompt in prompts]
 
     def sample(self, options: LanguageOptions) -> list[str]:
         """Answer as ``accel-train sample`` is asked to, and return the lines to print."""
@@ -166,6 +245,7 @@ class LanguagePipeline:
             temperature=options.temperature,
             top_p=options.top_p,
             seed=options.seed,
+            adapter=options.adapter,
         )
         if options.output is None:
             return answers
@@ -207,6 +287,21 @@ class LanguagePipeline:
         return self.tokenizer.decode(new, skip_special_tokens=True)
 
 
+def _whole_model(directory: Path) -> nn.Module:
+    """Read config.json and weights, averaged ones where there are any."""
+    try:
+        model: nn.Module = exported_model.load(directory)
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{directory}: not loaded as a causal language model of transformers ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}); a checkpoint or an export of recipes/causal_lm.py is required"
+        ) from None
+    if has_ema(directory):
+        # Of what was trained. The rest is in the weights.
+        weights.load_weights(directory, "ema", model, required=())
+    return model
+
+
 def _number(ids: Sequence[int]) -> int:
     """Return the number of a prompt in the keys of its draws."""
     digest = hashlib.blake2b(" ".join(map(str, ids)).encode(), digest_size=8).digest()
@@ -230,19 +325,27 @@ def write_files(
     evaluation: EvaluationConfig,
     path: str,
     directory: Path,
+    base_precision: lora.BasePrecision = "fp32",
 ) -> None:
     """Write what stands beside the weights of a checkpoint. ``path`` is ``data.path``.
 
     config.json is that of transformers with the description of the pipeline, which ``from_pretrained`` leaves alone.
-    Adapters have no config.json, and no pipeline: peft loads them on their base.
+    That of adapters is pipeline.json, with the architecture of their base and the precision that it had.
     """
     pretrained.save_files(model, tokenizer, directory, options.source)
     file = directory / "config.json"
-    if not file.is_file():  # adapters have peft's config alone
-        return
+    adapters = {}
+    architecture: Mapping[str, Any] = {}
+    if file.is_file():
+        architecture = json.loads(file.read_text("utf-8"))
+    else:
+        file = directory / ADAPTER_DESCRIPTION
+        base = {"source": options.source, "precision": base_precision}
+        config: Any = model.config
+        adapters = {"base": base, "architecture": config.to_dict()}
     described = describe(
         LanguagePipeline,
-        json.loads(file.read_text("utf-8")),
+        architecture,
         objective={"loss": "cross entropy of the next token"},
         sampler={"temperature": evaluation.temperature},
         normalisation={},
@@ -253,4 +356,4 @@ def write_files(
             "measured_on": f"held-out texts of {path}",
         },
     )
-    atomic_files.write_json(file, described)
+    atomic_files.write_json(file, described | adapters)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
 from accel_train.data.artifacts import open_cache
-from accel_train.data.text_sources import BadRows
+from accel_train.data.tables.text_sources import BadRows
 from accel_train.domains.language import packing, rows, templates, tokenizers
 from accel_train.domains.language.packing import TokenDataset
 from accel_train.domains.language.pretrained import ModelConfig

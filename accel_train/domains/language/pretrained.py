@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import PositiveInt, UsageError
-from accel_train.domains.models.lora import CONFIG_FILE, LoraConfig, adapter_config, apply_lora
+from accel_train.domains.models.lora import CONFIG_FILE, CPU, LoraConfig, adapter_config, apply_lora
+from accel_train.precision import Precision
 from accel_train.store.atomic_files import write_json
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.wording import did_you_mean, nearest
@@ -146,14 +146,24 @@ def _refuse_unknown_sizes(options: ModelConfig, known: Any) -> None:
             )
 
 
-def build(options: ModelConfig, config: Any, *, load_source: bool, adapters: LoraConfig = NO_ADAPTERS) -> nn.Module:
+def build(
+    options: ModelConfig,
+    config: Any,
+    *,
+    load_source: bool,
+    adapters: LoraConfig = NO_ADAPTERS,
+    precision: Precision = "fp32",
+    device: torch.device = CPU,
+) -> nn.Module:
     """Return the model with its adapters, if there are any. It attends by sdpa, or by eager if it has no other.
+
+    ``precision`` is that of the computation, and ``device`` where a base of 8 or 4 bits is quantised.
 
     Its weights are those of ``source``, if there is one and ``load_source`` or adapters, and else random. Raises
     ``UsageError`` for weights that are not there, and for adapters that do not fit.
     """
     model = _build(options, config, load_source=load_source or adapters.rank > 0)
-    apply_lora(model, adapters)
+    apply_lora(model, adapters, precision, device)
     return model
 
 
@@ -170,19 +180,28 @@ def base_of(options: ModelConfig, config: Any, adapters: LoraConfig) -> Pretrain
     """Return the files of the frozen weights, None where nothing is frozen. Raises ``UsageError`` if they are gone."""
     if adapters.rank == 0 or options.source is None:
         return None
+    return find_base(options.source, getattr(config, "_commit_hash", None) or options.revision)
+
+
+def find_base(source: str, revision: str | None) -> PretrainedBase:
+    """Return the files with the weights of a folder or Hub id. Raises ``UsageError``."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-    found: Any = partial(cached_file, options.source, revision=options.revision)
-    single = found(SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
-    files: Any = [single]
-    if single is None:
-        index = found(SAFE_WEIGHTS_INDEX_NAME)
-        files, _ = get_checkpoint_shard_files(options.source, index, revision=options.revision)
+    try:
+        single = cached_file(source, SAFE_WEIGHTS_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
+        files: Any = [single]
+        if single is None:
+            index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
+            files, _ = get_checkpoint_shard_files(source, index, revision=revision)
+    except Exception as error:  # failures of hub, network and files have no common type
+        raise UsageError(_not_loaded(source, error)) from None
     paths = [Path(file) for file in files]
     names = tuple(path.name for path in paths)
-    revision = getattr(config, "_commit_hash", None) or options.revision
-    return PretrainedBase(options.source, paths[0].parent, names, revision)
+    # A run may be loaded from another directory than it was started in.
+    folder = Path(source)
+    named = str(folder.absolute()) if folder.is_dir() else source
+    return PretrainedBase(named, paths[0].parent, names, revision)
 
 
 def _build(options: ModelConfig, config: Any, *, load_source: bool) -> nn.Module:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accel_train.config import UsageError, expand_path
-from accel_train.data import text_sources
-from accel_train.data.text_sources import (
+from accel_train.data.tables import text_sources
+from accel_train.data.tables.text_sources import (
     TABLE_FILES,
     BadRows,
     content_key,

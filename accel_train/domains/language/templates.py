@@ -30,7 +30,8 @@ def encode(row: Row, tokenizer: Any) -> Encoded:
         return _with_end(ids, [True] * len(ids), tokenizer)
     if row.prompt is not None:
         whole = f"{row.prompt}{row.completion}"
-        ids, trained = _tokenise(tokenizer, whole, [(len(row.prompt), len(whole))], special=True)
+        completion = (len(row.prompt), len(whole))
+        ids, trained = _tokenise(tokenizer, whole, [completion], special=True)
         return _with_end(ids, trained, tokenizer)
     return _encode_messages(row, tokenizer)
 
@@ -45,7 +46,8 @@ def encode_prompt(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> 
         return _encode_chat_prompt(prompt, tokenizer)
     ids: list[int] = list(tokenizer(prompt)["input_ids"])
     # Some tokenizers end every text, which this one does not.
-    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
+    ends = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
+    if ends and not prompt.endswith(tokenizer.eos_token):
         ids.pop()
     if not ids:
         raise UsageError(f"text {prompt[:60]!r}: the tokenizer leaves no token of it; give a text to continue")

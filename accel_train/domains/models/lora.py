@@ -8,16 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
+from accel_train.domains.models import quantised
 from accel_train.precision import Precision, dtype_of, kept_in_fp32
 from accel_train.wording import did_you_mean, nearest, shortened
 
 T = TypeVar("T")
 Variant = Literal["lora", "dora", "rslora"]
+BasePrecision = Literal["fp32", "bf16", "fp16", "int8", "nf4"]
 ADAPTER = "default"
 """Name of the adapter in a model. peft leaves it out of file names and keys."""
+CPU = torch.device("cpu")
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_STEM = "adapter_model"
 LINEAR = ("Linear", "Conv1D")  # the second is GPT-2's name for a linear layer
@@ -36,8 +40,10 @@ class LoraConfig:
     """The adapter's output is scaled by alpha / rank. None: the rank, a scale of 1."""
     variant: Variant = "lora"
     """dora: column norms are learned separately (arXiv:2402.09353). rslora: scale alpha / sqrt(rank)."""
-    base_precision: Precision = "fp32"
-    """Dtype of the frozen weights. bf16 and fp16 halve their memory and need a precision other than fp32."""
+    base_precision: BasePrecision = "fp32"
+    """Of the frozen weights. bf16 and fp16 halve their memory and need a precision other than fp32. int8 and nf4
+    (QLoRA) keep linear layers but the head in 8 or 4 bits, by bitsandbytes, and the rest in `precision`; they are not
+    sharded, so one process or DDP or ZeRO-1 and 2."""
     targets: tuple[str, ...] | None = None
     """Layers with an adapter: all-linear (all but the head), attention, or names such as q_proj v_proj, the last parts
     of a module's path. null: all-linear of a language model, the projections of attention of a pipeline."""
@@ -56,17 +62,19 @@ class LoraConfig:
             raise UsageError("lora.targets: names no layer; leave it out, or give all-linear, attention or names")
 
 
-def apply_lora(model: nn.Module, config: LoraConfig) -> None:
+def apply_lora(model: nn.Module, config: LoraConfig, precision: Precision = "fp32", device: torch.device = CPU) -> None:
     """Freeze the model and give its target layers adapters, in place. Does nothing with rank 0.
 
     The frozen parameters take ``base_precision``, but for those that the model keeps in fp32; the adapters are fp32.
+    With int8 or nf4 the linear layers go to ``device``, and the other frozen parameters take ``precision``, that of the
+    computation.
 
     Draws the first matrices from torch's global generator; the second are zero, so the output is unchanged. Raises
-    ``UsageError`` for targets that the model does not have, and without peft.
+    ``UsageError`` for targets that the model does not have, without peft, and without bitsandbytes where it is needed.
     """
     if config.rank == 0:
         return
-    peft = _import_peft()
+    peft = import_peft()
     targets = resolve_targets(model, config.targets or ("all-linear",))
     settings = peft.LoraConfig(
         r=config.rank,
@@ -75,15 +83,50 @@ def apply_lora(model: nn.Module, config: LoraConfig) -> None:
         use_dora=config.variant == "dora",
         use_rslora=config.variant == "rslora",
     )
+    freeze_base(model, config.base_precision, precision, device)
+    inject(model, settings, ADAPTER)
+
+
+def float_base(config: LoraConfig) -> Precision:
+    """Return ``base_precision`` for a recipe that loads its base in a float dtype. Raises ``UsageError`` for others."""
+    if config.base_precision == "int8" or config.base_precision == "nf4":
+        raise UsageError(
+            f"lora.base_precision {config.base_precision}: this recipe loads its base in a float dtype; use bf16"
+        )
+    return config.base_precision
+
+
+def freeze_base(model: nn.Module, base: BasePrecision, precision: Precision, device: torch.device) -> None:
+    """Freeze all parameters and give them the precision ``base``, in place, as ``apply_lora`` describes."""
+    model.requires_grad_(False)
+    if base == "int8" or base == "nf4":
+        names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        layers = [name for name in names if not HEAD.search(name)]
+        if not layers:
+            raise UsageError(
+                f"lora.base_precision {base}: {type(model).__name__} has no nn.Linear but its head, and bitsandbytes "
+                "has no other layers; use bf16"
+            )
+        quantised.quantise(model, layers, base, compute=dtype_of(precision), device=device)
+        base = precision
+    dtype = dtype_of(base)
+    kept = kept_in_fp32(model, dtype)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
+
+
+def inject(model: nn.Module, settings: Any, name: str) -> None:
+    """Give the target layers of peft's ``settings`` an adapter, in place. A model may have several, by name."""
+    adapted: Any = model
+    # By these marks peft takes its own layers for those of bitsandbytes.
+    adapted.is_loaded_in_8bit = any(type(module).__name__ == "Linear8bitLt" for module in model.modules())
+    adapted.is_loaded_in_4bit = any(type(module).__name__ == "Linear4bit" for module in model.modules())
     with warnings.catch_warnings():
         # peft 0.21 reads a property that transformers 5.23 has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        peft.inject_adapter_in_model(settings, model, ADAPTER)
-    dtype = dtype_of(config.base_precision)
-    kept = kept_in_fp32(model, dtype)
-    for parameter in model.parameters():
-        if not parameter.requires_grad and id(parameter) not in kept:
-            parameter.data = parameter.data.to(dtype)
+        warnings.filterwarnings("ignore", "Already found a `peft_config` attribute", UserWarning)
+        import_peft().inject_adapter_in_model(settings, model, name)
 
 
 def describe_lora(model: nn.Module, config: LoraConfig) -> list[str]:
@@ -91,17 +134,19 @@ def describe_lora(model: nn.Module, config: LoraConfig) -> list[str]:
     if config.rank == 0:
         return []
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = sum(quantised.count_values(parameter) for parameter in model.parameters())
     layers = sum(1 for name, _ in model.named_modules() if name.endswith(f"lora_A.{ADAPTER}"))
     share = 100 * trained / total
-    return [f"{config.variant} of rank {config.rank} on {layers} layers: {trained:,} values trained, {share:.2f} %"]
+    base = f", on a base in {config.base_precision}" if config.base_precision in quantised.BITS else ""
+    values = f"{trained:,} values trained, {share:.2f} %"
+    return [f"{config.variant} of rank {config.rank} on {layers} layers: {values}{base}"]
 
 
-def _import_peft() -> Any:
+def import_peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise UsageError("lora.rank: adapters need peft; run pip install 'accel_train[lora]'") from None
+        raise UsageError("adapters (lora.rank) need peft; run pip install 'accel_train[lora]'") from None
     return peft
 
 
@@ -150,20 +195,20 @@ def adapter_config(model: nn.Module, base: str | None) -> dict[str, Any]:
     return values | {"base_model_name_or_path": base, "inference_mode": True}
 
 
-def by_key_of_peft(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the tensors of the adapters by the keys of peft's files. Leaves out what is not of an adapter."""
+def by_key_of_peft(tensors: Mapping[str, T], adapter: str = ADAPTER) -> dict[str, T]:
+    """Return the tensors of an adapter by the keys of peft's files. Leaves out what is not of it."""
     found: dict[str, T] = {}
     for name, tensor in tensors.items():
-        key = adapter_key(name)
+        key = adapter_key(name, adapter)
         if key is not None:
             found[key] = tensor
     return found
 
 
-def adapter_key(name: str) -> str | None:
+def adapter_key(name: str, adapter: str = ADAPTER) -> str | None:
     """Return peft's key of a parameter of an adapter, None for any other parameter."""
-    if f".lora_magnitude_vector.{ADAPTER}" in name:
+    if f".lora_magnitude_vector.{adapter}." in name:
         return f"base_model.model.{name.partition('.lora_magnitude_vector.')[0]}.lora_magnitude_vector"
-    if not re.search(rf"\.lora_[AB]\.{ADAPTER}\.", name):
+    if not re.search(rf"\.lora_[AB]\.{re.escape(adapter)}\.", name):
         return None
-    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+    return f"base_model.model.{name.replace(f'.{adapter}.', '.')}"

@@ -25,8 +25,8 @@ from accel_train.domains.models.layers import (
 from accel_train.domains.models.positions import centred_places, sincos_2d
 from accel_train.domains.models.pretrained import DOWNLOAD_OPTIONS, load_pretrained
 from accel_train.precision import Precision, dtype_of
-from accel_train.speed.attention_kernels import TORCH_CHOICE
-from accel_train.speed.attention_table import AttentionNeeds
+from accel_train.speed.attention.kernels import TORCH_CHOICE
+from accel_train.speed.attention.table import AttentionNeeds
 
 SIZES: dict[str, dict[str, int]] = {
     "demo": {"width": 192, "depth": 4, "heads": 4},

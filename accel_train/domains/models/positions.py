@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MAX_PERIOD = 10_000.0
+from accel_train.domains.models.layers import MAX_PERIOD
 
 
 def centred_places(grid: tuple[int, int], whole: tuple[int, int]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.domains.models.layers import FeedForward, Modulation, RMSNorm, modulated_norm
-from accel_train.speed.attention_kernels import TORCH_CHOICE
+from accel_train.speed.attention.kernels import TORCH_CHOICE
 
 MODULATIONS = 6
 

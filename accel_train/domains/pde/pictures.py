@@ -86,7 +86,8 @@ def _draw_row(figure: Any, axes: Any, label: str, panels: Sequence[Panel | Lines
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     # To the left of the first panel's own label.
-    axes[0].annotate(label, (0, 0.5), (-42, 0), "axes fraction", "offset points", rotation=90, ha="right", va="center")
+    style: Any = {"rotation": 90, "ha": "right", "va": "center"}
+    axes[0].annotate(label, (0, 0.5), (-42, 0), "axes fraction", "offset points", **style)
 
 
 def _curve_values(rows: Sequence[tuple[str, Sequence[Panel | Lines]]]) -> dict[str, Any]:

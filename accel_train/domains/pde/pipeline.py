@@ -63,7 +63,7 @@ class FieldPipeline:
     recipe: ClassVar[str] = "pde"
     tag: ClassVar[str | None] = None
     usage: ClassVar[str] = "predicted = pipeline(fields, parameters, task=name)  # in the units of the data"
-    standalone: ClassVar[tuple[Any, ...] | ModuleType | None] = (
+    standalone: tuple[Any, ...] | ModuleType | None = (
         PdeTransformer,
         PdeTransformerConfig,
         losses.predict_refined,
@@ -111,7 +111,8 @@ class FieldPipeline:
         own_parameters = self._parameters(own, parameters, len(state))
         if steps < 1 or (steps > 1 and not own.has_time):
             raise UsageError(f"steps {steps}: 1 or more is required, and 1 for {own.name} if it has no time")
-        digests = [hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).digest() for sample in state]
+        contents = [sample.numpy().tobytes() for sample in state]
+        digests = [hashlib.blake2b(content, digest_size=8).digest() for content in contents]
         keys = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
         predicted: list[Tensor] = []
         normalised = own.input.normalise(state)
@@ -197,7 +198,8 @@ class FieldPipeline:
         if found.dim() == 3 and height == 1:
             found = found[:, :, None]
         required = (task.input_channels, height, width)
-        if found.dim() != 4 or tuple(found.shape[1:]) != required or len(found) == 0:
+        fits = found.dim() == 4 and tuple(found.shape[1:]) == required
+        if not fits or len(found) == 0:
             flat = f", or (B, {task.input_channels}, {width})" if height == 1 else ""
             raise UsageError(
                 f"input of shape {tuple(fields.shape)}: {task.name} reads (B, {', '.join(map(str, required))}){flat}, "

@@ -51,6 +51,7 @@ def evaluate_task(
         step_of = partial(losses.stepper, forward, dt=task.dt, task=number, grid=task.grid)
         found, panels = evaluate_rollouts(accelerator, task, heldout, options, step_of, seed)
         return metrics | found, panels
+    # Every process predicts it, though one draws it: the forward of a sharded model is a collective.
     first = first_samples(accelerator, heldout, 1)
     predicted = losses.predict(forward, first, number, task.grid)
     return metrics, row_panels(task, first, predicted.fields)
@@ -147,6 +148,7 @@ class Rollouts:
         proposals += [rollout.perturbed(step, scale, seed, sample) for scale in NOISES]
 
         def score(first: Tensor, ahead: Tensor) -> Tensor:
+            # The integral of the first fields is known, and the equation keeps it: no truth is needed.
             reference = self.task.input.denormalise(first)
             states = self.task.target.denormalise(ahead).unbind(1)
             gaps = [fields.conservation_gap(state, reference) for state in states]

@@ -10,7 +10,7 @@ from accel_train.config import NonNegativeInt, PositiveInt, UsageError
 from accel_train.domains.models.token_blocks import BlockShape
 from accel_train.domains.pde.tokens import DecoderShape, FieldGrid, divide
 from accel_train.precision import Precision, dtype_of
-from accel_train.speed.attention_table import AttentionNeeds
+from accel_train.speed.attention.table import AttentionNeeds
 
 
 @dataclass(frozen=True)

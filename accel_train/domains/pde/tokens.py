@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.domains.models.layers import NORM_EPS, FeedForward
-from accel_train.speed.attention_kernels import TORCH_CHOICE
+from accel_train.speed.attention.kernels import TORCH_CHOICE
 
 KERNEL = 3
 CELL_OCTAVES = 3

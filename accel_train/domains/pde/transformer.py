@@ -178,6 +178,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
 
         shapes = list(zip(config.tasks, self.grids, strict=True))
         self.encoders = nn.ModuleList(encoder(task.input_channels, grid) for task, grid in shapes)
+        # Where the target has the input's fields, the input's encoder serves both.
         self.target_encoders = nn.ModuleList(
             nn.Identity() if task.same_fields else encoder(task.target_channels, grid) for task, grid in shapes
         )

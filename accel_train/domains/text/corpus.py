@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
-from accel_train.data.text_sources import (
+from accel_train.data.tables.text_sources import (
     TABLE_FILES,
     BadRows,
     content_key,

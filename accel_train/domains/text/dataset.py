@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.data.block_order import BlockOrder
 from accel_train.data.datasets import Batch
-from accel_train.data.ledger import Span, continued, write_ledger
-from accel_train.data.text_sources import texts_hash
+from accel_train.data.tables.block_order import BlockOrder
+from accel_train.data.tables.ledger import Span, continued, write_ledger
+from accel_train.data.tables.text_sources import texts_hash
 from accel_train.domains.text.encoders import LatentEncoder, load_encoder
 from accel_train.domains.text.latent_cache import BatchMemory, LatentRows, LatentTable
 from accel_train.domains.text.lengths import LengthEstimate, load_length

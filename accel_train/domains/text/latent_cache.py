@@ -22,7 +22,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.data.progress import Progress
-from accel_train.data.text_sources import texts_hash
+from accel_train.data.tables.text_sources import texts_hash
 
 if TYPE_CHECKING:
     from accel_train.domains.text.encoders import LatentEncoder
@@ -197,7 +197,8 @@ def _build(folder: Path, shards: Sequence[int], texts: Sequence[str], encoder: L
 
 def encode_rows(texts: Sequence[str], encoder: LatentEncoder, done: Callable[[int], None]) -> NDArray[np.float32]:
     """Encode texts to (n, Dz) in batches of similar length, to compute little padding."""
-    order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+    numbers = range(len(texts))
+    order = sorted(numbers, key=lambda index: -len(texts[index]))
     latents = np.empty((len(texts), encoder.dim), np.float32)
     for start in range(0, len(order), encoder.batch_size):
         batch = order[start : start + encoder.batch_size]

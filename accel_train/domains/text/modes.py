@@ -83,7 +83,8 @@ class ModeConfig:
             "latent_weight": modes != {"l2t"},
             "conditioning_dropout": modes != {"unconditional"},
         }
-        changed = [name for name in has_effect if getattr(self, name) != getattr(type(self), name)]
+        defaults = type(self)
+        changed = [name for name in has_effect if getattr(self, name) != getattr(defaults, name)]
         ignored = [name for name in changed if not has_effect[name]]
         if ignored:
             values = ", ".join(f"modes.{name} {_as_flag(getattr(self, name))}" for name in ignored)
@@ -197,4 +198,5 @@ def _parse(text: str) -> Phase:
             f"phases entry {text!r}: MODE:STEPS or MODE:STEPS:freeze=PART is required, MODE one of "
             f"{', '.join((*MODES, 'mixed'))}, STEPS at least 1, PART text or latent; for example t2l:500:freeze=text"
         )
-    return Phase(cast(Mode, mode), int(steps), cast(Part, part) if part else None)
+    frozen = cast(Part, part) if part else None
+    return Phase(cast(Mode, mode), int(steps), frozen)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
-from accel_train.data.shards import is_shards
+from accel_train.data.tables.shards import is_shards
 from accel_train.domains.text.encoders import Pooling
 
 TFIDF_SVD = "tfidf-svd"

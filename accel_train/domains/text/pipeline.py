@@ -97,7 +97,7 @@ class TextLatentPipeline:
     recipe: ClassVar[str] = "mmdit"
     tag: ClassVar[str | None] = "text-generation"
     usage: ClassVar[str] = 'print(pipeline("A text to say in other words.").texts)'
-    standalone: ClassVar[tuple[Any, ...] | ModuleType | None] = (
+    standalone: tuple[Any, ...] | ModuleType | None = (
         MultimodalMMDiT,
         MultimodalMMDiTConfig,
         tokens_from_latents,

@@ -10,9 +10,8 @@ import torch
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder, open_cache
-from accel_train.data.block_order import BlockOrder
-from accel_train.data.ledger import Span, read_ledger
-from accel_train.data.text_sources import texts_hash
+from accel_train.data.tables.block_order import BlockOrder
+from accel_train.data.tables.ledger import Span, read_ledger
 from accel_train.domains.text import tfidf
 from accel_train.domains.text.corpus import Corpus, resolve_path
 from accel_train.domains.text.dataset import (
@@ -28,13 +27,12 @@ from accel_train.domains.text.latent_cache import LatentRows, LatentTable, cache
 from accel_train.domains.text.latent_files import read_latents
 from accel_train.domains.text.lengths import LengthEstimate, fit_length
 from accel_train.domains.text.options import FREE_TO_CHANGE as FREE_TO_CHANGE
-from accel_train.domains.text.options import TFIDF_SVD, TRAINED
+from accel_train.domains.text.options import TFIDF_SVD
 from accel_train.domains.text.options import DataConfig as DataConfig
 from accel_train.domains.text.shard_corpus import sampled_rows
 from accel_train.domains.text.shard_dataset import BlockLatents, ShardTextDataset, block_latents
-from accel_train.domains.text.splits import Processes, read_splits
-from accel_train.domains.text.tokenizer import TextTokenizer, Tokens, train_tokenizer, transformers_tokenizer
-from accel_train.wording import shortened
+from accel_train.domains.text.splits import Processes, build_tokenizer, read_splits, tokenise_corpus
+from accel_train.domains.text.tokenizer import Tokens
 
 TFIDF_DIM = 64
 
@@ -61,14 +59,15 @@ def prepare_data(
     processes = Processes(rank, world_size, barrier or _no_barrier, progress, device)
     ledger: tuple[Span, ...] = ()
     if config.changed == "allow" and earlier is not None:
+        # The model was trained on this tokenizer and this scale. Other data would give others.
         assets = earlier
         ledger = tuple(read_ledger(earlier))
     cache = open_cache(config.cache_dir, rank, world_size)
     splits = read_splits(config, cache, processes)
     saved = load_assets(assets, device) if assets else None
-    tokenizer = saved.tokenizer if saved else _build_tokenizer(config, splits.train.texts, cache, processes)
-    train, train_tokens = _tokenise(splits.train, tokenizer, config)
-    heldout, heldout_tokens = _tokenise(splits.heldout, tokenizer, config)
+    tokenizer = saved.tokenizer if saved else build_tokenizer(config, splits.train.texts, cache, processes)
+    train, train_tokens = tokenise_corpus(splits.train, tokenizer, config)
+    heldout, heldout_tokens = tokenise_corpus(splits.heldout, tokenizer, config)
     encoder = saved.encoder if saved else _build_encoder(config, train.texts, cache, processes)
     if splits.shards is None:
         table = _latents(config, train, encoder, cache, processes)
@@ -87,10 +86,7 @@ def prepare_data(
     if isinstance(encoder, TransformerEncoder):
         # Training does not encode.
         encoder.release()
-    if isinstance(table, BlockLatents):
-        train_data = ShardTextDataset(table, own, splits.order)
-    else:
-        train_data = _dataset(train.texts, train_tokens, table, own, splits.order)
+    train_data = _training_dataset(table, own, train, train_tokens, splits.order)
     heldout_data = _dataset(heldout.texts, heldout_tokens, heldout_table, own)
     notices = [*splits.notices, *_truncation_notice(train_tokens, config.max_length)]
     contents = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
@@ -99,6 +95,14 @@ def prepare_data(
     if ledger and ledger[-1].fingerprint != contents:
         notices.append(f"--data.changed allow: other data than the {ledger[-1].samples:,} samples of the checkpoint")
     return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices), ledger, contents)
+
+
+def _training_dataset(
+    table: LatentTable | BlockLatents, assets: DataAssets, train: Corpus, tokens: Tokens, order: BlockOrder | None
+) -> ShardTextDataset | TextLatentDataset:
+    if isinstance(table, BlockLatents):
+        return ShardTextDataset(table, assets, order)
+    return _dataset(train.texts, tokens, table, assets, order)
 
 
 def _estimate_length(table: LatentRows, tokens: Tokens, mean: torch.Tensor, std: float) -> LengthEstimate:
@@ -138,40 +142,6 @@ def _dataset(
         # The blocks are part of the order of samples.
         fingerprint = hashlib.sha256(f"{fingerprint} {list(order.sizes)}".encode()).hexdigest()
     return TextLatentDataset(texts, tokens, table, assets, fingerprint, order)
-
-
-def _build_tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, processes: Processes) -> TextTokenizer:
-    if config.tokenizer != TRAINED:
-        return transformers_tokenizer(config.tokenizer)
-    # The 1 changes with the training of the tokenizer, so that no run reads another version's cache.
-    key = hashlib.sha256(f"bpe-1 {config.vocab_size} {texts_hash(texts)}".encode()).hexdigest()
-
-    def write(directory: Path) -> None:
-        tokenizer = train_tokenizer(texts, config.vocab_size)
-        (directory / "tokenizer.json").write_text(tokenizer.to_json(), "utf-8")
-
-    folder = cached_folder(cache / "tokenizers" / key, write, rank=processes.rank, barrier=processes.barrier)
-    saved = (folder / "tokenizer.json").read_text("utf-8")
-    return TextTokenizer.from_json(saved, pad_id=0, mask_id=1, special_ids=())
-
-
-def _tokenise(corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig) -> tuple[Corpus, Tokens]:
-    """Tokenise the texts. Those without a real token (control characters only) are bad rows and left out."""
-    tokens = tokenizer.tokenise(corpus.texts, config.max_length)
-    real_tokens = tokenizer.maskable()[tokens.ids].long().cumsum(0)
-    running = torch.cat([torch.zeros(1, dtype=torch.int64), real_tokens])
-    counts = running[tokens.offsets].diff()
-    empty = (counts == 0).nonzero().flatten().tolist()
-    if not empty:
-        return corpus, tokens
-    if corpus.skipped + len(empty) > config.max_bad_rows:
-        samples = [f"sample {index} ({corpus.texts[index][:60]!r})" for index in empty]
-        raise UsageError(
-            f"--data.path: tokenizer {config.tokenizer!r} leaves no token of {shortened(samples, 1)}. Correct them, or "
-            f"raise --data.max_bad_rows (now {config.max_bad_rows})."
-        )
-    corpus = corpus.select((counts > 0).nonzero().flatten().tolist())
-    return corpus, tokenizer.tokenise(corpus.texts, config.max_length)
 
 
 def _build_encoder(config: DataConfig, texts: Sequence[str], cache: Path, processes: Processes) -> LatentEncoder | None:

@@ -29,8 +29,8 @@ from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
 from accel_train.data.generation import blocks_in_order
 from accel_train.data.progress import Progress
-from accel_train.data.sharded_table import DecodedBlock, ShardedTable
-from accel_train.data.text_sources import BadRows, content_key
+from accel_train.data.tables.sharded_table import DecodedBlock, ShardedTable
+from accel_train.data.tables.text_sources import BadRows, content_key
 from accel_train.domains.text.corpus import text_fault
 
 SPLIT_FORMAT = 1

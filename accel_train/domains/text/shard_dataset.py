@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.data.block_cache import BlockCache
-from accel_train.data.block_order import BlockOrder
 from accel_train.data.datasets import Batch
 from accel_train.data.progress import Progress
+from accel_train.data.tables.block_cache import BlockCache
+from accel_train.data.tables.block_order import BlockOrder
 from accel_train.domains.text.dataset import DataAssets, padded_rows
 from accel_train.domains.text.encoders import LatentEncoder
 from accel_train.domains.text.latent_cache import (

@@ -1,16 +1,21 @@
-"""Splits of the texts that the `data` group names: read into memory, or from shards by block (`read_splits`)."""
+"""Splits of the texts that the `data` group names, in memory or in shards (`read_splits`), and their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
+import torch
+
 from accel_train.config import UsageError
-from accel_train.data.block_order import BlockOrder
-from accel_train.data.sharded_table import ShardedTable
-from accel_train.data.shards import index_shards
+from accel_train.data.artifacts import cached_folder
+from accel_train.data.tables.block_order import BlockOrder
+from accel_train.data.tables.sharded_table import ShardedTable
+from accel_train.data.tables.shards import index_shards
+from accel_train.data.tables.text_sources import texts_hash
 from accel_train.domains.text.corpus import (
     Corpus,
     check_options_have_effect,
@@ -18,7 +23,7 @@ from accel_train.domains.text.corpus import (
     remove_heldout,
     split_heldout,
 )
-from accel_train.domains.text.options import DataConfig
+from accel_train.domains.text.options import TRAINED, DataConfig
 from accel_train.domains.text.shard_corpus import (
     ShardTexts,
     SplitRules,
@@ -27,6 +32,8 @@ from accel_train.domains.text.shard_corpus import (
     window_notices,
     word_key,
 )
+from accel_train.domains.text.tokenizer import TextTokenizer, Tokens, train_tokenizer, transformers_tokenizer
+from accel_train.wording import shortened
 
 SPLIT = "split="
 DEFAULT_SHUFFLE_BLOCKS = 16
@@ -87,6 +94,7 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
     heldout = Corpus([])
     if config.heldout_path is not None:
         heldout = _read_heldout(config, config.heldout_path)
+        # With a share of 1 all texts stay, without repeated ones and in the order of their hashes.
         heldout = heldout.select(split_heldout(heldout, 1.0)[1])
     index = index_shards("--data.path", config.path, cache, rank=processes.rank, barrier=processes.barrier)
     cache_bytes = 2**20 * (config.cache_mib or DEFAULT_CACHE_MIB)
@@ -105,6 +113,7 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
         corpus = Corpus(list(texts), [], split.facts["bad"])
         return Splits(corpus, heldout, notices, order)
     notices += window_notices(texts, window)
+    # Tokenizer and encoder are fitted on a sample: all texts may not fit into memory.
     train = Corpus(split.sample, [], split.facts["bad"])
     return Splits(train, heldout, notices, BlockOrder(texts.sizes, window), texts)
 
@@ -163,3 +172,38 @@ def _read(config: DataConfig, path: str, split: str) -> tuple[Corpus, int]:
     words = [len(text.split()) for text in corpus.texts]
     long = [index for index, count in enumerate(words) if count >= config.min_words]
     return corpus.select(long), len(corpus.texts) - len(long)
+
+
+def build_tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, processes: Processes) -> TextTokenizer:
+    """Train the tokenizer, or load that of a transformers model. Every rank calls it (a barrier)."""
+    if config.tokenizer != TRAINED:
+        return transformers_tokenizer(config.tokenizer)
+    # The 1 changes with the training of the tokenizer, so that no run reads another version's cache.
+    key = hashlib.sha256(f"bpe-1 {config.vocab_size} {texts_hash(texts)}".encode()).hexdigest()
+
+    def write(directory: Path) -> None:
+        tokenizer = train_tokenizer(texts, config.vocab_size)
+        (directory / "tokenizer.json").write_text(tokenizer.to_json(), "utf-8")
+
+    folder = cached_folder(cache / "tokenizers" / key, write, rank=processes.rank, barrier=processes.barrier)
+    saved = (folder / "tokenizer.json").read_text("utf-8")
+    return TextTokenizer.from_json(saved, pad_id=0, mask_id=1, special_ids=())
+
+
+def tokenise_corpus(corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig) -> tuple[Corpus, Tokens]:
+    """Tokenise the texts. Those without a real token (control characters only) are bad rows and left out."""
+    tokens = tokenizer.tokenise(corpus.texts, config.max_length)
+    real_tokens = tokenizer.maskable()[tokens.ids].long().cumsum(0)
+    running = torch.cat([torch.zeros(1, dtype=torch.int64), real_tokens])
+    counts = running[tokens.offsets].diff()
+    empty = (counts == 0).nonzero().flatten().tolist()
+    if not empty:
+        return corpus, tokens
+    if corpus.skipped + len(empty) > config.max_bad_rows:
+        samples = [f"sample {index} ({corpus.texts[index][:60]!r})" for index in empty]
+        raise UsageError(
+            f"--data.path: tokenizer {config.tokenizer!r} leaves no token of {shortened(samples, 1)}. Correct them, or "
+            f"raise --data.max_bad_rows (now {config.max_bad_rows})."
+        )
+    corpus = corpus.select((counts > 0).nonzero().flatten().tolist())
+    return corpus, tokenizer.tokenise(corpus.texts, config.max_length)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
-from accel_train.data.text_sources import texts_hash
+from accel_train.data.tables.text_sources import texts_hash
 
 VERSION = "tfidf-svd-1"
 MAX_WORDS = 20_000

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.data.text_sources import BadRows, content_key
+from accel_train.data.tables.text_sources import BadRows, content_key
 from accel_train.domains.language import rows
 from accel_train.domains.language.rows import Row
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import DistributedType
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from accel_train import frozen_weights
 from accel_train.config import UsageError
-from accel_train.domains.models import lora
+from accel_train.domains.models import lora, quantised
 from accel_train.domains.models.lora import LoraConfig, apply_lora
+from accel_train.store.pretrained_base import PretrainedBase
 from tests.distributed.foreign_models import MODELS
 
 peft = pytest.importorskip("peft")
@@ -105,3 +111,125 @@ def test_an_unknown_layer_is_named_with_the_nearest() -> None:
     apply_lora(model, LoraConfig())
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert lora.describe_lora(model, LoraConfig()) == []
+
+
+# ----------------------------------------------------------------------------------------------------- quantised bases
+BITS = ["int8", "nf4"]
+needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", BITS)
+def test_a_quantised_base_is_that_of_transformers(bits: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    plain = llama()
+    plain.save_pretrained(tmp_path)
+    settings = BitsAndBytesConfig(
+        load_in_8bit=bits == "int8",
+        load_in_4bit=bits == "nf4",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=True,
+    )
+    loader: Any = AutoModelForCausalLM
+    theirs = loader.from_pretrained(
+        tmp_path, quantization_config=settings, dtype=torch.float32, device_map="cpu", attn_implementation="eager"
+    )
+    ours = llama()
+    lora.freeze_base(ours, bits, "fp32", lora.CPU)
+    expected = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
+    assert {name: str(p.dtype) for name, p in ours.named_parameters()} == {n: str(p.dtype) for n, p in expected.items()}
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter.detach(), expected[name]), name
+    assert not torch.equal(logits(ours), logits(llama()))
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", BITS)
+def test_adapters_learn_on_a_quantised_base_that_stays(bits: Any) -> None:
+    model = llama()
+    torch.manual_seed(1)
+    apply_lora(model, LoraConfig(rank=4, base_precision=bits))
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    assert {p.dtype for p in frozen.values()} == {torch.int8 if bits == "int8" else torch.uint8, torch.float32}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=5e-2)
+    losses: list[float] = []
+    for step in range(12):
+        model.train()
+        loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        # An evaluation between two steps must not repack the weights.
+        model.eval()
+        assert logits(model).isfinite().all(), step
+    assert losses[-1] < losses[0] - 0.1
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[name].detach(), value) for name, value in frozen.items())
+    (notice,) = lora.describe_lora(model, LoraConfig(rank=4, base_precision=bits))
+    assert notice.endswith(f"on a base in {bits}")
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", BITS)
+def test_dequantised_layers_have_the_values_that_were_computed_with(bits: Any) -> None:
+    model = llama()
+    lora.freeze_base(model, bits, "fp32", lora.CPU)
+    before = logits(model)
+    quantised.dequantise(model)
+    assert {type(module).__name__ for module in model.modules() if "Linear" in type(module).__name__} == {"Linear"}
+    # 8 bits round the activations as well.
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5 if bits == "nf4" else 0.05)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(("bits", "share"), [("int8", 1 / 4), ("nf4", 1 / 8)])
+def test_the_size_is_known_before_anything_is_allocated(bits: Any, share: float) -> None:
+    def linear_bytes(model: nn.Module) -> int:
+        found = dict(model.named_parameters())
+        return sum(p.numel() * p.element_size() for name, p in found.items() if "proj" in name and "lora" not in name)
+
+    whole = linear_bytes(llama())
+    with torch.device("meta"):
+        model = MODELS["llama"]()
+        apply_lora(model, LoraConfig(rank=4, base_precision=bits), device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert linear_bytes(model) == pytest.approx(share * whole)
+
+
+@pytest.mark.parametrize("strategy", ["FSDP", "DEEPSPEED"])
+def test_strategies_that_would_shard_a_quantised_base_are_refused(strategy: str) -> None:
+    layout = SimpleNamespace(
+        distributed_type=DistributedType[strategy],
+        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3)),
+    )
+    frozen = [nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)]
+    accelerator: Any = layout
+    base = PretrainedBase("here", Path("here"), ("model.safetensors",))
+    with pytest.raises(
+        UsageError, match=r"quantised \(uint8\), and (fsdp2|zero3) would shard them.*DDP, ZeRO-1 or ZeRO-2"
+    ):
+        frozen_weights._refuse_quantised(accelerator, frozen, base, "reference")
+    layout.distributed_type = DistributedType.MULTI_GPU
+    layout.num_processes = 2
+    frozen_weights._refuse_quantised(accelerator, frozen, base, "reference")
+    for option, files in (("embed", base), ("auto", None)):
+        with pytest.raises(UsageError, match=rf"checkpoints.base: {option}, and the frozen weights are quantised"):
+            frozen_weights._refuse_quantised(accelerator, frozen, files, option)
+
+
+def test_without_bitsandbytes_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(
+        UsageError, match=r"lora.base_precision nf4: needs bitsandbytes; .*accel_train\[lora,bitsandbytes"
+    ):
+        apply_lora(llama(), LoraConfig(rank=2, base_precision="nf4"))
+
+
+@needs_bitsandbytes
+def test_a_model_without_linear_layers_is_not_quantised() -> None:
+    with pytest.raises(UsageError, match=r"has no nn.Linear but its head"):
+        apply_lora(MODELS["gpt"](), LoraConfig(rank=2, base_precision="int8"))

@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.data.text_sources import content_key
+from accel_train.data.tables.text_sources import content_key
 from accel_train.domains.text import corpus
 from accel_train.domains.text.corpus import Corpus, read_corpus, remove_heldout, split_heldout
 

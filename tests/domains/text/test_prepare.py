@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import accel_train.domains.text
 from accel_train.config import UsageError
-from accel_train.data.text_sources import content_key
+from accel_train.data.tables.text_sources import content_key
 from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData, load_assets
 from accel_train.domains.text.latent_files import write_latents
@@ -69,7 +69,7 @@ def test_prepared_again_and_elsewhere_it_is_the_same(tmp_path: Path, monkeypatch
     elsewhere = prepare_data(replace(config, cache_dir=str(tmp_path / "another cache")))
     monkeypatch.setattr(TfidfSvdEncoder, "encode", None)  # from the cache: nothing is computed
     monkeypatch.setattr("accel_train.domains.text.tfidf.fit", None)
-    monkeypatch.setattr("accel_train.domains.text.prepare.train_tokenizer", None)
+    monkeypatch.setattr("accel_train.domains.text.splits.train_tokenizer", None)
     again = prepare_data(config)
     for other in (elsewhere, again):
         assert same(first, other)

@@ -19,10 +19,10 @@ import torch
 from pyarrow import parquet
 
 from accel_train.config import UsageError
-from accel_train.data.ledger import LEDGER, Span, continued, read_ledger
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
+from accel_train.data.tables.ledger import LEDGER, Span, continued, read_ledger
 from accel_train.domains.text import latent_cache, shard_corpus
 from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData
@@ -86,7 +86,7 @@ def equal(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) ->
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_shards_give_the_samples_of_memory(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.data.shards.LINES_PER_BLOCK", 64)
+    monkeypatch.setattr("accel_train.data.tables.shards.LINES_PER_BLOCK", 64)
     shards(tmp_path / "data", kind)
     config = settings(tmp_path, shuffle_blocks=2, cache_mib=1)
     read = prepare_data(config)
@@ -261,6 +261,7 @@ def test_the_ledger_forgets_steps_that_are_lost() -> None:
     assert continued([], 0, "a", 5) == [Span(0, "a", 5)]
 
 
+@pytest.mark.fault("R8", injected="rows changed between starts", outcome="exit 2; --data.changed allow")
 def test_the_recipe_goes_on_with_changed_data_only_if_allowed(tmp_path: Path) -> None:
     shards(tmp_path / "data")
     assert train(tmp_path, "shards", 4).returncode == 0

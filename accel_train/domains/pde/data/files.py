@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
-from accel_train.data.block_cache import BlockCache
+from accel_train.data.tables.block_cache import BlockCache
 from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array
 
 SCHEMA = "accel_train/fields-1"

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
-from accel_train.data.block_cache import BlockCache
+from accel_train.data.tables.block_cache import BlockCache
 
 ZARR = ".zarr"
 Array = NDArray[Any]

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from accel_train.config import UsageError
 from accel_train.data import artifacts
+from accel_train.data.grouping.task_sampler import TaskSampler
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard
-from accel_train.data.task_sampler import TaskSampler
 from accel_train.domains.pde.data import equations as pde
 from accel_train.domains.pde.data.assets import load_field_assets
 from accel_train.domains.pde.data.equations import PdeDataConfig, prepare_pde

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
-from accel_train.data.block_cache import BlockCache
-from accel_train.data.shards import UNITS, Block, ShardIndex, check_columns, identity_of, is_arrow_file
+from accel_train.data.tables.block_cache import BlockCache
+from accel_train.data.tables.shards import UNITS, Block, ShardIndex, check_columns, identity_of, is_arrow_file
 
 OPEN_FILES = 8
 """Parquet files kept open. Each holds its footer in memory."""

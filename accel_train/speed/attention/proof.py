@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_train.config import UsageError
-from accel_train.speed.attention_kernels import Attention, build_attention
-from accel_train.speed.attention_table import NAMES, AttentionNeeds, Machine, machine_of, why_not
+from accel_train.speed.attention.kernels import Attention, build_attention
+from accel_train.speed.attention.table import NAMES, AttentionNeeds, Machine, machine_of, why_not
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest relative L2 error against fp64 with the same inputs, for the result and each gradient. About 4 times the

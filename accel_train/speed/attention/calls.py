@@ -213,9 +213,28 @@ def _zeros(q: Tensor, v: Tensor) -> Tensor:
 
 
 def _moved(named: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The values on the device: tensors, and masks that know how to move, such as torch's ``BlockMask``."""
+    """The values on the device: tensors, and masks of flex attention."""
     moved: dict[str, Any] = {}
     for name, value in named.items():
-        can_move = isinstance(value, Tensor) or type(value).__name__ == "BlockMask"
-        moved[name] = value.to(device) if can_move else value
+        if isinstance(value, Tensor):
+            value = value.to(device)
+        elif type(value).__name__ == "BlockMask" and value.kv_num_blocks.device != device:
+            value = block_mask_on(value, device)
+        moved[name] = value
     return moved
+
+
+def block_mask_on(mask: Any, device: torch.device) -> Any:
+    """The same mask of flex attention on another device. Its own function may hold tensors of the device it is of."""
+    from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+    rows, heads, queries, keys = mask.shape
+    dense = create_mask(mask.mask_mod, rows, heads, queries, keys, device=mask.kv_num_blocks.device).to(device)
+    # A mask of one row or head is that of all.
+    several_rows = int(rows > 1)
+    several_heads = int(heads > 1)
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return dense[b * several_rows, h * several_heads, q, k]
+
+    return create_block_mask(sees, rows, heads, queries, keys, device=device, BLOCK_SIZE=mask.BLOCK_SIZE)

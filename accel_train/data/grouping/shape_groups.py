@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from accel_train import rng
 from accel_train.config import UsageError
 from accel_train.data.datasets import ShapedDataset
-from accel_train.data.sampler import BatchShard, Draw, Sampler
+
+if TYPE_CHECKING:
+    from accel_train.data.sampler import BatchShard, Draw, Sampler
 
 PROBED_STEPS = 64
 """First steps of the experiment that are counted for the log."""

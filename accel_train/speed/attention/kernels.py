@@ -54,7 +54,7 @@ class Attention:
 
 
 def build_attention(name: str) -> Attention:
-    """Build the named kernel with its imports. Check first with `attention_table.why_not` that it can run here.
+    """Build the named kernel with its imports. Check first with `table.why_not` that it can run here.
 
     In torch's design, flash3 and flash4 replace its own flash kernel in the whole process. Building any other kernel
     restores torch's own.

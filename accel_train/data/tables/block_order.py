@@ -93,7 +93,8 @@ def _shuffled_rows(order: BlockOrder, seed: int, epoch: int, window: int, chunk:
     sizes = np.diff(order.starts)[blocks]
     ends = np.cumsum(sizes)
     total = int(ends[-1])
-    places = torch.arange(chunk * CHUNK, min(total, (chunk + 1) * CHUNK), device="cpu")
+    end = min(total, (chunk + 1) * CHUNK)
+    places = torch.arange(chunk * CHUNK, end, device="cpu")
     # Keyed by the epoch and then by the window: one key alone takes one counter.
     of_epoch = rng.key(seed, "windows", epoch) & 0xFFFFFFFF
     key = rng.key(of_epoch, "rows", window)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.speed.attention_kernels import TORCH_CHOICE, Attention, build_attention
-from accel_train.speed.attention_proof import Proof, prove_attention, time_attention
-from accel_train.speed.attention_table import NAMES, AttentionNeeds, able, machine_of, preferred, why_not
+from accel_train.speed.attention.kernels import TORCH_CHOICE, Attention, build_attention
+from accel_train.speed.attention.proof import Proof, prove_attention, time_attention
+from accel_train.speed.attention.table import NAMES, AttentionNeeds, able, machine_of, preferred, why_not
 from accel_train.wording import did_you_mean, nearest, shortened
 
 REPLACED = {

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from accel_train.config import UsageError
-from accel_train.speed.attention_calls import AttentionCall, Drawn, in_fp64
-from accel_train.speed.attention_kernels import RESTRICTED
-from accel_train.speed.attention_proof import (
+from accel_train.speed.attention.calls import AttentionCall, Drawn, in_fp64
+from accel_train.speed.attention.kernels import RESTRICTED
+from accel_train.speed.attention.proof import (
     Proof,
     gradient_error,
     operators_of,
@@ -23,6 +23,10 @@ from accel_train.speed.attention_proof import (
 
 CANNOT_RUN = (RuntimeError, ImportError, NotImplementedError, ValueError, TypeError, KeyError)
 """Errors of other libraries where a kernel does not run."""
+
+
+class CannotRunError(UsageError):
+    """A call, or its reference, raises on this device. Whether it is right is not known."""
 
 
 def prove_calls(
@@ -35,7 +39,8 @@ def prove_calls(
     """Compare each kind of call on ``device`` with the reference of the same place, in fp64.
 
     ``dtype`` is that of the computation, ``label`` names attention and model in messages. Raises ``UsageError`` with
-    the numbers for a call that cannot run, is not finite or differs by more than the tolerance.
+    the numbers for a call that is not finite or differs by more than the tolerance, and ``CannotRunError`` for one that
+    raises.
     """
     started = time.perf_counter()
     tolerance = tolerance_of(dtype, device)
@@ -48,7 +53,7 @@ def prove_calls(
             with torch.enable_grad():
                 forward, backward = _errors(call, reference, device, dtype)
         except CANNOT_RUN as error:
-            raise UsageError(
+            raise CannotRunError(
                 f"{label}: cannot be used: {where}: {one_line(error)}. Use auto, sdpa or sdpa_math."
             ) from None
         if not (forward <= tolerance and backward <= tolerance):  # NaN fails as well

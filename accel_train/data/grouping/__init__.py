@@ -1,0 +1,1 @@
+"""Orders that keep samples together: of one length, one shape or one task."""

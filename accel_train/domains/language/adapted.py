@@ -1,0 +1,195 @@
+"""Language models with adapters: their base is found by its reference and verified, and the adapters put on it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from accel_train.config import UsageError
+from accel_train.data.artifacts import cache_if_usable
+from accel_train.domains.language import pretrained
+from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.domains.models import quantised
+from accel_train.domains.models.adapters import add_adapter, embeds_base, has_ema, is_adapter
+from accel_train.domains.models.lora import ADAPTER, CPU, BasePrecision, freeze_base
+from accel_train.pipeline import ADAPTER_DESCRIPTION
+from accel_train.precision import Precision, dtype_of
+from accel_train.store import manifest, planning, strict_json, weights
+from accel_train.store.pretrained_base import refuse_other_base
+from accel_train.wording import did_you_mean, nearest
+
+logger = logging.getLogger(__name__)
+BASE = "base"
+"""Stands for no adapter where one is chosen."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+def read_description(directory: Path) -> dict[str, Any]:
+    """Read the description of adapters; empty for a folder of an older version or of peft."""
+    path = directory / ADAPTER_DESCRIPTION
+    try:
+        return strict_json.read_object(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy, or export it again") from None
+
+
+def base_reference(directory: Path) -> Mapping[str, Any] | None:
+    """Return the files of the base as the checkpoint or the export names them. None where nothing does."""
+    if (directory / manifest.MANIFEST).is_file():
+        return manifest.read(directory).get("base")
+    base = _described_base(directory)
+    return base if "files" in base else None
+
+
+def _described_base(directory: Path) -> Mapping[str, Any]:
+    found: Any = read_description(directory).get("base")
+    if found is None:
+        return {}
+    files: Any = found.get("files", {}) if isinstance(found, dict) else None
+    hashed = isinstance(files, dict) and all(isinstance(facts, dict) and "sha256" in facts for facts in files.values())
+    if not hashed or not isinstance(found.get("source"), str):
+        raise UsageError(
+            f"{directory / ADAPTER_DESCRIPTION}: its base has no source and sha256 of files; export the run again"
+        )
+    return found
+
+
+def base_precision(directory: Path) -> BasePrecision:
+    """Return the precision of the base that the adapters of a directory were trained on."""
+    found: Any = _described_base(directory).get("precision", "fp32")
+    if found not in get_args(BasePrecision):
+        known = ", ".join(get_args(BasePrecision))
+        raise UsageError(f"{directory / ADAPTER_DESCRIPTION}: base precision {str(found)[:40]!r}; known are {known}")
+    return found
+
+
+def load_adapted(directory: Path, device: torch.device = CPU, *, plain: bool = False) -> nn.Module:
+    """Return the model of a checkpoint or an export of adapters, in fp32, on its base, in evaluation.
+
+    A base of 8 or 4 bits is quantised as in training; with ``plain`` it is a float model of the same values. Raises
+    ``UsageError`` for a base that is gone or differs, and for damaged adapters.
+    """
+    if embeds_base(directory):
+        model = _embedded_base(directory)
+        add_adapter(model, ADAPTER, directory)
+        weights.load_weights(directory, "model", model)
+        if has_ema(directory):
+            weights.load_weights(directory, "ema", model, required=())
+        return model.eval()
+    model = _referenced_base(directory)
+    precision = base_precision(directory)
+    freeze_base(model, precision, "fp32", device)
+    if plain:
+        quantised.dequantise(model)
+    # What bf16 and fp16 left of the values, for a computation in fp32.
+    model.float()
+    add_adapter(model, ADAPTER, directory)
+    return model.eval()
+
+
+def _embedded_base(directory: Path) -> nn.Module:
+    """Return the architecture of an embedded base, with random weights."""
+    from transformers import AutoConfig
+
+    described: Any = read_description(directory).get("architecture")
+    try:
+        values = dict(described)
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        return pretrained.build(ModelConfig(config=config.model_type), config, load_source=False)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{directory / ADAPTER_DESCRIPTION}: says no architecture of the base that its weights hold ({error}); an "
+            "older version wrote it: resume the run for one step with this one, or load it with peft"
+        ) from None
+
+
+def _referenced_base(directory: Path) -> nn.Module:
+    reference = base_reference(directory)
+    if reference is None:
+        raise UsageError(
+            f"{directory}: adapters that do not say which files their base is, as peft writes them; give the base and "
+            "them: load(BASE, adapters={'mine': PATH}), or accel-train sample BASE --adapters mine=PATH"
+        )
+    source = str(reference["source"])
+    gone = (
+        f"{directory}: its base, {source}, is not there; bring it back, or give the place of the same files: "
+        "load(BASE, adapters={'mine': PATH}), or accel-train sample BASE --adapters mine=PATH"
+    )
+    try:
+        base = pretrained.find_base(source, reference.get("revision"))
+    except UsageError as error:
+        raise UsageError(f"{gone} ({error})") from None
+    refuse_other_base(reference, base.reference(cache_if_usable()), directory)
+    return _read_base(base.directory)
+
+
+def _read_base(folder: Path) -> nn.Module:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder}: no config.json of a base ({' '.join(str(error).split())[:200]})") from None
+    return pretrained.build(ModelConfig(source=str(folder)), config, load_source=True)
+
+
+def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, reference: Mapping[str, Any] | None) -> None:
+    """Put further adapters on a model, by name, in place. ``owner`` is where the model was loaded from.
+
+    ``reference`` has the files of its weights. Raises ``UsageError`` for adapters of another base.
+    """
+    for name, directory in adapters.items():
+        if not is_adapter(directory):
+            raise UsageError(
+                f"adapters {name}={directory}: holds no adapters but a whole model; give a run with --lora.rank, or a "
+                "folder of peft"
+            )
+        recorded = base_reference(directory)
+        if recorded is None or reference is None:
+            logger.warning("%s: nothing says which files its base is, so it is not compared with %s", directory, owner)
+        else:
+            refuse_other_base(recorded, reference, directory)
+        add_adapter(model, name, directory)
+
+
+def save_whole(model: nn.Module, directory: Path, precision: Precision) -> None:
+    """Write config.json, generation_config.json and weights of a model of transformers, which takes ``precision``.
+
+    Raises ``UsageError`` for values that are out of its range.
+    """
+    narrow: Any = model.to(dtype_of(precision))
+    for name, parameter in narrow.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise UsageError(
+                f"{name}: has values that are not finite in {precision} once the adapter is merged; use another "
+                "precision, or an earlier checkpoint"
+            )
+    narrow.config.architectures = [type(narrow).__name__]
+    narrow.save_pretrained(directory, max_shard_size=planning.SHARD_BYTES)
+
+
+def refuse_names(names: Mapping[str, Any], taken: tuple[str, ...]) -> None:
+    """Raise ``UsageError`` for names of adapters that cannot be told apart or used."""
+    for name in names:
+        if name == BASE or name in taken or not NAME.fullmatch(name):
+            reason = f"{name!r} stands for the base alone" if name == BASE else "is in use, or no plain name"
+            raise UsageError(
+                f"adapters {name!r}: {reason}; give names of letters, digits, - and _, other than base"
+                + "".join(f", {one}" for one in taken)
+            )
+
+
+def refuse_unknown(adapter: str, known: tuple[str, ...]) -> None:
+    """Raise ``UsageError`` for an adapter that the model does not have."""
+    if adapter != BASE and adapter not in known:
+        listed = ", ".join([BASE, *known])
+        hint = did_you_mean(nearest(adapter, [BASE, *known]))
+        raise UsageError(f"adapter {adapter!r}: this model has none of that name{hint}; it has {listed}")

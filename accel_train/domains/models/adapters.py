@@ -1,0 +1,149 @@
+"""Trained adapters on their base, by peft: read in peft's layout or a checkpoint's, chosen by name, merged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_train.config import UsageError
+from accel_train.domains.models.lora import CONFIG_FILE, WEIGHTS_STEM, adapter_key, by_key_of_peft, import_peft, inject
+from accel_train.store import strict_json, weights
+from accel_train.store.weights import TensorInfo, TensorReader
+from accel_train.wording import shortened
+
+INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal")
+"""First values of adapters that leave the base as it is. Others, such as pissa, change it."""
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return True for a directory with adapters: a checkpoint, an export, or a folder that peft wrote."""
+    return (directory / CONFIG_FILE).is_file()
+
+
+def has_ema(directory: Path) -> bool:
+    """Return True for a checkpoint with averaged weights."""
+    return any(directory.glob("ema*.safetensors"))
+
+
+def read_adapter(directory: Path) -> dict[str, TensorInfo]:
+    """Find the tensors of the adapter of a directory, by peft's keys; averaged ones in a checkpoint that has them.
+
+    Raises ``UsageError`` for a malformed file, and for a directory without adapters.
+    """
+    is_peft = any(directory.glob(f"{WEIGHTS_STEM}*.safetensors"))
+    if is_peft:
+        return weights.find_tensors(directory, WEIGHTS_STEM)
+    stem = "ema" if has_ema(directory) else "model"
+    found = by_key_of_peft(weights.find_tensors(directory, stem))
+    if not found:
+        raise UsageError(f"{directory}: {stem}.safetensors holds no adapters; give a run with --lora.rank")
+    return found
+
+
+def embeds_base(directory: Path) -> bool:
+    """Return True for a checkpoint that holds the frozen weights as well (``checkpoints.base: embed``)."""
+    if not any(directory.glob("model*.safetensors")):
+        return False
+    tensors = weights.find_tensors(directory, "model")
+    return any(adapter_key(name) is None for name in tensors)
+
+
+def add_adapter(model: nn.Module, name: str, directory: Path) -> None:
+    """Put the adapter of a directory on its base, in place, and choose it.
+
+    Raises ``UsageError`` for one that is no LoRA, that does not fit the layers of the model, or is damaged.
+    """
+    tensors = read_adapter(directory)
+    settings = _settings(directory)
+    try:
+        inject(model, settings, name)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{directory}: its adapter does not fit {type(model).__name__} ({reason}); give the base that it was "
+            "trained on"
+        ) from None
+    names = by_key_of_peft({parameter: parameter for parameter, _ in model.named_parameters()}, name)
+    _refuse_misfits(directory, tensors, {key: model.get_parameter(names[key]).shape for key in names})
+    with TensorReader(tensors) as reader, torch.no_grad():
+        for key, info in tensors.items():
+            value = reader.read(key)
+            weights.refuse_nonfinite(key, value, info.file)
+            model.get_parameter(names[key]).copy_(value)
+    choose_adapter(model, name)
+
+
+def _settings(directory: Path) -> Any:
+    """Read adapter_config.json as peft's own. Raises ``UsageError`` for an adapter of another kind."""
+    path = directory / CONFIG_FILE
+    try:
+        values = strict_json.read_object(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy, or export it again") from None
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise UsageError(f"{path}: is of the kind {str(kind)[:40]!r}; adapters of peft's kind 'LORA' are required")
+    init = values.get("init_lora_weights", True)
+    if init not in INITS:
+        raise UsageError(
+            f"{path}: init_lora_weights {str(init)[:40]!r} changes the base; convert the adapter to plain LoRA with "
+            "peft first (save_pretrained, path_initial_model_for_weight_conversion)"
+        )
+    try:
+        return import_peft().LoraConfig(**values | {"inference_mode": False, "init_lora_weights": True})
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path}: not read by the installed peft ({' '.join(str(error).split())[:200]}); install the version that "
+            "wrote it, or a newer one"
+        ) from None
+
+
+def _refuse_misfits(directory: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, torch.Size]) -> None:
+    missing = sorted(expected.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - expected.keys())
+    misfits = [
+        f"{key}: {tensors[key].shape} in the file, {tuple(expected[key])} on this base"
+        for key in sorted(expected.keys() & tensors.keys())
+        if tensors[key].shape != tuple(expected[key])
+    ]
+    problems = [f"{key}: not in the file" for key in missing]
+    problems += [f"{key}: no layer of this base takes it" for key in unknown]
+    problems += misfits
+    if problems:
+        raise UsageError(
+            f"{directory}: its adapter does not fit this base ({shortened(problems, 3, '; ')}); give the base that it "
+            "was trained on"
+        )
+
+
+def choose_adapter(model: nn.Module, name: str | None) -> None:
+    """Compute with one adapter from now on, or with None as the base alone, which then has its own bits."""
+    for layer in _adapted_layers(model):
+        layer.enable_adapters(name is not None)
+        if name is not None:
+            layer.set_adapter(name)
+
+
+def merge_adapter(model: nn.Module, name: str) -> None:
+    """Add an adapter to the weights of its base, and take all adapters off, in place.
+
+    The base must be in a float dtype. Raises ``UsageError`` if a merged weight is not finite.
+    """
+    paths = [path for path, module in model.named_modules() if hasattr(module, "get_base_layer")]
+    for path in paths:
+        layer: Any = model.get_submodule(path)
+        try:
+            layer.merge(safe_merge=True, adapter_names=[name])
+        except ValueError as error:
+            raise UsageError(f"{path}: cannot be merged ({error}); take an earlier checkpoint") from None
+        model.set_submodule(path, layer.get_base_layer())
+    adapted: Any = model
+    del adapted.peft_config
+
+
+def _adapted_layers(model: nn.Module) -> Sequence[Any]:
+    return [module for module in model.modules() if hasattr(module, "get_base_layer")]

@@ -1,0 +1,120 @@
+"""Frozen linear layers in 8 or 4 bits, by bitsandbytes: LLM.int8 (arXiv:2208.07339) and NF4 (arXiv:2305.14314)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from accel_train.config import UsageError
+
+Bits = Literal["int8", "nf4"]
+BITS: tuple[str, ...] = get_args(Bits)
+OUTLIERS = 6.0
+"""Features of activations beyond it are multiplied in fp16: the value of the paper, and of transformers."""
+PACKED = torch.uint8
+"""Dtype of two values of four bits."""
+
+
+def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: torch.dtype, device: torch.device) -> None:
+    """Replace the linear layers ``names`` by those of bitsandbytes, in place, and put them on ``device``.
+
+    Weights go there one by one, so the whole model in its own dtype need not fit. ``compute`` is the dtype that values
+    of four bits are multiplied in; 8 bits multiply as integers, with outliers in fp16. On the meta device only sizes
+    are set. Raises ``UsageError`` without bitsandbytes, and on a device that it does not run on.
+    """
+    bnb = _import_bitsandbytes(bits)
+    if bits == "int8":
+        # It says with every product that fp32 and bf16 inputs are cast.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    for name in names:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear), name
+        made = _int8_layer(bnb, layer) if bits == "int8" else _nf4_layer(bnb, layer, compute)
+        made.bias = layer.bias
+        try:
+            made.weight = _on_device(made.weight, bits, device)
+        except (RuntimeError, NotImplementedError) as error:
+            raise UsageError(
+                f"lora.base_precision {bits}: bitsandbytes does not run on {device} of this machine "
+                f"({' '.join(str(error).split())[:200]}); use bf16, or a device that it supports"
+            ) from None
+        model.set_submodule(name, made)
+
+
+def _import_bitsandbytes(bits: Bits) -> Any:
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise UsageError(
+            f"lora.base_precision {bits}: needs bitsandbytes; run pip install 'accel_train[lora,bitsandbytes]'"
+        ) from None
+    return bitsandbytes
+
+
+def _has_bias(layer: Any) -> bool:
+    return layer.bias is not None
+
+
+def _int8_layer(bnb: Any, layer: nn.Linear) -> Any:
+    sizes = (layer.in_features, layer.out_features, _has_bias(layer))
+    made = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=OUTLIERS, device="meta")
+    made.weight = bnb.nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
+    return made
+
+
+def _nf4_layer(bnb: Any, layer: nn.Linear, compute: torch.dtype) -> Any:
+    sizes = (layer.in_features, layer.out_features, _has_bias(layer))
+    # The scales of blocks are quantised as well, as in the paper.
+    made = bnb.nn.Linear4bit(*sizes, compute, compress_statistics=True, quant_type="nf4", device="meta")
+    made.weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=made)
+    # It would repack the weights in the first evaluation on some CPUs, and compute otherwise from then on.
+    made.support_avx512bf16_for_cpu = False
+    return made
+
+
+def _on_device(weight: Any, bits: Bits, device: torch.device) -> Any:
+    """Quantise a weight on ``device``. One on the meta device takes the size that it would have."""
+    if weight.device.type != "meta":
+        return weight.to(device)
+    if bits == "int8":
+        weight.data = torch.empty(weight.shape, dtype=torch.int8, device="meta")
+    else:
+        weight.data = torch.empty(((weight.numel() + 1) // 2, 1), dtype=PACKED, device="meta")
+    return weight
+
+
+def dequantise(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Replace quantised layers by plain ones with the values that they stand for, in place, on their device."""
+    for name, module in list(model.named_modules()):
+        if not is_quantised(module):
+            continue
+        layer: Any = module
+        values = _values(layer).to(dtype)
+        made = nn.Linear(layer.in_features, layer.out_features, _has_bias(layer), device="meta")
+        made.weight = nn.Parameter(values, requires_grad=False)
+        made.bias = layer.bias
+        model.set_submodule(name, made)
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Return True for a linear layer of bitsandbytes."""
+    return type(module).__name__ in ("Linear8bitLt", "Linear4bit")
+
+
+def _values(layer: Any) -> torch.Tensor:
+    import bitsandbytes.functional as functions
+
+    if type(layer).__name__ == "Linear4bit":
+        return functions.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    # The first forward moves the scales from the weight to the state.
+    scales = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+    return functions.int8_vectorwise_dequant(layer.weight.data, scales)
+
+
+def count_values(parameter: nn.Parameter) -> int:
+    """Return the number of values of a parameter, two for each byte of four bits."""
+    return parameter.numel() * (2 if parameter.dtype == PACKED else 1)

@@ -1,0 +1,391 @@
+"""Adapters in use: on their verified base, several side by side, and exported as peft and transformers read them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import accel_train
+from accel_train import cli
+from accel_train.config import UsageError
+from accel_train.domains.language.pipeline import LanguagePipeline
+from accel_train.domains.models import quantised
+from tests.domains.language import tiny
+from tests.trained import adapter_run, language_run
+
+peft = pytest.importorskip("peft")
+# peft reads a property that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+IDS = torch.arange(3, 11)[None]
+PROMPT = "Stand, ho!"
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def load(place: Path, **given: Any) -> LanguagePipeline:
+    return accel_train.load(place, pipeline=LanguagePipeline, **given)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module")
+def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return adapter_run(tmp_path_factory.mktemp("adapters") / "run", base)
+
+
+@pytest.fixture(scope="module")
+def other_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return adapter_run(tmp_path_factory.mktemp("others") / "run", base, seed=2, targets=("attention",))
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "out"
+    assert cli._main(["export", str(run), str(out)]) == 0
+    return out
+
+
+def with_peft(base: Path, folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    plain: Any = AutoModelForCausalLM.from_pretrained(base)
+    return peft.PeftModel.from_pretrained(plain, folder).eval()
+
+
+# -------------------------------------------------------------------------------------------------------------- using
+@pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
+def test_run_and_export_give_what_peft_gives(variant: Any, base: Path, tmp_path: Path) -> None:
+    run = adapter_run(tmp_path / "run", base, variant=variant)
+    assert cli._main(["export", str(run), str(tmp_path / "out")]) == 0
+    expected = logits(with_peft(base, tmp_path / "out"))
+    assert not torch.allclose(expected, logits(tiny.model()), atol=1e-3)
+    for place in (run, tmp_path / "out"):
+        assert torch.equal(logits(load(place).model), expected)
+
+
+def test_averaged_adapters_are_used_where_there_are_any(base: Path, tmp_path: Path) -> None:
+    run = adapter_run(tmp_path / "run", base, ema=True)
+    assert cli._main(["export", str(run), str(tmp_path / "out"), "--weights", "ema"]) == 0
+    assert torch.equal(logits(load(run).model), logits(with_peft(base, tmp_path / "out")))
+    plain = adapter_run(tmp_path / "plain", base)
+    assert not torch.allclose(logits(load(run).model), logits(load(plain).model), atol=1e-3)
+
+
+def test_adapters_off_is_the_base_bit_for_bit(base: Path, run: Path) -> None:
+    plain = load(base)
+    adapted = load(run)
+    with adapted.using("base"):
+        assert torch.equal(logits(adapted.model), logits(plain.model))
+    # The next call has them again.
+    assert torch.equal(logits(adapted.model), logits(load(run).model))
+    given: dict[str, Any] = {"max_new_tokens": 12, "seed": 3, "temperature": 1.0}
+    assert adapted(PROMPT, adapter="base", **given) == plain(PROMPT, **given)
+    assert adapted(PROMPT, **given) != plain(PROMPT, **given)
+
+
+@pytest.mark.parametrize("of_run", [True, False])
+def test_several_adapters_answer_side_by_side(of_run: bool, base: Path, run: Path, other_run: Path) -> None:
+    """Each as if it were alone, on a run of adapters or on the base itself."""
+    place = run if of_run else base
+    pipeline = load(place, adapters={"a": run, "b": other_run})
+    assert pipeline.adapters == (("default", "a", "b") if of_run else ("a", "b"))
+    expected = {"a": logits(load(run).model), "b": logits(load(other_run).model), "base": logits(load(base).model)}
+    for _ in range(2):
+        for name, alone in expected.items():
+            with pipeline.using(name):
+                assert torch.equal(logits(pipeline.model), alone), name
+    assert torch.equal(logits(pipeline.model), expected["a"])
+    given: dict[str, Any] = {"max_new_tokens": 12, "seed": 3}
+    assert pipeline(PROMPT, adapter="b", **given) == load(other_run)(PROMPT, **given)
+
+
+def test_the_base_of_adapters_is_never_an_average(run: Path, tmp_path: Path) -> None:
+    """A run of a whole model is used with its EMA weights, but adapters are trained on the others."""
+    whole = language_run(tmp_path / "whole", ema=True)
+    checkpoint = whole / "checkpoints" / "checkpoint_00000003"
+    adapters = adapter_run(tmp_path / "adapters", checkpoint)
+    assert torch.equal(logits(load(whole, adapters={"a": adapters}).model), logits(load(adapters).model))
+
+
+def test_an_embedded_base_needs_no_other_files(base: Path, run: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    embedded = adapter_run(tmp_path / "run", tmp_path / "base", embedded=True)
+    shutil.rmtree(tmp_path / "base")
+    assert torch.equal(logits(load(embedded).model), logits(load(run).model))
+    assert cli._main(["export", str(embedded), str(tmp_path / "out"), "--merged"]) == 0
+    torch.testing.assert_close(logits(load(tmp_path / "out").model), logits(load(run).model), rtol=1e-4, atol=1e-5)
+
+
+def test_the_command_chooses_by_name(
+    base: Path, run: Path, other_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--text", PROMPT, "--max_new_tokens", "24", "--seed", "3", "--adapters", f"a={run}", f"b={other_run}"]
+    printed: dict[str, str] = {}
+    for name in ("base", "a", "b"):
+        assert cli._main(["sample", str(base), *words, "--adapter", name]) == 0
+        printed[name] = capsys.readouterr().out
+    expected = load(other_run)(PROMPT, max_new_tokens=24, seed=3, temperature=0.8)
+    assert expected in printed["b"]
+    assert len(set(printed.values())) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------- exporting
+@pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
+def test_a_merged_export_is_a_model_of_transformers(variant: Any, base: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = adapter_run(tmp_path / "run", base, variant=variant)
+    out = tmp_path / "out"
+    assert cli._main(["export", str(run), str(out), "--merged"]) == 0
+    assert not list(out.glob("adapter*"))
+    assert (out / "verify.py").is_file()
+    expected = logits(load(run).model)
+    model: Any = AutoModelForCausalLM.from_pretrained(out)
+    torch.testing.assert_close(logits(model.eval()), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(load(out).model), expected, rtol=1e-4, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(out).chat_template == tiny.CHATML
+    described = json.loads((out / "config.json").read_text())
+    assert described["pipeline"] == "accel_train.domains.language.pipeline:LanguagePipeline"
+    assert described["sampler"] == {"temperature": 1.0}
+
+
+def test_a_merged_export_has_the_precision_asked_for(run: Path, tmp_path: Path) -> None:
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        out = tmp_path / precision
+        assert cli._main(["export", str(run), str(out), "--merged", "--precision", precision]) == 0
+        assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {dtype}
+
+
+def test_merging_needs_adapters(tmp_path: Path) -> None:
+    whole = language_run(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"holds no adapters, so there is nothing to merge; leave --merged out"):
+        cli._main(["export", str(whole), str(tmp_path / "out"), "--merged"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_of_adapters_notices_a_flipped_bit(exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "out")
+    path = tmp_path / "out" / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"adapter_model.safetensors changed since the export"):
+        load(tmp_path / "out")
+
+
+# ----------------------------------------------------------------------------------------------------------- the base
+def moved(base: Path, folder: Path) -> tuple[Path, Path]:
+    """A base of its own, with adapters on it."""
+    shutil.copytree(base, folder / "base")
+    return folder / "base", adapter_run(folder / "run", folder / "base")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+USES: dict[str, Callable[[Path, Path], Any]] = {
+    "load": lambda run, out: accel_train.load(run),
+    "sample": lambda run, out: cli._main(["sample", str(run), "--text", PROMPT]),
+    "merge": lambda run, out: cli._main(["export", str(run), str(out), "--merged"]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.fault("R7", injected="the base of adapters is deleted", outcome="load, sample and export name it")
+def test_a_base_that_is_gone_is_named(use: str, base: Path, tmp_path: Path) -> None:
+    folder, run = moved(base, tmp_path)
+    shutil.rmtree(folder)
+    says = rf"^{run}/checkpoints/checkpoint_00000003: its base, {folder}, is not there; bring it back"
+    with pytest.raises(UsageError, match=says):
+        USES[use](run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.fault(
+    "R7",
+    injected="a bit of the base of adapters flips",
+    outcome="load, sample and export name the file and both sha256",
+)
+def test_a_base_that_has_changed_is_named(use: str, base: Path, tmp_path: Path) -> None:
+    folder, run = moved(base, tmp_path)
+    flip(folder / "model.safetensors")
+    with pytest.raises(UsageError, match=r"has another model\.safetensors \(sha256 [0-9a-f]{12}, not [0-9a-f]{12}\)"):
+        USES[use](run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["run", "exported"])
+@pytest.mark.fault("R7", injected="adapters on another base than theirs", outcome="refused, both bases named")
+def test_adapters_of_another_base_are_refused(kind: str, run: Path, exported: Path, tmp_path: Path) -> None:
+    another = tmp_path / "another"
+    tiny.model(seed=5).save_pretrained(another)
+    tiny.tokenizer().save_pretrained(another)
+    with pytest.raises(UsageError, match=rf"its frozen weights are those of .*/base.*, and {another} has another"):
+        load(another, adapters={"a": run if kind == "run" else exported})
+
+
+def test_a_base_may_lie_elsewhere(base: Path, run: Path, tmp_path: Path) -> None:
+    folder, adapters = moved(base, tmp_path)
+    folder.rename(tmp_path / "new")
+    pipeline = load(tmp_path / "new", adapters={"mine": adapters})
+    assert torch.equal(logits(pipeline.model), logits(load(run).model))
+
+
+def test_adapters_of_peft_are_taken_without_a_reference(
+    base: Path, exported: Path, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        tmp_path.joinpath(name).write_bytes((exported / name).read_bytes())
+    pipeline = load(base, adapters={"theirs": tmp_path})
+    assert torch.equal(logits(pipeline.model), logits(load(run).model))
+    assert "nothing says which files its base is" in caplog.text
+    with pytest.raises(UsageError, match=r"do not say which files their base is, as peft writes them; give the base"):
+        load(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------- bad inputs
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--adapter", "polite"], r"adapter 'polite': this model has none of that name; it has base, default"),
+        (["--adapter", "defualt"], r"did you mean 'default'\?"),
+        (["--adapters", "a"], r"adapters 'a': NAME=PLACE is required"),
+        (["--adapters", "=x"], r"adapters '=x': NAME=PLACE is required"),
+        (["--adapters", "a=RUN", "a=RUN"], r"the name 'a' is given twice"),
+        (["--adapters", "base=RUN"], r"adapters 'base': 'base' stands for the base alone"),
+        (["--adapters", "default=RUN"], r"adapters 'default': is in use, or no plain name"),
+        (["--adapters", "a.b=RUN"], r"adapters 'a.b': is in use, or no plain name"),
+        (["--adapters", "a=/nowhere"], r"/nowhere: does not exist"),
+    ],
+)
+def test_wrong_names_and_places_are_refused(words: list[str], says: str, run: Path) -> None:
+    given = [word.replace("RUN", str(run)) for word in words]
+    with pytest.raises(UsageError, match=says):
+        cli._main(["sample", str(run), "--text", PROMPT, *given])
+
+
+def test_a_whole_model_is_no_adapter(base: Path, tmp_path: Path) -> None:
+    whole = language_run(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"adapters a=.*: holds no adapters but a whole model; give a run"):
+        load(base, adapters={"a": whole})
+    with pytest.raises(UsageError, match=r"adapter 'a': this model has none of that name.*; it has base"):
+        load(whole)(PROMPT, adapter="a")
+
+
+def changed_config(change: dict[str, Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+    return apply
+
+
+def changed_tensors(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "adapter_model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return apply
+
+
+def remove_one(tensors: dict[str, Tensor]) -> None:
+    del tensors[min(tensors)]
+
+
+def spoil_one(tensors: dict[str, Tensor]) -> None:
+    tensors[min(tensors)].fill_(torch.nan)
+
+
+OURS = '{"pipeline": "accel_train.domains.language.pipeline:LanguagePipeline", "base": '
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "another kind": (changed_config({"peft_type": "IA3"}), r"is of the kind 'IA3'; adapters of peft's kind 'LORA'"),
+    "no kind": (changed_config({"peft_type": None}), r"is of the kind 'None'"),
+    "a changed base": (changed_config({"init_lora_weights": "pissa"}), r"init_lora_weights 'pissa' changes the base"),
+    "no layer": (changed_config({"target_modules": ["nothing"]}), r"does not fit LlamaForCausalLM"),
+    "rank": (changed_config({"r": 3}), r"in the file, .* on this base"),
+    "negative rank": (changed_config({"r": -1}), r"rank|positive|does not fit|not read"),
+    "unknown option": (changed_config({"newer": 1}), r"not read by the installed peft"),
+    "no JSON": (
+        lambda folder: (folder / "adapter_config.json").write_text("{"),
+        r"adapter_config.json: cannot be read",
+    ),
+    "a tensor less": (changed_tensors(remove_one), r"lora_A.weight: not in the file"),
+    "a tensor more": (
+        changed_tensors(lambda t: t.update(more=torch.zeros(1))),
+        r"more: no layer of this base",
+    ),
+    "NaN": (changed_tensors(spoil_one), r"NaN or infinite"),
+    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"is not there|no adapters"),
+    "torn": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}"),
+        r"adapter_model.safetensors: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_adapters_are_refused(damage: str, base: Path, exported: Path, tmp_path: Path) -> None:
+    """As of peft: a folder of ours notices each of them by its sha256 before."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        tmp_path.joinpath(name).write_bytes((exported / name).read_bytes())
+    apply, says = DAMAGES[damage]
+    apply(tmp_path)
+    with pytest.raises(UsageError, match=says):
+        load(base, adapters={"a": tmp_path})
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[]", r"pipeline.json: cannot be read"),
+        ('{"format": 99, "pipeline": "accel_train.domains.language.pipeline:LanguagePipeline"}', r"format 99"),
+        ('{"pipeline": "os:system"}', r"pipeline.json: names the pipeline 'os:system', which is none of this package"),
+        ('{"files": 3}', r"pipeline.json: cannot be read"),
+        ('{"files": {"../x": "0"}}', r"\.\./x changed since the export"),
+        (OURS + '{"source": "x", "files": {"model.safetensors": {}}}}', r"its base has no source and sha256"),
+        (OURS + '{"source": "x", "files": {"a": {"sha256": "0"}}}}', r"its base, x, is not there"),
+    ],
+)
+def test_a_foreign_description_is_refused(content: str, says: str, exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "out")
+    (tmp_path / "out" / "pipeline.json").write_text(content)
+    with pytest.raises(UsageError, match=says):
+        accel_train.load(tmp_path / "out")
+
+
+# ----------------------------------------------------------------------------------------------------- quantised bases
+@pytest.mark.parametrize("bits", ["int8", "nf4"])
+def test_adapters_of_a_quantised_base_are_used_on_it(bits: Any, base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    run = adapter_run(tmp_path / "run", base, base_precision=bits)
+    pipeline = load(run)
+    assert any(quantised.is_quantised(module) for module in pipeline.model.modules())
+    full = adapter_run(tmp_path / "full", base)
+    difference = (logits(pipeline.model) - logits(load(full).model)).abs().max()
+    assert 0 < float(difference) < 0.3
+    # Merged is on the values that the bits stand for, so closer than that to what was trained.
+    assert cli._main(["export", str(run), str(tmp_path / "out"), "--merged"]) == 0
+    merged = (logits(pipeline.model) - logits(load(tmp_path / "out").model)).abs().max()
+    assert float(merged) < (1e-4 if bits == "nf4" else 0.02)

@@ -1,0 +1,117 @@
+"""The files of a base: their hashes, remembered while nothing about a file has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.store import pretrained_base
+from accel_train.store.pretrained_base import PretrainedBase, refuse_other_base, remembered_sha256
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Every file that is read to be hashed. Files count as old at once."""
+    found: list[Path] = []
+    right = pretrained_base._sha256
+
+    def recording(path: Path) -> str:
+        found.append(path)
+        return right(path)
+
+    monkeypatch.setattr(pretrained_base, "_sha256", recording)
+    monkeypatch.setattr(pretrained_base, "COARSE_SECONDS", -1e9)
+    return found
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_a_file_that_has_not_changed_is_read_once(tmp_path: Path, reads: list[Path]) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    base = PretrainedBase("org/base", tmp_path, (weights.name,))
+    for _ in range(3):
+        facts = base.reference(tmp_path / "cache")["files"][weights.name]
+        assert facts == {"size": 3, "sha256": digest(b"one")}
+    assert len(reads) == 1
+    assert base.reference()["files"][weights.name]["sha256"] == digest(b"one")
+    assert len(reads) == 2, "without a cache every byte is read"
+
+
+def test_a_changed_file_is_read_again_whatever_its_time_says(tmp_path: Path, reads: list[Path]) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    before = weights.stat()
+    assert remembered_sha256(weights, tmp_path / "cache") == digest(b"one")
+    weights.write_bytes(b"two")  # the same size
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights.stat().st_mtime_ns == before.st_mtime_ns
+    assert remembered_sha256(weights, tmp_path / "cache") == digest(b"two")
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"six")
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(weights)
+    assert remembered_sha256(weights, tmp_path / "cache") == digest(b"six")
+
+
+def test_a_link_stands_for_its_target(tmp_path: Path, reads: list[Path]) -> None:
+    """As in the cache of the Hub, where a snapshot has links to blobs."""
+    for name in ("one", "two"):
+        (tmp_path / name).write_bytes(name.encode())
+    link = tmp_path / "model.safetensors"
+    for name in ("one", "two", "one"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / name)
+        assert remembered_sha256(link, tmp_path / "cache") == digest(name.encode())
+    assert len(reads) == 2
+
+
+def test_a_file_just_written_is_not_remembered(tmp_path: Path) -> None:
+    """Its times may be too coarse to tell a second write."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    assert time.time() - weights.stat().st_mtime < pretrained_base.COARSE_SECONDS
+    remembered_sha256(weights, tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("*.json"))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"file": 1}', '{"sha256": "x"}'])
+def test_a_damaged_entry_is_no_answer(content: str, tmp_path: Path, reads: list[Path]) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    remembered_sha256(weights, tmp_path / "cache")
+    (entry,) = (tmp_path / "cache").rglob("*.json")
+    entry.write_text(content)
+    assert remembered_sha256(weights, tmp_path / "cache") == digest(b"one")
+    assert len(reads) == 2
+    changed = json.loads(entry.read_text()) | {"sha256": "short"}
+    entry.write_text(json.dumps(changed))
+    assert remembered_sha256(weights, tmp_path / "cache") == digest(b"one")
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path: Path, reads: list[Path]) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    (tmp_path / "cache").write_text("a file")
+    assert remembered_sha256(weights, tmp_path / "cache") == digest(b"one")
+
+
+def test_a_missing_or_other_base_is_named(tmp_path: Path) -> None:
+    base = PretrainedBase("org/base", tmp_path, ("model.safetensors",), "v2")
+    with pytest.raises(UsageError, match=r"the base org/base: .* holds no model.safetensors; download it again"):
+        base.reference()
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    recorded = base.reference()
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    with pytest.raises(UsageError, match=r"are those of org/base at revision v2, and .* has another model.safetensors"):
+        refuse_other_base(recorded, base.reference(), tmp_path / "checkpoint")
+    with pytest.raises(UsageError, match=r"and this model was built without a base"):
+        refuse_other_base(recorded, None, tmp_path / "checkpoint")
