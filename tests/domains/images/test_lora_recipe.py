@@ -206,7 +206,7 @@ def test_pictures_of_all_steps_are_in_one_grid(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--lora.rank", "0"), r"lora.rank: 0"),
+        (("--lora.rank", "0"), r"lora.rank is 0"),
         (("--base.source", "None"), r"base.source: adapters need a pretrained pipeline of diffusers"),
         (("--data.bucket_step", "3"), r"data.bucket_step 3: Stable Diffusion 1.x and 2.x takes sides that are mult"),
         (("--times.weighting", "cosmap"), r"times.weighting cosmap: .* predicts epsilon"),

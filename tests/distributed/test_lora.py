@@ -1,0 +1,57 @@
+"""recipes/lora.py in real processes: the same adapters on every layout, with several shapes and the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launching import Finished, Layout, command, fork
+from tests.domains.images import tiny_pipelines as tiny
+from tests.domains.images.test_lora_recipe import STEPS, pictures, settings
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.distributed
+LAYOUTS = {
+    "2 processes": (Layout("ddp", 2, "lora"), ()),
+    "micro-batches of 1": (Layout("single", 1, "lora"), ("--micro_batch_size", "1")),
+    "FSDP2": (Layout("fsdp2", 2, "lora"), ()),
+    "ZeRO-2": (Layout("zero2", 2, "lora"), ()),
+}
+DAILY = {"2 processes"}
+"""The others are daily for adapters in test_causal_lm_lora.py."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("lora")
+    tiny.save("sd1", made / "base")
+    pictures(made / "photos")
+    settings(made, "sd1")
+    return made
+
+
+def train(layout: Layout, folder: Path, name: str, *flags: str) -> Finished:
+    arguments = [str(folder / "tiny.yaml"), "--output_dir", str(folder / name), *flags]
+    done = fork(layout, command(layout, arguments, folder))
+    assert done.returncode == 0, done.stdout[-4000:]
+    return Finished(folder / name, done.stdout, done.returncode)
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path) -> Finished:
+    return train(Layout("single", 1, "lora"), folder, "single")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in LAYOUTS]
+)
+def test_every_layout_trains_the_same_adapters(name: str, single: Finished, folder: Path) -> None:
+    layout, flags = LAYOUTS[name]
+    run = train(layout, folder, name.replace(" ", "-"), *flags)
+    assert run.losses() == pytest.approx(single.losses(), rel=1e-5)
+    expected = single.tensors(STEPS, "model")
+    for key, tensor in run.tensors(STEPS, "model").items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4)
