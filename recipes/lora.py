@@ -49,7 +49,14 @@ class Config(experiment.ExperimentConfig):
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", "data.cache_dir"),
         labels=Labels(units=dict.fromkeys(objective.METRICS, "mean squared error")),
-        first_options=("base.source", "data.path", "data.resolutions", "lora.rank", "evaluation.prompts"),
+        first_options=(
+            "base.source",
+            "data.path",
+            "data.resolutions",
+            "lora.rank",
+            "evaluation.prompts",
+            "evaluation.every",
+        ),
         pipeline=pictures.PicturePipeline,
         smoke={"evaluation.samples": 2, "evaluation.steps": 2, "data.group_size": 1},
     )

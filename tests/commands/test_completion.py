@@ -33,10 +33,14 @@ ${function%% *}
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
+OF_MMDIT = {"base", "demo", "image_demo", "image_shapes", "l2t_qwen", "mmdit_baseline", "mmdit_optimized"}
 LINES = [
     ("accel-train la", {"launch"}),
-    ("accel-train launch ", {"causal_lm", "mmdit", "pde"}),
-    ("accel-train launch mmdit ", {"base", "demo", "l2t_qwen", "mmdit_baseline", "mmdit_optimized"}),
+    ("accel-train launch ", {"causal_lm", "lora", "mmdit", "pde"}),
+    (
+        "accel-train launch mmdit ",
+        {"base", "demo", "image_demo", "image_shapes", "l2t_qwen", "mmdit_baseline", "mmdit_optimized"},
+    ),
     ("accel-train check pde ", {"pde_baseline", "pde_demo", "pde_optimized"}),
     ("accel-train launch --config_file x.yaml mmdit demo --optimizer.we", {"--optimizer.weight_decay"}),
     ("accel-train rehearse --config_file x.yaml pde --data.ta", {"--data.tasks"}),

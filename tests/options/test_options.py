@@ -17,7 +17,7 @@ from accel_train.options.help_text import field_texts
 from accel_train.options.loading import load_config, read_tree
 from accel_train.options.tree import config_text, option_names, to_tree
 from accel_train.store.run_file import write_config
-from recipes import causal_lm, mmdit, pde
+from recipes import causal_lm, lora, mmdit, pde
 from recipes.mmdit import Config
 from tests import options_page
 
@@ -296,6 +296,7 @@ RECIPES: dict[str, tuple[type, str]] = {
     "mmdit": (mmdit.Config, "demo"),
     "pde": (pde.Config, pde.DEFAULT_PRESET),
     "causal_lm": (causal_lm.Config, causal_lm.DEFAULT_PRESET),
+    "lora": (lora.Config, lora.DEFAULT_PRESET),
 }
 
 
@@ -412,6 +413,7 @@ def test_the_presets_are_these() -> None:
         "image_demo",
         "image_shapes",
         "l2t_qwen",
+        "lora_tune",
         "mmdit_baseline",
         "mmdit_optimized",
         "pde_baseline",
