@@ -1,4 +1,4 @@
-"""Ten thousand steps of the demo: nothing becomes non-finite, nothing grows, nothing slows down (issue 4)."""
+"""Ten thousand steps of the demo: nothing becomes non-finite, and nothing grows."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def test_ten_thousand_steps_are_as_the_first_thousand(tmp_path: Path) -> None:
     warm = memory[2000]  # two saves, so that the buffers of snapshot and writer are there
     assert memory[STEPS] <= warm * 1.05, memory
 
-    rates = [line["samples_per_second"] for line in lines[5:]]
-    quarter = len(rates) // 4
-    first, last = (statistics.median(part) for part in (rates[:quarter], rates[-quarter:]))
-    print(f"rss {warm:.3f} -> {memory[STEPS]:.3f} GiB, {first:.1f} -> {last:.1f} samples/s")
-    assert last >= 0.7 * first  # other work on the machine moves a rate by a quarter; a leak of time is more
+    # Time of the processor, not of the clock: other work on the machine does not move it.
+    spent = {line["step"]: line["processor_seconds"] for line in lines}
+    first = spent[3000] - spent[1000]
+    last = spent[STEPS] - spent[STEPS - 2000]
+    print(f"rss {warm:.3f} -> {memory[STEPS]:.3f} GiB, {first:.1f} -> {last:.1f} s of the processor for 2,000 steps")
+    assert last <= 1.4 * first
