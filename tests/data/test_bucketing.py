@@ -21,6 +21,7 @@ from accel_train.data.grouping.bucketing import Buckets, choose_shapes, resolve_
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
+from accel_train.domains.models import flops
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.domains.text import modes
 from accel_train.domains.text.corpus import DEMO_FILE
@@ -197,7 +198,7 @@ def gradients(dataset: TextLatentDataset, world_size: int, config: LoaderConfig,
         sums = recipe.loss_sums(experiment, model, wide, mask_id=1)
         loss = loss + torch.stack([sums[k].double() * coefficients[k] / weights[k] for k in coefficients]).sum()
     loss.backward()
-    tokens = torch.stack([torch.as_tensor(recipe.work(shape, rank)["tokens"]) for rank in ranks]).sum()
+    tokens = torch.stack([torch.as_tensor(flops.work(shape, rank.micro_batches)["tokens"]) for rank in ranks]).sum()
     return loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), tokens
 
 

@@ -127,6 +127,10 @@ def inject(model: nn.Module, settings: Any, name: str) -> None:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute", UserWarning)
         import_peft().inject_adapter_in_model(settings, model, name)
+    # peft gives an adapter the dtype of its layer, and what trains is fp32.
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def describe_lora(model: nn.Module, config: LoraConfig) -> list[str]:
