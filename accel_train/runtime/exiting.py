@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -217,6 +218,7 @@ def reported_exit_code(path: Path, *, stopped: bool) -> int | None:
 
 def _leave(code: int) -> NoReturn:
     """Exit. Several CPU processes exit at once, without tearing torch down."""
+    _ignore_stops()
     report_exit_code(code)
     logging.shutdown()
     if _stdout_is_closed() and code == 0:
@@ -230,6 +232,15 @@ def _leave(code: int) -> NoReturn:
         # fail a finished run.
         os._exit(code)
     raise SystemExit(code)
+
+
+def _ignore_stops() -> None:
+    """Ignore SIGTERM and the like: a signal while the interpreter shuts down would turn a finished run into a death."""
+    from accel_train.runtime.early_stop import STOPPING
+
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
 
 
 # Modules are looked up, not imported: a command without torch must not pay for its import to exit.

@@ -17,7 +17,7 @@ from tests.waiting import PATIENCE_SECONDS, until
 
 ROOT = Path(__file__).parents[2]
 MAIN = """
-import hashlib, os, sys, time
+import atexit, hashlib, os, sys, time
 from pathlib import Path
 from accel_train.config import UsageError
 from accel_train.runtime.early_stop import look_for_stop_file
@@ -70,6 +70,10 @@ def main(argv):
         _, status = os.waitpid(child, 0)
         time.sleep(4)  # longer than a signal of its own would leave it
         return 40 + os.WTERMSIG(status)
+    if argv == ["shutdown"]:
+        atexit.register(sys.stdin.readline)
+        atexit.register(ready)
+        return 0
     return int(argv[0])
 
 run_main(main)
@@ -210,6 +214,25 @@ def test_a_stop_while_there_is_nothing_to_save_ends_the_process(
         assert child.returncode == code, said
         assert says in said
         assert not (tmp_path / "STOP").exists()
+
+
+@pytest.mark.fault("R4", injected="a stop while a finished process shuts down", outcome="its exit code stands")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_during_the_shutdown_changes_nothing(number: signal.Signals, script: Path, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, str(script), "shutdown"],
+        env=environment(),
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(number)
+        said = child.communicate("go on\n", timeout=PATIENCE_SECONDS)[0]
+        assert (child.returncode, said) == (0, "")
 
 
 LAUNCHER = """
