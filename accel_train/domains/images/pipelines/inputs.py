@@ -96,7 +96,7 @@ def prepare_inputs(
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
     _refuse_step(config, base, pipeline)
-    filling = Filling(rank, world_size, barrier, progress=True)
+    filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
     cap_bytes = config.cap_bytes
     samples = [sample for data in (pictures.train, pictures.heldout) for sample in data.samples]
     texts = cached_texts(
