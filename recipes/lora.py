@@ -97,7 +97,8 @@ def build(base: loading.Base, adapters: LoraConfig, precision: Precision, device
 def noised(config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int) -> tuple[Batch, Tensor]:
     """Return the denoiser's inputs with their target, and their weight: the number of pictures."""
     encoded = inputs.encoded(batch)
-    return process.noised(encoded, config.seed, step, config.global_batch_size), batch["weight"].sum()
+    rows = inputs.rows * config.global_batch_size
+    return process.noised(encoded, config.seed, step, rows), batch["weight"].sum()
 
 
 def loss_sum(process: Denoising, model: nn.Module, batch: Batch) -> Tensor:
