@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ FOLDER = Path(__file__).parent
 SIDE = 64
 """Pixels of a picture in the file."""
 SIZES = (32, 64)
+SKIN_TONES = "skin tones"
+"""Names all emoji of a skin tone, where groups are left out."""
 
 
 class Emoji(NamedTuple):
@@ -34,6 +37,10 @@ class Emoji(NamedTuple):
     def caption(self) -> str:
         """Name, skin tone if there is one, and kind: ``waving hand sign, dark skin tone, hand fingers open``."""
         return ", ".join(part for part in (self.name, self.tone, self.kind) if part)
+
+    def is_in(self, names: Sequence[str]) -> bool:
+        """Return True if its group is among these names, or it has a skin tone and `SKIN_TONES` is."""
+        return self.group in names or (bool(self.tone) and SKIN_TONES in names)
 
     def heldout(self, fraction: float) -> bool:
         """Return True for about this share of the names, by their hash. All skin tones of a name go together."""
@@ -53,8 +60,8 @@ def groups() -> list[str]:
 
 
 def check_groups(option: str, names: tuple[str, ...]) -> None:
-    """Refuse a name that is no group. Raises ``UsageError``."""
-    known = groups()
+    """Refuse a name that is neither a group nor `SKIN_TONES`. Raises ``UsageError``."""
+    known = [*groups(), SKIN_TONES]
     for name in names:
         if name not in known:
             hint = did_you_mean(nearest(name, known))
