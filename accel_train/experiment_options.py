@@ -14,7 +14,7 @@ from accel_train.data.options import LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.metrics.progress import Labels
 from accel_train.metrics.recorder import LogConfig
-from accel_train.options.tree import config_text, experiment_tree, flatten, option_names, to_tree
+from accel_train.options.tree import config_text, defaults_tree, experiment_tree, flatten, option_names, to_tree
 from accel_train.pipeline import Pipeline
 from accel_train.precision import Precision
 from accel_train.runtime.distributed_options import DistributedConfig
@@ -191,6 +191,7 @@ class ExperimentConfig:
         return RunOptions(
             output_dir=self.output_dir,
             experiment=flatten(experiment_tree(self)),
+            defaults=flatten(defaults_tree(type(self))),
             config_text=config_text(self),
             free_to_change=(*FREE_TO_CHANGE, *self.recipe.free_to_change),
             loads_with=None if loader is None else f"{loader.__module__}.{loader.__qualname__}",

@@ -20,7 +20,7 @@ from accel_train.runtime.distributed_options import apply_fsdp2_prefetch
 from accel_train.runtime.strategy import embeddings_optional, name_wrapped_classes, strategy_of, verify_prepared
 from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
-from accel_train.speed.attention.library import Example
+from accel_train.speed.attention.other_libraries import Example
 from accel_train.speed.attention.table import AttentionNeeds
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.training.accumulation import resolve_sync

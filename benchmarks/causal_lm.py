@@ -1,6 +1,6 @@
 """recipes/causal_lm.py beside HuggingFace's Trainer: the same losses, and the ratio of their throughput.
 
-    python -m benchmarks.causal_lm --steps 60 --rounds 2
+    python -m benchmarks.causal_lm --output benchmarks/results/causal_lm_cpu.json
 
 The model of `causal_lm_demo`, the same initial weights, packed rows in the same order, fp32, AdamW without decay at a
 constant learning rate, the norm clipped to 1, four micro-batches a step. The Trainer computes transformers' own loss
@@ -11,8 +11,6 @@ ours it is the difference between a whole run and one of a third of its steps, w
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
 import resource
@@ -30,7 +28,8 @@ from accel_train.data.sampler import StepSampler
 from accel_train.domains.language import prepare, pretrained
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.metrics.records import read_metrics, write_json
+from accel_train.metrics.records import read_metrics
+from benchmarks.method import Row, parser_of, row, write_results
 
 ROOT = Path(__file__).parents[1]
 ROWS, MICRO_ROWS = 16, 4
@@ -143,41 +142,41 @@ def largest_difference(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--path", default="demo")
-    parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+def measure(folder: Path, path: str, steps: int, rounds: int) -> tuple[list[Row], dict[str, Any]]:
+    """Both in turns; rows and details."""
+    write_model(folder, path, SIZES)
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for _ in range(rounds):
+        short = ours(folder, path, steps // 3)
+        whole = ours(folder, path, steps)
+        seconds = whole["cpu_seconds"] - short["cpu_seconds"]
+        whole["cpu_seconds_per_step"] = seconds / (steps - steps // 3)
+        found.append((whole, trainer(folder, path, steps)))
+    differences = [largest_difference(a["losses"], b["losses"]) for a, b in found]
+    rates = [a["samples_per_second"] / b["samples_per_second"] for a, b in found]
+    cpu_times = [b["cpu_seconds_per_step"] / a["cpu_seconds_per_step"] for a, b in found]
+    loss = f"largest relative difference of the losses of {steps} steps"
+    rows = [
+        row("causal_lm", loss, max(differences), "", target="<= 1e-4"),
+        row("causal_lm", "samples per second of wall time, ours over the Trainer", rates, target=">= 1"),
+        row("causal_lm", "processor time of a step, the Trainer over ours", cpu_times),
+    ]
+    per_second = [{"ours": a["samples_per_second"], "trainer": b["samples_per_second"]} for a, b in found]
+    return rows, {"steps": steps, "samples_per_second": per_second}
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = parser_of(__doc__, rounds=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--path", default="demo")
+    options = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    steps = 6 if options.tiny else options.steps
+    rounds = 1 if options.tiny else options.rounds
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_model(folder, given.path, SIZES)
-        for _ in range(given.rounds):
-            short = ours(folder, given.path, given.steps // 3)
-            whole = ours(folder, given.path, given.steps)
-            whole["cpu_seconds_per_step"] = (whole["cpu_seconds"] - short["cpu_seconds"]) / (
-                given.steps - given.steps // 3
-            )
-            found.append((whole, trainer(folder, given.path, given.steps)))
-    difference = max(largest_difference(a["losses"], b["losses"]) for a, b in found)
-    ratios = [a["samples_per_second"] / b["samples_per_second"] for a, b in found]
-    result = {
-        "steps": given.steps,
-        "largest_relative_difference_of_losses": difference,
-        "samples_per_second_over_trainer": ratios,
-        "samples_per_second": [{"ours": a["samples_per_second"], "trainer": b["samples_per_second"]} for a, b in found],
-        "cpu_seconds_per_step": [
-            {"ours": a["cpu_seconds_per_step"], "trainer": b["cpu_seconds_per_step"]} for a, b in found
-        ],
-        "torch_threads": torch.get_num_threads(),
-    }
-    print(json.dumps(result, indent=1))
-    if given.output:
-        write_json(given.output, result)
-    return 0 if difference < 1e-4 else 1
+        rows, details = measure(Path(name), options.path, steps, rounds)
+    return 0 if write_results(options.output, "Language models beside HuggingFace's Trainer", rows, details) else 1
 
 
 if __name__ == "__main__":

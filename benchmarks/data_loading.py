@@ -34,8 +34,8 @@ from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.domains.text.dataset import DataAssets, TextLatentDataset, statistics
-from accel_train.domains.text.latent_cache import LatentTable, open_shard, write_shard
-from accel_train.domains.text.latent_files import open_latents
+from accel_train.domains.text.latents.cache import LatentTable, open_shard, write_shard
+from accel_train.domains.text.latents.files import open_latents
 from accel_train.domains.text.tokenizer import train_tokenizer
 from benchmarks.method import Row, in_turns, parser_of, row, write_results
 

@@ -98,6 +98,7 @@ def page(folder: Path) -> str:
     parts += ["## Options one by one", "", *ablations(results), "", "## Muon against AdamW", "", *muon(results), ""]
     parts += ["## Scaling", "", *scaling(results), "", "## Random numbers", "", *table_of("rng", results)]
     parts += ["", "## Pictures", "", *table_of("pictures", results)]
+    parts += ["", "## Language models", "", *table_of("causal_lm", results)]
     parts += ["", "## Where these numbers come from", "", *origins(results)]
     return "\n".join(parts) + "\n"
 
@@ -115,7 +116,7 @@ How to read this page:
 - Counts are exact. Anything that has not been run is marked "not yet measured".
 
 ```
-python -m benchmarks.suite                    # C1 to C10, scaling, random numbers, then this page
+python -m benchmarks.suite                    # every row that needs no GPU, then this page
 python -m benchmarks.loop --output FILE.json  # one row
 python -m benchmarks.checkpoint --state_mb 1500 --output FILE.json
 python -m benchmarks.ablation pde --output FILE.json

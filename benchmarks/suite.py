@@ -35,6 +35,7 @@ SCRIPTS = {
     "scaling": "scaling_cpu.json",
     "rng": "rng_cpu.json",
     "pictures": "pictures_cpu.json",
+    "causal_lm": "causal_lm_cpu.json",
 }
 """Script, and the file it writes: C1 to C10 in order, then what has no target."""
 

@@ -151,8 +151,7 @@ def evaluate(
     # Files and baselines need one process. Only the main process records metrics.
     if accelerator.is_main_process:
         samples.report_samples(config.report_directory, data, drawn.tokens, drawn.latents)
-        if scores is not None:
-            scores.report(config.report_directory, step, shown, drawn, data.nearest_latents(drawn.latents))
+        picture_scores.report(scores, config.report_directory, step, shown, drawn)
         metrics |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
     logs.info(logger, *both_ways.summary(metrics), *picture_scores.summary(metrics))
     return metrics
@@ -176,7 +175,8 @@ def prepare_data(
     pictures = captioned.prepare_pictures(config.pictures, config.data, **processes)
     options = pictures.rows(config.data) if pictures else config.data
     data = prepare.prepare_data(options, device=device, earlier=earlier, **processes)
-    return data, picture_scores.build_scores(pictures, data.assets.denormalise, data.tokenizer.decode)
+    scores = picture_scores.build_scores(pictures, data.assets.denormalise, data.tokenizer.decode, data.nearest_latents)
+    return data, scores
 
 
 @one_run

@@ -29,8 +29,14 @@ def part(words: str) -> tuple[int, int]:
     return day % parts, parts
 
 
-@pytest.hookimpl(trylast=True)  # after -m
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""Every test of the files that were asked for, before -m and -k."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    config.stash[COLLECTED] = list(items)
+    yield
     if config.option.part is None:
         return
     today, parts = config.option.part

@@ -103,7 +103,6 @@ CHAIN = 7
 PACKAGE_FILES = 12
 MORE_FILES = {
     "commands": (17, "a file for each command of accel-train"),
-    "domains.text": (20, "texts in shards beside texts in memory: their split, and their dataset"),
 }
 DOMAIN_FILES = 18
 """One of them is the pipeline of the domain's trained models."""

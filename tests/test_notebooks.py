@@ -164,6 +164,7 @@ def test_several_processes_train_from_one_cell_as_one_does(tmp_path: Path) -> No
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), rel=1e-6)
 
 
+@pytest.mark.slow  # quick: an interrupt of one process, several processes, and a refusal of several
 @pytest.mark.distributed
 def test_interrupted_processes_leave_a_directory_that_goes_on(tmp_path: Path) -> None:
     run(INTERRUPTED_PROCESSES, tmp_path)

@@ -178,7 +178,7 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
             "what is there and start again"
         )
     saved = read_run(directory)
-    allowed = refuse_changes(saved, experiment, options.allow, options.free_to_change, directory)
+    allowed = _refuse_changes(options, saved, experiment, directory)
     if options.resume not in POLICIES:
         _refuse_another_origin(options.resume, saved, directory)
     # An evaluation needs no optimizer state, and leaves the run unchanged.
@@ -206,6 +206,12 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
         "decision": decision,
         "unwritten_config": None if evaluating else options.config_text,
     }
+
+
+def _refuse_changes(options: RunOptions, saved: Json, experiment: Json, directory: Path) -> list[str]:
+    return refuse_changes(
+        saved, experiment, options.allow, options.free_to_change, directory, defaults=options.defaults
+    )
 
 
 def _refuse_without_checkpoint(options: RunOptions, directory: Path, reasons: list[str]) -> None:
@@ -254,7 +260,7 @@ def _check_fetched(checkpoint: Checkpoint, options: RunOptions, experiment: Json
     resolved = dict(checkpoint.manifest.get("resolved", resolved))
     saved = {"experiment": checkpoint.manifest["experiment"], "resolved": resolved}
     try:
-        refuse_changes(saved, experiment, options.allow, options.free_to_change, checkpoint.path)
+        _refuse_changes(options, saved, experiment, checkpoint.path)
     except UsageError:
         # If it stayed, the next start would find a used directory and resume from it.
         commit.remove(checkpoint.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
@@ -151,6 +151,8 @@ class RunOptions:
     hub: HubConfig | None = None
     """Options of the Hub. The repository is checked unless ``evaluate_only`` is set."""
     collective_timeout_seconds: float = 1800.0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults by dotted name: what counts for an option that the version which began the run did not have."""
 
     def __post_init__(self) -> None:
         if self.overwrite and (self.resume == "must" or self.evaluate_only):

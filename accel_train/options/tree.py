@@ -34,6 +34,18 @@ def experiment_tree(config: object) -> Tree:
     return {key: value for key, value in tree.items() if key not in INVOCATION_OPTIONS}
 
 
+def defaults_tree(cls: type) -> Tree:
+    """Return ``experiment_tree`` of the defaults of a config class, which need not fit together."""
+    tree: Tree = {}
+    for field in dataclasses.fields(cls):
+        value = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        if value is not dataclasses.MISSING and field.name not in INVOCATION_OPTIONS:
+            tree[field.name] = to_tree(value) if dataclasses.is_dataclass(value) else _plain(value)
+    return tree
+
+
 class _Dumper(yaml.SafeDumper):
     """Dumper that quotes text unless it begins with a letter. PyYAML leaves 1e3 bare, to be read back as a number."""
 

@@ -11,7 +11,7 @@ from torch import nn
 from accel_train.config import UsageError
 from accel_train.precision import Precision, dtype_of
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
-from accel_train.speed.attention.library import Example, apply_library_attention, library_parts
+from accel_train.speed.attention.other_libraries import Example, apply_library_attention, library_parts
 from accel_train.speed.attention.proof import kernels_that_ran
 from accel_train.speed.attention.selection import apply_attention, resolve_attention
 from accel_train.speed.attention.table import AttentionNeeds

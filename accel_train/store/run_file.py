@@ -37,17 +37,23 @@ def has_trained(directory: Path) -> bool:
 
 
 def refuse_changes(
-    saved: Mapping[str, Any], experiment: Mapping[str, Any], allow: Sequence[str], free: Sequence[str], directory: Path
+    saved: Mapping[str, Any],
+    experiment: Mapping[str, Any],
+    allow: Sequence[str],
+    free: Sequence[str],
+    directory: Path,
+    defaults: Mapping[str, Any],
 ) -> list[str]:
     """Raise ``UsageError`` for a different experiment in a used directory, with both values of each difference.
 
-    ``allow`` and ``free`` are options or groups of options that may differ. Returns the differences in ``allow``.
+    ``allow`` and ``free`` are options or groups of options that may differ. An option that the version which began the
+    run did not have counts as its default there. Returns the differences in ``allow``.
     """
     for name in allow:
         if not any(_is_covered(key, [name]) for key in experiment):
             raise UsageError(f"allow: {name!r} is no option of this experiment; name the option that has changed")
     resolved = saved.get("resolved", {})
-    before = dict(saved["experiment"]) | dict(resolved)
+    before = {**defaults, **saved["experiment"], **resolved}
     changed: dict[str, str] = {}
     allowed: list[str] = []
     for key in sorted(before.keys() | experiment.keys()):

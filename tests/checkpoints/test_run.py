@@ -26,7 +26,7 @@ from accel_train.checkpoints.run import Run
 from accel_train.commands.places import find_place
 from accel_train.config import UsageError
 from accel_train.experiment_options import FREE_TO_CHANGE
-from accel_train.options.tree import config_text, experiment_tree, flatten
+from accel_train.options.tree import config_text, defaults_tree, experiment_tree, flatten
 from accel_train.store import commit, strict_json
 from accel_train.store import lock as locks
 from tests.store.test_commit import make
@@ -106,6 +106,22 @@ def test_another_experiment_is_refused_and_can_be_allowed(
     allowed = start(accelerator, replace(changed, allow=(key,)), data)
     assert "; changed as --allow says: " + named in allowed.decision
     start(accelerator, changed, data)  # what was allowed once is the experiment from then on
+
+
+def test_an_option_added_since_the_run_began_counts_as_its_default(accelerator: Accelerator, tmp_path: Path) -> None:
+    options = replace(options_of(Config(str(tmp_path / "run"))), defaults=flatten(defaults_tree(Config)))
+    earlier = dict(options.experiment)
+    del earlier["optimizer.lr"]
+    assert "output_dir" not in options.defaults
+    first = open_run(replace(options, experiment=earlier), accelerator, "d" * 8)
+    first.note_training()
+    first.close()
+    changed = replace(options, experiment={**options.experiment, "optimizer.lr": 0.2})
+    with pytest.raises(UsageError, match=r"optimizer\.lr: 0\.1 there, 0\.2 now"):
+        open_run(changed, accelerator, "d" * 8)
+    resumed = open_run(options, accelerator, "d" * 8)
+    assert resumed.run_id == first.run_id
+    resumed.close()
 
 
 def test_a_resume_that_is_refused_before_its_first_step_changes_nothing(

@@ -24,7 +24,7 @@ from accel_train.data.tables.block_order import BlockOrder
 from accel_train.data.tables.sharded_table import ShardedTable
 from accel_train.data.tables.shards import index_shards
 from accel_train.domains.pde.data.files import FieldPart, Fields
-from accel_train.domains.text.shard_corpus import SplitRules, split_shards
+from accel_train.domains.text.shards.corpus import SplitRules, split_shards
 
 CACHE_BYTES = 128 * 2**20
 SHARDS, GROUPS, ROWS, CHARACTERS = 20, 25, 1000, 40_000

@@ -26,7 +26,7 @@ from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.domains.text import modes
 from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import DataAssets, TextLatentDataset, statistics
-from accel_train.domains.text.latent_files import read_latents, write_latents
+from accel_train.domains.text.latents.files import read_latents, write_latents
 from accel_train.domains.text.tokenizer import train_tokenizer
 from recipes import mmdit as recipe
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_train.domains.images.picture_scores import DISTANCES, ERRORS
 from tests.distributed.launching import Layout, run_recipe
 
 pytestmark = pytest.mark.distributed
@@ -24,7 +25,7 @@ def test_pictures_are_trained_alike_on_two_processes_and_shown(tmp_path: Path) -
     two = run_recipe(Layout("ddp", 2), tmp_path / "two" / "run", *flags, "--micro_batch_size", "4")
     assert two.losses() == pytest.approx(one.losses(), rel=1e-5)
     reports = [json.loads((run.directory / "report" / "evaluation.json").read_text()) for run in (one, two)]
-    for name in ("t2l_distance", "caption_words", "shown_colour", "shown_position", "l2t_nll"):
+    for name in (*ERRORS, *DISTANCES, "caption_words", "shown_colour", "shown_position", "l2t_nll"):
         assert reports[1][name] == pytest.approx(reports[0][name], rel=1e-4, abs=1e-6), name
     for run in (one, two):
         assert "pictures of 8 x 8 pixels in 2 x 2 patches (shapes)" in run.output

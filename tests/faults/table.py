@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,23 +42,33 @@ class _Collector:
         self.lines: dict[Line, None] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        for item in items:
-            name = item.path.relative_to(ROOT).as_posix()
-            slow = " (slow)" if item.get_closest_marker("slow") else ""
-            for mark in item.iter_markers("fault"):
-                test = f"[{item.path.stem.removeprefix('test_')}](../{name}){slow}"
-                self.lines[(mark.args[0], mark.kwargs["injected"], mark.kwargs["outcome"], test)] = None
+        self.lines = dict.fromkeys(lines_of(items))
+
+
+def lines_of(items: Iterable[pytest.Item]) -> Iterator[Line]:
+    """The lines of the tests' markers, with repetitions, in the order of the tests."""
+    for item in items:
+        name = item.path.relative_to(ROOT).as_posix()
+        slow = " (slow)" if item.get_closest_marker("slow") else ""
+        for mark in item.iter_markers("fault"):
+            test = f"[{item.path.stem.removeprefix('test_')}](../{name}){slow}"
+            yield mark.args[0], mark.kwargs["injected"], mark.kwargs["outcome"], test
 
 
 def collect() -> list[Line]:
-    """Every line, by row, then in the order of the files."""
+    """Every line of the suite, as ``in_order`` has them."""
     files = [str(p) for p in sorted((ROOT / "tests").rglob("test_*.py")) if "fault(" in p.read_text()]
     collector = _Collector()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = pytest.main(["--collect-only", "-m", "fault", "-p", "no:cacheprovider", *files], plugins=[collector])
     assert code == 0, said.getvalue()
+    return in_order(collector.lines)
+
+
+def in_order(lines: Iterable[Line]) -> list[Line]:
+    """Each line once, by row, then in the order of the files."""
     found: dict[tuple[str, str, str], str] = {}
-    for row, injected, outcome, test in collector.lines:  # one that has a quick form is not called slow
+    for row, injected, outcome, test in lines:  # one that has a quick form is not called slow
         found.setdefault((row, injected, outcome), test)
         if not test.endswith("(slow)"):
             found[row, injected, outcome] = test
@@ -72,14 +82,11 @@ def render(lines: list[Line]) -> str:
     return "\n".join([BEGIN, "", *table, "", END])
 
 
-def renewed(page: str) -> str:
-    """The page with the table of today."""
+def renewed(page: str, lines: list[Line]) -> str:
+    """The page with these lines."""
     assert page.count(BEGIN) == page.count(END) == 1, PAGE
-    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: render(collect()), page, flags=re.DOTALL)
+    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: render(lines), page, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
-    text = renewed(PAGE.read_text())
-    if sys.argv[1:] == ["--check"]:
-        sys.exit(0 if text == PAGE.read_text() else f"{PAGE} is not current: python -m tests.faults.table")
-    PAGE.write_text(text)
+    PAGE.write_text(renewed(PAGE.read_text(), collect()))

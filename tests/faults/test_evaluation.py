@@ -64,7 +64,7 @@ def test_the_last_evaluation_that_raises_loses_nothing(trainers: Trainers, out: 
     ],
     ids=["one", "ctrl-c", "rank 1 of two", "usr1", "stop file"],
 )
-@pytest.mark.parametrize("save_every", ["0", "10"])
+@pytest.mark.parametrize("save_every", ["0", pytest.param("10", marks=pytest.mark.slow)])
 def test_a_stop_ends_an_evaluation_and_saves(
     trainers: Trainers, out: Path, ranks: int, told: int, number: signal.Signals | None, save_every: str
 ) -> None:

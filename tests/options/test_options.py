@@ -413,6 +413,7 @@ def test_the_presets_are_these() -> None:
         "image_demo",
         "image_shapes",
         "l2t_qwen",
+        "lora_demo",
         "lora_tune",
         "mmdit_baseline",
         "mmdit_optimized",

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from accel_train.config import UsageError
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
-from accel_train.speed.attention import library as library_attention
+from accel_train.speed.attention import other_libraries as library_attention
 from accel_train.speed.attention.calls import block_mask_on, recorded_calls
-from accel_train.speed.attention.library import LibraryAttention, apply_library_attention
+from accel_train.speed.attention.other_libraries import LibraryAttention, apply_library_attention
 from accel_train.speed.attention.proof import _recorded_operators
 from accel_train.speed.options import ActivationCheckpointingConfig
 from tests.distributed.foreign_models import MODELS

@@ -15,7 +15,9 @@ from accel_train.domains.images.grids import Column, report_pictures
 from accel_train.domains.images.picture_rows import CaptionedPictures
 
 Batch = Mapping[str, Tensor]
-DISTANCES = ("t2l_distance", "t2l_distance_shuffled")
+ERRORS = ("t2l_error", "t2l_error_shuffled", "unconditional_error")
+"""Sums that ``BothWays.latent_error_sums`` adds to those of ``PictureScores``."""
+DISTANCES = ("t2l_distance", "t2l_distance_shuffled", "nearest_distance", "nearest_distance_true")
 CAPTIONS = ("caption_words", "caption_exact")
 SHOWN = ("shown_colour", "shown_position", "shown_form", "shown_size", "shown_count")
 _SINGLES = "singles"
@@ -41,8 +43,10 @@ class PictureScores:
     """What a sampled picture or caption is held against. Metrics are means over held-out samples.
 
     ``t2l_distance``: root mean square over the values 0 to 1 of all pixels between the picture sampled for a caption
-    and the caption's own; ``_shuffled``: and that of another caption. ``caption_words``: share of words of a caption
-    sampled for a picture that are right at their place; ``caption_exact``: share of captions without a wrong word.
+    and the caption's own; ``_shuffled``: and that of another caption. ``nearest_distance``: between the sampled picture
+    and the training picture nearest to it, far below ``nearest_distance_true``, the same of the caption's own picture,
+    if samples are copies. ``caption_words``: share of words of a caption sampled for a picture that are right at their
+    place; ``caption_exact``: share of captions without a wrong word.
     Of shapes also the share of sampled pictures that show the caption's colour, position (of single shapes), form,
     size and count, read from the pixels.
     """
@@ -51,19 +55,18 @@ class PictureScores:
     denormalise: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], str]
     """Text of one row of tokens (S,)."""
+    nearest: Callable[[Tensor], Tensor]
+    """Normalised latents (B, L, D) of the training pictures nearest to such latents."""
 
     def metric_names(self) -> list[str]:
         """List the metrics of an evaluation."""
         shown = SHOWN if self.pictures.exact else ()
-        return [*DISTANCES, *CAPTIONS, *shown]
+        return [*ERRORS, *DISTANCES, *CAPTIONS, *shown]
 
-    def report(self, directory: Path, step: int, batch: Batch, drawn: Drawn, nearest: Tensor) -> None:
-        """Write ``pictures.png`` for the captions of a batch. Call it on the main process.
-
-        `nearest` are the latents of the training pictures nearest to those drawn.
-        """
+    def report(self, directory: Path, step: int, batch: Batch, drawn: Drawn) -> None:
+        """Write ``pictures.png`` for the captions of a batch. Call it on the main process."""
         prompts = [self.decode(row) for row in batch["tokens"].cpu()]
-        more = [Column("nearest in training", self.pixels(nearest))]
+        more = [Column("nearest in training", self.pixels(self.nearest(drawn.latents)))]
         if drawn.unconditional is not None:
             more.append(Column("no caption", self.pixels(drawn.unconditional)))
         true = self.pixels(batch["latent"])
@@ -76,11 +79,14 @@ class PictureScores:
     def __call__(self, batch: Batch, shuffled: Batch, latents: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         """Sum the scores of latents (B, L, D) and tokens (B, S) sampled for a batch. Waits for the device."""
         sampled = self.pixels(latents)
+        true = self.pixels(batch["latent"])
         captions = [self.decode(row) for row in batch["tokens"].cpu()]
         said = [self.decode(row) for row in tokens.cpu()]
         scores = {
-            "t2l_distance": rms_distance(sampled, self.pixels(batch["latent"])),
+            "t2l_distance": rms_distance(sampled, true),
             "t2l_distance_shuffled": rms_distance(sampled, self.pixels(shuffled["latent"])),
+            "nearest_distance": rms_distance(sampled, self.pixels(self.nearest(latents))),
+            "nearest_distance_true": rms_distance(true, self.pixels(self.nearest(batch["latent"]))),
             "caption_words": torch.tensor([_words_right(*pair) for pair in zip(said, captions, strict=True)]),
             "caption_exact": _share([one == other for one, other in zip(said, captions, strict=True)]),
             _PICTURES: torch.ones(len(captions)),
@@ -140,12 +146,15 @@ def _words_right(said: str, caption: str) -> float:
 
 
 def build_scores(
-    pictures: CaptionedPictures | None, denormalise: Callable[[Tensor], Tensor], decode: Callable[[Tensor], str]
+    pictures: CaptionedPictures | None,
+    denormalise: Callable[[Tensor], Tensor],
+    decode: Callable[[Tensor], str],
+    nearest: Callable[[Tensor], Tensor],
 ) -> PictureScores | None:
     """Return the scores of these pictures, or None for latents that are no pictures."""
     if pictures is None:
         return None
-    return PictureScores(pictures, denormalise, decode)
+    return PictureScores(pictures, denormalise, decode, nearest)
 
 
 def metric_names(scores: PictureScores | None) -> list[str]:
@@ -163,14 +172,28 @@ def metrics(scores: PictureScores | None, sums: Mapping[str, Tensor]) -> dict[st
     return scores.metrics(sums) if scores else {}
 
 
+def report(scores: PictureScores | None, directory: Path, step: int, batch: Batch, drawn: Drawn) -> None:
+    """Write ``pictures.png`` with these scores, on the main process. None writes nothing."""
+    if scores is not None:
+        scores.report(directory, step, batch, drawn)
+
+
 def summary(metrics: Mapping[str, float]) -> list[str]:
     """Format the scores of pictures as log lines, if there are any."""
     if "t2l_distance" not in metrics:
         return []
+    errors = (
+        f"pictures: error {metrics['t2l_error']:.3f} with the right caption, {metrics['t2l_error_shuffled']:.3f} with "
+        f"a shuffled one, {metrics['unconditional_error']:.3f} without"
+    )
+    distances = (
+        f"distance of samples {metrics['t2l_distance']:.3f} to the caption's own picture, "
+        f"{metrics['t2l_distance_shuffled']:.3f} to another caption's, {metrics['nearest_distance']:.3f} to the "
+        "nearest in training"
+    )
     lines = [
-        f"pictures: distance {metrics['t2l_distance']:.3f} to the caption's own picture, "
-        f"{metrics['t2l_distance_shuffled']:.3f} to another caption's; captions: {metrics['caption_words']:.1%} of "
-        f"words right, {metrics['caption_exact']:.1%} without a wrong one"
+        f"{errors}; {distances}",
+        f"captions: {metrics['caption_words']:.1%} of words right, {metrics['caption_exact']:.1%} without a wrong one",
     ]
     if "shown_colour" in metrics:
         shown = [f"{name.removeprefix('shown_')} {metrics[name]:.1%}" for name in SHOWN]

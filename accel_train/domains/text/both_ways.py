@@ -19,7 +19,7 @@ from torch import Tensor
 from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveInt
 from accel_train.data.datasets import Batch
-from accel_train.domains.diffusion.latents import LatentDiffusionConfig
+from accel_train.domains.diffusion.latents import LatentDiffusionConfig, add_noise, predicted_x0
 from accel_train.domains.diffusion.masked_text import correct_counts, corrupt, elbo_weight, loss_sums, term_weight
 from accel_train.domains.diffusion.sampling import (
     LatentSamplingConfig,
@@ -124,7 +124,7 @@ class BothWays:
         ``x_nll`` / ``tokens`` is a bound in nats per maskable token. ``x_cosine`` / ``samples`` is a cosine between
         latents sampled from pure noise and true ones. ``t2l_mean_cosine`` samples in one step, so it scores the mean
         of the model's distribution. A model deaf to its condition scores the same with a shuffled one. ``scores`` adds
-        sums of its own.
+        sums of its own, and those of ``latent_error_sums``.
         """
 
         def nll_sums(latent: Tensor | None) -> dict[str, Tensor]:
@@ -146,16 +146,49 @@ class BothWays:
             "tokens": matching["tokens"],
             "masked": matching["masked"],
             "samples": batch["weight"].sum(),
-        } | self._more_sums(batch, shuffled, sampled, scores)
+        } | self._more_sums(batch, shuffled, sampled, timesteps, scores)
 
-    def _more_sums(self, batch: Batch, shuffled: Batch, sampled: Tensor, scores: Scores | None) -> dict[str, Tensor]:
+    def _more_sums(
+        self, batch: Batch, shuffled: Batch, sampled: Tensor, timesteps: int, scores: Scores | None
+    ) -> dict[str, Tensor]:
         if scores is None:
             return {}
-        return scores(batch, shuffled, sampled, self.sample_text(batch))
+        errors = self.latent_error_sums(batch, shuffled, timesteps)
+        return errors | scores(batch, shuffled, sampled, self.sample_text(batch))
+
+    def latent_error_sums(self, batch: Batch, shuffled: Batch, timesteps: int) -> dict[str, Tensor]:
+        """Sum the squared error of the latents predicted from noised ones, a mean over the elements of each sample.
+
+        ``t2l_error``: with the own text; ``t2l_error_shuffled``: with another's; ``unconditional_error``: with none.
+        Averaged over ``timesteps`` stratified times, the same noise for all three. Latents have variance 1, so that an
+        error of 1 is that of predicting their mean.
+        """
+        other = dict(batch)
+        for name in ("tokens", "text_mask", "maskable"):
+            other[name] = shuffled[name]
+        predictors = {
+            "t2l_error": self.latent_predictor(batch),
+            "t2l_error_shuffled": self.latent_predictor(other),
+            "unconditional_error": self.latent_predictor(batch, with_text=False),
+        }
+        return {name: self._latent_error(predict, batch, timesteps) for name, predict in predictors.items()}
+
+    def _latent_error(self, predict: Predict, batch: Batch, timesteps: int) -> Tensor:
+        latent = batch["latent"]
+        total = torch.zeros_like(batch["weight"])
+        for stratum in range(timesteps):
+            time = stratified(self._keys("evaluation/latent", stratum, batch), stratum, timesteps)
+            noise = rng.normal(self._keys("evaluation/noise", stratum, batch), latent.shape[1:])
+            noisy = add_noise(latent, noise, time, self.diffusion)
+            found = predicted_x0(predict(noisy, time).float(), noisy, time, self.diffusion)
+            total += (found - latent).square().flatten(1).mean(-1)
+        return (total * batch["weight"]).sum() / timesteps
+
+    def _keys(self, stream: str, step: int, batch: Batch) -> Tensor:
+        return rng.sample_keys(self.seed, stream, step, batch["sample"])
 
     def _absent_latent(self, batch: Batch) -> Tensor:
-        keys = rng.sample_keys(self.seed, "absent", 0, batch["sample"])
-        return rng.normal(keys, batch["latent"].shape[1:])
+        return rng.normal(self._keys("absent", 0, batch), batch["latent"].shape[1:])
 
 
 def samplers(model: Callable[..., Any], described: Mapping[str, Any], steps: int | None = None) -> BothWays:

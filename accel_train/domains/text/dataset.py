@@ -17,7 +17,7 @@ from accel_train.data.tables.block_order import BlockOrder
 from accel_train.data.tables.ledger import Span, continued, write_ledger
 from accel_train.data.tables.text_sources import texts_hash
 from accel_train.domains.text.encoders import LatentEncoder, load_encoder
-from accel_train.domains.text.latent_cache import BatchMemory, LatentRows, LatentTable
+from accel_train.domains.text.latents.cache import BatchMemory, LatentRows, LatentTable
 from accel_train.domains.text.lengths import LengthEstimate, load_length
 from accel_train.domains.text.tokenizer import TextTokenizer, Tokens
 

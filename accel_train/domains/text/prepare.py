@@ -23,14 +23,14 @@ from accel_train.domains.text.dataset import (
     statistics,
 )
 from accel_train.domains.text.encoders import LatentEncoder, TransformerEncoder, load_encoder
-from accel_train.domains.text.latent_cache import LatentRows, LatentTable, cached_latents, check_finite
-from accel_train.domains.text.latent_files import read_latents
+from accel_train.domains.text.latents.cache import LatentRows, LatentTable, cached_latents, check_finite
+from accel_train.domains.text.latents.files import read_latents
 from accel_train.domains.text.lengths import LengthEstimate, fit_length
 from accel_train.domains.text.options import FREE_TO_CHANGE as FREE_TO_CHANGE
 from accel_train.domains.text.options import TFIDF_SVD
 from accel_train.domains.text.options import DataConfig as DataConfig
-from accel_train.domains.text.shard_corpus import sampled_rows
-from accel_train.domains.text.shard_dataset import BlockLatents, ShardTextDataset, block_latents
+from accel_train.domains.text.shards.corpus import sampled_rows
+from accel_train.domains.text.shards.dataset import BlockLatents, ShardTextDataset, block_latents
 from accel_train.domains.text.splits import Processes, build_tokenizer, read_splits, tokenise_corpus
 from accel_train.domains.text.tokenizer import Tokens
 

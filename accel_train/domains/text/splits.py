@@ -24,7 +24,7 @@ from accel_train.domains.text.corpus import (
     split_heldout,
 )
 from accel_train.domains.text.options import TRAINED, DataConfig
-from accel_train.domains.text.shard_corpus import (
+from accel_train.domains.text.shards.corpus import (
     ShardTexts,
     SplitRules,
     split_notices,

@@ -8,7 +8,7 @@ import torch
 
 from accel_train.config import UsageError
 from accel_train.domains.images.captioned import PictureConfig, prepare_pictures
-from accel_train.domains.images.demo import shapes
+from accel_train.domains.images.demo import emoji, shapes
 from accel_train.domains.images.patches import from_patches, to_patches
 from accel_train.domains.text.options import DataConfig
 from accel_train.domains.text.prepare import prepare_data
@@ -74,6 +74,18 @@ def test_flags_can_be_left_out(tmp_path):
     captions = [json.loads(line)["text"] for line in content.splitlines()]
     assert len(captions) == 3526 - 270
     assert not any("country flag" in caption for caption in captions)
+
+
+def test_people_stay_in_yellow_without_the_skin_tones(tmp_path):
+    data = DataConfig(path="emoji", cache_dir=str(tmp_path))
+    pictures = prepare_pictures(PictureConfig(latents="pixels", patch=8, leave_out=("flags", "skin tones")), data)
+    assert pictures is not None
+    content = "".join((pictures.folder / f"{part}.jsonl").read_text("utf-8") for part in ("train", "heldout"))
+    captions = [json.loads(line)["text"] for line in content.splitlines()]
+    whole = [one for one in emoji.list_emoji() if one.group != "flags"]
+    assert sorted(captions) == sorted(one.caption for one in whole if not one.tone)
+    assert "waving hand sign, hand fingers open" in captions
+    assert not any("dark skin tone" in caption for caption in captions if "component" not in caption)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from accel_train.domains.images.demo import shapes
 from accel_train.domains.images.grids import CELL, GAP, HEADER, LABEL, report_pictures
 from accel_train.domains.images.patches import to_patches
 from accel_train.domains.images.picture_rows import CaptionedPictures
-from accel_train.domains.images.picture_scores import PictureScores, metric_names, rms_distance, shape_scores
+from accel_train.domains.images.picture_scores import ERRORS, PictureScores, metric_names, rms_distance, shape_scores
 
 COUNT = 24
 
@@ -53,22 +53,27 @@ def test_sums_are_weighted_and_divided(drawn, tmp_path):
     captions, pictures = drawn
     rows = CaptionedPictures(tmp_path, (6, 6), 4, True, ())
     texts = dict(enumerate(captions))
-    scores = PictureScores(rows, lambda x: x, lambda row: texts[int(row[0])])
-    texts[COUNT] = "a large red cross top left"
     latents = to_patches(pictures, 4)
+    # The training pictures are those drawn, each nearest to the one after it.
+    scores = PictureScores(rows, lambda x: x, lambda row: texts[int(row[0])], lambda x: x.roll(-1, 0))
+    texts[COUNT] = "a large red cross top left"
     tokens = torch.arange(COUNT)[:, None]
     batch = {"latent": latents, "tokens": tokens, "weight": torch.ones(COUNT)}
     shuffled = {"latent": latents.roll(1, 0)}
     batch["weight"][-1] = 0
-    found = scores.metrics(scores(batch, shuffled, latents, tokens))
-    assert set(found) == set(metric_names(scores))
+    errors = dict.fromkeys(ERRORS, torch.tensor(COUNT - 1.0))
+    found = scores.metrics(errors | scores(batch, shuffled, latents, tokens))
+    assert [found.pop(name) for name in ERRORS] == [1, 1, 1]
+    assert set(found) | set(ERRORS) == set(metric_names(scores))
     assert found["t2l_distance"] == 0
     expected = rms_distance(pictures, pictures.roll(1, 0))[:-1].mean()
     assert found["t2l_distance_shuffled"] == pytest.approx(float(expected), rel=1e-5)
+    neighbours = rms_distance(pictures, pictures.roll(-1, 0))[:-1].mean()
+    assert found["nearest_distance"] == found["nearest_distance_true"] == pytest.approx(float(neighbours), rel=1e-5)
     assert found["shown_colour"] == found["shown_position"] == found["caption_exact"] == found["caption_words"] == 1
     said = torch.full_like(tokens, COUNT)
     words = [sum(a == b for a, b in zip(texts[COUNT].split(), c.split(), strict=True)) / 6 for c in captions[:-1]]
-    found = scores.metrics(scores(batch, shuffled, latents, said))
+    found = scores.metrics(errors | scores(batch, shuffled, latents, said))
     assert found["caption_words"] == pytest.approx(sum(words) / len(words))
 
 

@@ -167,6 +167,7 @@ def blocks_of(log: Path) -> list[int]:
     return [int(line) for line in log.read_text().split()]
 
 
+@pytest.mark.fault("R4", injected="SIGKILL while tokens are computed", outcome="goes on behind the last whole shard")
 def test_a_killed_preparation_loses_a_shard_at_most(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +203,7 @@ def test_one_process_prepares_and_the_others_wait(
     assert len(blocks_of(log)) == 15
 
 
+@pytest.mark.fault("R8", injected="a bit flipped in cached tokens", outcome="file named; computed again once deleted")
 def test_a_damaged_row_is_named_and_a_deleted_shard_computed_again(config: DataConfig) -> None:
     found = cached(config)
     file = found.train.shards[2].file
@@ -294,6 +296,11 @@ def spoiled(folder: Path) -> Iterator[tuple[str, str]]:
     yield "another type", r"1.parquet, row group 0, row 0: 'text' is int, text is required"
 
 
+@pytest.mark.fault(
+    "R8",
+    injected="causal_lm: a row group damaged, a file cut, other columns, other types, 0 rows",
+    outcome="file named",
+)
 def test_a_spoiled_shard_is_named_and_one_without_rows_left_out(config: DataConfig, tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
@@ -314,6 +321,7 @@ def test_a_spoiled_shard_is_named_and_one_without_rows_left_out(config: DataConf
         cached(dataclasses.replace(config, path=str(folder / "*.parquet")))
 
 
+@pytest.mark.fault("R8", injected="causal_lm: a file written or removed meanwhile", outcome="file named")
 def test_a_file_that_is_written_or_removed_meanwhile_is_named(config: DataConfig, tmp_path: Path) -> None:
     source = prepare._Sources(config, tmp_path / "cache").train
     assert list(source.read(0))

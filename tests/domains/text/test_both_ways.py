@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,13 @@ class Oracle(nn.Module):
         token = tokens.mode(-1).values.clamp(max=6)
         x0 = torch.eye(DIM)[token].unsqueeze(1) * (text_time == 0).float().view(-1, 1, 1)
         return MMDiTOutput(logits.expand(-1, tokens.shape[1], -1), x0)
+
+
+class Still(nn.Module):
+    """Predicts 0."""
+
+    def forward(self, tokens: Tensor, latents: Tensor, *_: Tensor) -> MMDiTOutput:
+        return MMDiTOutput(torch.zeros(*tokens.shape, VOCABULARY), torch.zeros_like(latents))
 
 
 def both(guidance: float = 1.0) -> BothWays:
@@ -108,6 +116,20 @@ def test_the_first_process_says_how_far_it_is(
         assert len(list(heldout_batches(Data(30), 21, 4, rank, 2, torch.device("cpu")))) == 3
     lines = [line.split(" samples")[0] for line in capsys.readouterr().out.splitlines()]
     assert lines == [f"evaluation: {done} of 21" for done in (8, 16, 21)]
+
+
+def test_errors_of_latents_predicted_from_noised_ones() -> None:
+    """The oracle is exact with the right text, off by two unit vectors with another's, and predicts 0 without."""
+    batch, shuffled = next(heldout_pairs(Data(30), 7, 7, 0, 1, torch.device("cpu")))
+    batch["weight"][-1] = 0
+    sums = both().latent_error_sums(batch, shuffled, 3)
+    assert sums["t2l_error"] == pytest.approx(0, abs=1e-6)
+    assert sums["t2l_error_shuffled"] == pytest.approx(6 * 2 / DIM)
+    assert sums["unconditional_error"] == pytest.approx(6 * 1 / DIM)
+    velocity = replace(both(), diffusion=LatentDiffusionConfig(), model=Still())
+    noised = velocity.latent_error_sums(batch, shuffled, 64)
+    # A velocity of 0 leaves the noised latent: t (noise - x0) away, whose square is 1 + 1 / DIM times 1 / 3.
+    assert noised["t2l_error"] / 6 == pytest.approx((1 + 1 / DIM) / 3, rel=0.1)
 
 
 def test_sampling_in_both_directions() -> None:

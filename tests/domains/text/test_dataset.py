@@ -17,8 +17,8 @@ from accel_train.domains.text.dataset import (
     load_assets,
     statistics,
 )
-from accel_train.domains.text.latent_cache import LatentTable
-from accel_train.domains.text.latent_files import read_latents, write_latents
+from accel_train.domains.text.latents.cache import LatentTable
+from accel_train.domains.text.latents.files import read_latents, write_latents
 from accel_train.domains.text.tokenizer import train_tokenizer
 
 TEXTS = DEMO_FILE.read_text().splitlines()[:400]

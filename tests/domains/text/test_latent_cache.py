@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import hosts_without
-from accel_train.domains.text import latent_cache
-from accel_train.domains.text.latent_cache import BatchMemory, LatentTable, cached_latents, latent_key
+from accel_train.domains.text.latents import cache as latent_cache
+from accel_train.domains.text.latents.cache import BatchMemory, LatentTable, cached_latents, latent_key
 from tests import zygote
 
 TEXTS = [f"{'long ' * (i % 5)}text {i}" for i in range(50)]

@@ -7,7 +7,7 @@ import torch
 from safetensors.numpy import save_file
 
 from accel_train.config import UsageError
-from accel_train.domains.text.latent_files import read_latents, write_latents
+from accel_train.domains.text.latents.files import read_latents, write_latents
 
 RNG = np.random.default_rng(0)
 

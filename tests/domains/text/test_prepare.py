@@ -16,7 +16,7 @@ from accel_train.config import UsageError
 from accel_train.data.tables.text_sources import content_key
 from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData, load_assets
-from accel_train.domains.text.latent_files import write_latents
+from accel_train.domains.text.latents.files import write_latents
 from accel_train.domains.text.prepare import DataConfig, prepare_data
 from accel_train.domains.text.tfidf import TfidfSvdEncoder, words_of
 from tests import tiny_encoders, zygote

@@ -23,11 +23,12 @@ from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.data.tables.ledger import LEDGER, Span, continued, read_ledger
-from accel_train.domains.text import latent_cache, shard_corpus
 from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData
+from accel_train.domains.text.latents import cache as latent_cache
 from accel_train.domains.text.prepare import DataConfig, prepare_data
-from accel_train.domains.text.shard_dataset import ShardTextDataset
+from accel_train.domains.text.shards import corpus as shard_corpus
+from accel_train.domains.text.shards.dataset import ShardTextDataset
 from tests import zygote
 from tests.distributed.launching import environment
 from tests.domains.text.test_prepare import same
@@ -227,7 +228,7 @@ def test_changed_data_go_on_with_the_scale_of_the_checkpoint_and_the_ledger_tell
     built: list[int] = []
     encode = latent_cache.encode_rows
     monkeypatch.setattr(
-        "accel_train.domains.text.shard_dataset.encode_rows",
+        "accel_train.domains.text.shards.dataset.encode_rows",
         lambda texts, *rest: built.append(len(texts)) or encode(texts, *rest),
     )
     changed = prepare_data(settings(tmp_path, changed="allow"), earlier=tmp_path / "assets")

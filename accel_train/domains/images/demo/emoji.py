@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,12 +14,17 @@ import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.domains.images.sources import Entry, Listing, Source
 from accel_train.wording import did_you_mean, nearest
 
 FOLDER = Path(__file__).parent
 SIDE = 64
 """Pixels of a picture in the file."""
 SIZES = (32, 64)
+SKIN_TONES = "skin tones"
+"""Names all emoji of a skin tone, where groups are left out."""
+PATH = "emoji"
+"""What stands for them in place of a folder of pictures."""
 
 
 class Emoji(NamedTuple):
@@ -34,6 +42,10 @@ class Emoji(NamedTuple):
     def caption(self) -> str:
         """Name, skin tone if there is one, and kind: ``waving hand sign, dark skin tone, hand fingers open``."""
         return ", ".join(part for part in (self.name, self.tone, self.kind) if part)
+
+    def is_in(self, names: Sequence[str]) -> bool:
+        """Return True if its group is among these names, or it has a skin tone and `SKIN_TONES` is."""
+        return self.group in names or (bool(self.tone) and SKIN_TONES in names)
 
     def heldout(self, fraction: float) -> bool:
         """Return True for about this share of the names, by their hash. All skin tones of a name go together."""
@@ -53,8 +65,8 @@ def groups() -> list[str]:
 
 
 def check_groups(option: str, names: tuple[str, ...]) -> None:
-    """Refuse a name that is no group. Raises ``UsageError``."""
-    known = groups()
+    """Refuse a name that is neither a group nor `SKIN_TONES`. Raises ``UsageError``."""
+    known = [*groups(), SKIN_TONES]
     for name in names:
         if name not in known:
             hint = did_you_mean(nearest(name, known))
@@ -75,6 +87,36 @@ def load_pictures(size: int) -> Tensor:
     pixels = torch.from_numpy(np.array(scaled))
     cells = pixels.unflatten(0, (-1, size)).unflatten(2, (-1, size))  # (rows, size, columns, size, 3)
     return cells.transpose(1, 2).flatten(0, 1)[: len(list_emoji())].contiguous()
+
+
+@dataclass(frozen=True)
+class EmojiBytes:
+    """The picture of one emoji as an uncompressed file."""
+
+    row: int
+
+    def read(self) -> bytes:
+        """Return a PPM file of 64 x 64 pixels."""
+        return f"P6 {SIDE} {SIDE} 255\n".encode() + _all_pictures()[self.row].numpy().tobytes()
+
+
+@lru_cache(maxsize=1)
+def _all_pictures() -> Tensor:
+    return load_pictures(SIDE)
+
+
+def is_meant(path: str) -> bool:
+    """Return True for ``emoji`` and ``emoji:GROUP`` as the path of pictures."""
+    return path == PATH or path.startswith(f"{PATH}:")
+
+
+def list_source(source: Source) -> Listing:
+    """List the bundled emoji, or those of one group, as a source of captioned pictures. Raises ``UsageError``."""
+    group = source.path.removeprefix(PATH).removeprefix(":")
+    if group:
+        check_groups(f"{source.option} {PATH}:", (group,))
+    chosen = [(row, one) for row, one in enumerate(list_emoji()) if group in ("", one.group)]
+    return Listing([Entry(f"{PATH} {row}", one.caption, EmojiBytes(row)) for row, one in chosen])
 
 
 def file_hash() -> str:

@@ -60,13 +60,12 @@ class ObjectiveConfig:
 
 def refuse_foreign_weights(options: ObjectiveConfig, times: TimeConfig, levels: NoiseLevels, source: str) -> None:
     """Raise ``UsageError`` for a weighting that belongs to another process than that of the base."""
-    is_flow = levels.prediction == "flow"
-    if is_flow and options.snr_weighting != "none":
+    if levels.is_flow and options.snr_weighting != "none":
         raise UsageError(
             f"objective.snr_weighting {options.snr_weighting}: {source} is trained by flow matching, whose weights are "
             "times.weighting; leave it out"
         )
-    if not is_flow and times.weighting != "none":
+    if not levels.is_flow and times.weighting != "none":
         raise UsageError(
             f"times.weighting {times.weighting}: {source} predicts {levels.prediction}, and this weighting is of flow "
             "matching; leave it out, or give objective.snr_weighting"
@@ -119,11 +118,13 @@ class Denoising:
         return self._at(latents, noise, self.levels.level(time), batch)
 
     def weights(self, level: Tensor) -> Tensor:
-        """Return the weight of each sample's squared error, (B,)."""
-        if self.levels.prediction == "flow":
-            return timesteps.loss_weight(self.levels.b[level], self.times.weighting)
-        snr = self.levels.snr(level)
-        return snr_weight(snr, self.levels.prediction, self.options.snr_weighting, self.options.snr_gamma)
+        """Return the weight of each sample's squared error, (B,), with that of the base's own training."""
+        if self.levels.is_flow:
+            found = timesteps.loss_weight(self.levels.b[level], self.times.weighting)
+        else:
+            snr = self.levels.snr(level)
+            found = snr_weight(snr, self.levels.prediction, self.options.snr_weighting, self.options.snr_gamma)
+        return found if self.levels.weight is None else found * self.levels.weight[level]
 
     def errors(self, model: nn.Module, inputs: Batch) -> Tensor:
         """Return the mean squared error of each sample, (B,) fp32, without its weight."""
@@ -140,11 +141,11 @@ class Denoising:
         }
 
     def _with_dropped(self, inputs: Batch, dropped: Tensor) -> dict[str, Tensor]:
+        given = {name: inputs[name] for name in self.empty}
         found: dict[str, Tensor] = {}
-        for name, empty in self.empty.items():
-            given = inputs[name]
-            where = dropped.view(-1, *[1] * (given.dim() - 1))
-            found[name] = torch.where(where, empty.to(given), given)
+        for name, replacement in self.family.left_out(given, self.empty).items():
+            where = dropped.view(-1, *[1] * (replacement.dim() - 1))
+            found[name] = torch.where(where, replacement, given[name])
         return found
 
     def _normalised(self, latents: Tensor) -> Tensor:
@@ -178,4 +179,4 @@ def summary(metrics: Mapping[str, float]) -> str:
 def describe_objective(levels: NoiseLevels, family: Family) -> str:
     """Return a notice of what is trained."""
     predicted = {"epsilon": "the noise", "v_prediction": "v", "sample": "the latent", "flow": "the flow"}
-    return f"{family.name}: its scheduler says that the {family.denoiser} predicts {predicted[levels.prediction]}"
+    return f"{family.name}: by its own config the {family.denoiser} predicts {predicted[levels.prediction]}"

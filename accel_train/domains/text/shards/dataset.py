@@ -17,7 +17,7 @@ from accel_train.data.tables.block_cache import BlockCache
 from accel_train.data.tables.block_order import BlockOrder
 from accel_train.domains.text.dataset import DataAssets, padded_rows
 from accel_train.domains.text.encoders import LatentEncoder
-from accel_train.domains.text.latent_cache import (
+from accel_train.domains.text.latents.cache import (
     FORMAT,
     check_finite,
     encode_rows,
@@ -26,7 +26,7 @@ from accel_train.domains.text.latent_cache import (
     row_blocks,
     write_shard,
 )
-from accel_train.domains.text.shard_corpus import ShardTexts
+from accel_train.domains.text.shards.corpus import ShardTexts
 
 
 class BlockLatents:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.domains.text.latent_cache import LatentTable
+from accel_train.domains.text.latents.cache import LatentTable
 
 SUFFIXES = (".npy", ".safetensors")
 

@@ -1,0 +1,1 @@
+"""Texts in shards: an index instead of the rows, and latents by blocks."""
