@@ -16,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from accel_train.config import UsageError
-from accel_train.data.tables import formats, shards
+from accel_train.data.tables import formats
 from accel_train.data.tables.sharded_table import ShardedTable
 from accel_train.data.tables.shards import index_shards
 
