@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from accel_train.commands import places
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cache_directory
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Pipeline
-from accel_train.store import commit, manifest, strict_json
+from accel_train.store import manifest, strict_json
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,9 @@ def attach(pipeline: Any, adapters: Mapping[str, Place]) -> None:
 def find(place: Place) -> Path:
     """Return the directory with the model at ``place``, its files verified. Downloads one from the Hub."""
     if isinstance(place, str) and place.startswith(HUB):
-        return _download(place.removeprefix(HUB))
+        from accel_train.hub.download import download_once
+
+        return download_once(place.removeprefix(HUB), cache_directory(None))
     path = expand_path(place)
     if any((path / name).is_file() for name in DESCRIPTIONS) and not (path / manifest.MANIFEST).is_file():
         _verify_export(path)
@@ -189,19 +190,3 @@ def _sha256(directory: Path, name: str) -> str | None:
         return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _download(spec: str) -> Path:
-    """Download a pushed checkpoint into the cache, unless it is there already."""
-    from accel_train.hub.download import download, download_manifest
-
-    pushed = download_manifest(spec)
-    contents = hashlib.sha256(json.dumps(pushed["files"], sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_directory(None) / "hub" / contents
-    path = folder / manifest.checkpoint_name(pushed["step"])
-    if path.is_dir():
-        try:
-            return commit.verify(path).path
-        except ValueError:
-            commit.remove(path)
-    return download(spec, folder)

@@ -1,8 +1,9 @@
-"""Train LoRA adapters on a pretrained text-to-image pipeline of diffusers, from pictures with captions.
+"""Train LoRA adapters on a pretrained text-to-image model, from pictures with captions.
 
+    accelerate launch recipes/lora.py      # the demo, offline: flags, on our own MMDiT that has seen none
     accelerate launch recipes/lora.py --base.source stabilityai/stable-diffusion-xl-base-1.0 --data.path photos
 
-What is predicted (noise, v or flow) is taken from the scheduler of the base. Noise, times and dropped captions are
+What is predicted (noise, v, flow or the picture) is taken from the base. Noise, times and dropped captions are
 functions of (seed, step, picture), alike on any number of processes.
 """
 
@@ -25,7 +26,7 @@ from accel_train.data.sampler import StepSampler
 from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images import pipeline as pictures
 from accel_train.domains.images.options import PictureDataConfig
-from accel_train.domains.images.pipelines import loading, objective, validation
+from accel_train.domains.images.pipelines import before_after, loading, objective, validation
 from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
 from accel_train.domains.images.pipelines.objective import Denoising
 from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora, loading_precision
@@ -40,13 +41,16 @@ from accel_train.training.optimizers import set_learning_rate
 from accel_train.training.shards import plain_module
 
 logger = logging.getLogger("recipes.lora")
-DEFAULT_PRESET = "lora_tune"
+PRESETS = Path(__file__).parent / "presets"
+DEFAULT_PRESET = "lora_demo"
+TUNE_PRESET = "lora_tune"
+"""Without a preset, where --base.source is given."""
 
 
 # ---------------------------------------------------------------------------------------------------------- config
 @dataclass(frozen=True)
 class Config(experiment.ExperimentConfig):
-    """LoRA adapters on a text-to-image pipeline of diffusers."""
+    """LoRA adapters on a text-to-image pipeline of diffusers, or on our own MMDiT."""
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", "data.cache_dir", "base.encoder_batch_size"),
@@ -82,6 +86,12 @@ class Config(experiment.ExperimentConfig):
     def side(self) -> int:
         """Side of a validation picture in pixels."""
         return self.evaluation.side or self.data.resolutions[0]
+
+
+def preset_without_one(argv: Sequence[str]) -> str:
+    """Return the preset of a command line that names none: that of your own base, or the demo."""
+    has_base = any(word.partition("=")[0] == "--base.source" for word in argv)
+    return TUNE_PRESET if has_base else DEFAULT_PRESET
 
 
 def build(base: loading.Base, adapters: LoraConfig, precision: Precision, device: torch.device) -> nn.Module:
@@ -120,7 +130,7 @@ def heldout_sums(inputs: Inputs, process: Denoising, model: nn.Module, batch: Ba
 def evaluate(
     config: Config, accelerator: Accelerator, prepared: Prepared, inputs: Inputs, process: Denoising, step: int
 ) -> dict[str, float]:
-    """Compute held-out losses and draw the prompts, with the EMA weights. Every process calls it."""
+    """Compute held-out losses and draw prompts, with the EMA weights. Every process calls it."""
     options = config.evaluation
     metrics: dict[str, float] = {}
     with evaluation.evaluating(prepared.model, prepared.ema):
@@ -128,11 +138,15 @@ def evaluate(
             batches = evaluation.heldout_batches(accelerator, inputs.heldout, options.samples, options.batch_size)
             sums_of = partial(heldout_sums, inputs, process, prepared.model)
             metrics = objective.metrics_of(evaluation.weighted_sums(accelerator, batches, sums_of))
-        setattr(inputs.pipeline, process.family.denoiser, plain_module(prepared.model))
+        model = plain_module(prepared.model)
+        setattr(inputs.pipeline, process.family.denoiser, model)
         drawn = validation.draw(inputs.pipeline, process.family, inputs.prompt, options, config.side, config.seed)
+        compared = before_after.draw(inputs, model, options, config.side, config.seed)
     if accelerator.is_main_process:
         validation.report(config.report_directory, step, drawn)
-    logs.info(logger, objective.summary(metrics))
+        before_after.report(config.report_directory, compared)
+        metrics |= before_after.judge(compared, options)
+    logs.info(logger, objective.summary(metrics), *before_after.summary(metrics, options))
     return metrics
 
 
@@ -140,7 +154,8 @@ def evaluate(
 @one_run
 def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
-    config = load_config(Config, argv, presets=Path(__file__).parent / "presets", default_preset=DEFAULT_PRESET).config
+    preset = preset_without_one(argv)
+    config = load_config(Config, argv, presets=PRESETS, default_preset=preset).config
     accelerator = startup.start(config)
     base = loading.find_base(config.base)
     levels = base.levels()
@@ -156,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
         dataset_size=len(inputs.train),
         fingerprint=inputs.fingerprint,
         notices=inputs.notices,
-        metrics=objective.METRICS if len(inputs.heldout) else (),
+        metrics=(*objective.METRICS, *before_after.metric_names(config.evaluation)) if len(inputs.heldout) else (),
     )
     if opened.finished:
         return experiment.nothing_to_do(opened)

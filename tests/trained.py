@@ -102,6 +102,26 @@ def text_run(run: Path, *, length: bool = True) -> Path:
     return run
 
 
+CAPTIONS = ["red apple, food fruit", "dog face, animal mammal", "fire engine, transport ground"] * 5
+
+
+def picture_run(run: Path, latent: LatentDiffusionConfig | None = None, side: int = 8, shift: float = 3.0) -> Path:
+    """Write a run of recipes/mmdit.py on pictures of ``side`` pixels in patches of 4."""
+    tokenizer = train_tokenizer(CAPTIONS, 300)
+    grid = (side // 4, side // 4)
+    tokens = grid[0] * grid[1]
+    torch.manual_seed(2)
+    assets = DataAssets(tokenizer, None, 12, 0.3 * torch.randn(48), 0.6, tokens)
+    shape = ModelConfig(width=16, depth=2, heads=2).multimodal(tokenizer.vocab_size, 12, (tokens, 48), grid)
+    model = MultimodalMMDiT(shape)
+    randomise(model)
+    sampling = EvaluationConfig(latent=LatentSamplingConfig(steps=3, guidance=2.0, shift=shift))
+    objective = ModeConfig(), TextDiffusionConfig("uniform"), latent or LatentDiffusionConfig(prediction="x0")
+    description = text_pipeline.describe_model(shape, *objective, sampling, 7, assets, "emoji")
+    commit_checkpoint(run, model, description, assets.save)
+    return run
+
+
 ADVECTION = FieldTask(
     name="advection",
     input_channels=1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -45,6 +47,20 @@ def download(spec: str, directory: Path) -> Path:
         return _settle(temporary, directory, spec)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def download_once(spec: str, cache: Path) -> Path:
+    """Download a pushed checkpoint into ``cache`` unless it is there. One process. Raises like ``download``."""
+    pushed = download_manifest(spec)
+    contents = hashlib.sha256(json.dumps(pushed["files"], sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache / "hub" / contents
+    path = folder / manifests.checkpoint_name(pushed["step"])
+    if path.is_dir():
+        try:
+            return commit.verify(path).path
+        except ValueError:
+            commit.remove(path)
+    return download(spec, folder)
 
 
 def download_manifest(spec: str) -> Json:

@@ -421,6 +421,7 @@ def test_the_presets_are_these() -> None:
         "lora_6gb",
         "lora_80gb",
         "lora_8gb",
+        "lora_demo",
         "lora_quality",
         "lora_speed",
         "lora_tune",

@@ -54,7 +54,8 @@ class PictureDataConfig:
 
     path: str = "pictures"
     """A folder of pictures (captions in text files beside them, or in metadata.jsonl), parquet files, a folder written
-    by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration)."""
+    by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). emoji or emoji:GROUP: the bundled
+    ones, such as emoji:flags."""
     split: str = "train"
     """Split of a saved or Hub dataset."""
     image_column: str | None = None

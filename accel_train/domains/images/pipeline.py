@@ -1,10 +1,9 @@
-"""Pipeline of adapters on a base of diffusers: pictures of prompts."""
+"""Pipeline of adapters on a text-to-image base: pictures of prompts."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,13 +14,15 @@ import torch
 from torch import nn
 
 from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
+from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.images.pipelines import adapter_files
 from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, find_base
+from accel_train.domains.images.trained_mmdit.text_to_picture import MMDIT
 from accel_train.domains.models import lora
 from accel_train.pipeline import Example, describe, read_lines, settings
-from accel_train.store import atomic_files, weights
-from accel_train.store.weights import TensorReader
+from accel_train.store import atomic_files, manifest
+from accel_train.store.pretrained_base import refuse_other_base
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -60,7 +61,7 @@ class PictureOptions:
 
 
 class PicturePipeline:
-    """Pictures of prompts, by a base of diffusers with the adapter that was trained on it."""
+    """Pictures of prompts, by a base with the adapter that was trained on it."""
 
     recipe: ClassVar[str] = "lora"
     tag: ClassVar[str | None] = "text-to-image"
@@ -71,7 +72,7 @@ class PicturePipeline:
     def __init__(self, base: Base, pipeline: Any, sampler: Mapping[str, Any]) -> None:
         self.base = base
         self.pipeline = pipeline
-        """That of diffusers, with the adapter."""
+        """That of diffusers or of our own MMDiT, with the adapter."""
         self.sampler = sampler
 
     @property
@@ -89,14 +90,9 @@ class PicturePipeline:
         described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
         assert described is not None, "every version of this pipeline has written a description"
         base = find_base(BaseConfig(**described["base"]))
+        _refuse_other_files(base, described, directory)
         pipeline = base.pipeline(torch.device(device))
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = directory
-            if not (directory / adapter_files.DIFFUSERS_FILE).is_file():
-                folder = Path(temporary)
-                tensors = _adapter_of_checkpoint(directory)
-                adapter_files.write_diffusers(folder, tensors, _peft_settings(directory), base.family.denoiser)
-            adapter_files.load_into(pipeline, base.family.denoiser, folder / adapter_files.DIFFUSERS_FILE)
+        base.attach(pipeline, directory)
         return cls(base, pipeline, described["sampler"])
 
     def __call__(
@@ -112,10 +108,24 @@ class PicturePipeline:
         """Return the picture of a prompt. Without ``adapter`` it is what the base draws alone."""
         from accel_train.domains.images.buckets import to_image
 
+        drawn = self.draw(prompt, steps=steps, guidance=guidance, side=side, seed=seed, adapter=adapter)
+        return to_image(drawn)
+
+    def draw(
+        self,
+        prompt: str,
+        *,
+        steps: int | None = None,
+        guidance: float | None = None,
+        side: int | None = None,
+        seed: int = 0,
+        adapter: bool = True,
+    ) -> torch.Tensor:
+        """Return the picture of a prompt, (3, H, W) from -1 to 1."""
         if not adapter:
             self.pipeline.disable_lora()
         try:
-            found = draw_picture(
+            return draw_picture(
                 self.pipeline,
                 self.base.family,
                 self._prompts(prompt),
@@ -127,7 +137,6 @@ class PicturePipeline:
         finally:
             if not adapter:
                 self.pipeline.enable_lora()
-        return to_image(found)
 
     def _prompts(self, prompt: str) -> dict[str, Any]:
         family = self.base.family
@@ -169,8 +178,10 @@ class PicturePipeline:
         ``directory`` holds peft's files and config.json.
         """
         described: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+        if described["family"] == MMDIT.name:
+            return [f"without {adapter_files.DIFFUSERS_FILE}: diffusers has no {MMDIT.name}; peft reads its own files"]
         tensors = adapter_files.read_adapter(directory)
-        found = _peft_settings(directory)
+        found = adapter_files.peft_settings(directory)
         lines = [adapter_files.write_diffusers(directory, tensors, found, described["denoiser"])]
         facts = described.get("kohya")
         if facts is None:
@@ -182,16 +193,14 @@ class PicturePipeline:
         return [*lines, f"without {adapter_files.KOHYA_FILE}: {reason}"]
 
 
-def _peft_settings(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / lora.CONFIG_FILE).read_text("utf-8"))
-
-
-def _adapter_of_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the averaged adapter, or the trained one of a run without an average, by peft's keys."""
-    stem = "ema" if any(directory.glob("ema*.safetensors")) else "model"
-    tensors = lora.by_key_of_peft(weights.find_tensors(directory, stem))
-    with TensorReader(tensors) as reader:
-        return {name: reader.read(name).clone() for name in tensors}
+def _refuse_other_files(base: Base, described: Mapping[str, Any], directory: Path) -> None:
+    """Raise ``UsageError`` unless the base has the files that the adapter was trained on, by their sha256."""
+    recorded = described.get("base_files")
+    if recorded is None and (directory / manifest.MANIFEST).is_file():
+        # Of a version that wrote them into the manifest alone.
+        recorded = manifest.read(directory).get("base")
+    if recorded is not None:
+        refuse_other_base(recorded, base.files().reference(cache_if_usable()), directory)
 
 
 def write_files(
@@ -199,13 +208,14 @@ def write_files(
 ) -> None:
     """Write what stands beside the weights of a checkpoint: peft's config, and the description of the pipeline."""
     adapted: Any = model
-    atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.source))
+    atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.location))
     family = base.family
     facts = adapter_files.kohya_facts(family.pipelines[0], prediction, adapted.config, base.source)
     described = describe(
         PicturePipeline,
         {
-            "base": asdict(base.config),
+            "base": asdict(base.config) | {"source": base.location},
+            "base_files": base.files().reference(cache_if_usable()),
             "denoiser": family.denoiser,
             "family": family.name,
             "kohya": facts,

@@ -118,11 +118,14 @@ def read_pictures(
 
 
 def list_pictures(source: Source, cache: Path) -> Listing:
-    """List a folder, parquet or Arrow files, a saved dataset or one of the Hub. Reads no picture."""
+    """List a folder, parquet or Arrow files, a saved dataset, one of the Hub, or bundled emoji. Reads no picture."""
     # Each kind of source by those who read one: tables need much that folders have no use for.
+    from accel_train.domains.images.demo import emoji
     from accel_train.domains.images.folders import list_folder
     from accel_train.domains.images.tables import list_dataset, list_shards
 
+    if emoji.is_meant(source.path):
+        return emoji.list_source(source)
     path = expand_path(source.path)
     if path.suffix in (".parquet", ".arrow") or _has_tables(path):
         return list_shards(source, cache)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.domains.images.sources import Entry, Listing, Source
 from accel_train.wording import did_you_mean, nearest
 
 FOLDER = Path(__file__).parent
@@ -20,6 +23,8 @@ SIDE = 64
 SIZES = (32, 64)
 SKIN_TONES = "skin tones"
 """Names all emoji of a skin tone, where groups are left out."""
+PATH = "emoji"
+"""What stands for them in place of a folder of pictures."""
 
 
 class Emoji(NamedTuple):
@@ -82,6 +87,36 @@ def load_pictures(size: int) -> Tensor:
     pixels = torch.from_numpy(np.array(scaled))
     cells = pixels.unflatten(0, (-1, size)).unflatten(2, (-1, size))  # (rows, size, columns, size, 3)
     return cells.transpose(1, 2).flatten(0, 1)[: len(list_emoji())].contiguous()
+
+
+@dataclass(frozen=True)
+class EmojiBytes:
+    """The picture of one emoji as an uncompressed file."""
+
+    row: int
+
+    def read(self) -> bytes:
+        """Return a PPM file of 64 x 64 pixels."""
+        return f"P6 {SIDE} {SIDE} 255\n".encode() + _all_pictures()[self.row].numpy().tobytes()
+
+
+@lru_cache(maxsize=1)
+def _all_pictures() -> Tensor:
+    return load_pictures(SIDE)
+
+
+def is_meant(path: str) -> bool:
+    """Return True for ``emoji`` and ``emoji:GROUP`` as the path of pictures."""
+    return path == PATH or path.startswith(f"{PATH}:")
+
+
+def list_source(source: Source) -> Listing:
+    """List the bundled emoji, or those of one group, as a source of captioned pictures. Raises ``UsageError``."""
+    group = source.path.removeprefix(PATH).removeprefix(":")
+    if group:
+        check_groups(f"{source.option} {PATH}:", (group,))
+    chosen = [(row, one) for row, one in enumerate(list_emoji()) if group in ("", one.group)]
+    return Listing([Entry(f"{PATH} {row}", one.caption, EmojiBytes(row)) for row, one in chosen])
 
 
 def file_hash() -> str:

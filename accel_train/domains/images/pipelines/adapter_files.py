@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.images.pipelines.loading import quiet
+from accel_train.domains.models import lora
+from accel_train.store import weights
+from accel_train.store.weights import TensorReader
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
@@ -145,6 +149,30 @@ def read_adapter(directory: Path) -> dict[str, Tensor]:
     for file in sorted(directory.glob("adapter_model*.safetensors")):
         found |= load_file(file)
     return found
+
+
+def load_directory(pipeline: Any, component: str, directory: Path) -> None:
+    """Load the adapter of a checkpoint or an export by diffusers. Raises ``UsageError`` as ``load_into``."""
+    if (directory / DIFFUSERS_FILE).is_file():
+        load_into(pipeline, component, directory / DIFFUSERS_FILE)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        tensors = _adapter_of_checkpoint(directory)
+        write_diffusers(Path(temporary), tensors, peft_settings(directory), component)
+        load_into(pipeline, component, Path(temporary) / DIFFUSERS_FILE)
+
+
+def peft_settings(directory: Path) -> dict[str, Any]:
+    """Read adapter_config.json."""
+    return json.loads((directory / lora.CONFIG_FILE).read_text("utf-8"))
+
+
+def _adapter_of_checkpoint(directory: Path) -> dict[str, Tensor]:
+    """Return the averaged adapter, or the trained one of a run without an average, by peft's keys."""
+    stem = "ema" if any(directory.glob("ema*.safetensors")) else "model"
+    tensors = lora.by_key_of_peft(weights.find_tensors(directory, stem))
+    with TensorReader(tensors) as reader:
+        return {name: reader.read(name).clone() for name in tensors}
 
 
 def load_into(pipeline: Any, component: str, file: Path) -> None:

@@ -33,6 +33,10 @@ def _scale(vae: Any, latents: Tensor) -> Tensor:
     return (latents - shift) * vae.config.scaling_factor
 
 
+def _all_empty(given: Conditioning, empty: Conditioning) -> dict[str, Tensor]:
+    return {name: value.to(given[name]).expand_as(given[name]) for name, value in empty.items()}
+
+
 def _keep_empty(pipeline: Any, empty: Conditioning) -> dict[str, Tensor]:
     return dict(empty)
 
@@ -64,5 +68,7 @@ class Family:
     """(vae, latents as it encodes) -> latents as the denoiser counts them."""
     empty: Callable[[Any, Conditioning], dict[str, Tensor]] = _keep_empty
     """(pipeline, embeddings of an empty prompt) -> what its guidance takes in their place."""
+    left_out: Callable[[Conditioning, Conditioning], dict[str, Tensor]] = _all_empty
+    """(conditioning of captions, of an empty one) -> conditioning in their place where captions are dropped."""
     call: Mapping[str, Any] | None = None
     """Further arguments of the pipeline's call."""

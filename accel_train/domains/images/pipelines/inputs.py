@@ -160,12 +160,24 @@ def _both(one: str, other: str) -> str:
 
 
 def _refuse_step(config: PictureDataConfig, base: Base, pipeline: Any) -> None:
-    """Raise ``UsageError`` for sides that are not whole numbers of latents and patches."""
+    """Raise ``UsageError`` for sides that are not whole numbers of latents and patches, or too long."""
     needed = reduction(pipeline) * base.family.patch
     if config.bucket_step % needed:
         raise UsageError(
             f"data.bucket_step {config.bucket_step}: {base.family.name} takes sides that are multiples of {needed} "
             f"(its VAE reduces by {reduction(pipeline)}); give a multiple of {needed}"
+        )
+    largest = base.largest
+    if largest is None:
+        return
+    sizes = [size for resolution in config.resolutions for size in config.buckets.sizes(resolution)]
+    too_large = [size for size in sizes if size[0] > largest[0] or size[1] > largest[1]]
+    if too_large:
+        height, width = too_large[0]
+        raise UsageError(
+            f"data.resolutions {list(config.resolutions)}, data.max_aspect {config.max_aspect:g}: a bucket of "
+            f"{width}x{height} pixels, and {base.source} draws at most {largest[1]}x{largest[0]}; give "
+            f"--data.resolutions {min(largest)} --data.max_aspect 1 --data.bucket_step {needed}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Pretrained pipelines of diffusers by path or Hub id: their family, components, noise levels and files."""
+"""Bases by path or Hub id. Pipelines of diffusers: their family, components, noise levels and files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from accel_train.precision import Precision, dtype_of
 from accel_train.store import strict_json
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.store.weights import find_tensors
+
+if TYPE_CHECKING:
+    from accel_train.domains.images.trained_mmdit.run_base import MMDiTBase
 
 INDEX = "model_index.json"
 MAX_INDEX_BYTES = 1 << 20
@@ -43,10 +46,11 @@ PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """Pretrained text-to-image pipeline of diffusers that the adapters are trained on."""
+    """Pretrained text-to-image model that the adapters are trained on."""
 
     source: str | None = None
-    """Hub id or folder of the pipeline, with model_index.json."""
+    """Hub id or folder of a pipeline of diffusers, with model_index.json; or a run of recipes/mmdit.py on pictures, one
+    of its checkpoints or exports, or hub:org/name of one that was pushed."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
     variant: str | None = None
@@ -62,7 +66,7 @@ class BaseConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class Base:
+class DiffusersBase:
     """A pipeline on the disk, identified by its model_index.json."""
 
     config: BaseConfig
@@ -77,9 +81,19 @@ class Base:
         return self.config.source
 
     @property
+    def location(self) -> str:
+        """Where it is found again from any directory."""
+        return self.source if self.revision else str(self.directory)
+
+    @property
     def prompt_tokens(self) -> int | None:
         """Longest prompt in tokens. None: the text encoders have a fixed length."""
         return self.config.prompt_tokens or self.family.prompt_tokens
+
+    @property
+    def largest(self) -> tuple[int, int] | None:
+        """Height and width of the largest picture in pixels. None: any."""
+        return None
 
     def components(self, device: torch.device) -> Any:
         """Load everything but the denoiser, as a pipeline in eval mode on ``device``. The VAE is fp32."""
@@ -138,6 +152,13 @@ class Base:
         index = _index(self.directory)
         return [name for name, kind in index.items() if name.startswith("text_encoder") and kind[0] is not None]
 
+    def attach(self, pipeline: Any, directory: Path) -> None:
+        """Put the adapter of a checkpoint or an export on the denoiser. Raises ``UsageError`` if it does not fit."""
+        # Its functions keep diffusers quiet by this module.
+        from accel_train.domains.images.pipelines.adapter_files import load_directory
+
+        load_directory(pipeline, self.family.denoiser, directory)
+
     def _load(self, replaced: dict[str, Any], device: torch.device) -> Any:
         from diffusers import DiffusionPipeline
 
@@ -163,6 +184,9 @@ class Base:
         pipeline.to(device)
         _take_any_dtype(pipeline.vae)
         return pipeline
+
+
+Base: TypeAlias = "DiffusersBase | MMDiTBase"
 
 
 def _take_any_dtype(vae: Any) -> None:
@@ -194,10 +218,15 @@ def quiet() -> Generator[None]:
 
 
 def find_base(config: BaseConfig) -> Base:
-    """Read model_index.json of the base, downloading a Hub id, and return it with its family.
+    """Find the base, downloading a Hub id, and return it with its family.
 
-    Raises ``UsageError`` for a folder without a pipeline, one of another family, and one with code of its own.
+    A pipeline of diffusers is known by its model_index.json. Raises ``UsageError`` for a folder without a pipeline, one
+    of another family, one with code of its own, and a run of recipes/mmdit.py that is gone or has no pictures.
     """
+    from accel_train.domains.images.trained_mmdit import run_base
+
+    if config.source is not None and run_base.is_meant(config.source):
+        return run_base.find(config)
     if config.source is None:
         raise UsageError(
             "base.source: adapters need a pretrained pipeline of diffusers, and none is given; give "
@@ -227,7 +256,7 @@ def find_base(config: BaseConfig) -> Base:
             f"base.prompt_tokens {config.prompt_tokens}: the text encoders of {family.name} have a fixed length; "
             "leave it out"
         )
-    return Base(config, path, family, revision)
+    return DiffusersBase(config, path, family, revision)
 
 
 def _require_diffusers() -> None:

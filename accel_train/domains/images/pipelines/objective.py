@@ -150,11 +150,11 @@ class Denoising:
         }
 
     def _with_dropped(self, inputs: Batch, dropped: Tensor) -> dict[str, Tensor]:
+        given = {name: inputs[name] for name in self.empty}
         found: dict[str, Tensor] = {}
-        for name, empty in self.empty.items():
-            given = inputs[name]
-            where = dropped.view(-1, *[1] * (given.dim() - 1))
-            found[name] = torch.where(where, empty.to(given), given)
+        for name, replacement in self.family.left_out(given, self.empty).items():
+            where = dropped.view(-1, *[1] * (replacement.dim() - 1))
+            found[name] = torch.where(where, replacement, given[name])
         return found
 
     def _normalised(self, latents: Tensor) -> Tensor:
@@ -188,4 +188,4 @@ def summary(metrics: Mapping[str, float]) -> str:
 def describe_objective(levels: NoiseLevels, family: Family) -> str:
     """Return a notice of what is trained."""
     predicted = {"epsilon": "the noise", "v_prediction": "v", "sample": "the latent", "flow": "the flow"}
-    return f"{family.name}: its scheduler says that the {family.denoiser} predicts {predicted[levels.prediction]}"
+    return f"{family.name}: by its own config the {family.denoiser} predicts {predicted[levels.prediction]}"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveInt, UsageError
+from accel_train.domains.images.demo.emoji import check_groups
 from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.metrics import evaluation
@@ -41,8 +42,21 @@ class EvaluationConfig:
     """Scale of guidance. null: the pipeline's default."""
     side: PositiveInt | None = None
     """Height and width of a picture in pixels. null: the first of data.resolutions."""
+    heldout_prompts: NonNegativeInt = 0
+    """Captions of held-out pictures to draw without the adapter and with it, side by side in before_after.png. 0: none.
+    Each costs two pictures in every evaluation."""
+    judge: str | None = None
+    """Group of the bundled emoji, such as flags. A small classifier, trained on them first, says how many pictures of
+    heldout_prompts belong to it."""
 
     def __post_init__(self) -> None:
+        if self.judge is not None and self.heldout_prompts == 0:
+            raise UsageError(
+                f"evaluation.judge {self.judge}: judges pictures of evaluation.heldout_prompts, and there are none; "
+                "give --evaluation.heldout_prompts 70, or leave judge out"
+            )
+        if self.judge is not None:
+            check_groups("--evaluation.judge", (self.judge,))
         empty = [prompt for prompt in self.prompts if not prompt.strip()]
         if empty:
             raise UsageError("evaluation.prompts: one of them is empty; give words, or leave it out")

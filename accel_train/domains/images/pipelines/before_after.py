@@ -1,0 +1,142 @@
+"""Pictures for captions of held-out pictures, drawn without the adapter and with it, and how many show the subject."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from accel_train import rng
+from accel_train.domains.images.buckets import to_image
+from accel_train.domains.images.demo.classifier import train_judge
+from accel_train.domains.images.grids import Column, draw_grid
+from accel_train.domains.images.pipelines.drawing import draw_picture
+from accel_train.domains.images.pipelines.inputs import Inputs
+from accel_train.domains.images.pipelines.validation import EvaluationConfig
+from accel_train.domains.models.adapters import choose_adapter
+from accel_train.domains.models.lora import ADAPTER
+from accel_train.metrics import evaluation
+from accel_train.store.atomic_files import replace_file
+
+logger = logging.getLogger(__name__)
+FILE = "before_after.png"
+ROWS = 10
+"""Captions shown. All are counted."""
+WITHOUT = "judged_without_adapter"
+WITH = "judged_with_adapter"
+JUDGE = ("judge_right_inside", "judge_right_outside")
+
+
+@dataclass(frozen=True)
+class BeforeAfter:
+    """Pictures (N, H, W, 3) uint8 of one size, in the order of the captions."""
+
+    captions: Sequence[str]
+    true: Tensor
+    without: Tensor
+    adapted: Tensor
+
+
+def draw(inputs: Inputs, model: nn.Module, options: EvaluationConfig, side: int, seed: int) -> BeforeAfter | None:
+    """Draw the captions of the first held-out pictures twice, from the same noise. None if the options ask for none.
+
+    Every process calls it, inside ``evaluating``. ``model`` is the denoiser in the pipeline of ``inputs``.
+    """
+    heldout = inputs.heldout.pictures
+    count = min(options.heldout_prompts, len(heldout))
+    if count == 0:
+        return None
+    captions = heldout.captions(torch.arange(count))
+
+    def pictures() -> Tensor:
+        return torch.stack([_picture(inputs, options, caption, side, seed) for caption in captions])
+
+    choose_adapter(model, None)
+    try:
+        without = pictures()
+    finally:
+        choose_adapter(model, ADAPTER)
+    true = [_levels(heldout.pixels(row, heldout.frame(row))) for row in range(count)]
+    return BeforeAfter(captions, _alike(true, side), without, pictures())
+
+
+def _picture(inputs: Inputs, options: EvaluationConfig, caption: str, side: int, seed: int) -> Tensor:
+    # A process of a sharded model that ended before the others would leave them waiting.
+    evaluation.stopping_point()
+    family = inputs.base.family
+    arguments = family.sample(inputs.prompt(caption), family.empty(inputs.pipeline, inputs.prompt("")))
+    # By the caption, so that more of them leave the pictures of the first as they are.
+    digest = hashlib.blake2b(caption.encode(), digest_size=4).digest()
+    picture_seed = rng.key(seed, "lora/before_after", int.from_bytes(digest)) & (2**63 - 1)
+    drawn = draw_picture(inputs.pipeline, family, arguments, picture_seed, side, options.steps, options.guidance)
+    return _levels(drawn)
+
+
+def _levels(picture: Tensor) -> Tensor:
+    """Return a picture (3, H, W) from -1 to 1 as (H, W, 3) uint8."""
+    return ((picture.permute(1, 2, 0) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def _alike(pictures: Sequence[Tensor], side: int) -> Tensor:
+    """Scale pictures to squares, as those that are drawn."""
+    import numpy as np
+
+    images = [to_image(picture.permute(2, 0, 1).float() / 127.5 - 1).resize((side, side)) for picture in pictures]
+    return torch.from_numpy(np.stack([np.asarray(image) for image in images]))
+
+
+def metric_names(options: EvaluationConfig) -> tuple[str, ...]:
+    """List the metrics of an evaluation with these options."""
+    return () if options.judge is None else (WITHOUT, WITH, *JUDGE)
+
+
+def judge(drawn: BeforeAfter | None, options: EvaluationConfig) -> dict[str, float]:
+    """Return the shares of pictures that the classifier of ``options.judge`` takes for one of its group, and its own.
+
+    The first call trains it, in seconds. Call it on one process.
+    """
+    if drawn is None or options.judge is None:
+        return {}
+    trained = train_judge(options.judge)
+    return {
+        WITHOUT: float(trained.calls(drawn.without).float().mean()),
+        WITH: float(trained.calls(drawn.adapted).float().mean()),
+        JUDGE[0]: trained.right_inside,
+        JUDGE[1]: trained.right_outside,
+    }
+
+
+def report(directory: Path, drawn: BeforeAfter | None) -> None:
+    """Write ``before_after.png``, on the main process. A write error is logged as a warning."""
+    if drawn is None:
+        return
+    columns = [
+        Column("held out", drawn.true[:ROWS]),
+        Column("without adapter", drawn.without[:ROWS]),
+        Column("with adapter", drawn.adapted[:ROWS]),
+    ]
+    content = io.BytesIO()
+    draw_grid(drawn.captions[:ROWS], columns).save(content, format="PNG")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        replace_file(directory / FILE, content.getvalue())
+    except OSError as error:
+        logger.warning("%s could not be written (%s); training is not affected", directory / FILE, error)
+
+
+def summary(metrics: Mapping[str, float], options: EvaluationConfig) -> list[str]:
+    """Return a line of the log about the classifier's shares. None without them."""
+    if WITH not in metrics:
+        return []
+    inside, outside = (metrics[name] for name in JUDGE)
+    return [
+        f"pictures of {options.heldout_prompts} held-out captions at most that a classifier calls {options.judge}: "
+        f"{metrics[WITHOUT]:.1%} without the adapter, {metrics[WITH]:.1%} with it (it is right on {inside:.1%} of "
+        f"held-out {options.judge} and on {outside:.1%} of other emoji)"
+    ]

@@ -1,0 +1,1 @@
+"""Our own MMDiT, trained by recipes/mmdit.py on captions and pictures, as a base of adapters."""

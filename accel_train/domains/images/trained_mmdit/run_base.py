@@ -1,0 +1,230 @@
+"""A trained MMDiT as a base of adapters: a run of recipes/mmdit.py on pictures, a checkpoint of it, or an export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from accel_train.config import UsageError, expand_path
+from accel_train.data.artifacts import cache_directory
+from accel_train.domains.diffusion.latents import LatentDiffusionConfig, coefficients
+from accel_train.domains.diffusion.noise_levels import NoiseLevels, Prediction
+from accel_train.domains.diffusion.sampling import LatentSamplingConfig
+from accel_train.domains.diffusion.timesteps import shifted
+from accel_train.domains.images.pipelines.family import Family
+from accel_train.domains.images.pipelines.loading import BaseConfig
+from accel_train.domains.images.trained_mmdit.text_to_picture import MMDIT, CaptionTokens, MMDiTPipeline, Patches
+from accel_train.domains.models.adapters import add_adapter
+from accel_train.domains.models.lora import ADAPTER
+from accel_train.domains.models.mmdit import MultimodalMMDiT, MultimodalMMDiTConfig
+from accel_train.domains.models.pretrained import load_directory
+from accel_train.options.loading import from_tree
+from accel_train.precision import Precision
+from accel_train.store import commit, manifest, strict_json
+from accel_train.store.pretrained_base import PretrainedBase
+
+HUB = "hub:"
+DEMO = "runs/image-demo"
+"""Where the base of the preset lora_demo lies."""
+MAKE_DEMO = "accelerate launch recipes/mmdit.py image_demo"
+LEVELS = 1000
+"""Times of the loss, in the middles of as many equal parts, because 0 and 1 mean clean and absent."""
+PREDICTIONS: dict[str, Prediction] = {
+    "velocity": "flow",
+    "x0": "sample",
+    "epsilon": "epsilon",
+    "v": "v_prediction",
+}
+ASSETS = "assets"
+MARKS = (manifest.MANIFEST, "run.json", "checkpoints", f"{ASSETS}/assets.json")
+"""By one of these a directory is known as a checkpoint, a run or an export."""
+
+
+@dataclass(frozen=True, eq=False)
+class MMDiTBase:
+    """A checkpoint or an export of recipes/mmdit.py on pictures, whose files are verified."""
+
+    config: BaseConfig
+    directory: Path
+    shape: MultimodalMMDiTConfig
+    diffusion: LatentDiffusionConfig
+    sampler: LatentSamplingConfig
+    """Of its own evaluation."""
+    times_shift: float
+    """Of the times that it was trained on."""
+
+    @property
+    def source(self) -> str:
+        assert self.config.source is not None
+        return self.config.source
+
+    @property
+    def location(self) -> str:
+        """Where it is found again from any directory: the very checkpoint, or the Hub id."""
+        return self.source if self.source.startswith(HUB) else str(self.directory)
+
+    @property
+    def revision(self) -> str | None:
+        """None: a directory has none."""
+        return None
+
+    @property
+    def family(self) -> Family:
+        """The family, with the guidance of its own evaluation."""
+        return replace(MMDIT, guidance_scale=self.sampler.guidance)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Longest caption in tokens. All are padded to it."""
+        return self.shape.max_text_length
+
+    @property
+    def patch(self) -> int:
+        """Pixels along a side of a patch."""
+        return round((self.shape.latent_dim / 3) ** 0.5)
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Height and width of the largest picture, in pixels."""
+        assert self.shape.latent_grid is not None, "refused when it was found"
+        rows, columns = self.shape.latent_grid
+        return rows * self.patch, columns * self.patch
+
+    def components(self, device: torch.device) -> MMDiTPipeline:
+        """Return everything but the denoiser on ``device``."""
+        facts = self._assets
+        folder = self.directory / ASSETS
+        captions = CaptionTokens(folder / "tokenizer.json", self.prompt_tokens, **facts["tokenizer"])
+        mean = load_file(folder / "latent.safetensors")["mean"]
+        patches = Patches(self.patch, mean, facts["latent_std"])
+        return MMDiTPipeline(captions.to(device), patches.to(device), None, self.diffusion, self.sampler)
+
+    def pipeline(self, device: torch.device) -> MMDiTPipeline:
+        """Return the whole pipeline in eval mode on ``device``, in fp32."""
+        found = self.components(device)
+        found.transformer = self.denoiser("fp32").to(device).eval()
+        return found
+
+    def denoiser(self, precision: Precision) -> nn.Module:
+        """Load the averaged weights, or those of a base without them, in training mode. On the meta device: none.
+
+        They are fp32. ``apply_lora`` gives the frozen ones their precision.
+        """
+        model = MultimodalMMDiT(self.shape)
+        if torch.get_default_device().type != "meta":
+            load_directory(model, self.directory, self._stem)
+        return model.train()
+
+    def attach(self, pipeline: MMDiTPipeline, directory: Path) -> None:
+        """Put the adapter of a checkpoint or an export on the denoiser. Raises ``UsageError`` if it does not fit."""
+        assert pipeline.transformer is not None
+        add_adapter(pipeline.transformer, ADAPTER, directory)
+        pipeline.transformer.eval()
+
+    def levels(self) -> NoiseLevels:
+        """Return the noise levels of its process, spread as the times that it was trained on."""
+        middles = (torch.arange(LEVELS) + 0.5) / LEVELS
+        times = shifted(middles, self.times_shift)
+        a, b = coefficients(times, self.diffusion)
+        return NoiseLevels(a, b, times, PREDICTIONS[self.diffusion.prediction])
+
+    def files(self) -> PretrainedBase:
+        """Return its weights, and with them all else that gives them a meaning."""
+        weights = sorted(path.name for path in self.directory.glob(f"{self._stem}*.safetensors"))
+        beside = [f"{ASSETS}/{name}" for name in ("assets.json", "latent.safetensors", "tokenizer.json")]
+        return PretrainedBase(self.location, self.directory, (*weights, "config.json", *beside))
+
+    @property
+    def _stem(self) -> str:
+        return "ema" if any(self.directory.glob("ema*.safetensors")) else "model"
+
+    @cached_property
+    def _assets(self) -> Mapping[str, Any]:
+        return strict_json.read_object(self.directory / ASSETS / "assets.json")
+
+
+def is_meant(source: str) -> bool:
+    """Return True for a source that is no pipeline of diffusers but a model of recipes/mmdit.py."""
+    path = expand_path(source)
+    if source.startswith(HUB) or source == DEMO:
+        return True
+    return any((path / name).exists() for name in MARKS)
+
+
+def find(config: BaseConfig) -> MMDiTBase:
+    """Find and verify the base. Raises ``UsageError`` for a run without a checkpoint, and a model of no pictures."""
+    source = str(config.source)
+    _refuse_options(config)
+    directory = _directory(source)
+    try:
+        described = strict_json.read_object(directory / "config.json")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"base.source {source!r}: {directory} has no config.json to read ({error})") from None
+    grid = described.get("latent_grid")
+    if described.get("recipe") != "mmdit" or grid is None or "latent" not in described.get("sampler", {}):
+        raise UsageError(
+            f"base.source {source!r}: {directory} is no model of pictures of recipes/mmdit.py; give a run such as "
+            f"{DEMO}, which is made by: {MAKE_DEMO}"
+        )
+    path = f"{directory / 'config.json'}"
+    sampler = from_tree(LatentSamplingConfig, described["sampler"]["latent"], f"{path}: sampler.latent")
+    names = MultimodalMMDiTConfig.__dataclass_fields__
+    return MMDiTBase(
+        config,
+        directory,
+        MultimodalMMDiTConfig(**{name: described[name] for name in names}),
+        from_tree(LatentDiffusionConfig, described["objective"]["latent"], f"{path}: objective.latent"),
+        sampler,
+        _times_shift(directory, sampler),
+    )
+
+
+def _refuse_options(config: BaseConfig) -> None:
+    defaults = BaseConfig()
+    for name in ("revision", "variant", "encoder_precision", "prompt_tokens", "guidance"):
+        value = getattr(config, name)
+        if value != getattr(defaults, name):
+            raise UsageError(
+                f"base.{name} {value}: has no effect with base.source {config.source!r}, a model of recipes/mmdit.py; "
+                "leave it out"
+            )
+
+
+def _directory(source: str) -> Path:
+    """Return the newest checkpoint of a run that verifies, a checkpoint, an export, or a download."""
+    if source.startswith(HUB):
+        from accel_train.hub.download import download_once
+
+        return download_once(source.removeprefix(HUB), cache_directory(None))
+    path = expand_path(source)
+    make = f"make it with: {MAKE_DEMO}" if source == DEMO else "give the directory of a run, or of a checkpoint"
+    if not path.is_dir():
+        raise UsageError(f"base.source {source!r}: {path} is not there; {make}")
+    if (path / manifest.MANIFEST).is_file():
+        try:
+            return commit.verify(path).path
+        except ValueError as error:
+            raise UsageError(f"base.source {source!r}: does not verify ({error}); give another checkpoint") from None
+    if (path / ASSETS / "assets.json").is_file():
+        return path
+    found, reasons = commit.newest_verified(path / "checkpoints")
+    if found is None:
+        why = "; ".join(reasons) or "it holds none yet"
+        raise UsageError(f"base.source {source!r}: no checkpoint of {path} can be used ({why}); {make}")
+    return found.path
+
+
+def _times_shift(directory: Path, sampler: LatentSamplingConfig) -> float:
+    """Return the shift of the times of training, from the options of its run, or else that of its sampler."""
+    for file, key in (("experiment.json", "options"), (manifest.MANIFEST, "experiment")):
+        if (directory / file).is_file():
+            options: Any = strict_json.read_object(directory / file).get(key) or {}
+            return float(options.get("times.shift", sampler.shift))
+    return sampler.shift

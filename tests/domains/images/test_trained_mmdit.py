@@ -1,0 +1,309 @@
+"""Our own MMDiT as a base of adapters: its captions, objective and sampler against recipes/mmdit.py, and the recipe."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import accel_train
+from accel_train import cli
+from accel_train.commands.bundled import find_recipe, import_recipe
+from accel_train.config import UsageError
+from accel_train.domains.diffusion import latents
+from accel_train.domains.diffusion.latents import LatentDiffusionConfig
+from accel_train.domains.diffusion.timesteps import TimeConfig
+from accel_train.domains.images.patches import as_grid, from_patches, to_patches
+from accel_train.domains.images.pipelines.drawing import draw_picture
+from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
+from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig
+from accel_train.domains.images.trained_mmdit.run_base import LEVELS, MAKE_DEMO, MMDiTBase
+from accel_train.domains.models import adapters
+from accel_train.domains.models.lora import ADAPTER
+from accel_train.domains.text.dataset import load_assets
+from accel_train.domains.text.trained_model import load_both_ways
+from accel_train.store import commit
+from tests.trained import CAPTIONS, picture_run, text_run
+
+pytest.importorskip("peft")
+COUNT = 3
+PROMPTS = CAPTIONS[:COUNT]
+CPU = torch.device("cpu")
+PROCESSES = {
+    "x0": LatentDiffusionConfig(prediction="x0"),
+    "velocity": LatentDiffusionConfig(),
+    "v": LatentDiffusionConfig(kind="ddpm", schedule="cosine", prediction="v"),
+}
+
+
+def base_of(run: Path) -> MMDiTBase:
+    found = find_base(BaseConfig(source=str(run)))
+    assert isinstance(found, MMDiTBase)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return picture_run(tmp_path_factory.mktemp("base") / "run")
+
+
+def conditioning(base: MMDiTBase, captions: list[str]) -> dict[str, Tensor]:
+    return base.family.encode(base.components(CPU), captions, None)
+
+
+def test_captions_have_the_tokens_of_training(run: Path) -> None:
+    base = base_of(run)
+    captions = [*PROMPTS, "unseen words of many, many, many, many, many, many tokens", "[MASK]", "é", ""]
+    found = conditioning(base, captions)
+    expected = load_assets(base.directory / "assets").tokenise(captions)
+    assert torch.equal(found["tokens"], expected["tokens"])
+    assert torch.equal(found["text_mask"], expected["text_mask"])
+    mask_id = load_assets(base.directory / "assets").tokenizer.mask_id
+    assert torch.equal(found["absent"], expected["tokens"].masked_fill(expected["maskable"], mask_id))
+    assert found["text_time"].tolist() == [0.0] * (len(captions) - 1) + [1.0]
+
+
+def process_of(base: MMDiTBase, dropout: float = 0.0) -> Denoising:
+    parts = base.components(CPU)
+    options = ObjectiveConfig(caption_dropout=dropout)
+    empty = conditioning(base, [""])
+    return Denoising(base.family, base.levels(), parts.vae, base.shape, empty, options, TimeConfig())
+
+
+def batch_of(base: MMDiTBase, pictures: Tensor) -> dict[str, Tensor]:
+    parts = base.components(CPU)
+    pixels = pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
+    size = torch.tensor([[8, 8]]).expand(COUNT, 2)
+    numbers = torch.arange(COUNT)
+    return {
+        "mean": parts.vae.encode(pixels).latent,
+        **conditioning(base, PROMPTS),
+        **dict.fromkeys(("original_size", "crop_top_left", "target_size"), size),
+        **dict.fromkeys(("sample", "occurrence", "position"), numbers),
+    }
+
+
+def some_pictures() -> Tensor:
+    return torch.randint(256, (COUNT, 8, 8, 3), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_the_loss_is_that_of_the_base(name: str, tmp_path: Path) -> None:
+    """On the same pictures, noise and times, by the functions that recipes/mmdit.py calls."""
+    diffusion = PROCESSES[name]
+    base = base_of(picture_run(tmp_path / "run", diffusion))
+    model: Any = base.denoiser("fp32").eval()
+    pictures = some_pictures()
+    process = process_of(base)
+    inputs = process.noised(batch_of(base, pictures), 3, 5, COUNT)
+    with torch.no_grad():
+        found = process.errors(model, inputs)
+
+    assets = load_assets(base.directory / "assets")
+    clean = assets.normalise(to_patches(pictures, 4))
+    time = inputs["timestep"]
+    # With v and velocity too the noise is what is left of the noisy latent.
+    a, b = latents.coefficients(time, diffusion)
+    noisy = inputs["noisy"].flatten(2).transpose(1, 2)
+    noise = (noisy - a.view(-1, 1, 1) * clean) / b.view(-1, 1, 1)
+    texts = assets.tokenise(PROMPTS)
+    with torch.no_grad():
+        given = latents.add_noise(clean, noise, time, diffusion)
+        predicted = model(texts["tokens"], given, torch.zeros(COUNT), time, texts["text_mask"]).latents
+    expected = latents.losses(predicted, latents.target(clean, noise, time, diffusion), diffusion)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_times_are_spread_as_in_training(run: Path) -> None:
+    levels = base_of(run).levels()
+    assert len(levels) == LEVELS
+    middle = (torch.arange(LEVELS) + 0.5) / LEVELS
+    torch.testing.assert_close(levels.timesteps, 3 * middle / (1 + 2 * middle))
+    torch.testing.assert_close(levels.a, 1 - levels.timesteps)
+    assert levels.prediction == "sample"
+
+
+def test_a_dropped_caption_is_absent_as_in_training(run: Path) -> None:
+    base = base_of(run)
+    batch = batch_of(base, some_pictures())
+    inputs = process_of(base, dropout=1.0).noised(batch, 3, 5, COUNT)
+    assert inputs["text_time"].tolist() == [1.0] * COUNT
+    assert torch.equal(inputs["tokens"], batch["absent"])
+    assert torch.equal(inputs["text_mask"], batch["text_mask"])
+    kept = process_of(base).noised(batch, 3, 5, COUNT)
+    assert torch.equal(kept["tokens"], batch["tokens"])
+
+
+def test_a_picture_is_drawn_as_the_base_draws_it(run: Path) -> None:
+    """With its guidance and shift, from the same noise, by the samplers of recipes/mmdit.py."""
+    base = base_of(run)
+    prompt = conditioning(base, PROMPTS[:1])
+    pipeline = base.pipeline(CPU)
+    drawn = draw_picture(pipeline, base.family, base.family.sample(prompt, {}), 77, 8, 3, None)
+
+    both, assets = load_both_ways(base.directory)
+    batch = {**assets.tokenise(PROMPTS[:1]), "weight": torch.ones(1), "sample": torch.tensor([77])}
+    batch["latent"] = torch.zeros(1, 4, 48)
+    # Noise is keyed by seed and sample. The pipeline has the seed of the generator in the second.
+    sampled = assets.denormalise(replace(both, seed=0).sample_latents(batch))
+    expected = from_patches(sampled, (2, 2), 4)[0]
+    levels = ((drawn.permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8)
+    assert (levels.int() - expected.int()).abs().max() <= 1
+    assert levels.float().std() > 10
+
+
+def test_patches_are_those_of_the_rows() -> None:
+    pictures = some_pictures()
+    tokens = to_patches(pictures, 4)
+    assert torch.equal(from_patches(tokens, (2, 2), 4), pictures)
+    assert torch.equal(tokens[0, 1].view(4, 4, 3), pictures[0, :4, 4:].float() / 127.5 - 1)
+    assert as_grid(tokens, (2, 2)).shape == (COUNT, 48, 2, 2)
+
+
+# ------------------------------------------------------------------------------------------------------- the recipe
+def settings(folder: Path, base: Path) -> list[str]:
+    """Options of a short run on the bundled flags."""
+    file = folder / "tiny.yaml"
+    file.write_text(
+        "global_batch_size: 4\nmicro_batch_size: 4\nmax_steps: 4\nprecision: fp32\n"
+        f"base: {{source: {base}}}\nlora: {{rank: 2}}\n"
+        f"data: {{path: 'emoji:flags', resolutions: [8], bucket_step: 4, max_aspect: 1.0, heldout_fraction: 0.227, "
+        f"group_size: 1, min_side: 8, cache_dir: {folder / 'cache'}}}\n"
+        "objective: {caption_dropout: 0.5}\noptimizer: {lr: 5e-2, weight_decay: 0.0}\n"
+        "schedule: {kind: constant, warmup_steps: 0}\nlog: {log_every: 1, progress_bar: off}\n"
+        "ema: {decay: 0.5}\ncheckpoints: {save_every: 2, keep_last: 0}\n"
+        "evaluation: {samples: 4, batch_size: 4, steps: 2, every: 2, heldout_prompts: 3, prompts: [red apple]}\n"
+    )
+    return [str(file)]
+
+
+def train(folder: Path, base: Path, name: str, *flags: str) -> Path:
+    recipe: Any = import_recipe(find_recipe("lora"))
+    assert recipe.main([*settings(folder, base), "--output_dir", str(folder / name), *flags]) == 0
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def trained(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("lora"), run, "lora")
+
+
+def pixels(image: Image.Image) -> bytes:
+    return image.tobytes()
+
+
+def weights_of(run: Path, step: int) -> dict[str, Tensor]:
+    return load_file(run / "checkpoints" / f"checkpoint_{step:08d}" / "model.safetensors")
+
+
+def test_a_run_resumes_to_the_same_bits(run: Path, trained: Path) -> None:
+    """And an evaluation, which takes the adapter off and on again, changes nothing in the training."""
+    halves = train(trained.parent, run, "halves", "--max_steps", "2")
+    train(trained.parent, run, "halves", "--evaluation.every", "0")
+    expected = weights_of(trained, 4)
+    found = weights_of(halves, 4)
+    assert found.keys() == expected.keys()
+    assert all(".lora_" in name for name in expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert any(float(value.abs().max()) > 0 for name, value in expected.items() if ".lora_B." in name)
+
+
+def test_with_the_adapter_off_pictures_are_those_of_the_base_bit_for_bit(run: Path, trained: Path) -> None:
+    loaded = accel_train.load(trained)
+    base = base_of(run)
+    alone = base.pipeline(CPU)
+    for number, prompt in enumerate([*PROMPTS, "andorra flag, country flag"]):
+        given = conditioning(base, [prompt])
+        expected = draw_picture(alone, base.family, base.family.sample(given, {}), number, 8, 2, None)
+        off = loaded.draw(prompt, steps=2, side=8, seed=number, adapter=False)
+        assert torch.equal(off, expected)
+        on = loaded.draw(prompt, steps=2, side=8, seed=number)
+        assert not torch.equal(on, expected)
+
+
+def test_an_export_draws_as_the_run_and_merged_as_apart(
+    run: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli._main(["export", str(trained), str(tmp_path / "out"), "--weights", "ema"]) == 0
+    assert "diffusers has no MMDiT of recipes/mmdit.py" in capsys.readouterr().out
+    of_run = accel_train.load(trained)
+    exported = accel_train.load(tmp_path / "out")
+    expected = of_run(PROMPTS[0], steps=2)
+    assert pixels(exported(PROMPTS[0], steps=2)) == pixels(expected)
+
+    apart = of_run.draw(PROMPTS[0], steps=2)
+    adapters.merge_adapter(of_run.model, ADAPTER)
+    merged = of_run.draw(PROMPTS[0], steps=2)
+    torch.testing.assert_close(merged, apart, rtol=0, atol=1e-4)
+
+    # As peft itself reads it.
+    import peft
+
+    model: Any = base_of(run).denoiser("fp32").eval()
+    wrapped: Any = peft.PeftModel.from_pretrained(model, str(tmp_path / "out"))
+    sizes = {name: p.shape for name, p in wrapped.named_parameters() if ".lora_" in name}
+    assert len(sizes) == len(load_file(tmp_path / "out" / "adapter_model.safetensors"))
+
+
+def test_sample_draws_a_file(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sample", str(trained), "--prompt", "red flag", "--output", str(tmp_path / "drawn"), "--steps", "2"]
+    assert cli._main(words) == 0
+    (file,) = (tmp_path / "drawn").glob("*.png")
+    with Image.open(file) as drawn:
+        assert drawn.size == (8, 8)
+
+
+def test_the_report_has_pictures_before_and_after(trained: Path) -> None:
+    with Image.open(trained / "report" / "before_after.png") as grid:
+        assert grid.height > 3 * 96
+
+
+def test_load_refuses_another_base(trained: Path, tmp_path: Path) -> None:
+    base = picture_run(tmp_path / "base")
+    mine = train(tmp_path, base, "mine", "--max_steps", "2", "--evaluation.heldout_prompts", "0")
+    accel_train.load(mine)
+    (file,) = base.glob("checkpoints/*/model.safetensors")
+    changed = load_file(file)
+    changed["latent_head.project.bias"] += 1e-3
+    save_file(changed, file)
+    directory = file.parent
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"] = commit.seal_file(file)
+    commit.rewrite_manifest(directory, {"files": manifest["files"]})
+    with pytest.raises(UsageError, match=r"has another model\.safetensors .* give the base that it was trained on"):
+        accel_train.load(mine)
+
+
+def test_a_base_that_is_gone_or_no_model_of_pictures_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"runs/image-demo is not there; make it with: {MAKE_DEMO}"):
+        find_base(BaseConfig(source="runs/image-demo"))
+    (tmp_path / "runs" / "image-demo" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UsageError, match=f"it holds none yet.*make it with: {MAKE_DEMO}"):
+        find_base(BaseConfig(source="runs/image-demo"))
+    with pytest.raises(UsageError, match=r"is no model of pictures of recipes/mmdit\.py"):
+        find_base(BaseConfig(source=str(text_run(tmp_path / "texts"))))
+    with pytest.raises(UsageError, match=r"base\.guidance 3\.0: has no effect with base\.source"):
+        find_base(BaseConfig(source=str(run), guidance=3.0))
+
+
+def test_pictures_larger_than_those_of_the_base_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"draws at most 8x8; give --data\.resolutions 8 --data\.max_aspect 1"):
+        train(tmp_path, run, "large", "--data.resolutions", "16")
+
+
+def test_the_preset_without_one_is_that_of_the_base() -> None:
+    recipe: Any = import_recipe(find_recipe("lora"))
+    assert recipe.preset_without_one([]) == "lora_demo"
+    assert recipe.preset_without_one(["--seed", "1"]) == "lora_demo"
+    assert recipe.preset_without_one(["--base.source", "x"]) == "lora_tune"
+    assert recipe.preset_without_one(["--base.source=x"]) == "lora_tune"
