@@ -77,10 +77,23 @@ def test_a_group_that_is_none_is_refused(tmp_path: Path) -> None:
         prepare_pictures(config)
 
 
-def test_the_classifier_knows_flags_it_has_not_seen() -> None:
+def test_the_classifier_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classifier, "STEPS", 12)
+    pictures = emoji.load_pictures(64)[::50]
     before = torch.get_rng_state()
-    judge = classifier.train_judge("flags")
+    logits: list[torch.Tensor] = []
+    for _ in range(2):
+        classifier.train_judge.cache_clear()
+        judge = classifier.train_judge("flags")
+        logits.append(judge.model(pictures[:, ::2, ::2].permute(0, 3, 1, 2).float() / 127.5 - 1))
+    classifier.train_judge.cache_clear()
+    assert torch.equal(*logits)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.slow  # 11 seconds of CPU; that it is deterministic is tested daily
+def test_the_classifier_knows_flags_it_has_not_seen() -> None:
+    judge = classifier.train_judge("flags")
     assert judge.right_inside > 0.95
     assert judge.right_outside > 0.95
     # By its own two shares, on all pictures and in another size.

@@ -115,7 +115,7 @@ def list_source(source: Source) -> Listing:
     group = source.path.removeprefix(PATH).removeprefix(":")
     if group:
         check_groups(f"{source.option} {PATH}:", (group,))
-    chosen = [(row, one) for row, one in enumerate(list_emoji()) if group in ("", one.group)]
+    chosen = [(row, one) for row, one in enumerate(list_emoji()) if not group or one.is_in((group,))]
     return Listing([Entry(f"{PATH} {row}", one.caption, EmojiBytes(row)) for row, one in chosen])
 
 

@@ -16,7 +16,7 @@ from accel_train import rng
 from accel_train.domains.images.buckets import to_image
 from accel_train.domains.images.demo.classifier import train_judge
 from accel_train.domains.images.grids import Column, draw_grid
-from accel_train.domains.images.pipelines.drawing import draw_picture
+from accel_train.domains.images.pipelines.drawing import draw_pictures
 from accel_train.domains.images.pipelines.inputs import Inputs
 from accel_train.domains.images.pipelines.validation import EvaluationConfig
 from accel_train.domains.models.adapters import choose_adapter
@@ -55,39 +55,44 @@ def draw(inputs: Inputs, model: nn.Module, options: EvaluationConfig, side: int,
     captions = heldout.captions(torch.arange(count))
 
     def pictures() -> Tensor:
-        return torch.stack([_picture(inputs, options, caption, side, seed) for caption in captions])
+        size = inputs.base.family.draws_at_once
+        parts = [captions[start : start + size] for start in range(0, count, size)]
+        return torch.cat([_pictures(inputs, options, part, side, seed) for part in parts])
 
     choose_adapter(model, None)
     try:
         without = pictures()
     finally:
         choose_adapter(model, ADAPTER)
-    true = [_levels(heldout.pixels(row, heldout.frame(row))) for row in range(count)]
+    true = [heldout.pixels(row, heldout.frame(row)) for row in range(count)]
     return BeforeAfter(captions, _alike(true, side), without, pictures())
 
 
-def _picture(inputs: Inputs, options: EvaluationConfig, caption: str, side: int, seed: int) -> Tensor:
+def _pictures(inputs: Inputs, options: EvaluationConfig, captions: Sequence[str], side: int, seed: int) -> Tensor:
+    """Draw captions in one call: (N, H, W, 3) uint8."""
     # A process of a sharded model that ended before the others would leave them waiting.
     evaluation.stopping_point()
     family = inputs.base.family
-    arguments = family.sample(inputs.prompt(caption), family.empty(inputs.pipeline, inputs.prompt("")))
-    # By the caption, so that more of them leave the pictures of the first as they are.
+    prompts = [inputs.prompt(caption) for caption in captions]
+    together = {name: torch.cat([prompt[name] for prompt in prompts]) for name in prompts[0]}
+    arguments = family.sample(together, family.empty(inputs.pipeline, inputs.prompt("")))
+    seeds = [_seed(seed, caption) for caption in captions]
+    drawn = draw_pictures(inputs.pipeline, family, arguments, seeds, side, options.steps, options.guidance)
+    values = (drawn.permute(0, 2, 3, 1) + 1) * 127.5
+    return values.round().clamp(0, 255).to(torch.uint8)
+
+
+def _seed(seed: int, caption: str) -> int:
+    """Return the seed of a caption's noise, whatever is drawn beside it."""
     digest = hashlib.blake2b(caption.encode(), digest_size=4).digest()
-    picture_seed = rng.key(seed, "lora/before_after", int.from_bytes(digest)) & (2**63 - 1)
-    drawn = draw_picture(inputs.pipeline, family, arguments, picture_seed, side, options.steps, options.guidance)
-    return _levels(drawn)
-
-
-def _levels(picture: Tensor) -> Tensor:
-    """Return a picture (3, H, W) from -1 to 1 as (H, W, 3) uint8."""
-    return ((picture.permute(1, 2, 0) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return rng.key(seed, "lora/before_after", int.from_bytes(digest)) & (2**63 - 1)
 
 
 def _alike(pictures: Sequence[Tensor], side: int) -> Tensor:
-    """Scale pictures to squares, as those that are drawn."""
+    """Scale pictures (3, H, W) to squares, as those that are drawn: (N, H, W, 3) uint8."""
     import numpy as np
 
-    images = [to_image(picture.permute(2, 0, 1).float() / 127.5 - 1).resize((side, side)) for picture in pictures]
+    images = [to_image(picture).resize((side, side)) for picture in pictures]
     return torch.from_numpy(np.stack([np.asarray(image) for image in images]))
 
 

@@ -1,8 +1,8 @@
-"""One picture of a pipeline of diffusers, the same on any device."""
+"""Pictures of a pipeline of diffusers or of our own, the same on any device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,28 @@ def draw_picture(
     guidance: float | None,
 ) -> Tensor:
     """Return one picture of a pipeline, (3, H, W) from -1 to 1. Its noise is drawn on the CPU, alike for any device."""
+    return draw_pictures(pipeline, family, prompt, [seed], side, steps, guidance)[0]
+
+
+def draw_pictures(
+    pipeline: Any,
+    family: Family,
+    prompts: Mapping[str, Any],
+    seeds: Sequence[int],
+    side: int,
+    steps: int,
+    guidance: float | None,
+) -> Tensor:
+    """Return a picture for each seed, (N, 3, H, W) from -1 to 1. ``prompts`` are arguments with as many rows."""
     scale = family.guidance_scale if guidance is None else guidance
-    arguments = {**(family.call or {}), **prompt, family.guidance_argument: scale}
+    arguments = {**(family.call or {}), **prompts, family.guidance_argument: scale}
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     images = pipeline(
         height=side,
         width=side,
         num_inference_steps=steps,
-        generator=torch.Generator().manual_seed(seed),
+        generator=generators if len(seeds) > 1 else generators[0],
         output_type="np",
         **arguments,
     ).images
-    return torch.from_numpy(images[0]).permute(2, 0, 1).float() * 2 - 1
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float() * 2 - 1

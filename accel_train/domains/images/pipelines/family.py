@@ -70,5 +70,7 @@ class Family:
     """(pipeline, embeddings of an empty prompt) -> what its guidance takes in their place."""
     left_out: Callable[[Conditioning, Conditioning], dict[str, Tensor]] = _all_empty
     """(conditioning of captions, of an empty one) -> conditioning in their place where captions are dropped."""
+    draws_at_once: int = 1
+    """Prompts in one call of the pipeline, where many are drawn."""
     call: Mapping[str, Any] | None = None
     """Further arguments of the pipeline's call."""

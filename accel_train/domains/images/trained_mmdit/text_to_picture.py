@@ -163,15 +163,15 @@ class MMDiTPipeline:
         width: int,
         num_inference_steps: int,
         guidance_scale: float,
-        generator: torch.Generator,
+        generator: torch.Generator | Sequence[torch.Generator],
         output_type: str,
     ) -> Drawn:
-        """Draw a picture for each row of ``conditioning``. All begin with the noise of the generator's seed."""
+        """Draw a picture for each row of ``conditioning``, from the noise of the seed of its generator."""
         assert output_type == "np", "other forms have no use here"
         grid = (height // self.vae.patch, width // self.vae.patch)
         given = {name: value.to(self.vae.device) for name, value in conditioning.items()}
-        count = len(given["tokens"])
-        seeds = torch.full((count,), generator.initial_seed(), device=self.vae.device)
+        generators = [generator] if isinstance(generator, torch.Generator) else generator
+        seeds = torch.tensor([each.initial_seed() for each in generators], device=self.vae.device)
         options = LatentSamplingConfig(num_inference_steps, guidance_scale, self.sampler.shift)
         drawn = sample_latents(
             self._predictor(given, grid),
@@ -244,5 +244,6 @@ MMDIT = Family(
     patch=1,
     normalise=_normalise,
     left_out=left_out,
+    draws_at_once=16,
 )
 """``guidance_scale`` of a base is that of its own evaluation."""
