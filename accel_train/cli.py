@@ -31,6 +31,10 @@ def _main(argv: Sequence[str]) -> int:
         return sample(arguments.place, arguments.arguments, arguments.recipe)
     if arguments.command == "data":
         return _data(arguments)
+    if arguments.command == "lora":
+        from accel_train.commands.lora import lora
+
+        return lora(arguments.place, arguments.arguments)
     if arguments.command == "export":
         return _export(arguments)
     if arguments.command == "init":
@@ -166,6 +170,8 @@ def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | N
     _add_sample(commands.add_parser("sample", help=text, description=text))
     text = "look through a dataset of pictures before a run; list, verify and clear the cache of latents and prompts"
     _add_data(commands.add_parser("data", help=text, description=text))
+    text = "adapters from a dataset of pictures: check, plan for this machine, cache, train, validate, export"
+    _add_lora(commands.add_parser("lora", help=text, description=text))
     export = commands.add_parser("export", help=EXPORT, description=EXPORT)
     export.add_argument("place", metavar="RUN_OR_CHECKPOINT")
     _add_export(export)
@@ -197,6 +203,15 @@ def _add_data(data: argparse.ArgumentParser) -> None:
     cache.add_argument("cache_action", choices=("ls", "verify", "clear"), metavar="ls|verify|clear")
     for parser in (check, cache):
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help="flags; --help behind them lists all")
+
+
+def _add_lora(lora: argparse.ArgumentParser) -> None:
+    lora.add_argument("place", metavar="DATASET", help="folder, parquet files, saved dataset or Hub id, as data.path")
+    lora.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        help="--base MODEL, then any option of the recipe; --help behind the dataset lists its own",
+    )
 
 
 def _add_init(init: argparse.ArgumentParser) -> None:

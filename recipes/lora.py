@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -28,11 +29,12 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import before_after, loading, objective, validation
 from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
 from accel_train.domains.images.pipelines.objective import Denoising
-from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora, float_base
+from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora, loading_precision
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
+from accel_train.precision import Precision
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate
@@ -51,7 +53,7 @@ class Config(experiment.ExperimentConfig):
     """LoRA adapters on a text-to-image pipeline of diffusers, or on our own MMDiT."""
 
     recipe: ClassVar = experiment.Recipe(
-        free_to_change=("evaluation", "data.cache_dir"),
+        free_to_change=("evaluation", "data.cache_dir", "base.encoder_batch_size"),
         labels=Labels(units=dict.fromkeys(objective.METRICS, "mean squared error")),
         first_options=(
             "base.source",
@@ -66,6 +68,8 @@ class Config(experiment.ExperimentConfig):
     )
 
     output_dir: str = "runs/lora"
+    cache_only: bool = False
+    """Encode the pictures, captions and prompts into the cache, and stop before the denoiser is loaded."""
     base: loading.BaseConfig = field(default_factory=loading.BaseConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: PictureDataConfig = field(default_factory=PictureDataConfig)
@@ -90,10 +94,11 @@ def preset_without_one(argv: Sequence[str]) -> str:
     return TUNE_PRESET if has_base else DEFAULT_PRESET
 
 
-def build(base: loading.Base, adapters: LoraConfig) -> nn.Module:
-    """Load the denoiser of the base, freeze it, and give it adapters."""
-    model = base.denoiser(float_base(adapters))
-    apply_lora(model, adapters)
+def build(base: loading.Base, adapters: LoraConfig, precision: Precision, device: torch.device) -> nn.Module:
+    """Load the denoiser of the base, freeze it, in 8 or 4 bits on ``device`` if asked for, and give it adapters."""
+    model = base.denoiser(loading_precision(adapters, precision))
+    settings = replace(adapters, targets=adapters.targets or base.family.targets)
+    apply_lora(model, settings, precision, device)
     return model
 
 
@@ -102,7 +107,8 @@ def build(base: loading.Base, adapters: LoraConfig) -> nn.Module:
 def noised(config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int) -> tuple[Batch, Tensor]:
     """Return the denoiser's inputs with their target, and their weight: the number of pictures."""
     encoded = inputs.encoded(batch)
-    return process.noised(encoded, config.seed, step, config.global_batch_size), batch["weight"].sum()
+    rows = inputs.rows * config.global_batch_size
+    return process.noised(encoded, config.seed, step, rows), batch["weight"].sum()
 
 
 def loss_sum(process: Denoising, model: nn.Module, batch: Batch) -> Tensor:
@@ -153,9 +159,11 @@ def main(argv: Sequence[str]) -> int:
     accelerator = startup.start(config)
     base = loading.find_base(config.base)
     levels = base.levels()
-    adapters = replace(config.lora, targets=config.lora.targets or base.family.targets)
     prepare_data = partial(prepare_inputs, config.data, base, config.evaluation.prompts, accelerator.device)
     inputs = startup.prepare_data(accelerator, prepare_data)
+    if config.cache_only:
+        logs.info(logger, *inputs.notices)
+        return 0
     order = StepSampler(len(inputs.train), config.global_batch_size, config.seed, blocks=inputs.train.order)
     opened = experiment.open_experiment(
         config,
@@ -168,8 +176,8 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished:
         return experiment.nothing_to_do(opened)
 
-    plain = preparation.build_model(opened, build, base, adapters)
-    logs.info(logger, objective.describe_objective(levels, base.family), *describe_lora(plain, adapters))
+    plain = preparation.build_model(opened, build, base, config.lora, config.precision, accelerator.device)
+    logs.info(logger, objective.describe_objective(levels, base.family), *describe_lora(plain, config.lora))
     process = inputs.process(levels, plain.config, config.objective, config.times)
     prepared = preparation.prepare(opened, plain, base=base.files(), example=partial(inputs.call_once, process))
     run_evaluation = partial(evaluate, config, accelerator, prepared, inputs, process)

@@ -62,8 +62,12 @@ _Dumper.add_representer(str, _represent_text)
 def config_text(config: object) -> str:
     """Return the resolved config as YAML for ``load_config``."""
     text = "# Resolved config of this run; valid input for the same recipe.\n"
-    tree = experiment_tree(config)
-    return text + yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text + tree_text(experiment_tree(config))
+
+
+def tree_text(tree: Tree) -> str:
+    """Return nested options as YAML for ``load_config``."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -22,6 +22,7 @@ LAYOUTS = {
     "FSDP2": (Layout("fsdp2", 2, "lora"), ()),
     "ZeRO-2": (Layout("zero2", 2, "lora"), ()),
 }
+WEIGHTED = ("--data.mask.source", "alpha", "--data.mask.outside", "0.5", "--data.prior.path", "{folder}/photos")
 DAILY = {"2 processes"}
 """The others are daily for adapters in test_causal_lm_lora.py."""
 
@@ -75,3 +76,11 @@ def test_our_own_mmdit_trains_the_same_adapters_on_two_processes(strategy: str, 
     expected = alone.tensors(4, "model")
     for key, tensor in together.tensors(4, "model").items():
         torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow  # tests/domains/images/test_weighting.py has micro-batches of the same
+def test_two_processes_draw_the_same_pictures_of_the_prior(folder: Path) -> None:
+    flags = [flag.format(folder=folder) for flag in WEIGHTED]
+    one = train(Layout("single", 1, "lora"), folder, "one-prior", *flags)
+    two = train(Layout("ddp", 2, "lora"), folder, "two-prior", *flags)
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-5)

@@ -81,6 +81,23 @@ def decode_picture(content: bytes, *, background: Colour = WHITE, max_pixels: in
     return _explained(decode)
 
 
+def decode_alpha(content: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image | None:
+    """Decode the opacity of a picture file as an upright image of mode L, None for one without transparency.
+
+    Raises ``PictureError`` as ``decode_picture``.
+    """
+
+    def decode() -> Image.Image | None:
+        with _open(content, max_pixels) as image:
+            orientation = _orientation(image)
+            image.load()
+            if not image.has_transparency_data:
+                return None
+            return _upright(image.convert("RGBA").getchannel("A"), orientation)
+
+    return _explained(decode)
+
+
 def colour(text: str) -> Colour:
     """Read ``#rrggbb`` or the name of a colour, as in CSS. Raises ``UsageError``."""
     from PIL import ImageColor

@@ -21,15 +21,20 @@ OTHER_PICTURES = (".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".eps", ".ic
 METADATA = "metadata.jsonl"
 
 
+def is_mask(file: Path) -> bool:
+    """Return True for the name of a mask, such as ``a.mask.png`` beside ``a.png``."""
+    return file.stem.endswith(".mask") and file.suffix.lower() in SUFFIXES
+
+
 def list_folder(folder: Path, source: Source) -> Listing:
     """List the pictures of a folder with their captions.
 
     With a ``metadata.jsonl`` in the folder its rows are the pictures: ``file_name`` and a caption. Otherwise the
-    caption of ``a.png`` is the text of ``a`` + `source.caption_extension`. Raises ``UsageError`` for a folder without
-    pictures.
+    caption of ``a.png`` is the text of ``a`` + `source.caption_extension`. Files such as ``a.mask.png`` are masks and
+    no pictures. Raises ``UsageError`` for a folder without pictures.
     """
     files = sorted(_files(folder))
-    pictures = [file for file in files if file.suffix.lower() in SUFFIXES]
+    pictures = [file for file in files if file.suffix.lower() in SUFFIXES and not is_mask(file)]
     if not pictures:
         others = sorted({file.suffix for file in files})
         raise UsageError(

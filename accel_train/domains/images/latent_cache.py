@@ -31,6 +31,7 @@ from accel_train.domains.images.buckets import Frame, Size, conditioning
 
 if TYPE_CHECKING:
     from accel_train.domains.images.dataset import PictureDataset
+    from accel_train.domains.images.weighting.masks import Masks
 
 PIXELS = "pixels-1"
 """Changes with anything that gives other pixels for a frame."""
@@ -273,19 +274,24 @@ class CachedPictures:
     """Map-style dataset like `PictureDataset`, with cached latents in place of pixels, and cached outputs of texts."""
 
     def __init__(
-        self, pictures: PictureDataset, latents: TensorCache | None = None, texts: TensorCache | None = None
+        self,
+        pictures: PictureDataset,
+        latents: TensorCache | None = None,
+        texts: TensorCache | None = None,
+        masks: Masks | None = None,
     ) -> None:
         self.pictures = pictures
         self.latents = latents
         self.texts = texts
+        self.masks = masks
         self.order = pictures.order
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return mean and logvar (C, h, w), or pixels without cached latents; the outputs of the caption's encoder; and
-        original_size, crop_top_left, target_size (2,) int64.
+        """Return mean and logvar (C, h, w), or pixels without cached latents; the outputs of the caption's encoder; the
+        mask (1, h, w) of a run with masks; and original_size, crop_top_left, target_size (2,) int64.
         """
         seen = self.pictures.draw_frame(index)
         sample = self.pictures.samples[index]
@@ -296,6 +302,9 @@ class CachedPictures:
             item |= self.latents.read(frame_key(sample.picture.content, seen))
         if self.texts is not None:
             item |= self.texts.read(text_key(sample.caption))
+        if self.masks is not None:
+            # A random crop is another frame each time.
+            item["mask"] = self.masks.read(sample.picture, seen, keep=not self.pictures.view.random_crop)
         return item
 
     def sample_shape(self, index: int) -> Size:

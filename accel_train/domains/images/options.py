@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from accel_train.config import Fraction, FractionBelowOne, PositiveFloat, PositiveInt, UsageError
 from accel_train.domains.images import decoding
 from accel_train.domains.images.buckets import Buckets
 from accel_train.domains.images.sources import Source
+
+
+@dataclass(frozen=True)
+class PriorConfig:
+    """Prior preservation (DreamBooth, arXiv:2208.12242): what the base knows of a class is kept."""
+
+    path: str | None = None
+    """Pictures of the class with captions: any source accepted by data.path. Each training picture then comes with one
+    of them, cut to the same size, so a step takes twice the memory and time. null: none."""
+    weight: PositiveFloat = 1.0
+    """Weight of their loss, which is added to that of the training pictures."""
+    caption: str | None = None
+    """Caption of those that have none, such as "a dog"."""
+
+    def __post_init__(self) -> None:
+        if self.path is None and (self.weight != 1.0 or self.caption is not None):
+            raise UsageError(
+                "data.prior: weight and caption have no effect without data.prior.path; give it the pictures of the "
+                "class, or leave them out"
+            )
+
+
+@dataclass(frozen=True)
+class MaskConfig:
+    """Masked loss: only a part of each picture is learned."""
+
+    source: Literal["none", "alpha", "files"] = "none"
+    """alpha: what is opaque counts. files: what is white in NAME.mask.png beside NAME.png counts. Pictures without a
+    mask count whole."""
+    outside: Fraction = 0.0
+    """Weight of the rest. The weighted error is still divided by all latents, so small parts give small losses."""
+
+    def __post_init__(self) -> None:
+        if self.source == "none" and self.outside != 0.0:
+            raise UsageError(
+                f"data.mask.outside {self.outside:g} has no effect without data.mask.source; give alpha or files"
+            )
 
 
 @dataclass(frozen=True)
@@ -66,6 +103,8 @@ class PictureDataConfig:
     cache_gib: PositiveFloat | None = None
     """Largest size in GiB of the latents and outputs of text encoders in the cache, of all runs together. What was used
     longest ago is deleted first, and nothing that a live run uses. null: no limit."""
+    prior: PriorConfig = field(default_factory=PriorConfig)
+    mask: MaskConfig = field(default_factory=MaskConfig)
 
     def __post_init__(self) -> None:
         _ = self.buckets

@@ -26,7 +26,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_STEM = "adapter_model"
 LINEAR = ("Linear", "Conv1D")  # the second is GPT-2's name for a linear layer
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-HEAD = re.compile(r"(^|[._])(head|lm_head|classifier|score|proj_out)$")
+HEAD = re.compile(r"(^|[._])(head|lm_head|classifier|score)$|^proj_out$")
+"""Blocks of diffusers have a proj_out of their own, which is no head."""
 GROUPS = ("all-linear", "attention")
 
 
@@ -87,12 +88,10 @@ def apply_lora(model: nn.Module, config: LoraConfig, precision: Precision = "fp3
     inject(model, settings, ADAPTER)
 
 
-def float_base(config: LoraConfig) -> Precision:
-    """Return ``base_precision`` for a recipe that loads its base in a float dtype. Raises ``UsageError`` for others."""
+def loading_precision(config: LoraConfig, precision: Precision) -> Precision:
+    """Return the dtype to load the base in: ``base_precision``, or that of the computation before 8 or 4 bits."""
     if config.base_precision == "int8" or config.base_precision == "nf4":
-        raise UsageError(
-            f"lora.base_precision {config.base_precision}: this recipe loads its base in a float dtype; use bf16"
-        )
+        return precision
     return config.base_precision
 
 

@@ -29,6 +29,8 @@ DAILY = {"sd1"}
 """The others are implied by test_families.py and test_objective.py, which have all of them."""
 STEPS = 10
 PROMPT = "a red flag"
+WITHOUT_EFFECT = {"sd3": ["transformer_blocks.1.attn.add_q_proj.lora_B.default.weight"]}
+"""What the last block reads of the prompts is kept, what it answers to them is not."""
 SHARES = {"kohya": ("sd1", "sd2", "sdxl")}
 
 
@@ -83,7 +85,9 @@ def drawn_by_diffusers(folder: Path, name: str, file: str | None) -> np.ndarray[
     if file is not None:
         pipeline.load_lora_weights(folder / "out", weight_name=file)
     side = tiny.SIDES.get(name, tiny.SIDE)
-    arguments: dict[str, Any] = {"sana": {"use_resolution_binning": False}}.get(name, {})
+    # Sana's own instruction before each prompt is not part of training.
+    sana = {"use_resolution_binning": False, "complex_human_instruction": None}
+    arguments: dict[str, Any] = sana if name == "sana" else {}
     if name not in ("sd1", "sd2", "sdxl"):
         arguments["max_sequence_length"] = tiny.LENGTH
     if name == "qwen_image":
@@ -113,7 +117,8 @@ def test_a_family_is_trained_resumed_exported_and_loaded(
     run = train(tmp_path, "whole")
     trained = weights_of(run)
     assert sum(".lora_B." in key for key in trained) > 0
-    assert all(float(value.abs().max()) > 0 for key, value in trained.items() if ".lora_B." in key)
+    untrained = [key for key, value in trained.items() if ".lora_B." in key and not value.abs().max() > 0]
+    assert untrained == WITHOUT_EFFECT.get(name, [])
 
     # A run that was ended after five steps goes on to the same bits.
     resumed = train(tmp_path, "halves", "--max_steps", "5")

@@ -275,7 +275,8 @@ QWEN_IMAGE = Family(
     name="Qwen-Image",
     pipelines=("QwenImagePipeline",),
     denoiser="transformer",
-    targets=JOINT_ATTENTION,
+    # As diffusers' script: the last block's answers to the prompts are not used, and DDP waits for their gradients.
+    targets=ATTENTION,
     encode=_encode_qwen,
     predict=_predict_qwen,
     sample=_sample_qwen,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.loading import Base
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
+from accel_train.domains.images.weighting.masks import Masks, describe_masks, find_masks
+from accel_train.domains.images.weighting.prior import ROWS, PairedPictures, joined, prepare_prior
 
 
 # Compared and hashed by identity, like the data of the other recipes.
@@ -31,18 +34,29 @@ class Inputs:
     pipeline: Any
     """With VAE and scheduler, on the device."""
     texts: TensorCache
-    train: CachedPictures
+    train: CachedPictures | PairedPictures
     heldout: CachedPictures
     fingerprint: str
     notices: tuple[str, ...]
+    prior_weight: float = 1.0
+
+    @property
+    def rows(self) -> int:
+        """Pictures of a training sample: 2 with prior preservation."""
+        return ROWS if isinstance(self.train, PairedPictures) else 1
 
     def encoded(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a batch with mean and logvar of its pictures. Where they are not cached, the VAE encodes pixels."""
-        if "pixels" not in batch:
-            return dict(batch)
-        latents = encoding.encode_pictures(self.pipeline.vae, batch["pixels"])
+        """Return a batch with mean and logvar of its pictures, those of the prior as further rows.
+
+        Where latents are not cached, the VAE encodes pixels.
+        """
+        whole = joined(batch, self.prior_weight)
+        if "pixels" not in whole:
+            return whole
+        device = whole["pixels"].device
+        latents = encoding.encode_pictures(self.pipeline.vae, whole["pixels"])
         named = {name: value for name, value in latents._asdict().items() if value is not None}
-        return {**batch, **{name: value.to(batch["pixels"].device) for name, value in named.items()}}
+        return whole | {name: value.to(device) for name, value in named.items()}
 
     def prompt(self, text: str) -> dict[str, Tensor]:
         """Return the embeddings of an encoded text, with a first dimension of 1, on the device of the VAE."""
@@ -94,11 +108,15 @@ def prepare_inputs(
     Raises ``UsageError``, also for buckets that the base cannot take.
     """
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
+    prior = prepare_prior(config, pictures.train, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
     _refuse_step(config, base, pipeline)
-    filling = Filling(rank, world_size, barrier, progress=True)
+    filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
     cap_bytes = config.cap_bytes
-    samples = [sample for data in (pictures.train, pictures.heldout) for sample in data.samples]
+    masked = [sample.picture for data in (pictures.train, pictures.heldout) for sample in data.samples]
+    masks = find_masks(config.mask, masked, reduction(pipeline))
+    datasets = [pictures.train, pictures.heldout, *([prior[0]] if prior else [])]
+    samples = [sample for data in datasets for sample in data.samples]
     texts = cached_texts(
         [*prompts, *(sample.caption for sample in samples)],
         partial(encoding.encode_texts, pipeline, base),
@@ -111,19 +129,34 @@ def prepare_inputs(
     identity = encoding.identity_of_vae(pipeline, base)
     encode = partial(encoding.encode_pictures, pipeline.vae)
 
-    def with_latents(data: PictureDataset) -> CachedPictures:
+    def with_latents(data: PictureDataset, masks: Masks | None = None) -> CachedPictures:
         latents = None
         # A crop that is drawn anew each time has no latent to keep.
         if not data.view.random_crop:
             latents = cached_latents(data, encode, identity, pictures.cache, cap_bytes=cap_bytes, filling=filling)
-        return CachedPictures(data, latents, texts)
+        return CachedPictures(data, latents, texts, masks)
 
-    train = with_latents(pictures.train)
-    notices = [*pictures.notices, f"captions are encoded; the text encoders, {freed / (1 << 30):.2f} GiB, are dropped"]
+    train: Any = with_latents(pictures.train, masks)
+    notices = [
+        *pictures.notices,
+        *describe_masks(masks, masked),
+        f"captions are encoded; the text encoders, {freed / (1 << 30):.2f} GiB, are dropped",
+    ]
     if train.latents is None:
         notices.append("pictures are encoded at every step (data.crop random); data.crop centre encodes them once")
-    heldout = with_latents(pictures.heldout)
-    return Inputs(base, pipeline, texts, train, heldout, pictures.fingerprint, tuple(notices))
+    heldout = with_latents(pictures.heldout, masks)
+    fingerprint = pictures.fingerprint
+    if masks is not None:
+        fingerprint = _both(fingerprint, masks.fingerprint)
+    if prior is not None:
+        train = PairedPictures(train, with_latents(prior[0]))
+        notices += prior[1]
+        fingerprint = _both(fingerprint, prior[0].fingerprint)
+    return Inputs(base, pipeline, texts, train, heldout, fingerprint, tuple(notices), config.prior.weight)
+
+
+def _both(one: str, other: str) -> str:
+    return hashlib.sha256(f"{one} {other}".encode()).hexdigest()
 
 
 def _refuse_step(config: PictureDataConfig, base: Base, pipeline: Any) -> None:

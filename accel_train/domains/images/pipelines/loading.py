@@ -19,6 +19,7 @@ from accel_train.domains.images.pipelines.family import Family
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import strict_json
 from accel_train.store.pretrained_base import PretrainedBase
+from accel_train.store.weights import find_tensors
 
 if TYPE_CHECKING:
     from accel_train.domains.images.trained_mmdit.run_base import MMDiTBase
@@ -56,6 +57,8 @@ class BaseConfig:
     """Variant of the weight files, such as fp16."""
     encoder_precision: Precision = "fp32"
     """Dtype of the text encoders. They and the VAE are only needed until captions and pictures are encoded."""
+    encoder_batch_size: PositiveInt = 8
+    """Pictures or captions that are encoded at once, per process. Affects speed and memory only."""
     prompt_tokens: PositiveInt | None = None
     """Longest prompt in tokens, cut there. null: as the pipeline does. CLIP's length is fixed."""
     guidance: PositiveFloat = 1.0
@@ -141,6 +144,20 @@ class DiffusersBase:
         from accel_train.domains.images.pipelines.adapter_files import load_directory
 
         load_directory(pipeline, self.family.denoiser, directory)
+
+    def values_of(self, component: str) -> int:
+        """Return the number of values in the weights of a component, from the headers of its files. Reads no tensor."""
+        stem = "model" if component.startswith("text_encoder") else WEIGHTS
+        variant = self.config.variant
+        folder = self.directory / component
+        if variant and any(folder.glob(f"{stem}.{variant}*")):
+            stem = f"{stem}.{variant}"
+        return sum(info.elements for info in find_tensors(folder, stem).values())
+
+    def text_encoders(self) -> list[str]:
+        """Return the names of the text encoders that the pipeline has."""
+        index = _index(self.directory)
+        return [name for name, kind in index.items() if name.startswith("text_encoder") and kind[0] is not None]
 
     def _load(self, replaced: dict[str, Any], device: torch.device) -> Any:
         from diffusers import DiffusionPipeline

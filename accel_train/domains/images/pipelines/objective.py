@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_train import rng
@@ -17,6 +18,7 @@ from accel_train.domains.diffusion.shaped_noise import NoiseKey, caption_dropped
 from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.latent_cache import draw, latents_of
 from accel_train.domains.images.pipelines.family import Conditioning, Family, Predicting
+from accel_train.domains.images.weighting.masks import MASK
 
 Batch = Mapping[str, Tensor]
 STREAM = "lora"
@@ -127,9 +129,17 @@ class Denoising:
         return found if self.levels.weight is None else found * self.levels.weight[level]
 
     def errors(self, model: nn.Module, inputs: Batch) -> Tensor:
-        """Return the mean squared error of each sample, (B,) fp32, without its weight."""
+        """Return the mean squared error of each sample, (B,) fp32, without its weight.
+
+        With a mask the squared errors are weighted by place first; they are still divided by their number.
+        """
         predicted = self.family.predict(model, self._predicting(inputs))
-        return (predicted.float() - inputs["target"].float()).square().flatten(1).mean(1)
+        squared = (predicted.float() - inputs["target"].float()).square()
+        if MASK in inputs:
+            # Latents of patches are fewer than those of the VAE.
+            height, width = squared.shape[-2:]
+            squared = squared * F.adaptive_avg_pool2d(inputs[MASK], (height, width))
+        return squared.flatten(1).mean(1)
 
     def _at(self, latents: Tensor, noise: Tensor, level: Tensor, batch: Batch) -> dict[str, Tensor]:
         return {

@@ -29,6 +29,7 @@ from accel_train.options.loading import from_tree
 from accel_train.precision import Precision
 from accel_train.store import commit, manifest, strict_json
 from accel_train.store.pretrained_base import PretrainedBase
+from accel_train.store.weights import find_tensors
 
 HUB = "hub:"
 DEMO = "runs/image-demo"
@@ -142,6 +143,16 @@ class MMDiTBase:
         weights = sorted(path.name for path in self.directory.glob(f"{self._stem}*.safetensors"))
         beside = [f"{ASSETS}/{name}" for name in ("assets.json", "latent.safetensors", "tokenizer.json")]
         return PretrainedBase(self.location, self.directory, (*weights, "config.json", *beside))
+
+    def text_encoders(self) -> list[str]:
+        """Return nothing: the denoiser embeds the tokens of captions itself."""
+        return []
+
+    def values_of(self, component: str) -> int:
+        """Return the number of values in the weights of a component: none but the denoiser's, on pixels."""
+        if component != self.family.denoiser:
+            return 0
+        return sum(info.elements for info in find_tensors(self.directory, self._stem).values())
 
     @property
     def _stem(self) -> str:

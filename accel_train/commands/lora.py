@@ -1,0 +1,249 @@
+"""``accel-train lora``: adapters from a dataset of pictures in six steps, each of which can be called alone.
+
+check -> plan -> cache -> train -> validate -> export. The plan is a file, ``RUN/plan.yaml``, that the later steps
+read: a command that is given again goes on where it was ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, cast
+
+from accel_train.commands import lora_plan, places
+from accel_train.commands.bundled import find_recipe, import_recipe
+from accel_train.commands.lora_plan import Intent
+from accel_train.config import Fraction, PositiveFloat, PositiveInt, UsageError, expand_path
+from accel_train.options.flags import FlagError, read_flags
+from accel_train.options.help_text import print_command_help, requested_topic
+from accel_train.options.loading import from_tree, read_tree
+from accel_train.options.tree import Tree, option_types, tree_text
+from accel_train.store.atomic_files import replace_file
+from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
+from accel_train.store.run_file import has_trained
+
+Step = Literal["check", "plan", "cache", "train", "validate", "export"]
+STEPS: tuple[Step, ...] = ("check", "plan", "cache", "train", "validate", "export")
+RECIPE = "lora"
+PLAN = "plan.yaml"
+PLANNED = "# The plan of `accel-train lora`; valid input for recipes/lora.py. Edit it before training begins.\n"
+CHECKED = (
+    *("data.resolutions", "data.bucket_step", "data.max_aspect", "data.split", "data.image_column"),
+    *("data.caption_column", "data.caption_extension", "data.min_side", "data.cache_dir"),
+)
+"""Options of the recipe that the check of the data has too."""
+WORSE = 1.02
+"""Held-out loss over the lowest one, from which on the pictures are being learned by heart."""
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Train adapters on a pipeline from a dataset of pictures: check, plan, cache, train, validate, export.
+
+    Every option of recipes/lora.py may be given too, such as --lora.rank 32 or --max_steps 500.
+    """
+
+    base: str | None = None
+    """Hub id or folder of the base: --base.source of the recipe."""
+    intent: Intent = "balanced"
+    """speed: fewer steps and smaller adapters. quality: more and larger ones, with averaged weights."""
+    memory_gib: PositiveFloat | None = None
+    """Memory to plan for, in GiB. None: that of the smallest accelerator of this machine, or of its host."""
+    steps: tuple[Step, ...] = STEPS
+    """Steps to run, in this order whatever the order given. Steps after the plan read it from the run's directory."""
+    min_dataset_quality: Fraction = 0.5
+    """Quality below which the dataset fails the check and nothing is trained."""
+    config_file: str | None = None
+    """Launch file of accelerate. None: as for `accel-train launch`."""
+    num_processes: PositiveInt | None = None
+    """Processes over all machines. None: from the launch file, or one for each accelerator."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is asked for, and where its files lie."""
+
+    dataset: str
+    options: LoraOptions
+    recipe: ModuleType
+    flags: Mapping[str, Any]
+    """Options of the recipe, dotted."""
+
+    @property
+    def run(self) -> Path:
+        """Directory of the run."""
+        return expand_path(self.flags["output_dir"])
+
+    @property
+    def plan(self) -> Path:
+        return self.run / PLAN
+
+    def config(self) -> Any:
+        """Return the recipe's config of the plan. Raises ``UsageError`` without a plan."""
+        if not self.plan.is_file():
+            raise UsageError(f"{self.plan}: there is no plan yet; run the step plan first, or all steps")
+        return from_tree(self.recipe.Config, read_tree(self.plan), str(self.plan))
+
+
+def lora(dataset: str, arguments: Sequence[str]) -> int:
+    """Run the steps that are asked for, and return the exit code of the first that fails, else 0.
+
+    Raises ``UsageError``. A step that ends with 75 was stopped: the same command goes on.
+    """
+    request = _read(dataset, arguments)
+    actions: dict[Step, Callable[[_Request], int]] = {
+        "check": _check,
+        "plan": _plan,
+        "cache": _cache,
+        "train": _train,
+        "validate": _validate,
+        "export": _export,
+    }
+    for number, name in enumerate(STEPS, 1):
+        if name not in request.options.steps:
+            continue
+        print(f"\n[{number}/{len(STEPS)}] {name}", flush=True)
+        code = actions[name](request)
+        if code != 0:
+            print(f"{name} ended with exit code {code}; the steps after it were not run", flush=True)
+            return code
+    return 0
+
+
+def _read(dataset: str, arguments: Sequence[str]) -> _Request:
+    if requested_topic(arguments) is not None:
+        print_command_help(LoraOptions, "accel-train lora DATASET")
+    recipe = import_recipe(find_recipe(RECIPE))
+    own = option_types(LoraOptions)
+    try:
+        flags = read_flags(option_types(recipe.Config) | own, arguments, ())
+    except FlagError as error:
+        raise UsageError(str(error)) from None
+    options = from_tree(LoraOptions, {name: value for name, value in flags.items() if name in own}, "command line")
+    rest = {name: value for name, value in flags.items() if name not in own}
+    for option, given in (("data.path", dataset), ("base.source", options.base)):
+        if option in rest:
+            raise UsageError(f"--{option} {rest[option]}: here it is {_elsewhere(option)}; give it once, there")
+        if given is not None:
+            rest[option] = given
+    return _Request(dataset, options, recipe, {"output_dir": lora_plan.OUTPUT_DIR} | rest)
+
+
+def _elsewhere(option: str) -> str:
+    return "the word after `accel-train lora`" if option == "data.path" else "--base"
+
+
+def _check(request: _Request) -> int:
+    from accel_train.commands import data
+
+    words = ["--min_dataset_quality", str(request.options.min_dataset_quality)]
+    for option in CHECKED:
+        if option not in request.flags:
+            continue
+        value = request.flags[option]
+        several = cast("list[Any]", value) if isinstance(value, list) else [value]
+        words += [f"--{option.removeprefix('data.')}", *map(str, several)]
+    return data.check(request.dataset, words)
+
+
+def _plan(request: _Request) -> int:
+    if has_trained(request.run):
+        # The machine may be another one by now, and the experiment stays what it is.
+        tree = lora_plan.overlaid(read_tree(request.plan), request.flags) if request.plan.is_file() else None
+        if tree is None:
+            raise UsageError(
+                f"{request.run}: a run without {PLAN}, which this command has not started; go on with "
+                f"`accel-train launch {RECIPE} {request.run / 'config.yaml'}`, or give another --output_dir"
+            )
+        lines = ["kept, because training has begun; options given now are added, and refused if they change the run"]
+    else:
+        options = request.options
+        tree, lines = lora_plan.make(request.recipe, request.flags, options.intent, options.memory_gib)
+    from_tree(request.recipe.Config, tree, "command line")
+    _write(request.plan, tree)
+    print("\n".join([*lines, f"{request.plan}: the plan, as options of recipes/lora.py"]), flush=True)
+    return 0
+
+
+def _write(path: Path, tree: Tree) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, (PLANNED + tree_text(tree)).encode())
+
+
+def _cache(request: _Request) -> int:
+    return _launch(request, "--cache_only")
+
+
+def _train(request: _Request) -> int:
+    return _launch(request)
+
+
+def _launch(request: _Request, *flags: str) -> int:
+    from accel_train.commands.launch import Launch, launch
+
+    request.config()
+    options = request.options
+    arguments = (str(request.plan), *flags)
+    return launch(Launch(options.config_file, RECIPE, arguments, num_processes=options.num_processes))
+
+
+def _validate(request: _Request) -> int:
+    """Show what the evaluations found. The newest checkpoint is evaluated first if that has not been done."""
+    config = request.config()
+    newest, _ = places.newest_at(request.run)
+    report = request.run / REPORT
+    if _evaluated_step(report) != newest.step:
+        code = _launch(request, "--evaluate_only")
+        if code != 0:
+            return code
+    for line in _findings(request.run / METRICS_FILE):
+        print(line)
+    if config.evaluation.prompts:
+        print(f"{report / 'pictures.png'}: the prompts, a row for each evaluation")
+    else:
+        print("no pictures: give --evaluation.prompts 'a red flag' to see the same prompts at every evaluation")
+    return 0
+
+
+def _evaluated_step(report: Path) -> int | None:
+    try:
+        return json.loads((report / EVALUATION_FILE).read_text("utf-8")).get("step")
+    except (OSError, ValueError):
+        return None
+
+
+def _findings(metrics: Path) -> list[str]:
+    """Return lines about the held-out losses over the run."""
+    from accel_train.metrics.records import read_metrics
+
+    losses: dict[int, float] = {}
+    for record in read_metrics(metrics):
+        if record["event"] == "evaluation" and "loss" in record:
+            losses[int(record["step"])] = float(record["loss"])
+    if not losses:
+        return ["no held-out pictures (data.heldout_fraction), so nothing tells learning from learning by heart"]
+    listed = ", ".join(f"{loss:.4f} at step {step}" for step, loss in sorted(losses.items()))
+    lines = [f"held-out loss: {listed}"]
+    last = losses[max(losses)]
+    best = min(losses, key=lambda step: losses[step])
+    if last > WORSE * losses[best]:
+        lines.append(
+            f"WARNING: {last / losses[best] - 1:.0%} above its lowest value, at step {best}: the pictures are being "
+            f"learned by heart; export that checkpoint, or train fewer steps"
+        )
+    return lines
+
+
+def _export(request: _Request) -> int:
+    from accel_train.commands.export import export
+
+    config = request.config()
+    newest, _ = places.newest_at(request.run)
+    destination = request.run / f"exported-{newest.step:08d}"
+    if destination.is_dir():
+        print(f"{destination}: there already")
+        return 0
+    return export(str(request.run), str(destination), source="ema" if config.ema.decay > 0 else "model")

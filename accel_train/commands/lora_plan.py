@@ -1,0 +1,187 @@
+"""The plan of ``accel-train lora``: presets by memory and intent, and the largest that fits this machine."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from accel_train.commands.bundled import folder
+from accel_train.config import UsageError
+from accel_train.options.loading import from_tree, read_tree
+from accel_train.options.tree import Tree
+from accel_train.speed import fitting
+from accel_train.speed.fitting import GIB
+
+if TYPE_CHECKING:
+    from accel_train.domains.images.pipelines.loading import DiffusersBase
+
+Intent = Literal["speed", "balanced", "quality"]
+INTENTS: Mapping[str, str] = {"speed": "lora_speed", "balanced": "lora_tune", "quality": "lora_quality"}
+"""Presets with the experiment."""
+OUTPUT_DIR = "runs/lora"
+BY_MEMORY = re.compile(r"lora_(\d+)gb")
+OF_THE_MACHINE = (
+    "micro_batch_size",
+    "precision",
+    "base",
+    "lora.base_precision",
+    "data.resolutions",
+    "activation_checkpointing",
+    "evaluation.batch_size",
+)
+"""Options that a preset by memory gives to an intent. In all others it is the balanced one."""
+NOMINAL = 0.9
+"""A device of n GB must show at least this share of n GiB: a part is kept by its driver."""
+
+
+class Machine(NamedTuple):
+    """Memory to plan for."""
+
+    name: str
+    gib: float
+
+
+def find_machine(memory_gib: float | None) -> Machine:
+    """Return the smallest accelerator that is visible, or the host without one."""
+    if memory_gib is not None:
+        return Machine("as --memory_gib says", memory_gib)
+    found: list[Machine] = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(Machine(properties.name, properties.total_memory / GIB))
+    return min(found, key=lambda machine: machine.gib, default=Machine("the host", fitting.host_bytes() / GIB))
+
+
+def presets_by_memory() -> dict[int, Path]:
+    """Return the presets by the GB of the device that they are meant for, ascending."""
+    found: dict[int, Path] = {}
+    for path in (folder("recipes") / "presets").glob("*.yaml"):
+        match = BY_MEMORY.fullmatch(path.stem)
+        if match is not None:
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def make(
+    recipe: ModuleType, flags: Mapping[str, Any], intent: Intent, memory_gib: float | None
+) -> tuple[Tree, list[str]]:
+    """Return the options of a run on this machine, and lines that say why.
+
+    The presets are tried from the largest for such a device down. Raises ``UsageError`` if none fits, or for a base
+    that cannot be found.
+    """
+    machine = find_machine(memory_gib)
+    base = _find_base(flags)
+    experiment = read_tree(folder("recipes") / "presets" / f"{INTENTS[intent]}.yaml")
+    lines = [f"machine: {machine.name}, {machine.gib:.1f} GiB", f"intent: {intent} ({INTENTS[intent]})"]
+    presets = presets_by_memory()
+    meant = [gb for gb in presets if machine.gib >= NOMINAL * gb]
+    if not meant:
+        smallest = min(presets)
+        raise UsageError(
+            f"{machine.name}: {machine.gib:.1f} GiB of memory; at least {NOMINAL * smallest:.1f} GiB are required, for "
+            f"{presets[smallest].stem}. Use a larger device"
+        )
+    reasons: list[str] = []
+    for gb in sorted(meant, reverse=True):
+        tree = overlaid(with_machine(experiment, read_tree(presets[gb])), flags)
+        needed, reason = _need(recipe, tree, base)
+        fits = needed <= machine.gib
+        reasons.append(f"  {presets[gb].stem}: {reason}{'' if fits else ', too much'}")
+        if fits:
+            chosen = f"chosen: {presets[gb].stem}, {_why(gb, meant)}"
+            advice = _advised(tree, intent, flags, base)
+            return tree, [*lines, *reasons, chosen, *advice]
+    listed = "\n".join(reasons)
+    raise UsageError(
+        f"{machine.name}: {machine.gib:.1f} GiB of memory, and no preset fits:\n{listed}\nTake a smaller base, or "
+        "lower --data.resolutions"
+    )
+
+
+def _why(gb: int, meant: list[int]) -> str:
+    if gb == max(meant):
+        return "the largest for such a device, and it fits (estimated by hand, not measured)"
+    return "the largest that fits (estimated by hand, not measured)"
+
+
+def with_machine(experiment: Tree, machine: Tree) -> Tree:
+    """Return an intent with the options of a preset by memory that belong to the machine."""
+    values: dict[str, Any] = {}
+    for option in OF_THE_MACHINE:
+        group, _, leaf = option.partition(".")
+        if group in machine and not leaf:
+            values[group] = machine[group]
+        elif leaf in machine.get(group, {}):
+            values[option] = machine[group][leaf]
+    return overlaid(experiment, values)
+
+
+def overlaid(tree: Tree, values: Mapping[str, Any]) -> Tree:
+    """Return a copy of nested options with dotted ones in place of its own."""
+    found = copy.deepcopy(tree)
+    for option, value in values.items():
+        *groups, leaf = option.split(".")
+        inner = found
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[leaf] = value
+    return found
+
+
+def _find_base(flags: Mapping[str, Any]) -> DiffusersBase:
+    from accel_train.domains.images.pipelines import loading
+
+    given = {name.removeprefix("base."): value for name, value in flags.items() if name.startswith("base.")}
+    base = loading.find_base(from_tree(loading.BaseConfig, given, "command line"))
+    if not isinstance(base, loading.DiffusersBase):
+        raise UsageError(
+            f"--base {base.source}: a model of recipes/mmdit.py, which needs no plan; give a pipeline of diffusers, or "
+            f"train with `accelerate launch recipes/lora.py lora_demo --base.source {base.source}`"
+        )
+    return base
+
+
+def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase) -> tuple[float, str]:
+    """Return the GiB that a run with these options needs, infinite if it cannot be made here, and words about it."""
+    from accel_train.domains.images.pipelines import memory_need
+
+    config: Any = from_tree(recipe.Config, tree, "command line")
+    base = replace(found, config=config.base)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        size = fitting.size_of(lambda: recipe.build(base, config.lora, config.precision, device))
+    except UsageError as error:
+        return float("inf"), str(error)
+    sides = max(config.data.resolutions)
+    load = memory_need.Load(
+        size=size,
+        micro_batch_size=min(config.micro_batch_size, config.global_batch_size),
+        megapixels=sides * sides / memory_need.MEGAPIXEL,
+        checkpointing=config.activation_checkpointing.mode,
+        precision=config.precision,
+        optimizer=config.optimizer.name,
+    )
+    need = memory_need.estimate(base, load)
+    return need.most, f"needs {need}"
+
+
+def _advised(tree: Tree, intent: Intent, flags: Mapping[str, Any], base: DiffusersBase) -> list[str]:
+    """Add to ``tree`` what the intent wants of this kind of base, in place, and return lines about it."""
+    if intent != "quality":
+        return []
+    prediction = base.levels().prediction
+    group, option, value = "objective", "snr_weighting", "min_snr"
+    if prediction == "flow":
+        group, option, value = "times", "density", "logit_normal"
+    if f"{group}.{option}" in flags:
+        return []
+    tree.setdefault(group, {})[option] = value
+    return [f"  with {group}.{option} {value}, because the base predicts {prediction}"]

@@ -1,0 +1,107 @@
+"""Memory that adapters on a pipeline take while they are trained, estimated by arithmetic before anything is loaded.
+
+Weights are counted. Activations are numbers estimated by hand for each family, until a planner measures them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from accel_train.domains.images.pipelines.loading import DiffusersBase
+from accel_train.precision import dtype_of
+from accel_train.speed.fitting import FP32_BYTES, GIB, OPTIMIZER_BYTES, Size
+
+MEGAPIXEL = 1 << 20
+RESERVED_GIB = 1.0
+"""Context of the device, buffers of kernels, gaps between allocations."""
+VAE_GIB = 5.0
+"""Activations of a VAE in fp32, for each megapixel."""
+SELECTIVE = 0.5
+"""Share of activations that activation checkpointing of mode selective keeps."""
+
+
+class Activations(NamedTuple):
+    """GiB of a denoiser in bf16 for each megapixel of one picture."""
+
+    checkpointed: float
+    """With activation checkpointing of mode full."""
+    whole: float
+
+
+ACTIVATIONS = {
+    "Stable Diffusion 1.x and 2.x": Activations(2.5, 12.0),
+    "Stable Diffusion XL": Activations(3.0, 14.0),
+    "Stable Diffusion 3": Activations(1.0, 12.0),
+    "Flux": Activations(2.6, 48.0),
+    "Flux.2": Activations(5.0, 100.0),
+    "Flux.2 klein": Activations(1.6, 22.0),
+    "Sana": Activations(0.2, 3.0),
+    "Qwen-Image": Activations(2.6, 55.0),
+    "Z-Image": Activations(1.8, 20.0),
+}
+"""By name of the family. Estimated by hand, not measured."""
+UNKNOWN = Activations(5.0, 100.0)
+"""Of a family that is not listed: the most of all."""
+
+
+class Load(NamedTuple):
+    """What a run puts on a device at once."""
+
+    size: Size
+    """Of the denoiser with its adapters."""
+    micro_batch_size: int
+    megapixels: float
+    """Of the largest picture."""
+    checkpointing: str
+    """Mode of activation checkpointing."""
+    precision: str
+    optimizer: str
+
+
+class Need(NamedTuple):
+    """GiB that a device must have, at the three times when a run takes most."""
+
+    texts: float
+    """While captions are encoded: text encoders and VAE."""
+    pictures: float
+    """While pictures are encoded: VAE and its activations."""
+    training: float
+    parts: str
+    """What training is made of."""
+
+    @property
+    def most(self) -> float:
+        """The largest of the three, with what is reserved."""
+        return max(self.texts, self.pictures, self.training) + RESERVED_GIB
+
+    def __str__(self) -> str:
+        return (
+            f"{self.most:.1f} GiB (captions {self.texts:.1f}, pictures {self.pictures:.1f}, training "
+            f"{self.training:.1f}: {self.parts}; reserved {RESERVED_GIB:.0f})"
+        )
+
+
+def estimate(base: DiffusersBase, load: Load) -> Need:
+    """Return the memory that a run needs. Reads headers of files, no weights."""
+    encoder_bytes = dtype_of(base.config.encoder_precision).itemsize
+    texts = sum(base.values_of(name) for name in base.text_encoders()) * encoder_bytes / GIB
+    vae = base.values_of("vae") * FP32_BYTES / GIB
+    size = load.size
+    # Gradient and state of the optimizer; the adapters themselves are among the weights.
+    state = size.trained * (FP32_BYTES + OPTIMIZER_BYTES.get(load.optimizer, 2 * FP32_BYTES)) / GIB
+    weights = size.weight_bytes / GIB
+    activations = _activations(base.family.name, load)
+    parts = f"weights {weights:.1f}, optimizer {state:.1f}, activations {activations:.1f}, VAE {vae:.1f}"
+    pictures = vae + VAE_GIB * load.megapixels * base.config.encoder_batch_size
+    return Need(texts + vae, pictures, weights + state + activations + vae, parts)
+
+
+def _activations(family: str, load: Load) -> float:
+    known = ACTIVATIONS.get(family, UNKNOWN)
+    each = known.checkpointed
+    if load.checkpointing == "selective":
+        each = max(each, SELECTIVE * known.whole)
+    elif load.checkpointing != "full":
+        each = known.whole
+    wider = FP32_BYTES / 2 if load.precision == "fp32" else 1.0
+    return each * wider * load.megapixels * load.micro_batch_size

@@ -1,0 +1,1 @@
+"""What the loss counts beside and within a picture: pictures of the prior, and masks."""

@@ -1,0 +1,133 @@
+"""Masks of the loss: what of a picture is learned, from its alpha channel or from a file beside it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.domains.images.buckets import Frame, render
+from accel_train.domains.images.decoding import PictureError, decode_alpha, decode_picture
+from accel_train.domains.images.folders import SUFFIXES, is_mask
+from accel_train.domains.images.options import MaskConfig
+from accel_train.domains.images.scanning import Picture
+from accel_train.domains.images.sources import FileBytes
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MASK = "mask"
+"""In a batch: weight of each latent's error, (B, 1, h, w)."""
+
+
+class Masks:
+    """Weights of the error by place: 1 where a mask is white or the picture opaque, ``outside`` where black.
+
+    Those of frames that do not change are kept once they were computed.
+    """
+
+    def __init__(self, files: Mapping[str, tuple[Path, str]], config: MaskConfig, reduction: int) -> None:
+        self.files = files
+        """Mask file and its sha256, by the content of the picture."""
+        self.config = config
+        self.reduction = reduction
+        """Pixels along a side of a latent."""
+        self._kept: dict[tuple[str, Frame], Tensor] = {}
+
+    def read(self, picture: Picture, seen: Frame, *, keep: bool) -> Tensor:
+        """Return the weights (1, h, w) fp32 of a frame. Raises ``RuntimeError`` if the mask's file has changed."""
+        key = (picture.content, seen)
+        if key in self._kept:
+            return self._kept[key]
+        mask = self._mask(picture)
+        height, width = (side // self.reduction for side in seen.target_size)
+        if mask is None:
+            shares = torch.ones(1, height, width)
+        else:
+            pixels = render(mask.convert("RGB"), seen)[:1].add(1).div(2)
+            shares = F.adaptive_avg_pool2d(pixels, (height, width))
+        weights = self.config.outside + (1 - self.config.outside) * shares
+        if keep:
+            self._kept[key] = weights
+        return weights
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the masks' files."""
+        rows = sorted((content, digest) for content, (_, digest) in self.files.items())
+        return hashlib.sha256(str(rows).encode()).hexdigest()
+
+    def _mask(self, picture: Picture) -> Image.Image | None:
+        if self.config.source == "alpha":
+            return decode_alpha(picture.bytes.read())
+        if picture.content not in self.files:
+            return None
+        path, digest = self.files[picture.content]
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise RuntimeError(f"{path} has changed since the run began. Start the run again, or put the file back")
+        return decode_picture(content)
+
+
+def find_masks(config: MaskConfig, pictures: Sequence[Picture], reduction: int) -> Masks | None:
+    """Find the masks of all pictures of a run, None without masks. Reads and decodes each file once.
+
+    Raises ``UsageError`` for pictures that are no files, for a mask of another size, and if no picture has one.
+    """
+    if config.source == "none":
+        return None
+    files: dict[str, tuple[Path, str]] = {}
+    if config.source == "files":
+        for picture in pictures:
+            path = _file_beside(picture)
+            if path is not None:
+                files[picture.content] = (path, _checked(path, picture))
+        if not files:
+            raise UsageError(
+                "data.mask.source files: no picture has a mask; NAME.mask.png beside NAME.png is required, or leave it "
+                "out"
+            )
+    return Masks(files, config, reduction)
+
+
+def describe_masks(masks: Masks | None, pictures: Sequence[Picture]) -> list[str]:
+    """Return a notice of the masks, none without any."""
+    if masks is None:
+        return []
+    outside = f"{masks.config.outside:g} outside"
+    if masks.config.source == "alpha":
+        return [f"the loss counts where a picture is opaque, {outside}"]
+    contents = {picture.content for picture in pictures}
+    return [f"the loss counts inside of {len(masks.files):,} masks, {outside}; {len(contents):,} pictures in all"]
+
+
+def _file_beside(picture: Picture) -> Path | None:
+    if not isinstance(picture.bytes, FileBytes):
+        raise UsageError(
+            f"data.mask.source files: {picture.name} is a row of a table, and masks are files beside pictures; use "
+            "alpha, or a folder"
+        )
+    path = picture.bytes.path
+    found = [path.with_name(f"{path.stem}.mask{suffix}") for suffix in SUFFIXES]
+    return next((file for file in found if is_mask(file) and file.is_file()), None)
+
+
+def _checked(path: Path, picture: Picture) -> str:
+    """Return the sha256 of a mask that fits its picture."""
+    content = path.read_bytes()
+    try:
+        width, height = decode_picture(content).size
+    except PictureError as error:
+        raise UsageError(f"{path}: the mask of {picture.name} cannot be used: {error}. Write it again") from None
+    if (width, height) != (picture.width, picture.height):
+        raise UsageError(
+            f"{path}: {width}x{height} pixels, and {picture.name} has {picture.width}x{picture.height}; a mask of the "
+            "same size is required"
+        )
+    return hashlib.sha256(content).hexdigest()

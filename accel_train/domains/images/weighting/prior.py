@@ -1,0 +1,126 @@
+"""Prior preservation: every training picture comes with one of the class that it belongs to (arXiv:2208.12242).
+
+The pictures of the prior are cut to the sizes of the training pictures, so that both are rows of one micro-batch. Which
+one comes with which is drawn anew in each epoch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from accel_train.domains.images.buckets import Size
+from accel_train.domains.images.dataset import PictureDataset, Sample, prepare_pictures
+from accel_train.domains.images.latent_cache import CachedPictures
+from accel_train.domains.images.options import PictureDataConfig
+from accel_train.domains.images.weighting.masks import MASK
+
+PREFIX = "prior_"
+"""Before the names of what a sample has of its picture of the prior."""
+ROWS = 2
+"""Pictures of a sample."""
+LOADED: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "sample": lambda value: (value, value),
+    # Draws of their own: no sample has a negative number.
+    "occurrence": lambda value: (value, -1 - value),
+    # Times are spread evenly over each half, as of a batch of twice the size.
+    "position": lambda value: (ROWS * value, ROWS * value + 1),
+}
+"""What the loader adds to a batch, for a training picture and that of the prior."""
+
+
+class PairedPictures:
+    """Map-style dataset: samples of ``own``, each with a picture of ``prior`` of its size, under ``PREFIX``."""
+
+    def __init__(self, own: CachedPictures, prior: CachedPictures) -> None:
+        self.own = own
+        self.prior = prior
+        self.order = own.order
+        self.partners: dict[Size, list[int]] = {}
+        for index in range(len(prior)):
+            self.partners.setdefault(prior.sample_shape(index), []).append(index)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return what both have. The partner comes from Python's global generator, which the loader seeds."""
+        item = self.own[index]
+        partner = random.choice(self.partners[self.own.sample_shape(index)])
+        other = self.prior[partner]
+        if MASK in item:
+            other[MASK] = torch.ones_like(item[MASK])
+        return item | {f"{PREFIX}{name}": value for name, value in other.items()}
+
+    def sample_shape(self, index: int) -> Size:
+        """Return (height, width) of a sample's bucket, in pixels."""
+        return self.own.sample_shape(index)
+
+
+def prepare_prior(
+    config: PictureDataConfig,
+    training: PictureDataset,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+) -> tuple[PictureDataset, list[str]] | None:
+    """Read the pictures of the prior, in the sizes of ``training``, and return them with notices. Collective.
+
+    None without ``data.prior.path``. Raises ``UsageError`` as for training pictures.
+    """
+    prior = config.prior
+    if prior.path is None:
+        return None
+    source = replace(
+        config,
+        path=prior.path,
+        default_caption=prior.caption or config.default_caption,
+        split="train",
+        image_column=None,
+        caption_column=None,
+        heldout_path=None,
+        heldout_fraction=0.0,
+    )
+    found = prepare_pictures(source, rank=rank, world_size=world_size, barrier=barrier)
+    sizes = [sample.target_size for sample in training.samples]
+    samples = in_sizes(found.train.samples, sizes)
+    notices = [f"prior: {notice}" for notice in found.notices]
+    notices.append(f"each training picture comes with one of {prior.path}, whose loss counts {prior.weight:g} times")
+    return PictureDataset(samples, training.view), notices
+
+
+def in_sizes(prior: Sequence[Sample], sizes: Iterable[Size]) -> list[Sample]:
+    """Return the pictures of the prior for each size: those whose bucket it is, or all of them cut to it."""
+    whole = {sample.picture.content: sample for sample in prior}
+    found: list[Sample] = []
+    for size in sorted(set(sizes)):
+        own = [sample for sample in prior if sample.target_size == size]
+        found += own or [sample._replace(target_size=size) for sample in whole.values()]
+    return found
+
+
+def joined(batch: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
+    """Return a batch (B, ...) of ``PairedPictures`` as rows (2 B, ...): its own pictures, then those of the prior.
+
+    The prior's ``weight`` (B,) is multiplied by ``weight``. With weights w of the own pictures, whose sum divides the
+    loss, it becomes mean(own) + weight * mean(prior), as in diffusers' scripts. Other batches are returned as they are.
+    """
+    if not any(name.startswith(PREFIX) for name in batch):
+        return dict(batch)
+    found: dict[str, Tensor] = {}
+    for name, value in batch.items():
+        if name.startswith(PREFIX):
+            continue
+        if name == "weight":
+            pair = (value, weight * value)
+        elif name in LOADED:
+            pair = LOADED[name](value)
+        else:
+            pair = (value, batch[f"{PREFIX}{name}"])
+        found[name] = torch.cat(pair)
+    return found

@@ -1,0 +1,213 @@
+"""``accel-train lora``: the plan for a machine, and the six steps, together and one by one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from accel_train import cli
+from accel_train.commands import lora, lora_plan
+from accel_train.commands.bundled import find_recipe, import_recipe
+from accel_train.config import UsageError
+from accel_train.domains.images.pipelines import memory_need
+from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
+from accel_train.options.loading import read_tree
+from accel_train.speed.fitting import GIB, Size
+from tests.domains.images import tiny_pipelines as tiny
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+TINY = (
+    "--global_batch_size 2 --micro_batch_size 1 --max_steps 2 --schedule.warmup_steps 0 --data.resolutions 16 "
+    "--data.bucket_step 4 --data.heldout_fraction 0.2 --evaluation.samples 1 --evaluation.steps 1 --evaluation.every 1 "
+    "--log.progress_bar off --min_dataset_quality 0"
+).split()
+PROMPTS = ("--evaluation.prompts", "a red flag")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    tiny.save("sd1", folder / "base")
+    photos = folder / "photos"
+    photos.mkdir()
+    noise = np.random.default_rng(0)
+    for number in range(6):
+        Image.fromarray(noise.integers(0, 255, (24, 24, 3), dtype=np.uint8)).save(photos / f"{number}.png")
+        (photos / f"{number}.txt").write_text(("a red flag", "a cat")[number % 2])
+    return folder
+
+
+def call(folder: Path, run: Path, *flags: str) -> int:
+    places = ("--base", str(folder / "base"), "--output_dir", str(run), "--data.cache_dir", str(folder / "cache"))
+    return cli._main(["lora", str(folder / "photos"), *places, *TINY, *flags])
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Flux with the sizes of FLUX.1-dev: 12 billion values, which a plan counts and does not load."""
+    folder = tiny.save("flux", tmp_path_factory.mktemp("flux"))
+    path = folder / "transformer" / "config.json"
+    sizes = {"num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24}
+    sizes |= {"joint_attention_dim": 4096, "pooled_projection_dim": 768, "in_channels": 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes | {"axes_dims_rope": [16, 56, 56]}))
+    return folder
+
+
+def plan(base: Path, run: Path, *flags: str) -> dict[str, Any]:
+    words = ["lora", "photos", "--base", str(base), "--output_dir", str(run), "--steps", "plan", *flags]
+    assert cli._main(words) == 0
+    return read_tree(run / "plan.yaml")
+
+
+def test_a_plan_takes_the_largest_preset_that_fits(
+    flux: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    made = plan(flux, tmp_path / "run", "--memory_gib", "23.6", "--max_steps", "7")
+    shown = capsys.readouterr().out
+    assert "machine: as --memory_gib says, 23.6 GiB" in shown
+    assert "lora_48gb" not in shown
+    tried = {line.split(":")[0].strip(): line for line in shown.splitlines() if line.startswith("  lora_")}
+    assert list(tried) == ["lora_24gb", "lora_16gb"]
+    # 11.9 billion values of two bytes.
+    assert "weights 22.3, optimizer 0.3" in tried["lora_24gb"]
+    assert "too much" in tried["lora_24gb"]
+    assert "weights 11.2" in tried["lora_16gb"]
+    assert "chosen: lora_16gb, the largest that fits (estimated by hand, not measured)" in shown
+    assert made["lora"]["base_precision"] == "int8"
+    assert made["data"] == {"resolutions": [1024], "path": "photos"}
+    assert made["max_steps"] == 7  # of the command line
+    with pytest.raises(
+        UsageError, match=r"no preset fits:\n  lora_8gb: needs 2.*too much\n  lora_6gb: .*\nTake a smaller"
+    ):
+        plan(flux, tmp_path / "small", "--memory_gib", "8", "--lora.base_precision", "bf16")
+    with pytest.raises(UsageError, match=r"4.0 GiB of memory; at least 5.4 GiB are required, for lora_6gb"):
+        plan(flux, tmp_path / "small", "--memory_gib", "4")
+    assert not (tmp_path / "small").exists()
+
+
+def test_memory_is_the_sum_of_its_parts(made: Path) -> None:
+    base = find_base(BaseConfig(source=str(made / "base"), encoder_precision="bf16", encoder_batch_size=3))
+    pipeline = base.components(torch.device("cpu"))
+    count = sum(parameter.numel() for parameter in pipeline.text_encoder.parameters())
+    assert base.values_of("text_encoder") == count
+    vae = 4 * base.values_of("vae") / GIB
+    load = memory_need.Load(Size(0, GIB, 5 * GIB), 2, 0.5, "full", "bf16", "adamw")
+    need = memory_need.estimate(base, load)
+    assert need.texts == pytest.approx(2 * count / GIB + vae)
+    assert need.pictures == pytest.approx(vae + 5.0 * 0.5 * 3)
+    # Weights; gradient and two moments; 2.5 GiB for each megapixel of two pictures.
+    assert need.training == pytest.approx(5 + 12 + 2.5 * 0.5 * 2 + vae)
+    assert need.most == pytest.approx(need.training + 1)
+    for mode, each in (("none", 12.0), ("selective", 6.0)):
+        other = memory_need.estimate(base, load._replace(checkpointing=mode))
+        assert other.training - need.training == pytest.approx(each - 2.5)
+
+
+def test_the_quality_of_a_base_is_that_of_its_objective(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(made, tmp_path / "run", "--steps", "plan", "--intent", "quality", "--memory_gib", "24") == 0
+    assert "with objective.snr_weighting min_snr, because the base predicts epsilon" in capsys.readouterr().out
+    assert read_tree(tmp_path / "run" / "plan.yaml")["objective"]["snr_weighting"] == "min_snr"
+    recipe = import_recipe(find_recipe("lora"))
+    flow = tiny.save("sd3", tmp_path / "flow")
+    flags = {"base.source": str(flow), "data.path": "photos"}
+    tree, _ = lora_plan.make(recipe, flags, "quality", 24.0)
+    assert tree["times"]["density"] == "logit_normal"
+    tree, _ = lora_plan.make(recipe, flags | {"times.density": "mode"}, "quality", 24.0)
+    assert tree["times"]["density"] == "mode"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--steps", "train"), r"plan.yaml: there is no plan yet; run the step plan first"),
+        (("--steps", "bake"), r"steps: 'bake' is refused"),
+        (("--data.path", "elsewhere"), r"--data.path elsewhere: here it is the word after `accel-train lora`"),
+        (("--network_dim", "3"), r"use --lora.rank"),
+    ],
+)
+def test_wrong_usage(flags: tuple[str, ...], says: str, made: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=says):
+        call(made, tmp_path / "run", *flags)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_poor_dataset_is_not_trained_on(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grey = tmp_path / "photos"
+    grey.mkdir()
+    for number in range(4):
+        Image.new("RGB", (20, 20), "grey").save(grey / f"{number}.png")
+    flags = ("--base", str(made / "base"), "--output_dir", str(tmp_path / "run"))
+    assert cli._main(["lora", str(grey), *flags]) == 1
+    shown = capsys.readouterr().out
+    assert "[1/6] check" in shown
+    assert "check ended with exit code 1; the steps after it were not run" in shown
+    assert not (tmp_path / "run").exists()
+
+
+def in_this_process(request: Any) -> int:
+    recipe: Any = import_recipe(find_recipe(request.recipe))
+    return recipe.main(list(request.arguments))
+
+
+def test_the_steps_one_after_the_other(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the recipe called here; as processes in the slow test below."""
+    monkeypatch.setattr("accel_train.commands.launch.launch", in_this_process)
+    monkeypatch.setattr(lora_plan, "find_machine", lambda given: lora_plan.Machine("a card", 24.0))
+    run = tmp_path / "run"
+    assert call(made, run, *PROMPTS) == 0
+    shown = capsys.readouterr().out
+    for number, name in enumerate(lora.STEPS, 1):
+        assert f"[{number}/6] {name}" in shown
+    assert "chosen: lora_24gb, the largest for such a device, and it fits" in shown
+    assert "at step 1, " in shown
+    assert "pictures.png: the prompts, a row for each evaluation" in shown
+    exported = run / "exported-00000002" / "pytorch_lora_weights.safetensors"
+    first = load_file(exported)
+    assert first
+    # Again: nothing is done twice. More steps: the run goes on by the plan that it began with.
+    before = (run / "plan.yaml").read_text()
+    assert call(made, run, *PROMPTS, "--steps", "plan", "train", "export") == 0
+    shown = capsys.readouterr().out
+    assert "kept, because training has begun" in shown
+    assert "exported-00000002: there already" in shown
+    assert (run / "plan.yaml").read_text() == before
+    assert call(made, run, *PROMPTS, "--max_steps", "3", "--steps", "plan", "train", "export") == 0
+    assert (run / "exported-00000003").is_dir()
+    shutil.rmtree(run / "report")
+    assert call(made, run, "--steps", "validate") == 0
+    assert (run / "report" / "evaluation.json").is_file()
+
+
+@pytest.mark.slow  # the test above takes the same steps in one process
+def test_the_steps_as_processes(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert call(made, run, *PROMPTS, "--memory_gib", "24") == 0
+    assert "[6/6] export" in capfd.readouterr().out
+    assert (run / "exported-00000002" / "kohya_lora.safetensors").is_file()
+
+
+def test_learning_by_heart_is_said(tmp_path: Path) -> None:
+    lines = [
+        f'{{"event": "evaluation", "step": {step}, "loss": {loss}}}\n' for step, loss in ((1, 0.5), (2, 0.4), (3, 0.6))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    found = lora._findings(tmp_path / "metrics.jsonl")
+    assert found[0] == "held-out loss: 0.5000 at step 1, 0.4000 at step 2, 0.6000 at step 3"
+    assert "50% above its lowest value, at step 2" in found[1]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:2]))
+    assert len(lora._findings(tmp_path / "metrics.jsonl")) == 1
