@@ -103,6 +103,7 @@ def warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tu
     for kind, names in kinds.items():
         if names:
             logger.warning("%s %r: since the last start, %s: %s", option, value, kind, shortened(names, SHOWN))
+    listing.parent.mkdir(parents=True, exist_ok=True)
     part = listing.with_name(f".{listing.name}.{socket.gethostname()}.{os.getpid()}.part")
     part.write_text(json.dumps(files), "utf-8")
     part.replace(listing)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError, expand_path
 from accel_train.data.artifacts import open_cache
-from accel_train.data.tables.row_blocks import RowBlocks, SampleBy, dataset_rows, file_rows
+from accel_train.data.tables.row_blocks import FileRows, RowBlocks, SampleBy, dataset_rows, file_rows
+from accel_train.data.tables.shards import warn_of_changes
 from accel_train.data.tables.text_sources import BadRows, content_key, hub_dataset, is_saved_dataset, saved_dataset
 from accel_train.domains.language import encoding, rows, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
@@ -109,6 +110,8 @@ def prepare_data(
     """
     cache = open_cache(config.cache_dir, rank, world_size)
     sources = _Sources(config, cache)
+    if rank == 0:
+        sources.name_changed_files()
     bad = BadRows(config.max_bad_rows)
     tokenizer, notices = _tokenizer(config, model, sources, cache)
     layout = Layout(config.max_length, config.packing, 1 + max(tokenizer.get_vocab().values()))
@@ -193,6 +196,17 @@ class _Sources:
             sample_by=config.sample_by,
             cache=self.cache,
         )
+
+    def name_changed_files(self) -> None:
+        """Log which files came, went or changed since the last start: the fingerprint of the data tells that some did.
+
+        One process calls it.
+        """
+        named = (("--data.path", self.config.path, self.train), ("--data.heldout_path", "", self.heldout))
+        for option, path, source in named:
+            if isinstance(source, FileRows):
+                identities = {str(file): facts for file, facts in zip(source.files, source.identities, strict=True)}
+                warn_of_changes(option, path or str(self.config.heldout_path), self.cache, identities)
 
     @property
     def fraction(self) -> float:

@@ -178,7 +178,7 @@ def test_a_killed_preparation_loses_a_shard_at_most(
         _, status = os.waitpid(in_child(config), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert blocks_of(first) == list(range(10))
-    (record,) = (tmp_path / "cache").rglob("*/????????????????????????????????*.json")
+    (record,) = (tmp_path / "cache" / "tensors").glob("*/????????????????*.json")
     written = json.loads(record.read_text())["train"]
     assert len(written) > 2
     counted(monkeypatch, second)
@@ -256,6 +256,20 @@ def test_the_contents_of_the_files_decide_not_their_names(
     (tmp_path / "moved" / "1.jsonl").unlink()
     assert cached(moved).fingerprint != expected.fingerprint
     assert blocks_of(tmp_path / "log")
+
+
+@pytest.mark.fault("R8", injected="causal_lm: a file removed or added between starts", outcome="each named")
+def test_files_that_came_or_went_are_named(
+    config: DataConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cached(config)
+    assert not caplog.messages
+    (tmp_path / "rows" / "1.jsonl").rename(tmp_path / "rows" / "3.jsonl")
+    cached(config)
+    assert [message.split("since the last start, ")[1] for message in caplog.messages] == [
+        f"removed: {tmp_path / 'rows' / '1.jsonl'}",
+        f"added: {tmp_path / 'rows' / '3.jsonl'}",
+    ]
 
 
 def test_bad_rows_count_over_all_files_and_starts(config: DataConfig, tmp_path: Path) -> None:
