@@ -48,6 +48,7 @@ def commit_checkpoint(
     description: dict[str, Any],
     save: Callable[[Path], None],
     base: dict[str, Any] | None = None,
+    experiment: dict[str, Any] | None = None,
 ) -> Path:
     """Commit weights, config.json and assets as step 3 of ``run``. Returns the checkpoint's directory.
 
@@ -65,7 +66,7 @@ def commit_checkpoint(
         if path.is_file()
     }
     final = run / "checkpoints" / commit.checkpoint_name(3)
-    facts = {"run_id": "abc", "state": False, "metrics": {}, "experiment": {"seed": 7}, "files": files}
+    facts = {"run_id": "abc", "state": False, "metrics": {}, "experiment": experiment or {"seed": 7}, "files": files}
     if base is not None:
         facts["base"] = base
     commit.commit(temporary, final, {"schema": 1, "step": 3} | facts)
@@ -105,8 +106,10 @@ def text_run(run: Path, *, length: bool = True) -> Path:
 CAPTIONS = ["red apple, food fruit", "dog face, animal mammal", "fire engine, transport ground"] * 5
 
 
-def picture_run(run: Path, latent: LatentDiffusionConfig | None = None, side: int = 8, shift: float = 3.0) -> Path:
-    """Write a run of recipes/mmdit.py on pictures of ``side`` pixels in patches of 4."""
+def picture_run(
+    run: Path, latent: LatentDiffusionConfig | None = None, side: int = 8, times: dict[str, Any] | None = None
+) -> Path:
+    """Write a run of recipes/mmdit.py on pictures of ``side`` pixels in patches of 4. ``times`` are options of it."""
     tokenizer = train_tokenizer(CAPTIONS, 300)
     grid = (side // 4, side // 4)
     tokens = grid[0] * grid[1]
@@ -115,10 +118,11 @@ def picture_run(run: Path, latent: LatentDiffusionConfig | None = None, side: in
     shape = ModelConfig(width=16, depth=2, heads=2).multimodal(tokenizer.vocab_size, 12, (tokens, 48), grid)
     model = MultimodalMMDiT(shape)
     randomise(model)
-    sampling = EvaluationConfig(latent=LatentSamplingConfig(steps=3, guidance=2.0, shift=shift))
+    sampling = EvaluationConfig(latent=LatentSamplingConfig(steps=3, guidance=2.0, shift=3.0))
     objective = ModeConfig(), TextDiffusionConfig("uniform"), latent or LatentDiffusionConfig(prediction="x0")
     description = text_pipeline.describe_model(shape, *objective, sampling, 7, assets, "emoji")
-    commit_checkpoint(run, model, description, assets.save)
+    experiment = {f"times.{name}": value for name, value in (times or {}).items()}
+    commit_checkpoint(run, model, description, assets.save, experiment=experiment)
     return run
 
 

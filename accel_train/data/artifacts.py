@@ -1,12 +1,14 @@
 """Fitted artifacts in the cache (tokenizer, TF-IDF encoder): complete and verified folders, rebuilt if damaged."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import cast
 
@@ -84,6 +86,19 @@ def hosts_without(cache: Path, rank: int, world_size: int) -> str | None:
         f"--data.cache_dir: {', '.join(without)} does not see {cache} of {first_host}, so each builds its own copy of "
         "what is cached there. Give --data.cache_dir a folder that all hosts share to build it once"
     )
+
+
+@contextlib.contextmanager
+def one_at_a_time(lock: Path) -> Generator[None]:
+    """Let one process at a time, of those that share the file system, into the block. The others wait.
+
+    Where the file system has no locks, all enter at once: what they write must bear it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as stream:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def cached_folder(

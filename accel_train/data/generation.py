@@ -5,9 +5,10 @@ import multiprocessing
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from typing import Literal, TypeVar
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any, Literal, TypeVar
 
 from accel_train.cores import usable_cores
 
@@ -15,6 +16,9 @@ T = TypeVar("T")
 
 SECONDS_WORTH_WORKERS = 15.0
 """Shortest work that starts workers. Each imports torch and the main script, which takes seconds of its core."""
+
+AHEAD_PER_WORKER = 2
+"""Most blocks of a worker that are being made or wait to be taken."""
 
 
 def blocks_in_order(
@@ -49,12 +53,34 @@ def blocks_in_order(
 
 def _map_in_workers(make: Callable[[int], T], numbers: range, workers: int) -> Iterator[T]:
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_exit_with_parent)
+    # What makes the blocks is sent to each worker once: it may be large.
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make,))
+    made: deque[Future[T]] = deque()
     try:
-        yield from pool.map(make, numbers)
+        for number in numbers:
+            made.append(pool.submit(_make_in_worker, number))
+            # Blocks that wait to be taken are in memory, so workers are never far ahead.
+            if len(made) > AHEAD_PER_WORKER * workers:
+                yield made.popleft().result()
+        while made:
+            yield made.popleft().result()
     finally:
-        # `pool.map` has queued every block. A caller that stops early would wait for all of them.
+        # A caller that stops early would wait for all that is queued.
         pool.shutdown(cancel_futures=True)
+
+
+_make_block: Callable[[int], Any] | None = None
+
+
+def _start_worker(make: Callable[[int], Any]) -> None:
+    global _make_block
+    _make_block = make
+    _exit_with_parent()
+
+
+def _make_in_worker(number: int) -> Any:
+    assert _make_block is not None, "set when the worker started"
+    return _make_block(number)
 
 
 def _exit_with_parent() -> None:

@@ -16,7 +16,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.data.artifacts import one_at_a_time
 
 FORMAT = "tensors-1"
 ROOT = "tensors"
@@ -229,14 +230,9 @@ def is_intact(file: Path) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _locked(root: Path) -> Generator[None]:
+def _locked(root: Path) -> contextlib.AbstractContextManager[None]:
     """Let one process at a time take leases or delete."""
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    return one_at_a_time(root / ".lock")
 
 
 def _encoded(tensors: Mapping[str, Tensor]) -> bytes:
@@ -252,8 +248,10 @@ def content_hash(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-        digest.update(content)
+        # An empty tensor may have a stride of 0, which cannot be viewed as bytes.
+        if tensor.numel():
+            content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+            digest.update(content)
     return digest.hexdigest()
 
 

@@ -1,8 +1,8 @@
 """Read 20 GB of cheap files through the loader, and print how much memory it took: ``python -m ... KIND FOLDER``.
 
-KIND is ``parquet`` (constant texts, which parquet stores once for each row group), ``hdf5`` (a sparse file), or
-``texts``: the preparation of texts, each of its own, that compress well. Each row carries its number, so that every row
-is known to be read once.
+KIND is ``parquet`` (constant texts, which parquet stores once for each row group), ``hdf5`` (a sparse file),
+``texts``: the preparation of texts, each of its own, that compress well, or ``tokens``: texts of few, very long words,
+to be tokenised, and an epoch of their rows. Each row carries its number, so that every row is known to be read once.
 """
 
 from __future__ import annotations
@@ -67,6 +67,54 @@ def prepare_texts(folder: Path) -> tuple[int, bool]:
     rows = len(table)
     held_out = split.facts["heldout"]
     return rows * CHARACTERS, len(split.train) + held_out == rows
+
+
+TOKENS_SHARDS = 5
+"""5 GB of text are read, split, tokenised, packed and read back. More takes more time, not more memory."""
+
+
+def write_tokens(folder: Path) -> None:
+    """Write long words around a number, and a tokenizer that knows the numbers and the long word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    write_texts(folder, TOKENS_SHARDS)
+    words = [str(number) for number in range(TOKENS_SHARDS * GROUPS * ROWS)]
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "</s>", *words])}
+    tokenizer: Any = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    made.save_pretrained(folder / "tokenizer")
+
+
+def read_tokens(folder: Path) -> tuple[int, bool]:
+    """Prepare tokens as the recipe does, and read an epoch. Return the bytes of text, and if each text came once."""
+    from accel_train.domains.language.prepare import DataConfig, prepare_data
+    from accel_train.domains.language.pretrained import ModelConfig
+
+    config = DataConfig(
+        path=str(folder / "*.parquet"), tokenizer=str(folder / "tokenizer"), max_length=64, heldout_fraction=0.01,
+        cache_dir=str(folder / "cache"),
+    )  # fmt: skip
+    data = prepare_data(config, ModelConfig())
+    rows = TOKENS_SHARDS * GROUPS * ROWS
+    seen = np.zeros(rows, np.int64)
+    for dataset in (data.train, data.heldout):
+        size = len(dataset)
+        sampler = StepSampler(size, min(50, size), 0)
+        steps = iterate_steps(
+            dataset, sampler, BatchShard(0, 1, 50), start_step=0, max_steps=-(-size // min(50, size)),
+            device=torch.device("cpu"), config=LoaderConfig(num_workers=0),
+        )  # fmt: skip
+        places: set[int] = set()
+        for step in steps:
+            [batch] = step.micro_batches
+            for place, ids in zip(batch["sample"].tolist(), batch["input_ids"], strict=True):
+                if place not in places:
+                    places.add(place)
+                    # Behind <unk> and </s> come the numbers.
+                    seen[ids[ids > 1].numpy() - 2] += 1
+    return rows * CHARACTERS, bool((seen == 1).all())
 
 
 def write_hdf5(folder: Path) -> None:
@@ -140,6 +188,8 @@ def main(kind: str, folder: Path) -> None:
     if kind == "parquet":
         table = ShardedTable(index_shards("--data.path", str(folder), folder / "cache"), ("text", "n"), CACHE_BYTES)
         total, once = read(Texts(table), BlockOrder([block.rows for block in table.index.blocks], 2))
+    elif kind == "tokens":
+        total, once = read_tokens(folder)
     elif kind == "texts":
         total, once = prepare_texts(folder)
     else:

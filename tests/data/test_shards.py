@@ -16,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from accel_train.config import UsageError
-from accel_train.data.tables import shards
+from accel_train.data.tables import formats
 from accel_train.data.tables.sharded_table import ShardedTable
 from accel_train.data.tables.shards import index_shards
 
@@ -69,7 +69,7 @@ def table_of(value: Path | str, cache: Path, cache_bytes: int = 2**20, columns: 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "LINES_PER_BLOCK", 40)
+    monkeypatch.setattr(formats, "LINES_PER_BLOCK", 40)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -94,9 +94,9 @@ def test_rows_of_every_format_are_those_written(kind: str, tmp_path: Path) -> No
 def test_lines_are_cut_where_they_end_whatever_is_read_at_a_time(
     piece: int, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "PIECE_BYTES", piece)
-    monkeypatch.setattr(shards, "LINES_PER_BLOCK", 3)
-    monkeypatch.setattr(shards, "BYTES_PER_BLOCK", 60)
+    monkeypatch.setattr(formats, "PIECE_BYTES", piece)
+    monkeypatch.setattr(formats, "LINES_PER_BLOCK", 3)
+    monkeypatch.setattr(formats, "BYTES_PER_BLOCK", 60)
     rows = [{"text": "x" * size} for size in (1, 1, 1, 1, 90, 1, 30, 30, 1, 1)]
     file = tmp_path / "a.jsonl"
     file.write_text("\ufeff" + "\n".join(json.dumps(row) for row in rows) + end, "utf-8")
@@ -126,7 +126,7 @@ def test_the_index_is_cached_until_a_file_changes(tmp_path: Path, monkeypatch: p
     folder = folder_of(tmp_path / "data")
     first = index_shards(OPTION, str(folder), tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "_index_parquet", None)
+        patch.setattr(formats, "_index_parquet", None)
         assert index_shards(OPTION, str(folder), tmp_path / "cache") == first
     as_parquet(folder / "part-1.parquet", ROWS[:90])
     assert len(table_of(folder, tmp_path / "cache")) == 100 + 90 + 149

@@ -12,12 +12,23 @@ import torch
 
 import accel_train
 from accel_train import cli
-from tests.distributed.launching import Finished, Layout, command, few_texts, fork, relative_difference, run_recipe
+from tests.distributed.launching import (
+    DEMOS,
+    ROOT,
+    Finished,
+    Layout,
+    command,
+    few_texts,
+    fork,
+    relative_difference,
+    run_recipe,
+)
 from tests.domains.language import tiny
 
 pytestmark = pytest.mark.distributed
 ONE = Layout("single", 1, "causal_lm")
 TWO = Layout("ddp", 2, "causal_lm")
+IN_MEMORY = ROOT / "tests" / "domains" / "language" / "in_memory.py"
 LONG, SHORT = " ".join(tiny.TEXTS), "Friends."
 
 
@@ -159,6 +170,26 @@ def test_pretrained_weights_are_tuned_on_chats_and_resume_without_their_source(t
     assert lines[1]["loss"] == pytest.approx(torch.log(torch.tensor(320.0)).item(), rel=0.05)  # of random weights
     (folder / "model.safetensors").unlink()
     assert "at step 2" in run(3)
+
+
+# That the rows are the same bits is tested quickly in test_token_cache.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [ONE, TWO], ids=str)
+def test_losses_are_those_of_the_reader_in_memory(layout: Layout, tmp_path: Path) -> None:
+    """Bit for bit, with tokens computed by this start and with those of the cache. DDP adds nothing to what is read."""
+    _, small = DEMOS["causal_lm"]
+
+    def losses(name: str, recipe: Path | None = None) -> list[float]:
+        flags = ("--data.cache_dir", str(tmp_path / "cache"), "--max_steps", "4")
+        words = ["causal_lm_smoke", *small, "--output_dir", str(tmp_path / name), *flags]
+        done = fork(layout, command(layout, words, tmp_path, recipe))
+        assert done.returncode == 0, done.stdout[-4000:]
+        return Finished(tmp_path / name, done.stdout, 0).losses()
+
+    found = losses("computed")
+    assert len(found) == 4
+    assert losses("cached") == found
+    assert losses("in memory", IN_MEMORY) == found
 
 
 def test_losses_are_those_of_the_trainer_of_transformers(tmp_path: Path) -> None:

@@ -60,14 +60,6 @@ def test_every_layout_trains_the_same_adapters(name: str, single: Finished, fold
         torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow  # tests/domains/images/test_weighting.py has micro-batches of the same
-def test_two_processes_draw_the_same_pictures_of_the_prior(folder: Path) -> None:
-    flags = [flag.format(folder=folder) for flag in WEIGHTED]
-    one = train(Layout("single", 1, "lora"), folder, "one-prior", *flags)
-    two = train(Layout("ddp", 2, "lora"), folder, "two-prior", *flags)
-    assert two.losses() == pytest.approx(one.losses(), rel=1e-5)
-
-
 @pytest.mark.slow  # layouts are daily with a base of diffusers, and this base with one process
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_our_own_mmdit_trains_the_same_adapters_on_two_processes(strategy: str, tmp_path: Path) -> None:
@@ -84,3 +76,11 @@ def test_our_own_mmdit_trains_the_same_adapters_on_two_processes(strategy: str, 
     expected = alone.tensors(4, "model")
     for key, tensor in together.tensors(4, "model").items():
         torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow  # tests/domains/images/test_weighting.py has micro-batches of the same
+def test_two_processes_draw_the_same_pictures_of_the_prior(folder: Path) -> None:
+    flags = [flag.format(folder=folder) for flag in WEIGHTED]
+    one = train(Layout("single", 1, "lora"), folder, "one-prior", *flags)
+    two = train(Layout("ddp", 2, "lora"), folder, "two-prior", *flags)
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-5)

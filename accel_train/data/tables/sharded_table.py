@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,8 @@ from numpy.typing import NDArray
 
 from accel_train.config import UsageError
 from accel_train.data.tables.block_cache import BlockCache
-from accel_train.data.tables.shards import UNITS, Block, ShardIndex, check_columns, identity_of, is_arrow_file
+from accel_train.data.tables.formats import UNITS, Block, identity_of, parse_line, read_batch
+from accel_train.data.tables.shards import ShardIndex, check_columns
 
 OPEN_FILES = 8
 """Parquet files kept open. Each holds its footer in memory."""
@@ -111,7 +111,7 @@ class ShardedTable:
                 table = self._parquet(block.file).read_row_group(block.number, columns, False)
                 decoded = _of_table(table)
             else:
-                decoded = _of_table(_read_batch(file, block, self.columns))
+                decoded = _of_table(read_batch(file, block, self.columns))
         except UsageError:
             raise
         except Exception as error:  # damaged files raise half a dozen types
@@ -163,20 +163,6 @@ def _of_table(table: Any) -> DecodedBlock:
     return DecodedBlock(columns, {}, table.nbytes)
 
 
-def _read_batch(file: Path, block: Block, columns: Sequence[str]) -> Any:
-    import pyarrow
-
-    # Not memory-mapped: pages of a map stay in memory for as long as the system likes.
-    with pyarrow.OSFile(str(file)) as source:
-        if is_arrow_file(file):
-            batch: Any = pyarrow.ipc.open_file(source).get_batch(block.number)
-        else:
-            schema: Any = pyarrow.ipc.open_stream(source).schema
-            source.seek(block.offset)
-            batch = pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(source), schema)
-    return batch.select(list(columns))
-
-
 def _read_lines(file: Path, block: Block, columns: Sequence[str]) -> DecodedBlock:
     """Parse lines of JSONL. A line that is no object is a fault, and so is a value of another type than the others."""
     with file.open("rb") as content:
@@ -190,7 +176,7 @@ def _read_lines(file: Path, block: Block, columns: Sequence[str]) -> DecodedBloc
     values: dict[str, list[Any]] = {column: [] for column in columns}
     faults: dict[int, str] = {}
     for row, line in enumerate(lines):
-        parsed = _parse(line)
+        parsed = parse_line(line)
         if isinstance(parsed, str):
             faults[row] = parsed
             parsed = {}
@@ -200,24 +186,6 @@ def _read_lines(file: Path, block: Block, columns: Sequence[str]) -> DecodedBloc
             values[column].append(parsed.get(column))
     arrays = {column: _array(column, values[column], faults) for column in columns}
     return DecodedBlock(arrays, faults, sum(array.nbytes for array in arrays.values()))
-
-
-def _parse(line: bytes) -> dict[str, Any] | str:
-    """Return the object of a line, or what is wrong with it. A blank line has the fault ""."""
-    try:
-        decoded = line.decode("utf-8").strip()
-    except UnicodeDecodeError as error:
-        return f"byte {error.start + 1} of the line is not UTF-8 (iconv -t UTF-8 converts)"
-    if not decoded:
-        return ""
-    try:
-        row = json.loads(decoded)
-    # The parser recurses, so a long line of brackets exhausts the stack.
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({error}); one object a line is required"
-    if not isinstance(row, dict):
-        return f"a JSON {type(row).__name__}, not an object; one object a line is required"
-    return row
 
 
 def _array(column: str, values: list[Any], faults: dict[int, str]) -> Any:

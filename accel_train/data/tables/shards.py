@@ -12,43 +12,19 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cached_folder
+from accel_train.data.tables.formats import BYTES_PER_BLOCK, LINES_PER_BLOCK, SUFFIXES, UNITS, Block, index_file
 from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
 
 INDEX_FORMAT = 1
-SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-UNITS = {"parquet": "row group", "arrow": "record batch", "jsonl": "block of lines"}
-LINES_PER_BLOCK = 4096
-BYTES_PER_BLOCK = 2**23
-PIECE_BYTES = 2**22
-ENCODED = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip-compressed"}
 SHOWN = 4
-
-
-class Block(NamedTuple):
-    """Rows that are read at once."""
-
-    file: int
-    """Index of the shard."""
-    number: int
-    """Row group, record batch or block of lines in its file."""
-    rows: int
-    """Of JSONL, lines: also blank and damaged ones."""
-    offset: int = 0
-    """First byte, where the format needs it."""
-    size: int = 0
-    """Bytes in the file, of JSONL."""
-    line: int = 1
-    """First line, of JSONL."""
 
 
 class ShardIndex(NamedTuple):
@@ -84,13 +60,13 @@ def index_shards(
     key = hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
     def write(directory: Path) -> None:
-        found = [_index_file(option, file, kind) for file in files]
+        found = [index_file(option, file, kind) for file in files]
         (directory / "index.json").write_text(json.dumps(found), "utf-8")
 
     folder = cached_folder(cache / "shards" / key, write, rank=rank, barrier=barrier)
     if rank == 0:
         by_file = dict(zip(map(str, files), identities, strict=True))
-        _warn_of_changes(option, value, cache, by_file)
+        warn_of_changes(option, value, cache, by_file)
     text = (folder / "index.json").read_text("utf-8")
     saved: list[tuple[dict[str, str], list[list[int]]]] = json.loads(text)
     blocks: list[Block] = []
@@ -107,7 +83,7 @@ def index_shards(
     return ShardIndex(option, tuple(files), kind, identities, types, tuple(blocks), key, tuple(notices))
 
 
-def _warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tuple[int, int]]) -> None:
+def warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tuple[int, int]]) -> None:
     """Name the shards that came, went or changed since the last start of this cache with the same `value`.
 
     A run refuses changed data by their fingerprint, which says nothing of files.
@@ -200,102 +176,6 @@ def _refuse_second_names(option: str, files: Sequence[Path]) -> None:
             )
 
 
-def _index_file(option: str, file: Path, kind: str) -> tuple[dict[str, str], list[tuple[int, ...]]]:
-    """Return the types of the columns, and `Block` of each block without the index of the file."""
-    index = {"parquet": _index_parquet, "arrow": _index_arrow, "jsonl": _index_jsonl}[kind]
-    try:
-        return index(file)
-    except UsageError:
-        raise
-    except Exception as error:  # damaged files raise half a dozen types
-        raise UsageError(
-            f"{option}: {file} cannot be read as {kind} ({' '.join(str(error).split())[:200]}). A complete file is "
-            "required: copy it again, or take it out."
-        ) from None
-
-
-# ----------------------------------------------------------------------------------------------------------- formats
-def _index_parquet(file: Path) -> tuple[dict[str, str], list[tuple[int, ...]]]:
-    from pyarrow import parquet
-
-    with parquet.ParquetFile(file) as content:
-        metadata: Any = content.metadata
-        types = {field.name: str(field.type) for field in content.schema_arrow}
-        groups = range(metadata.num_row_groups)
-        return types, [(number, metadata.row_group(number).num_rows) for number in groups]
-
-
-def _index_arrow(file: Path) -> tuple[dict[str, str], list[tuple[int, ...]]]:
-    """Index an Arrow file, or a stream as `datasets` writes. Reads the metadata of a stream alone."""
-    import pyarrow
-
-    with pyarrow.memory_map(str(file)) as source:
-        if is_arrow_file(file):
-            content: Any = pyarrow.ipc.open_file(source)
-            rows = [content.get_batch(number).num_rows for number in range(content.num_record_batches)]
-            return _types(content.schema), list(enumerate(rows))
-        stream: Any = pyarrow.ipc.open_stream(source)
-        blocks: list[tuple[int, ...]] = []
-        while True:
-            offset = source.tell()
-            try:
-                batch = stream.read_next_batch()
-            except StopIteration:
-                return _types(stream.schema), blocks
-            blocks.append((len(blocks), batch.num_rows, offset))
-
-
-def is_arrow_file(file: Path) -> bool:
-    """Return True for the random-access format, False for a stream."""
-    with file.open("rb") as content:
-        return content.read(6) == b"ARROW1"
-
-
-def _types(schema: Any) -> dict[str, str]:
-    return {field.name: str(field.type) for field in schema}
-
-
-def _index_jsonl(file: Path) -> tuple[dict[str, str], list[tuple[int, ...]]]:
-    """Cut a file into blocks of up to 4,096 lines or about 8 MiB. Reads it once, a few MiB at a time."""
-    blocks: list[tuple[int, ...]] = []
-    line = 1
-    start = 0
-    for end, lines in _line_blocks(file):
-        blocks.append((len(blocks), lines, start, end - start, line))
-        start = end
-        line += lines
-    return {}, blocks
-
-
-def _line_blocks(file: Path) -> Iterator[tuple[int, int]]:
-    """Yield the end in bytes and the number of lines of each block."""
-    start = position = lines = 0
-    last = b"\n"
-    with file.open("rb") as content:
-        while piece := content.read(PIECE_BYTES):
-            if position == 0 and piece[:2] in ENCODED:
-                raise ValueError(f"it is {ENCODED[piece[:2]]}, UTF-8 is required")
-            values = np.frombuffer(piece, np.uint8)
-            ends = position + 1 + np.flatnonzero(values == ord("\n"))
-            while len(ends):
-                # The line that completes a block, by number or by size.
-                by_size = int(np.searchsorted(ends, start + BYTES_PER_BLOCK))
-                count = min(LINES_PER_BLOCK - lines, by_size + 1)
-                if count > len(ends):
-                    lines += len(ends)
-                    break
-                yield int(ends[count - 1]), lines + count
-                start = int(ends[count - 1])
-                ends = ends[count:]
-                lines = 0
-            position += len(piece)
-            last = piece[-1:]
-    # The last line may lack its end.
-    lines += last != b"\n"
-    if lines:
-        yield position, lines
-
-
 def check_columns(index: ShardIndex, columns: Sequence[str]) -> None:
     """Refuse a shard without one of `columns`, or with another type of it than the first. JSONL has no types."""
     filled = sorted({block.file for block in index.blocks})
@@ -321,9 +201,3 @@ def check_columns(index: ShardIndex, columns: Sequence[str]) -> None:
 def _plain(kind: str) -> str:
     # The same values with longer offsets.
     return kind.replace("large_", "")
-
-
-def identity_of(file: Path) -> tuple[int, int]:
-    """Return size and date of a file, as in `ShardIndex.identities`."""
-    stat = os.stat(file)
-    return stat.st_size, stat.st_mtime_ns

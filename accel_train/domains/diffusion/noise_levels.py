@@ -30,13 +30,25 @@ class NoiseLevels:
     timesteps: Tensor
     """What the model is given as time, (N,) fp32."""
     prediction: Prediction
+    weight: Tensor | None = None
+    """Weight of the squared error that the model was trained with, (N,) fp32. None: 1 at every level."""
+    straight: bool = False
+    """Of a flow whose model predicts something other than the flow."""
+
+    @property
+    def is_flow(self) -> bool:
+        """True for a straight path, a = 1 - b, False for a variance-preserving one."""
+        return self.straight or self.prediction == "flow"
 
     def __len__(self) -> int:
         return len(self.timesteps)
 
     def to(self, device: torch.device) -> NoiseLevels:
         """Return the levels with their tables on ``device``."""
-        return NoiseLevels(self.a.to(device), self.b.to(device), self.timesteps.to(device), self.prediction)
+        weight = None if self.weight is None else self.weight.to(device)
+        return NoiseLevels(
+            self.a.to(device), self.b.to(device), self.timesteps.to(device), self.prediction, weight, self.straight
+        )
 
     def level(self, time: Tensor) -> Tensor:
         """Return the level floor(N t) of times in [0, 1], int64 in their shape."""

@@ -7,19 +7,53 @@ masks other texts in every layer, windows included, or calls the kernels for var
 from __future__ import annotations
 
 import hashlib
-import itertools
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train.data.datasets import Batch
-from accel_train.domains.language.templates import Encoded
 
+Tokens = NDArray[np.int32]
+Ints = NDArray[np.int64]
 IGNORED = -100
 """Label of a token that is no target, as in transformers."""
+IDS = np.int32(2**30 - 1)
+"""Bits of the token itself, where it is stored."""
+TARGET = np.int32(2**30)
+"""Bit of a token that the loss counts."""
+COUNTS = ("train", "heldout", "split", "cut", "bad")
+"""What is counted of a source: `EncodedBlock.counts`."""
+FIRST = np.int32(-(2**31))
+"""Bit of the first token of a text: the sign."""
+
+
+class Encoded(NamedTuple):
+    """Tokens of one text."""
+
+    ids: list[int]
+    trained: list[bool]
+    """True where the token counts in the loss as a target. Never the first one, which nothing predicts."""
+
+
+class EncodedBlock(NamedTuple):
+    """Texts of a block, in order. A row that was too long is several texts."""
+
+    tokens: Tokens
+    """All of them, as ``marked`` writes them."""
+    lengths: Ints
+    """Tokens of each text."""
+    keys: Ints
+    """(n, 2): of a held-out text the order of its row, else 0."""
+    heldout: NDArray[np.bool_]
+    """True for a text that is held out."""
+    counts: dict[str, int]
+    """Rows of the training and of the held-out split, rows split and cut for their length, bad rows."""
+    faults: Sequence[tuple[str, str]]
+    """Place of each bad row, and what is wrong with it."""
 
 
 def fit(encoded: Encoded, max_length: int, *, split: bool) -> Iterator[Encoded]:
@@ -65,91 +99,78 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-class TokenDataset:
-    """Rows of tokens for the loader: several texts each with ``packing``, else one.
+def marked(encoded: Encoded) -> Tokens:
+    """Return the tokens of a text as they are stored: with marks of its beginning and of its targets."""
+    tokens = np.array(encoded.ids, np.int32)
+    tokens[encoded.trained] |= TARGET
+    tokens[:1] |= FIRST
+    return tokens
 
-    A sample has input_ids, labels and position_ids, (S,) int64, and length, (), its tokens without padding. A label is
-    the token itself, or -100 where the loss does not count it. Padding forms a last text of its own.
+
+class PackedTexts(NamedTuple):
+    """Rows of one shard: tokens of several texts each with packing, else of one."""
+
+    tokens: Tokens
+    """Marked, row after row."""
+    rows: Ints
+    """(R + 1,) place of each row in the tokens, and the number of tokens."""
+    texts: Ints
+    """(n, 2): place in the tokens and length of each text, in the order of the texts."""
+
+
+def pack_texts(tokens: Tokens, lengths: Ints, max_length: int, *, packing: bool) -> PackedTexts:
+    """Pack the marked texts of one shard, given one after another."""
+    rows = [[index] for index in range(len(lengths))]
+    if packing:
+        rows = pack(lengths.tolist(), max_length)
+    order = np.array([index for row in rows for index in row], np.int64)
+    sizes = np.array([len(row) for row in rows], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    ordered = lengths[order]
+    ends = np.cumsum(ordered)
+    places = np.empty_like(starts)
+    places[order] = ends - ordered
+    # Of each token the place that it comes from.
+    moved = np.repeat(starts[order] - (ends - ordered), ordered)
+    packed = tokens[moved + np.arange(len(tokens))]
+    last = np.cumsum(sizes) - 1
+    bounds = np.concatenate([np.zeros(1, np.int64), ends[last]])
+    return PackedTexts(packed, bounds, np.stack([places, lengths], axis=1))
+
+
+def unmarked(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Return token ids (n,) int64, and which are targets (n,) bool."""
+    ids = torch.from_numpy((tokens & IDS).astype(np.int64))
+    return ids, torch.from_numpy((tokens & TARGET) != 0)
+
+
+def collate(rows: Sequence[Tokens], max_length: int, pad_id: int) -> Batch:
+    """Return input_ids, labels and position_ids (B, S) int64, and length (B,) of marked rows.
+
+    A label is the token itself, or -100 where the loss does not count it. Padding forms a last text of its own.
     """
+    shape = (len(rows), max_length)
+    ids = torch.full(shape, pad_id)
+    labels = torch.full(shape, IGNORED)
+    first = torch.zeros(shape, dtype=torch.int64)
+    places = torch.arange(max_length)
+    for row, tokens in enumerate(rows):
+        end = len(tokens)
+        found, is_target = unmarked(tokens)
+        ids[row, :end] = found
+        labels[row, :end] = torch.where(is_target, found, IGNORED)
+        begins = torch.from_numpy(tokens < 0)
+        first[row, :end] = torch.where(begins, places[:end], 0)
+        first[row, end:] = end
+    positions = places - first.cummax(dim=1).values
+    length = torch.tensor([len(tokens) for tokens in rows])
+    return {"input_ids": ids, "labels": labels, "position_ids": positions, "length": length}
 
-    def __init__(self, texts: Iterable[Encoded], max_length: int, pad_id: int, *, packing: bool) -> None:
-        # Read one by one: a list of Python's numbers takes ten times the memory.
-        ids = array("i")
-        trained = bytearray()
-        lengths: list[int] = []
-        for text in texts:
-            ids.extend(text.ids)
-            trained.extend(text.trained)
-            lengths.append(len(text.ids))
-        self.packing = packing
-        self._rows = [[index] for index in range(len(lengths))]
-        if packing:
-            self._rows = pack(lengths, max_length)
-        self._ids = torch.from_numpy(np.frombuffer(ids, np.int32))
-        self._trained = torch.from_numpy(np.frombuffer(trained, np.bool_))
-        self._offsets = [0, *itertools.accumulate(lengths)]
-        self._max_length = max_length
-        self._pad_id = pad_id
-        self.texts = len(lengths)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Batch:
-        batch = self.batch([index])
-        return {name: rows[0] for name, rows in batch.items()}
-
-    def batch(self, indices: list[int]) -> Batch:
-        """Return these rows, (B, S) each, and their length (B,)."""
-        shape = (len(indices), self._max_length)
-        ids = torch.full(shape, self._pad_id)
-        labels = torch.full(shape, IGNORED)
-        positions = torch.zeros(shape, dtype=torch.int64)
-        for row, index in enumerate(indices):
-            place = 0
-            for text in self._rows[index]:
-                tokens, trained = self.text(text)
-                end = place + len(tokens)
-                ids[row, place:end] = tokens
-                labels[row, place:end] = torch.where(trained, tokens, IGNORED)
-                positions[row, place:end] = torch.arange(len(tokens))
-                place = end
-            positions[row, place:] = torch.arange(self._max_length - place)
-        length = torch.tensor([self.length(index) for index in indices])
-        return {"input_ids": ids, "labels": labels, "position_ids": positions, "length": length}
-
-    def text(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens of one text, (n,) int64, and where they are trained, (n,) bool."""
-        start, stop = self._offsets[index], self._offsets[index + 1]
-        return self._ids[start:stop].long(), self._trained[start:stop]
-
-    def length(self, index: int) -> int:
-        """Return the number of tokens of a row without padding."""
-        length = 0
-        for text in self._rows[index]:
-            length += self._offsets[text + 1] - self._offsets[text]
-        return length
-
-    def trim(self, batch: Mapping[str, Tensor], length: int) -> Batch:
-        """Crop the rows to ``length`` tokens. The caller knows that none is longer."""
-        trimmed = dict(batch)
-        for name, values in batch.items():
-            if values.dim() == 2:
-                trimmed[name] = values[:, :length].contiguous()
-        return trimmed
-
-    def targets(self) -> Tensor:
-        """Return every token that is a target, (n,) int64."""
-        return self._ids[self._trained].long()
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all texts."""
-        return len(self._ids)
-
-    def fingerprint(self) -> str:
-        """Hash tokens, targets, and their division into rows."""
-        digest = hashlib.sha256(f"{self._max_length} {self.packing} {self._offsets}".encode())
-        digest.update(self._ids.numpy().tobytes())
-        digest.update(self._trained.numpy().tobytes())
-        return digest.hexdigest()
+def fingerprint(tokens: Tokens, lengths: Ints, max_length: int, *, packing: bool) -> str:
+    """Hash the tokens and targets of texts, and what decides their division into rows."""
+    offsets = [0, *np.cumsum(lengths).tolist()]
+    digest = hashlib.sha256(f"{max_length} {packing} {offsets}".encode())
+    digest.update((tokens & IDS).tobytes())
+    digest.update(((tokens & TARGET) != 0).tobytes())
+    return digest.hexdigest()

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
+from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError, expand_path
 from accel_train.data.artifacts import open_cache
-from accel_train.data.tables.text_sources import BadRows
-from accel_train.domains.language import packing, rows, templates, tokenizers
-from accel_train.domains.language.packing import TokenDataset
+from accel_train.data.tables.row_blocks import RowBlocks, SampleBy, dataset_rows, file_rows
+from accel_train.data.tables.text_sources import BadRows, content_key, hub_dataset, is_saved_dataset, saved_dataset
+from accel_train.domains.language import encoding, rows, tokenizers
+from accel_train.domains.language.encoding import BlockEncoder
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.rows import Row, SampleBy
+from accel_train.domains.language.token_cache import Layout, PreparedTokens, TokenCache
+from accel_train.domains.language.token_shards import TokenDataset
+from accel_train.store.pretrained_base import remembered_sha256
 
 DEFAULT_VOCAB_SIZE = 2048
+DEMO_FILE = Path(__file__).parents[1] / "text" / "demo" / "shakespeare.txt"
 
 
 @dataclass(frozen=True)
@@ -26,9 +33,9 @@ class DataConfig:
     """Source of rows, their tokenizer, and how they are packed."""
 
     path: str = "demo"
-    """'demo' (bundled Shakespeare), a .jsonl, .txt, .parquet or .csv file, a folder of them, a folder written by
-    dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). A row has messages (a chat), prompt and
-    completion (texts, or lists of messages), or plain text."""
+    """'demo' (bundled Shakespeare), a .jsonl, .txt, .parquet, .arrow or .csv file, a folder or glob of them, a folder
+    written by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). A row has messages (a chat),
+    prompt and completion (texts, or lists of messages), or plain text. Data may be larger than memory."""
     split: str = "train"
     """Split of a saved or Hub dataset. Files have none."""
     text_column: str = "text"
@@ -43,7 +50,7 @@ class DataConfig:
     """Unusable rows (bad JSON, no text, nothing to learn) to leave out. The next one is an error with its place."""
     tokenizer: str | None = None
     """Hub id or folder of a tokenizer, or 'trained': a byte-level BPE of vocab_size pieces, trained on the training
-    rows. null: that of model.source, or 'trained' from scratch."""
+    rows (on a sample of more than 131,072). null: that of model.source, or 'trained' from scratch."""
     vocab_size: PositiveInt | None = None
     """Pieces of the trained tokenizer, 300 or more. null: 2048."""
     chat_template: str | None = None
@@ -53,7 +60,8 @@ class DataConfig:
     packing: bool = True
     """Pack as many texts into a row as fit. They do not attend to each other; the loss is that of separate texts."""
     cache_dir: str | None = None
-    """Cache of trained tokenizers between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+    """Cache of tokens (4 bytes each) and trained tokenizers between runs. null: $ACCEL_TRAIN_CACHE, else
+    ~/.cache/accel_train."""
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
@@ -94,85 +102,196 @@ def prepare_data(
     world_size: int = 1,
     barrier: Callable[[], None] = lambda: None,
 ) -> LanguageData:
-    """Read, tokenise and pack the rows of a run. Every process calls it with the same options (barriers).
+    """Return the rows of a run, tokenised and packed by the first start with them. Every process calls it (barrier).
 
-    Each process holds all tokens in memory, 5 bytes each. Raises ``UsageError``.
+    One process of a host does the work, in worker processes where it takes long, and the others wait. Memory does not
+    depend on the size of the data. Raises ``UsageError``.
     """
-    bad = BadRows(config.max_bad_rows)
-    train, heldout = _read_splits(config, bad)
     cache = open_cache(config.cache_dir, rank, world_size)
+    sources = _Sources(config, cache)
+    bad = BadRows(config.max_bad_rows)
+    tokenizer, notices = _tokenizer(config, model, sources, cache)
+    layout = Layout(config.max_length, config.packing, 1 + max(tokenizer.get_vocab().values()))
+    heldout = None
+    if sources.heldout is not None:
+        heldout = _prepare(sources, sources.heldout, tokenizer, layout, bad)
+    train = _prepare(sources, sources.train, tokenizer, layout, bad)
+    # Every process has what it reads, or the error of another one.
+    barrier()
+    _refuse_one_side(config, train, heldout)
+    pad_id = tokenizer.pad_token_id
+    train_data = TokenDataset(train.train, config.max_length, pad_id, train.lease)
+    if heldout is None:
+        heldout_data = TokenDataset(train.heldout, config.max_length, pad_id, train.lease)
+    else:
+        heldout_data = TokenDataset(heldout.train, config.max_length, pad_id, heldout.lease)
+    hashes = (train.fingerprints[0], train.fingerprints[1] if heldout is None else heldout.fingerprints[0])
+    digest = f"{hashes[0]} {hashes[1]} {tokenizer.backend_tokenizer.to_str()}"
+    fingerprint = hashlib.sha256(digest.encode("utf-8", "surrogatepass")).hexdigest()
+    counts = train.targets.float() + 1.0
+    unigram = (counts / counts.sum()).log()
+    notices = [*_notices(train, heldout, bad), *notices, *_packing_notices(config, train, train_data)]
+    return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices))
+
+
+def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by: SampleBy, cache: Path) -> RowBlocks:
+    """Find the rows of ``path``. Hashes the files, which identify what is cached, and reads none of their rows.
+
+    ``split`` names a split of a saved or Hub dataset. Raises ``UsageError`` for what is no source.
+    """
+    sha256 = partial(remembered_sha256, cache=cache)
+    if path != "demo" and rows.is_hub_id(path):
+        return dataset_rows(hub_dataset(path, split), path, split, sha256)
+    source = DEMO_FILE if path == "demo" else expand_path(path)
+    if is_saved_dataset(source):
+        return dataset_rows(saved_dataset(source, split), path, split, sha256)
+    files = [source] if path == "demo" else _files(option, path, source)
+    if split != "train":
+        raise UsageError(f"--data.split {split!r} has no effect with {option} {path!r}: files have no splits.")
+    return file_rows(option, files, [text_column, *rows.FIELDS], sample_by, sha256)
+
+
+def _files(option: str, path: str, source: Path) -> list[Path]:
+    """Return the files of a file, folder or glob, in the order of their names."""
+    if source.is_dir():
+        found = sorted(source.iterdir())
+    elif source.exists() or not glob.has_magic(str(source)):
+        found = [source]
+    else:
+        found = sorted(Path(name) for name in glob.glob(str(source), recursive=True))
+        if not found:
+            raise UsageError(f"{option} {path!r}: {source} matches no file. Give a pattern such as 'data/*.parquet'.")
+    if not found[:1] or found[0].exists():
+        known = [file for file in found if file.suffix in rows.FILES and file.is_file()]
+        if known:
+            return known
+        raise UsageError(
+            f"{option} {path!r} is no source of rows: required is 'demo', a file, folder or glob of files ending in "
+            f"{', '.join(rows.FILES)}, a folder made by dataset.save_to_disk, or a Hub id. Convert the data to JSONL."
+        )
+    raise UsageError(f"{option} {path!r}: {source} does not exist. Give a file, folder or glob that exists.")
+
+
+class _Sources:
+    """The rows of both splits, not yet read."""
+
+    def __init__(self, config: DataConfig, cache: Path) -> None:
+        self.config = config
+        self.cache = cache
+        self.train = self._open(config.path, "--data.path")
+        self.heldout: RowBlocks | None = None
+        if config.heldout_path is not None:
+            self.heldout = self._open(config.heldout_path, "--data.heldout_path")
+
+    def _open(self, path: str, option: str) -> RowBlocks:
+        config = self.config
+        return open_rows(
+            path,
+            option=option,
+            split=config.split,
+            text_column=config.text_column,
+            sample_by=config.sample_by,
+            cache=self.cache,
+        )
+
+    @property
+    def fraction(self) -> float:
+        """Share of the training source that is held out."""
+        return self.config.heldout_fraction if self.heldout is None else 0.0
+
+    @cached_property
+    def excluded(self) -> frozenset[bytes]:
+        """Hashes of the held-out rows, where they have a source of their own. Reads it."""
+        if self.heldout is None:
+            return frozenset()
+        found = encoding.contents(self.heldout, self.config.text_column)
+        return frozenset(content_key(text) for text in found)
+
+    def facts(self, source: RowBlocks) -> list[Any]:
+        """Return what decides the texts of a source beside the tokenizer."""
+        if source is self.heldout:
+            return [source.key]
+        return [source.key, self.fraction, None if self.heldout is None else self.heldout.key]
+
+    def training_texts(self) -> Iterator[str]:
+        """Yield the words of the training rows. Reads everything."""
+        limit = self.fraction * 2**64
+        for text in encoding.contents(self.train, self.config.text_column):
+            key = content_key(text)
+            if int.from_bytes(key[:8], "big") >= limit and key not in self.excluded:
+                yield text
+
+
+def _tokenizer(config: DataConfig, model: ModelConfig, sources: _Sources, cache: Path) -> tuple[Any, list[str]]:
+    """Return the tokenizer with its chat template, and notices."""
     name = config.tokenizer or model.source or tokenizers.TRAINED
     if name == tokenizers.TRAINED:
+        source = json.dumps(sources.facts(sources.train))
         size = config.vocab_size or DEFAULT_VOCAB_SIZE
-        texts = [row.content for row in train]
-        tokenizer = tokenizers.cached_tokenizer(texts, size, cache, rank=rank, barrier=barrier)
+        tokenizer = tokenizers.cached_tokenizer(
+            source, lambda: tokenizers.sampled(sources.training_texts()), size, cache
+        )
     else:
         tokenizer = tokenizers.load_tokenizer(name, model.revision if name == model.source else None)
     notices = tokenizers.set_pad_token(tokenizer)
     tokenizers.set_chat_template(tokenizer, config.chat_template)
-    train_data, train_notices = _tokenise(config, train, tokenizer, bad)
-    heldout_data, _ = _tokenise(config, heldout, tokenizer, bad)
-    notices = [
-        f"{len(train):,} training rows of data, {len(heldout):,} held out",
-        *([f"{bad.count:,} bad rows left out"] if bad.count else []),
-        *notices,
-        *train_notices,
-    ]
-    vocabulary = 1 + max(tokenizer.get_vocab().values())
-    counts = torch.bincount(train_data.targets(), minlength=vocabulary) + 1.0
-    digest = f"{train_data.fingerprint()} {heldout_data.fingerprint()} {tokenizer.backend_tokenizer.to_str()}"
-    fingerprint = hashlib.sha256(digest.encode("utf-8", "surrogatepass")).hexdigest()
-    unigram = (counts / counts.sum()).log()
-    return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices))
+    return tokenizer, notices
 
 
-def _read_splits(config: DataConfig, bad: BadRows) -> tuple[list[Row], list[Row]]:
-    def read(path: str) -> list[Row]:
-        return rows.read_rows(
-            path, split=config.split, text_column=config.text_column, sample_by=config.sample_by, bad=bad
-        )
+def _prepare(sources: _Sources, source: RowBlocks, tokenizer: Any, layout: Layout, bad: BadRows) -> PreparedTokens:
+    """Return the tokens of a source, computed if they are not in the cache."""
+    config = sources.config
+    facts = [*sources.facts(source), bad.limit - bad.count]
+    cache = TokenCache(sources.cache, tokenizers.identity_of(tokenizer), facts, layout)
 
-    if config.heldout_path is not None:
-        heldout = read(config.heldout_path)
-        keys = {rows.content_key(row.content) for row in heldout}
-        train = [row for row in read(config.path) if rows.content_key(row.content) not in keys]
-    else:
-        train, heldout = rows.split_heldout(read(config.path), config.heldout_fraction)
-    if not train or not heldout:
+    def encoder() -> BlockEncoder:
+        is_train = source is sources.train
+        fraction = sources.fraction if is_train else 0.0
+        excluded = sources.excluded if is_train else frozenset[bytes]()
+        return BlockEncoder(source, tokenizer, config.text_column, config.max_length, fraction, excluded)
+
+    return cache.prepared(source, encoder, bad)
+
+
+def _refuse_one_side(config: DataConfig, train: PreparedTokens, heldout: PreparedTokens | None) -> None:
+    """Refuse data that leave nothing to train or to evaluate on."""
+    held_out = train.heldout if heldout is None else heldout.train
+    if train.train and held_out:
+        return
+    rows_read = train.counts["train"] + train.counts["heldout"]
+    if not rows_read and (heldout is None or held_out):
         raise UsageError(
-            f"--data.path {config.path!r}, --data.heldout_fraction {config.heldout_fraction:g}: {len(train)} training "
-            f"and {len(heldout)} held-out rows; at least 1 of each is required. Bring more rows (--data.sample_by "
-            "paragraph makes more of a .txt file than document), raise the fraction, or give --data.heldout_path."
+            f"--data.path {config.path!r} holds no usable row ({train.counts['bad']} bad rows). At least one row with "
+            f"messages, with prompt and completion, or with text in {config.text_column!r} is required: check the "
+            "path, --data.split and --data.text_column."
         )
-    return train, heldout
+    held_out_rows = train.counts["heldout"] if heldout is None else heldout.counts["train"]
+    raise UsageError(
+        f"--data.path {config.path!r}, --data.heldout_fraction {config.heldout_fraction:g}: {train.counts['train']} "
+        f"training and {held_out_rows} held-out rows; at least 1 of each is required, with a token to learn. Bring "
+        "more rows (--data.sample_by paragraph makes more of a .txt file than document), raise the fraction, or give "
+        "--data.heldout_path."
+    )
 
 
-def _tokenise(config: DataConfig, found: Sequence[Row], tokenizer: Any, bad: BadRows) -> tuple[TokenDataset, list[str]]:
-    """Return the rows of tokens, and notices of texts that were too long and of the packing."""
-    split = cut = 0
+def _notices(train: PreparedTokens, heldout: PreparedTokens | None, bad: BadRows) -> list[str]:
+    held_out = train.counts["heldout"] if heldout is None else heldout.counts["train"]
+    notices = [f"{train.counts['train']:,} training rows of data, {held_out:,} held out", *train.notices]
+    if heldout is not None:
+        notices += heldout.notices
+    if bad.count:
+        notices.append(f"{bad.count:,} bad rows left out")
+    return notices
 
-    def pieces() -> Iterator[templates.Encoded]:
-        nonlocal split, cut
-        for row in found:
-            encoded = templates.encode(row, tokenizer)
-            too_long = len(encoded.ids) > config.max_length
-            is_plain = row.text is not None
-            split += too_long and is_plain
-            cut += too_long and not is_plain
-            pieces = packing.fit(encoded, config.max_length, split=is_plain)
-            kept = [piece for piece in pieces if any(piece.trained)]
-            yield from kept
-            if not kept:
-                why = f"the first {config.max_length} tokens" if too_long else f"its {len(encoded.ids)} tokens"
-                bad.add(row.place, f"nothing to learn: none of {why} is trained (--data.max_length, the chat template)")
 
-    data = TokenDataset(pieces(), config.max_length, tokenizer.pad_token_id, packing=config.packing)
-    if not data.texts:
-        raise UsageError(f"--data.path: no row of {config.path!r} has a token to learn. Bring other rows.")
-    notices = [
+def _packing_notices(config: DataConfig, train: PreparedTokens, data: TokenDataset) -> list[str]:
+    """Return notices of texts that were too long, and of the rows."""
+    split = train.counts["split"]
+    cut = train.counts["cut"]
+    filled = data.tokens / (len(data) * config.max_length)
+    return [
         *([f"{split:,} texts longer than {config.max_length} tokens are split"] if split else []),
         *([f"{cut:,} chats or completions are cut to {config.max_length} tokens"] if cut else []),
-        f"{data.tokens:,} tokens of {data.texts:,} texts in {len(data):,} rows of {config.max_length}, "
-        f"{data.tokens / (len(data) * config.max_length):.0%} filled",
+        f"{data.tokens:,} tokens of {data.texts:,} texts in {len(data):,} rows of {config.max_length}, {filled:.0%} "
+        "filled",
     ]
-    return data, notices

@@ -6,34 +6,34 @@ All tokens of plain text are trained, of a pair the completion, of a chat what t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_train.config import UsageError
+from accel_train.domains.language.packing import Encoded
 from accel_train.domains.language.rows import Row
 
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
 
-class Encoded(NamedTuple):
-    """Tokens of one text."""
-
-    ids: list[int]
-    trained: list[bool]
-    """True where the token counts in the loss as a target. Never the first one, which nothing predicts."""
-
-
 def encode(row: Row, tokenizer: Any) -> Encoded:
     """Return the tokens of a row, of any length. Raises ``UsageError`` for messages without a usable template."""
     if row.text is not None:
-        ids = tokenizer(row.text)["input_ids"]
-        return _with_end(ids, [True] * len(ids), tokenizer)
+        return encode_texts([row], tokenizer)[0]
     if row.prompt is not None:
         whole = f"{row.prompt}{row.completion}"
         completion = (len(row.prompt), len(whole))
         ids, trained = _tokenise(tokenizer, whole, [completion], special=True)
         return _with_end(ids, trained, tokenizer)
     return _encode_messages(row, tokenizer)
+
+
+def encode_texts(rows: Sequence[Row], tokenizer: Any) -> list[Encoded]:
+    """Return ``encode`` of rows of plain text, which the tokenizer takes many at a time."""
+    if not rows:
+        return []
+    found = tokenizer([row.text for row in rows])["input_ids"]
+    return [_with_end(ids, [True] * len(ids), tokenizer) for ids in found]
 
 
 def encode_prompt(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
-from accel_train.data.artifacts import cached_folder
+from accel_train.data.artifacts import cached_folder, is_intact, one_at_a_time
 
 TRAINED = "trained"
 MIN_VOCAB_SIZE = 300
+SAMPLE_TEXTS = 2**17
+SAMPLE_CHARACTERS = 2**26
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 
 
@@ -38,24 +41,50 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END, pad_token=PAD)
 
 
-def cached_tokenizer(
-    texts: Sequence[str], vocab_size: int, cache: Path, *, rank: int, barrier: Callable[[], None]
-) -> Any:
-    """Return ``train_tokenizer`` from the cache, trained if it is not there. Every process calls it (barriers)."""
+def cached_tokenizer(source: str, texts: Callable[[], Sequence[str]], vocab_size: int, cache: Path) -> Any:
+    """Return ``train_tokenizer`` from the cache, trained if it is not there. One process trains, others wait for it.
+
+    ``source`` is a hash of what ``texts`` returns, which is called where the tokenizer must be trained.
+    """
     if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(
             f"--data.vocab_size {vocab_size}: 256 pieces are single bytes and 3 are special; at least {MIN_VOCAB_SIZE} "
             "is required, 2048 suits a small corpus."
         )
-    digest = hashlib.sha256(f"causal-bpe-1 {vocab_size}".encode())
-    for text in texts:
-        digest.update(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
+    digest = hashlib.sha256(f"causal-bpe-2 {vocab_size} {source}".encode()).hexdigest()
+    folder = cache / "tokenizers" / digest
 
     def write(directory: Path) -> None:
-        train_tokenizer(texts, vocab_size).save_pretrained(directory)
+        train_tokenizer(texts(), vocab_size).save_pretrained(directory)
 
-    folder = cached_folder(cache / "tokenizers" / digest.hexdigest(), write, rank=rank, barrier=barrier)
+    if not is_intact(folder):
+        with one_at_a_time(folder.with_suffix(".lock")):
+            cached_folder(folder, write)
     return load_tokenizer(str(folder), None)
+
+
+def sampled(texts: Iterable[str]) -> list[str]:
+    """Return all texts, or of many every 2nd, 4th, 8th ...: at most 131,072 texts and 64 Mi characters."""
+    kept: list[str] = []
+    every = 1
+    characters = 0
+    for number, text in enumerate(texts):
+        if number % every:
+            continue
+        kept.append(text)
+        characters += len(text)
+        while len(kept) > 1 and (len(kept) > SAMPLE_TEXTS or characters > SAMPLE_CHARACTERS):
+            kept = kept[::2]
+            every *= 2
+            characters = sum(map(len, kept))
+    return kept
+
+
+def identity_of(tokenizer: Any) -> str:
+    """Hash what decides the tokens of a row: vocabulary and merges, special tokens, the chat template."""
+    facts = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
+    described = json.dumps([*facts, tokenizer.special_tokens_map], sort_keys=True, default=str)
+    return hashlib.sha256(described.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def load_tokenizer(name: str, revision: str | None) -> Any:

@@ -121,13 +121,24 @@ def test_the_loss_is_that_of_the_base(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_times_are_spread_as_in_training(run: Path) -> None:
+def test_times_are_spread_and_weighted_as_in_training(run: Path, tmp_path: Path) -> None:
     levels = base_of(run).levels()
     assert len(levels) == LEVELS
     middle = (torch.arange(LEVELS) + 0.5) / LEVELS
+    # An export of before tells the shift of its sampler alone.
     torch.testing.assert_close(levels.timesteps, 3 * middle / (1 + 2 * middle))
     torch.testing.assert_close(levels.a, 1 - levels.timesteps)
     assert levels.prediction == "sample"
+    assert levels.weight is None
+
+    options = {"density": "logit_normal", "logit_mean": 1.2, "logit_std": 1.2, "weighting": "sigma_sqrt"}
+    weighted = base_of(picture_run(tmp_path / "run", times=options))
+    process = process_of(weighted)
+    normal = torch.distributions.Normal(1.2, 1.2).icdf(middle.double()).float()
+    torch.testing.assert_close(process.levels.timesteps, torch.sigmoid(normal))
+    # On x0 of a flow, the squared error of the velocity.
+    level = torch.tensor([0, 500, 999])
+    torch.testing.assert_close(process.weights(level), torch.sigmoid(normal[level]) ** -2)
 
 
 def test_a_dropped_caption_is_absent_as_in_training(run: Path) -> None:

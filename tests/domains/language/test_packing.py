@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ import torch.nn.functional as F
 
 from accel_train.config import UsageError
 from accel_train.domains.language import packing, perplexity, pretrained, templates
-from accel_train.domains.language.packing import IGNORED, TokenDataset
+from accel_train.domains.language.packing import IGNORED, Encoded
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.rows import Row
-from accel_train.domains.language.templates import Encoded
 from accel_train.speed.attention.other_libraries import apply_library_attention
 from tests.domains.language import tiny
+from tests.domains.language.in_memory import shard_of
 
 S = 64
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -64,9 +65,9 @@ def test_a_split_text_has_every_token_as_a_target_once(length: int) -> None:
     assert cut.ids == list(range(min(8, length)))
 
 
-def test_rows_hold_tokens_labels_and_positions() -> None:
+def test_rows_hold_tokens_labels_and_positions(tmp_path: Path) -> None:
     texts = [Encoded([5, 6, 7], [False, True, True]), Encoded([8, 9], [False, True])]
-    packed = TokenDataset(texts, 8, 0, packing=True)
+    packed = shard_of(texts, 8, tmp_path, packs=True)
     assert len(packed) == 1
     row = packed[0]
     assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
@@ -80,10 +81,9 @@ def test_rows_hold_tokens_labels_and_positions() -> None:
         "position_ids": (1, 5),
         "length": (1,),
     }
-    apart = TokenDataset(texts, 8, 0, packing=False)
+    apart = shard_of(texts, 8, tmp_path, packs=False)
     assert len(apart) == 2
-    assert apart.fingerprint() != packed.fingerprint()
-    assert sorted(packed.targets().tolist()) == [6, 7, 9]
+    assert [apart[index]["input_ids"][:2].tolist() for index in range(2)] == [[5, 6], [8, 9]]
 
 
 MODELS = {
@@ -95,13 +95,15 @@ MODELS = {
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_losses_of_packed_texts_are_those_of_the_texts_alone(name: str, attention: Any) -> None:
+def test_logits_and_losses_of_packed_texts_are_those_of_the_texts_alone(
+    name: str, attention: Any, tmp_path: Path
+) -> None:
     model = tiny.model(MODELS[name])
     if name == "windows of attention":
         model.config.sliding_window = 4
     model.set_attn_implementation(attention)
     texts = encoded()
-    data = TokenDataset(texts, S, 0, packing=True)
+    data = shard_of(texts, S, tmp_path, packs=True)
     assert len(data) < len(texts)
     batch = data.batch(list(range(len(data)))) | {"weight": torch.ones(len(data))}
     with torch.no_grad():
@@ -110,7 +112,7 @@ def test_logits_and_losses_of_packed_texts_are_those_of_the_texts_alone(name: st
         alone = {tuple(ids): model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids, _ in texts}
     losses: list[torch.Tensor] = []
     worst_leak = 0.0
-    for row, indices in enumerate(data._rows):
+    for row, indices in enumerate(packing.pack([len(text.ids) for text in texts], S)):
         place = 0
         for index in indices:
             ids, trained = texts[index]
@@ -127,10 +129,10 @@ def test_logits_and_losses_of_packed_texts_are_those_of_the_texts_alone(name: st
     assert int(perplexity.trained_tokens(batch)) == sum(sum(trained) for _, trained in texts)
 
 
-def test_rows_one_after_another_have_the_same_logits() -> None:
+def test_rows_one_after_another_have_the_same_logits(tmp_path: Path) -> None:
     """As flash_attention_2 gets them, whose kernel for varying lengths takes one row."""
     model = tiny.model()
-    data = TokenDataset(encoded(), S, 0, packing=True)
+    data = shard_of(encoded(), S, tmp_path, packs=True)
     batch = data.batch(list(range(len(data))))
     assert len(data) > 1
     shapes: list[tuple[int, ...]] = []

@@ -87,7 +87,7 @@ def equal(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) ->
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_shards_give_the_samples_of_memory(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.data.tables.shards.LINES_PER_BLOCK", 64)
+    monkeypatch.setattr("accel_train.data.tables.formats.LINES_PER_BLOCK", 64)
     shards(tmp_path / "data", kind)
     config = settings(tmp_path, shuffle_blocks=2, cache_mib=1)
     read = prepare_data(config)

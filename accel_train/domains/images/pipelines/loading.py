@@ -138,6 +138,13 @@ class DiffusersBase:
             names = [name for name in names if name.count(".") == 1]
         return PretrainedBase(self.source, folder, tuple(names), self.revision)
 
+    def attach(self, pipeline: Any, directory: Path) -> None:
+        """Put the adapter of a checkpoint or an export on the denoiser. Raises ``UsageError`` if it does not fit."""
+        # Its functions keep diffusers quiet by this module.
+        from accel_train.domains.images.pipelines.adapter_files import load_directory
+
+        load_directory(pipeline, self.family.denoiser, directory)
+
     def values_of(self, component: str) -> int:
         """Return the number of values in the weights of a component, from the headers of its files. Reads no tensor."""
         stem = "model" if component.startswith("text_encoder") else WEIGHTS
@@ -151,13 +158,6 @@ class DiffusersBase:
         """Return the names of the text encoders that the pipeline has."""
         index = _index(self.directory)
         return [name for name, kind in index.items() if name.startswith("text_encoder") and kind[0] is not None]
-
-    def attach(self, pipeline: Any, directory: Path) -> None:
-        """Put the adapter of a checkpoint or an export on the denoiser. Raises ``UsageError`` if it does not fit."""
-        # Its functions keep diffusers quiet by this module.
-        from accel_train.domains.images.pipelines.adapter_files import load_directory
-
-        load_directory(pipeline, self.family.denoiser, directory)
 
     def _load(self, replaced: dict[str, Any], device: torch.device) -> Any:
         from diffusers import DiffusionPipeline

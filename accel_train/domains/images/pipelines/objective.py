@@ -62,13 +62,12 @@ class ObjectiveConfig:
 
 def refuse_foreign_weights(options: ObjectiveConfig, times: TimeConfig, levels: NoiseLevels, source: str) -> None:
     """Raise ``UsageError`` for a weighting that belongs to another process than that of the base."""
-    is_flow = levels.prediction == "flow"
-    if is_flow and options.snr_weighting != "none":
+    if levels.is_flow and options.snr_weighting != "none":
         raise UsageError(
             f"objective.snr_weighting {options.snr_weighting}: {source} is trained by flow matching, whose weights are "
             "times.weighting; leave it out"
         )
-    if not is_flow and times.weighting != "none":
+    if not levels.is_flow and times.weighting != "none":
         raise UsageError(
             f"times.weighting {times.weighting}: {source} predicts {levels.prediction}, and this weighting is of flow "
             "matching; leave it out, or give objective.snr_weighting"
@@ -121,11 +120,13 @@ class Denoising:
         return self._at(latents, noise, self.levels.level(time), batch)
 
     def weights(self, level: Tensor) -> Tensor:
-        """Return the weight of each sample's squared error, (B,)."""
-        if self.levels.prediction == "flow":
-            return timesteps.loss_weight(self.levels.b[level], self.times.weighting)
-        snr = self.levels.snr(level)
-        return snr_weight(snr, self.levels.prediction, self.options.snr_weighting, self.options.snr_gamma)
+        """Return the weight of each sample's squared error, (B,), with that of the base's own training."""
+        if self.levels.is_flow:
+            found = timesteps.loss_weight(self.levels.b[level], self.times.weighting)
+        else:
+            snr = self.levels.snr(level)
+            found = snr_weight(snr, self.levels.prediction, self.options.snr_weighting, self.options.snr_gamma)
+        return found if self.levels.weight is None else found * self.levels.weight[level]
 
     def errors(self, model: nn.Module, inputs: Batch) -> Tensor:
         """Return the mean squared error of each sample, (B,) fp32, without its weight.

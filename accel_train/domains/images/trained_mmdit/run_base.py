@@ -17,7 +17,7 @@ from accel_train.data.artifacts import cache_directory
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig, coefficients
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, Prediction
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig
-from accel_train.domains.diffusion.timesteps import shifted
+from accel_train.domains.diffusion.timesteps import TimeConfig, loss_weight, shifted, with_density
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.domains.images.pipelines.loading import BaseConfig
 from accel_train.domains.images.trained_mmdit.text_to_picture import MMDIT, CaptionTokens, MMDiTPipeline, Patches
@@ -29,6 +29,7 @@ from accel_train.options.loading import from_tree
 from accel_train.precision import Precision
 from accel_train.store import commit, manifest, strict_json
 from accel_train.store.pretrained_base import PretrainedBase
+from accel_train.store.weights import find_tensors
 
 HUB = "hub:"
 DEMO = "runs/image-demo"
@@ -57,8 +58,8 @@ class MMDiTBase:
     diffusion: LatentDiffusionConfig
     sampler: LatentSamplingConfig
     """Of its own evaluation."""
-    times_shift: float
-    """Of the times that it was trained on."""
+    times: TimeConfig
+    """Of its own training."""
 
     @property
     def source(self) -> str:
@@ -129,17 +130,29 @@ class MMDiTBase:
         pipeline.transformer.eval()
 
     def levels(self) -> NoiseLevels:
-        """Return the noise levels of its process, spread as the times that it was trained on."""
+        """Return the noise levels of its process, spread and weighted as the times that it was trained on."""
         middles = (torch.arange(LEVELS) + 0.5) / LEVELS
-        times = shifted(middles, self.times_shift)
+        times = shifted(with_density(middles, self.times), self.times.shift)
         a, b = coefficients(times, self.diffusion)
-        return NoiseLevels(a, b, times, PREDICTIONS[self.diffusion.prediction])
+        weight = None if self.times.weighting == "none" else loss_weight(times, self.times.weighting)
+        prediction = PREDICTIONS[self.diffusion.prediction]
+        return NoiseLevels(a, b, times, prediction, weight, straight=self.diffusion.kind == "flow")
 
     def files(self) -> PretrainedBase:
         """Return its weights, and with them all else that gives them a meaning."""
         weights = sorted(path.name for path in self.directory.glob(f"{self._stem}*.safetensors"))
         beside = [f"{ASSETS}/{name}" for name in ("assets.json", "latent.safetensors", "tokenizer.json")]
         return PretrainedBase(self.location, self.directory, (*weights, "config.json", *beside))
+
+    def text_encoders(self) -> list[str]:
+        """Return nothing: the denoiser embeds the tokens of captions itself."""
+        return []
+
+    def values_of(self, component: str) -> int:
+        """Return the number of values in the weights of a component: none but the denoiser's, on pixels."""
+        if component != self.family.denoiser:
+            return 0
+        return sum(info.elements for info in find_tensors(self.directory, self._stem).values())
 
     @property
     def _stem(self) -> str:
@@ -182,7 +195,7 @@ def find(config: BaseConfig) -> MMDiTBase:
         MultimodalMMDiTConfig(**{name: described[name] for name in names}),
         from_tree(LatentDiffusionConfig, described["objective"]["latent"], f"{path}: objective.latent"),
         sampler,
-        _times_shift(directory, sampler),
+        _times(directory, sampler),
     )
 
 
@@ -221,10 +234,13 @@ def _directory(source: str) -> Path:
     return found.path
 
 
-def _times_shift(directory: Path, sampler: LatentSamplingConfig) -> float:
-    """Return the shift of the times of training, from the options of its run, or else that of its sampler."""
+def _times(directory: Path, sampler: LatentSamplingConfig) -> TimeConfig:
+    """Return the times of its training, from the options of its run, or else with the shift of its sampler."""
     for file, key in (("experiment.json", "options"), (manifest.MANIFEST, "experiment")):
         if (directory / file).is_file():
             options: Any = strict_json.read_object(directory / file).get(key) or {}
-            return float(options.get("times.shift", sampler.shift))
-    return sampler.shift
+            of_times = {name: value for name, value in options.items() if name.startswith("times.")}
+            if of_times:
+                tree = {name.removeprefix("times."): value for name, value in of_times.items()}
+                return from_tree(TimeConfig, tree, f"{directory / file}: times.*")
+    return TimeConfig(shift=sampler.shift)

@@ -1,0 +1,284 @@
+"""Rows of files and datasets in blocks, each of which is read by itself, so that no more than one is in memory.
+
+A block is a row group of parquet, a record batch of Arrow, up to 4,096 lines (8 MiB) of JSONL or text, paragraphs of
+about 8 MiB, a whole document, a whole CSV file, or 1,024 rows of a dataset. Every row has a place for messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from accel_train.config import UsageError
+from accel_train.data.tables.formats import (
+    BYTES_PER_BLOCK,
+    KINDS,
+    UNITS,
+    Block,
+    identity_of,
+    index_file,
+    parse_line,
+    read_batch,
+)
+from accel_train.data.tables.text_sources import table
+from accel_train.wording import shortened
+
+SampleBy = Literal["line", "paragraph", "document"]
+SHOWN = 4
+THREADS = 8
+"""Files hashed at a time."""
+ROWS_AT_ONCE = 1024
+"""Rows turned into Python's objects at a time: of parquet, of Arrow, and of a dataset."""
+BLANK_LINE = re.compile(rb"\n\s*\n")
+PlacedRow = tuple[str, Mapping[str, Any] | str]
+"""Place, and the fields or what is wrong with the row."""
+
+
+class RowBlocks(Protocol):
+    """Rows of a source. Can be pickled: a worker reads for itself."""
+
+    @property
+    def key(self) -> str:
+        """Hash of all that decides the rows: the contents of the files, not their names or dates."""
+        ...
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Rows of each block, or about as many. Reads the files where the format needs it."""
+        ...
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the log."""
+        ...
+
+    def read(self, number: int, /) -> Iterator[PlacedRow]:
+        """Yield the rows of a block. Raises ``UsageError`` for a file that is damaged or was written meanwhile."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows of files, in the order of the files."""
+
+    option: str
+    """Option that named the files, for messages."""
+    files: tuple[Path, ...]
+    columns: tuple[str, ...]
+    """Columns of tables to read, where a table has them. The first is that of a line of text."""
+    sample_by: SampleBy
+    """Unit of a row in text."""
+    identities: tuple[tuple[int, int], ...]
+    """Size and date of each file when it was hashed."""
+    key: str
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Where the rows are. Reads the footers of tables, and all of JSONL and text, once."""
+        found: list[Block] = []
+        for number, file in enumerate(self.files):
+            found += [Block(number, *numbers) for numbers in self._index(file)]
+        return tuple(block for block in found if block.rows > 0)
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of each block, of text and JSONL also the blank lines."""
+        return [block.rows for block in self.blocks]
+
+    @property
+    def notices(self) -> list[str]:
+        """Name the files without rows."""
+        filled = {block.file for block in self.blocks}
+        empty = [str(file) for number, file in enumerate(self.files) if number not in filled]
+        return [f"files without rows are left out: {shortened(empty, SHOWN)}"] if empty else []
+
+    def _index(self, file: Path) -> list[tuple[int, ...]]:
+        kind = KINDS[file.suffix]
+        if kind == "csv" or (kind == "text" and self.sample_by == "document"):
+            return [(0, 1, 0, file.stat().st_size)]
+        if kind == "text" and self.sample_by == "paragraph":
+            return list(_paragraph_blocks(file))
+        _, blocks = index_file(self.option, file, kind)
+        return blocks
+
+    def read(self, number: int) -> Iterator[PlacedRow]:
+        """Yield the rows of a block. Raises ``UsageError`` for a file that is damaged, gone or written meanwhile."""
+        block = self.blocks[number]
+        file = self.files[block.file]
+        kind = KINDS[file.suffix]
+        self._refuse_changed(block.file)
+        if kind == "jsonl":
+            yield from _json_rows(file, block)
+        elif kind == "text":
+            yield from self._text_rows(file, block)
+        elif kind == "csv":
+            for index, fields in enumerate(table(file)):
+                yield f"row {index} of {file}", fields
+        else:
+            yield from self._table_rows(file, kind, block.number, _batches(file, kind, block, self.columns))
+
+    def _refuse_changed(self, number: int) -> None:
+        file = self.files[number]
+        try:
+            changed = identity_of(file) != self.identities[number]
+        except FileNotFoundError:
+            raise UsageError(
+                f"{self.option}: {file} is gone since this start listed it. Bring it back and start again."
+            ) from None
+        if changed:
+            raise UsageError(
+                f"{self.option}: {file} was written since this start listed it. Start again when it is complete."
+            )
+
+    def _table_rows(self, file: Path, kind: str, number: int, batches: Iterator[Any]) -> Iterator[PlacedRow]:
+        place = f"{file}, {UNITS[kind]} {number}"
+        count = 0
+        try:
+            for batch in batches:
+                for fields in batch.to_pylist():
+                    yield f"{place}, row {count}", fields
+                    count += 1
+        except Exception as error:  # damaged files raise half a dozen types
+            raise UsageError(
+                f"{self.option}: {place} cannot be read ({' '.join(str(error).split())[:200]}). Its bytes are damaged: "
+                "copy the file again, or take it out."
+            ) from None
+
+    def _text_rows(self, file: Path, block: Block) -> Iterator[PlacedRow]:
+        try:
+            text = _bytes_of(file, block).decode("utf-8-sig" if block.offset == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{self.option}: {file} cannot be read as UTF-8 ({error}). Convert it first.") from None
+        # A "\r\n" is one end of a line, as in a file that is opened as text.
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        for number, part in enumerate(_parts(text, self.sample_by), block.line):
+            # A line may hold other characters that end a line for Python.
+            pieces = part.splitlines() if self.sample_by == "line" else [part]
+            for piece in pieces:
+                if piece.strip():
+                    yield f"{file}:{self.sample_by} {number}", {self.columns[0]: piece}
+
+
+def file_rows(
+    option: str, files: Sequence[Path], columns: Sequence[str], sample_by: SampleBy, sha256: Callable[[Path], str]
+) -> FileRows:
+    """Return the rows of files. ``sha256`` hashes a file, or remembers the hash of an unchanged one."""
+    identities = tuple(identity_of(file) for file in files)
+    with ThreadPoolExecutor(THREADS) as pool:
+        hashes = list(pool.map(sha256, files))
+    kinds = [KINDS[file.suffix] for file in files]
+    described = json.dumps(["files", kinds, hashes, list(columns), sample_by])
+    key = hashlib.sha256(described.encode()).hexdigest()
+    return FileRows(option, tuple(files), tuple(columns), sample_by, identities, key)
+
+
+def _parts(text: str, sample_by: SampleBy) -> list[str]:
+    if sample_by == "document":
+        return [text]
+    if sample_by == "paragraph":
+        return re.split(r"\n\s*\n", text)
+    return text.split("\n")
+
+
+def _bytes_of(file: Path, block: Block) -> bytes:
+    with file.open("rb") as content:
+        content.seek(block.offset)
+        return content.read(block.size)
+
+
+def _json_rows(file: Path, block: Block) -> Iterator[PlacedRow]:
+    content = _bytes_of(file, block)
+    if block.offset == 0:
+        content = content.removeprefix(b"\xef\xbb\xbf")  # the byte-order mark of some editors
+    for number, line in enumerate(content.split(b"\n"), block.line):
+        parsed = parse_line(line)
+        # A blank line is no row.
+        if parsed != "":
+            yield f"{file}:{number}", parsed
+
+
+def _batches(file: Path, kind: str, block: Block, columns: Sequence[str]) -> Iterator[Any]:
+    """Yield the rows of a row group or a record batch, a few at a time."""
+    from pyarrow import parquet
+
+    if kind == "arrow":
+        batch: Any = read_batch(file, block, columns, required=False)
+        for start in range(0, batch.num_rows, ROWS_AT_ONCE):
+            yield batch.slice(start, ROWS_AT_ONCE)
+        return
+    # Checksums are compared where the writer has put them in.
+    with parquet.ParquetFile(file, page_checksum_verification=True) as content:
+        stored: Any = content.schema_arrow.names
+        wanted = [name for name in columns if name in stored]
+        # Without a column of these, all are read: the message on a row of none of them names what there is.
+        yield from content.iter_batches(ROWS_AT_ONCE, row_groups=[block.number], columns=wanted or None)
+
+
+def _paragraph_blocks(file: Path) -> Iterator[tuple[int, ...]]:
+    """Yield `Block` without the index of the file: about 8 MiB up to a blank line, or more in a longer paragraph."""
+    start = 0
+    first = 1
+    held = b""
+    with file.open("rb") as content:
+        while piece := content.read(BYTES_PER_BLOCK):
+            held += piece
+            ends = [found.end() for found in BLANK_LINE.finditer(held)]
+            # Not a blank line at the very end, which may go on in what is not read yet.
+            inside = [end for end in ends if end < len(held)]
+            if inside:
+                yield (0, len(inside), start, inside[-1], first)
+                first += len(inside)
+                start += inside[-1]
+                held = held[inside[-1] :]
+    if held:
+        yield (0, 1, start, len(held), first)
+
+
+@dataclass(frozen=True)
+class DatasetRows:
+    """Rows of a dataset of `datasets`, which are on disk."""
+
+    dataset: Any
+    name: str
+    """As the user gave it, for messages."""
+    key: str
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of each block."""
+        total = len(self.dataset)
+        starts = range(0, total, ROWS_AT_ONCE)
+        return [min(ROWS_AT_ONCE, total - start) for start in starts]
+
+    @property
+    def notices(self) -> list[str]:
+        """Nothing to say."""
+        return []
+
+    def read(self, number: int) -> Iterator[PlacedRow]:
+        """Yield the rows of a block."""
+        start = number * ROWS_AT_ONCE
+        stop = min(start + ROWS_AT_ONCE, len(self.dataset))
+        columns: Mapping[str, list[Any]] = self.dataset[start:stop]
+        for row in range(stop - start):
+            fields = {name: values[row] for name, values in columns.items()}
+            yield f"row {start + row} of {self.name}", fields
+
+
+def dataset_rows(dataset: Any, name: str, split: str, sha256: Callable[[Path], str]) -> DatasetRows:
+    """Return the rows of a dataset. Hashes its files, or its rows where it is in memory."""
+    digest = hashlib.sha256(f"dataset {split} {len(dataset)} {dataset.features}".encode())
+    files = [Path(entry["filename"]) for entry in dataset.cache_files]
+    for file in files:
+        digest.update(sha256(file).encode())
+    if not files:
+        for fields in dataset:
+            digest.update(repr(fields).encode("utf-8", "surrogatepass"))
+    return DatasetRows(dataset, name, digest.hexdigest())

@@ -1,0 +1,118 @@
+"""Blocks of rows to tokens: each row is encoded, divided to fit, and held out or trained, by its content alone."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accel_train.data.tables.row_blocks import RowBlocks
+from accel_train.data.tables.text_sources import content_key
+from accel_train.domains.language import packing, templates
+from accel_train.domains.language.packing import COUNTS, EncodedBlock, Tokens
+from accel_train.domains.language.rows import Fault, Row, parsed
+
+KEY_BYTES = 16
+"""Of the hash of a row's words, kept to bring held-out rows into order: two different rows share them never."""
+TEXTS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class BlockEncoder:
+    """Encodes a block. Can be pickled: a worker has its own tokenizer."""
+
+    source: RowBlocks
+    tokenizer: Any
+    text_column: str
+    max_length: int
+    fraction: float
+    """Share of rows held out, by the hash of their words."""
+    excluded: frozenset[bytes] = frozenset()
+    """Hashes of rows that are left out, because they are held out elsewhere."""
+
+    def __call__(self, number: int) -> EncodedBlock:
+        """Return the tokens of a block. Raises ``UsageError`` for rows that the tokenizer has no template for."""
+        if multiprocessing.parent_process() is not None:
+            # One worker a core already.
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        block = _Block(self)
+        found: list[Row] = []
+        for row in parsed(self.source.read(number), self.text_column):
+            if isinstance(row, Fault):
+                block.faults.append(row)
+                continue
+            found.append(row)
+            if len(found) == TEXTS_AT_ONCE:
+                block.add_all(found)
+                found = []
+        block.add_all(found)
+        return block.finish()
+
+
+class _Block:
+    """What of a block is encoded."""
+
+    def __init__(self, encoder: BlockEncoder) -> None:
+        self.faults: list[Fault] = []
+        self._encoder = encoder
+        self._limit = math.ceil(encoder.fraction * 2**64)
+        self._texts: list[Tokens] = []
+        self._keys: list[bytes] = []
+        self._heldout: list[bool] = []
+        self._counts = dict.fromkeys(COUNTS, 0)
+
+    def add_all(self, rows: Sequence[Row]) -> None:
+        keys = [content_key(row.content) for row in rows]
+        kept = [(row, key) for row, key in zip(rows, keys, strict=True) if key not in self._encoder.excluded]
+        texts = [row for row, _ in kept if row.text is not None]
+        encoded = iter(templates.encode_texts(texts, self._encoder.tokenizer))
+        for row, key in kept:
+            if row.text is None:
+                self._add(row, key, templates.encode(row, self._encoder.tokenizer))
+            else:
+                self._add(row, key, next(encoded))
+
+    def _add(self, row: Row, key: bytes, encoded: templates.Encoded) -> None:
+        length = len(encoded.ids)
+        limit = self._encoder.max_length
+        is_heldout = int.from_bytes(key[:8], "big") < self._limit
+        self._counts["heldout" if is_heldout else "train"] += 1
+        is_plain = row.text is not None
+        if length > limit and not is_heldout:
+            self._counts["split" if is_plain else "cut"] += 1
+        pieces = packing.fit(encoded, limit, split=is_plain)
+        kept = [packing.marked(piece) for piece in pieces if any(piece.trained)]
+        self._texts += kept
+        self._keys += [key[:KEY_BYTES]] * len(kept)
+        self._heldout += [is_heldout] * len(kept)
+        if not kept:
+            which = f"the first {limit} tokens" if length > limit else f"its {length} tokens"
+            why = f"nothing to learn: none of {which} is trained (--data.max_length, the chat template)"
+            self.faults.append(Fault(row.place, why))
+
+    def finish(self) -> EncodedBlock:
+        heldout = np.array(self._heldout, np.bool_)
+        # Big-endian, so that numbers are in the order of the bytes; halved in range to fit into the sign.
+        keys = np.frombuffer(b"".join(self._keys), ">u8").reshape(-1, 2)
+        signed = (keys ^ np.uint64(2**63)).astype(np.uint64).view(np.int64)
+        return EncodedBlock(
+            tokens=np.concatenate([np.zeros(0, np.int32), *self._texts]),
+            lengths=np.array([len(text) for text in self._texts], np.int64),
+            keys=np.where(heldout[:, None], signed, 0),
+            heldout=heldout,
+            counts=self._counts | {"bad": len(self.faults)},
+            faults=self.faults,
+        )
+
+
+def contents(source: RowBlocks, text_column: str) -> Iterator[str]:
+    """Yield the words of each usable row, one string a row. Reads everything."""
+    for number in range(len(source.rows)):
+        for row in parsed(source.read(number), text_column):
+            if isinstance(row, Row):
+                yield row.content

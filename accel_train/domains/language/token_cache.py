@@ -1,0 +1,302 @@
+"""Tokens of a source, computed once: encoded block by block, packed shard by shard, and kept in the cache.
+
+A shard has consecutive texts of about 4 million tokens, and texts are packed within it: memory does not depend on the
+size of the source, and texts of one shard alone are packed as a whole. One process of a host computes, the others wait.
+A record beside the shards says where each ends in the source, so that whoever comes next goes on behind the last one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from accel_train.config import UsageError
+from accel_train.data.artifacts import one_at_a_time
+from accel_train.data.generation import blocks_in_order
+from accel_train.data.progress import Progress
+from accel_train.data.tables.row_blocks import RowBlocks
+from accel_train.data.tables.text_sources import BadRows
+from accel_train.data.tensor_cache import Lease, TensorCache
+from accel_train.domains.language import packing
+from accel_train.domains.language.packing import COUNTS, EncodedBlock, Ints, Tokens
+from accel_train.domains.language.token_shards import OpenShards, Shard, ShardFile, shard_tensors
+from accel_train.store import atomic_files
+
+FORMAT = 1
+Encode = Callable[[int], EncodedBlock]
+"""Encodes a block of the source. Can be pickled."""
+SHARD_TOKENS = 2**22
+
+
+class Layout(NamedTuple):
+    """How texts are divided into rows."""
+
+    max_length: int
+    packing: bool
+    vocabulary: int
+    """Number of token ids."""
+
+
+class PreparedTokens(NamedTuple):
+    """Both splits of a source. Without a share to hold out, all is training."""
+
+    train: list[Shard]
+    heldout: list[Shard]
+    fingerprints: tuple[str, str]
+    """Of the texts of the two, and of their rows."""
+    counts: dict[str, int]
+    """`encoding.COUNTS` over all blocks."""
+    lease: Lease
+    """Keeps the files from being deleted."""
+    targets: torch.Tensor
+    """How often each token is a target of training, (V,) int64."""
+    notices: list[str]
+
+
+class TokenCache:
+    """The tokens of one source, encoded and packed in one way. `facts` tell which, in plain values."""
+
+    def __init__(self, root: Path, tokenizer: str, facts: Sequence[Any], layout: Layout) -> None:
+        about = {"kind": "tokens", "source": "tokenizer", "weights": tokenizer, **layout._asdict()}
+        self.tensors = TensorCache(root, about)
+        described = json.dumps([FORMAT, SHARD_TOKENS, tokenizer, layout, list(facts)])
+        self.key = hashlib.sha256(described.encode()).hexdigest()
+        self.layout = layout
+        self.record = self.tensors.folder / f"{self.key}.json"
+
+    def prepared(self, source: RowBlocks, encoder: Callable[[], Encode], bad: BadRows) -> PreparedTokens:
+        """Return the tokens, computed if the cache lacks them. Bad rows are counted in ``bad``.
+
+        Raises ``UsageError`` for one too many of them, and for a disk without room.
+        """
+        found = self._load() or self._computed(source, encoder, bad.limit - bad.count)
+        bad.count += found.counts["bad"]
+        return found
+
+    def _computed(self, source: RowBlocks, encoder: Callable[[], Encode], bad_rows_left: int) -> PreparedTokens:
+        with one_at_a_time(self.record.with_suffix(".lock")):
+            # Another process may have computed them meanwhile.
+            found = self._load()
+            if found is None:
+                _Preparation(self, encoder(), BadRows(bad_rows_left)).run(source)
+                found = self._load()
+        assert found is not None, "it was just computed"
+        return found
+
+    def entry_key(self, name: str) -> str:
+        """Return the key of an entry of the cache of tensors."""
+        return hashlib.sha256(f"{self.key} {name}".encode()).hexdigest()
+
+    def read_record(self) -> dict[str, Any]:
+        """Return what is known of the shards, as far as they are whole."""
+        try:
+            record: dict[str, Any] = json.loads(self.record.read_text("utf-8"))
+            names = [shard["name"] for shard in record["train"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return {"train": [], "heldout": [], "blocks": {}, "notices": [], "complete": False}
+        missing = self._missing(names)
+        if missing:
+            # Those behind it are computed again, because the source is read from there on.
+            first = min(names.index(name) for name in missing)
+            record["train"] = record["train"][:first]
+        others = [shard["name"] for shard in record["heldout"]]
+        record["complete"] = record["complete"] and not missing and not self._missing([*others, "targets"])
+        return record
+
+    def _missing(self, names: Sequence[str]) -> list[str]:
+        keys = {self.entry_key(name): name for name in names}
+        return [keys[key] for key in self.tensors.missing(keys)]
+
+    def file(self, name: str) -> Path:
+        """Return the file of an entry."""
+        return self.tensors.file(self.entry_key(name))
+
+    def _load(self) -> PreparedTokens | None:
+        record = self.read_record()
+        if not record["complete"]:
+            return None
+        targets = self.tensors.read(self.entry_key("targets"))["targets"]
+        train = self._shards(record["train"])
+        heldout = self._shards(record["heldout"])
+        keys = [shard.file.stem for shard in [*train, *heldout]]
+        return PreparedTokens(
+            train=train,
+            heldout=heldout,
+            lease=self.tensors.lease(keys),
+            fingerprints=(_combined(record["train"]), _combined(record["heldout"])),
+            counts=_total(record["blocks"]),
+            targets=targets,
+            notices=record["notices"],
+        )
+
+    def _shards(self, described: Sequence[dict[str, Any]]) -> list[Shard]:
+        filled = [shard for shard in described if shard["texts"]]
+        return [Shard(self.file(shard["name"]), shard["rows"], shard["texts"], shard["tokens"]) for shard in filled]
+
+
+def _combined(shards: Sequence[dict[str, Any]]) -> str:
+    hashes = [shard["fingerprint"] for shard in shards if shard["texts"]]
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+def _total(blocks: dict[str, dict[str, int]]) -> dict[str, int]:
+    return {name: sum(counts[name] for counts in blocks.values()) for name in COUNTS}
+
+
+class _Texts(NamedTuple):
+    """Texts of a part of a block, with the fields of ``EncodedBlock``."""
+
+    tokens: Tokens
+    lengths: Ints
+    keys: Ints
+    heldout: Any
+
+
+class _Preparation:
+    """The pass over a source."""
+
+    def __init__(self, cache: TokenCache, encode: Encode, bad: BadRows) -> None:
+        self.cache = cache
+        self.encode = encode
+        self.bad = bad
+        self.record = cache.read_record()
+        self._waiting: list[_Texts] = []
+        self._tokens = 0
+
+    def run(self, source: RowBlocks) -> None:
+        """Encode what is missing, then bring the held-out texts into order, and count the targets."""
+        self.record["notices"] = source.notices
+        start, skip = self._position()
+        count = len(source.rows)
+        # What was counted behind the last shard is counted again.
+        self.record["blocks"] = {n: counts for n, counts in self.record["blocks"].items() if int(n) < start}
+        self.bad.count += _total(self.record["blocks"])["bad"]
+        blocks = blocks_in_order(partial(_encode, self.encode, start), count - start, "auto")
+        with Progress("tokens", sum(source.rows), enabled=True) as bar:
+            bar.update(sum(source.rows[:start]))
+            for number, block in enumerate(blocks, start):
+                self._take(number, block, skip)
+                skip = 0
+                bar.update(source.rows[number])
+        if self._waiting:
+            self._write_shard((count, 0))
+        self._write_heldout()
+        self._count_targets()
+        self._save(complete=True)
+
+    def _position(self) -> tuple[int, int]:
+        """Return the block to go on with, and how many of its texts are done."""
+        shards = self.record["train"]
+        if not shards:
+            return 0, 0
+        block, text = shards[-1]["end"]
+        return block, text
+
+    def _take(self, number: int, block: EncodedBlock, first: int) -> None:
+        """Add the texts of a block from the ``first`` one on, and write the shards that are full."""
+        for place, reason in block.faults:
+            self.bad.add(place, reason)
+        self.record["blocks"][str(number)] = block.counts
+        ends = np.cumsum(block.lengths)
+        while first < len(ends):
+            before = int(ends[first - 1]) if first else 0
+            # The text that fills the shard is its last.
+            last = int(np.searchsorted(ends, before + SHARD_TOKENS - self._tokens))
+            stop = min(last + 1, len(ends))
+            self._keep(block, first, stop, before, int(ends[stop - 1]))
+            if self._tokens >= SHARD_TOKENS:
+                self._write_shard((number, stop))
+            first = stop
+
+    def _keep(self, block: EncodedBlock, first: int, stop: int, start: int, end: int) -> None:
+        part = slice(first, stop)
+        # Copies: a view would hold the whole block.
+        texts = _Texts(
+            block.tokens[start:end].copy(), block.lengths[part].copy(), block.keys[part].copy(), block.heldout[part]
+        )
+        self._waiting.append(texts)
+        self._tokens += end - start
+
+    def _write_shard(self, end: tuple[int, int]) -> None:
+        """Pack the training texts that wait, and write them with the held-out ones beside them."""
+        texts = _Texts(*(np.concatenate(parts) for parts in zip(*self._waiting, strict=True)))
+        self._waiting = []
+        self._tokens = 0
+        of_heldout = np.repeat(texts.heldout, texts.lengths)
+        aside = {
+            "heldout_tokens": torch.from_numpy(texts.tokens[of_heldout]),
+            "heldout_lengths": torch.from_numpy(texts.lengths[texts.heldout]),
+            "heldout_keys": torch.from_numpy(texts.keys[texts.heldout]),
+        }
+        name = f"train {len(self.record['train'])}"
+        described = self._write(name, texts.tokens[~of_heldout], texts.lengths[~texts.heldout], aside)
+        self.record["train"].append(described | {"end": list(end)})
+        self._save(complete=False)
+
+    def _write(self, name: str, tokens: Tokens, lengths: Ints, aside: dict[str, torch.Tensor]) -> dict[str, Any]:
+        max_length, packs, _ = self.cache.layout
+        packed = packing.pack_texts(tokens, lengths, max_length, packing=packs)
+        self.cache.tensors.write(self.cache.entry_key(name), shard_tensors(packed) | aside)
+        return {
+            "name": name,
+            "rows": len(packed.rows) - 1,
+            "texts": len(lengths),
+            "tokens": len(tokens),
+            "fingerprint": packing.fingerprint(tokens, lengths, max_length, packing=packs),
+        }
+
+    def _write_heldout(self) -> None:
+        """Write the held-out texts in the order of the hashes of their rows, so that the first are a fair sample."""
+        count = len(self.record["train"])
+        files = OpenShards([self.cache.file(shard["name"]) for shard in self.record["train"]])
+        lengths: list[Ints] = [files[number].read_all("heldout_lengths") for number in range(count)]
+        keys = [files[number].read_all("heldout_keys").reshape(-1, 2) for number in range(count)]
+        of_file = np.repeat(np.arange(count), [len(part) for part in lengths])
+        starts = [np.cumsum(part) - part for part in lengths]
+        first = np.concatenate([np.zeros(0, np.int64), *starts])
+        length = np.concatenate([np.zeros(0, np.int64), *lengths])
+        key = np.concatenate([np.zeros((0, 2), np.int64), *keys])
+        # By both halves of the key. Equal rows stay in order.
+        order = np.lexsort((key[:, 1], key[:, 0]))
+        shard_of = np.cumsum(length[order]) // SHARD_TOKENS
+        self.record["heldout"] = []
+        for number in range(int(shard_of[-1]) + 1 if len(order) else 0):
+            chosen = order[shard_of == number]
+            texts = [
+                files[int(of_file[text])].read("heldout_tokens", int(first[text]), int(first[text] + length[text]))
+                for text in chosen.tolist()
+            ]
+            tokens = np.concatenate([np.zeros(0, np.int32), *texts])
+            self.record["heldout"].append(self._write(f"heldout {number}", tokens, length[chosen], {}))
+
+    def _count_targets(self) -> None:
+        vocabulary = self.cache.layout.vocabulary
+        counts = np.zeros(vocabulary, np.int64)
+        for shard in self.record["train"]:
+            tokens: Tokens = ShardFile(self.cache.file(shard["name"])).read_all("tokens")
+            targets = tokens[(tokens & packing.TARGET) != 0] & packing.IDS
+            counts += np.bincount(targets, minlength=vocabulary)
+        self.cache.tensors.write(self.cache.entry_key("targets"), {"targets": torch.from_numpy(counts)})
+
+    def _save(self, *, complete: bool) -> None:
+        self.record["complete"] = complete
+        try:
+            atomic_files.replace_json(self.cache.record, self.record)
+        except OSError as error:
+            raise UsageError(
+                f"cache {self.cache.record.parent}: {error.strerror}. Free space, or name another folder with "
+                "--data.cache_dir or ACCEL_TRAIN_CACHE."
+            ) from None
+
+
+def _encode(encode: Encode, start: int, number: int) -> EncodedBlock:
+    return encode(start + number)
