@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+import accel_train
 from accel_train import cli
 from accel_train.config import UsageError
+from accel_train.domains.models.patches import from_patches
 from accel_train.store import commit
-from tests.trained import commit_checkpoint, text_run
+from tests.trained import commit_checkpoint, picture_run, text_run
 
 RECIPE = '''
 from dataclasses import dataclass
@@ -78,6 +82,28 @@ def test_its_help_lists_the_options_of_the_model(tmp_path: Path, capsys: pytest.
     shown = capsys.readouterr().out
     for part in ("--text_file", "--length", "--to {text,latents}", "Sample text from texts or latents"):
         assert part in shown, part
+
+
+def test_a_model_of_pictures_draws_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = picture_run(tmp_path / "run", side=16)
+    prompts = ("a red circle", "a blue square")
+    folder = tmp_path / "drawn"
+    assert cli._main(["sample", str(run), "--prompt", *prompts, "--seed", "3", "--output", str(folder)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1] for line in shown] == list(prompts)
+    latents = accel_train.load(run).latents_from_texts(prompts, seed=3)
+    for line, expected in zip(shown, from_patches(latents, (4, 4), 4), strict=True):
+        with Image.open(line.split(": ")[0]) as drawn:
+            assert np.array_equal(np.asarray(drawn), expected.numpy())
+    monkeypatch.chdir(tmp_path)
+    assert cli._main(["sample", str(run), "--prompt", "a red circle"]) == 0
+    assert len(list((tmp_path / "pictures").glob("*-0.png"))) == 1
+    with pytest.raises(UsageError, match="prompt and text: a prompt is drawn as a picture"):
+        cli._main(["sample", str(run), "--prompt", "a", "--text", "b"])
+    with pytest.raises(UsageError, match="has learned latents of texts and no pictures; give --text"):
+        cli._main(["sample", str(text_run(tmp_path / "texts")), "--prompt", "a red circle"])
 
 
 def test_without_a_pipeline_an_export_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

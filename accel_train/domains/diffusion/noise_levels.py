@@ -45,9 +45,10 @@ class NoiseLevels:
 
     def to(self, device: torch.device) -> NoiseLevels:
         """Return the levels with their tables on ``device``."""
-        tables = [table.to(device) for table in (self.a, self.b, self.timesteps)]
         weight = None if self.weight is None else self.weight.to(device)
-        return NoiseLevels(*tables, self.prediction, weight, self.straight)
+        return NoiseLevels(
+            self.a.to(device), self.b.to(device), self.timesteps.to(device), self.prediction, weight, self.straight
+        )
 
     def level(self, time: Tensor) -> Tensor:
         """Return the level floor(N t) of times in [0, 1], int64 in their shape."""

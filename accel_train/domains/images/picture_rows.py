@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel_train.domains.images.patches import from_patches, to_patches
+from accel_train.domains.models.patches import from_patches, to_patches
 
 ROWS_PER_SHARD = 2048
 D = TypeVar("D")

@@ -26,6 +26,7 @@ from accel_train.domains.text.both_ways import (
     tokens_from_latents,
 )
 from accel_train.domains.text.dataset import DataAssets
+from accel_train.domains.text.drawn import picture_grid, write_pictures
 from accel_train.domains.text.modes import ModeConfig, Part, learned_conditions
 from accel_train.domains.text.trained_model import learned_modes, load_both_ways
 from accel_train.pipeline import Example, describe, read_lines
@@ -43,11 +44,13 @@ UNITS = {
 
 @dataclass(frozen=True)
 class TextLatentOptions:
-    """Sample text from texts or latents, or latents from texts.
+    """Sample text from texts or latents, latents from texts, or pictures from captions.
 
     One prompt with one seed gives one answer, whatever else is asked for with it.
     """
 
+    prompt: tuple[str, ...] = ()
+    """Captions to draw, of a model of captions and pictures. A PNG file for each."""
     text: tuple[str, ...] = ()
     """Texts. Each is encoded, and a text is sampled from its latent; with --to latents, its latent is sampled."""
     text_file: str | None = None
@@ -63,19 +66,32 @@ class TextLatentOptions:
     device: str = "cpu"
     """Device of torch."""
     output: str | None = None
-    """File to write. Latents: latents.safetensors if not given. Texts: printed, and written one per line if given."""
+    """File to write. Latents: latents.safetensors if not given. Texts: printed, and written one per line if given.
+    Pictures: a folder, pictures if not given."""
 
     def __post_init__(self) -> None:
+        if self.prompt:
+            self._refuse_beside_prompt()
+            return
         if self.latents is not None and (self.text or self.text_file):
             raise UsageError("latents and text: sampling starts from one of the two; leave one of them out")
         if self.latents is None and not (self.text or self.text_file):
             raise UsageError(
-                "nothing to sample from: give --text 'a text', --text_file texts.txt or --latents latents.safetensors"
+                "nothing to sample from: give --text 'a text', --text_file texts.txt or --latents latents.safetensors, "
+                "or --prompt 'a red heart' for a model of pictures"
             )
         if self.latents is not None and self.to == "latents":
             raise UsageError("to latents with --latents: latents are sampled from text; give --text instead")
         if self.length is not None and self.to == "latents":
             raise UsageError("length with --to latents: only sampled texts have a length; leave it out")
+
+    def _refuse_beside_prompt(self) -> None:
+        others = {"text": self.text, "text_file": self.text_file, "latents": self.latents, "length": self.length}
+        given = [name for name, value in others.items() if value]
+        if self.to != "text":
+            given.append("to")
+        if given:
+            raise UsageError(f"prompt and {', '.join(given)}: a prompt is drawn as a picture; leave the others out")
 
 
 class TextLatentSamples(NamedTuple):
@@ -193,6 +209,10 @@ class TextLatentPipeline:
 
     def sample(self, options: TextLatentOptions) -> list[str]:
         """Sample as ``accel-train sample`` is asked to, and return the lines to print."""
+        if options.prompt:
+            grid = picture_grid(self.model.config)
+            drawn = self.latents_from_texts(options.prompt, seed=options.seed)
+            return write_pictures(drawn, grid, options.prompt, options.seed, options.output)
         if options.latents is not None:
             return self._written(
                 self.texts_from_latents(_read_latents(options.latents), seed=options.seed, length=options.length),

@@ -9,7 +9,7 @@ import torch
 from accel_train.config import UsageError
 from accel_train.domains.images.captioned import PictureConfig, prepare_pictures
 from accel_train.domains.images.demo import emoji, shapes
-from accel_train.domains.images.patches import from_patches, to_patches
+from accel_train.domains.models.patches import from_patches, to_patches
 from accel_train.domains.text.options import DataConfig
 from accel_train.domains.text.prepare import prepare_data
 

@@ -20,13 +20,13 @@ from accel_train.config import UsageError
 from accel_train.domains.diffusion import latents
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.timesteps import TimeConfig
-from accel_train.domains.images.patches import as_grid, from_patches, to_patches
 from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig
 from accel_train.domains.images.trained_mmdit.run_base import LEVELS, MAKE_DEMO, MMDiTBase
 from accel_train.domains.models import adapters
 from accel_train.domains.models.lora import ADAPTER
+from accel_train.domains.models.patches import as_grid, from_patches, to_patches
 from accel_train.domains.text.dataset import load_assets
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.store import commit

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, Predict, sample_latents
-from accel_train.domains.images.patches import as_grid, as_tokens, cut, joined
 from accel_train.domains.images.pipelines.family import Conditioning, Family, Predicting
 from accel_train.domains.models.adapters import choose_adapter
 from accel_train.domains.models.lora import ADAPTER
+from accel_train.domains.models.patches import as_grid, as_tokens, cut, joined
 
 NAME = "MMDiT of recipes/mmdit.py"
 TARGETS = (
