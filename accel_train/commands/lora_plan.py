@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -17,6 +18,9 @@ from accel_train.options.loading import from_tree, read_tree
 from accel_train.options.tree import Tree
 from accel_train.speed import fitting
 from accel_train.speed.fitting import GIB
+
+if TYPE_CHECKING:
+    from accel_train.domains.images.pipelines.loading import DiffusersBase
 
 Intent = Literal["speed", "balanced", "quality"]
 INTENTS: Mapping[str, str] = {"speed": "lora_speed", "balanced": "lora_tune", "quality": "lora_quality"}
@@ -74,6 +78,7 @@ def make(
     that cannot be found.
     """
     machine = find_machine(memory_gib)
+    base = _find_base(flags)
     experiment = read_tree(folder("recipes") / "presets" / f"{INTENTS[intent]}.yaml")
     lines = [f"machine: {machine.name}, {machine.gib:.1f} GiB", f"intent: {intent} ({INTENTS[intent]})"]
     presets = presets_by_memory()
@@ -87,12 +92,12 @@ def make(
     reasons: list[str] = []
     for gb in sorted(meant, reverse=True):
         tree = overlaid(with_machine(experiment, read_tree(presets[gb])), flags)
-        needed, reason = _need(recipe, tree)
+        needed, reason = _need(recipe, tree, base)
         fits = needed <= machine.gib
         reasons.append(f"  {presets[gb].stem}: {reason}{'' if fits else ', too much'}")
         if fits:
             chosen = f"chosen: {presets[gb].stem}, {_why(gb, meant)}"
-            advice = _advised(recipe, tree, intent, flags)
+            advice = _advised(tree, intent, flags, base)
             return tree, [*lines, *reasons, chosen, *advice]
     listed = "\n".join(reasons)
     raise UsageError(
@@ -131,12 +136,25 @@ def overlaid(tree: Tree, values: Mapping[str, Any]) -> Tree:
     return found
 
 
-def _need(recipe: ModuleType, tree: Tree) -> tuple[float, str]:
+def _find_base(flags: Mapping[str, Any]) -> DiffusersBase:
+    from accel_train.domains.images.pipelines import loading
+
+    given = {name.removeprefix("base."): value for name, value in flags.items() if name.startswith("base.")}
+    base = loading.find_base(from_tree(loading.BaseConfig, given, "command line"))
+    if not isinstance(base, loading.DiffusersBase):
+        raise UsageError(
+            f"--base {base.source}: a model of recipes/mmdit.py, which needs no plan; give a pipeline of diffusers, or "
+            f"train with `accelerate launch recipes/lora.py lora_demo --base.source {base.source}`"
+        )
+    return base
+
+
+def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase) -> tuple[float, str]:
     """Return the GiB that a run with these options needs, infinite if it cannot be made here, and words about it."""
-    from accel_train.domains.images.pipelines import loading, memory_need
+    from accel_train.domains.images.pipelines import memory_need
 
     config: Any = from_tree(recipe.Config, tree, "command line")
-    base = loading.find_base(config.base)
+    base = replace(found, config=config.base)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         size = fitting.size_of(lambda: recipe.build(base, config.lora, config.precision, device))
@@ -155,13 +173,11 @@ def _need(recipe: ModuleType, tree: Tree) -> tuple[float, str]:
     return need.most, f"needs {need}"
 
 
-def _advised(recipe: ModuleType, tree: Tree, intent: Intent, flags: Mapping[str, Any]) -> list[str]:
+def _advised(tree: Tree, intent: Intent, flags: Mapping[str, Any], base: DiffusersBase) -> list[str]:
     """Add to ``tree`` what the intent wants of this kind of base, in place, and return lines about it."""
-    from accel_train.domains.images.pipelines import loading
-
     if intent != "quality":
         return []
-    prediction = loading.find_base(from_tree(recipe.Config, tree, "command line").base).levels().prediction
+    prediction = base.levels().prediction
     group, option, value = "objective", "snr_weighting", "min_snr"
     if prediction == "flow":
         group, option, value = "times", "density", "logit_normal"

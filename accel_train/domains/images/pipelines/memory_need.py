@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from accel_train.domains.images.pipelines.loading import Base
+from accel_train.domains.images.pipelines.loading import DiffusersBase
 from accel_train.precision import dtype_of
 from accel_train.speed.fitting import FP32_BYTES, GIB, OPTIMIZER_BYTES, Size
 
@@ -81,7 +81,7 @@ class Need(NamedTuple):
         )
 
 
-def estimate(base: Base, load: Load) -> Need:
+def estimate(base: DiffusersBase, load: Load) -> Need:
     """Return the memory that a run needs. Reads headers of files, no weights."""
     encoder_bytes = dtype_of(base.config.encoder_precision).itemsize
     texts = sum(base.values_of(name) for name in base.text_encoders()) * encoder_bytes / GIB
