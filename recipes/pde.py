@@ -63,7 +63,8 @@ class Config(experiment.ExperimentConfig):
         loads_with=transformer.PdeTransformer,
         first_options=("model.width", "model.depth", "data.path", "data.tasks", "task_weights", "evaluation.every"),
         pipeline=pipeline.FieldPipeline,
-        smoke={"evaluation.samples": 2},
+        # One step of the first stage and one of the second, so that every term of the loss is tried.
+        smoke={"evaluation.samples": 2, "objective.autoencode_steps": 1},
     )
 
     output_dir: str = "runs/pde-demo"

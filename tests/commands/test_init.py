@@ -17,6 +17,7 @@ from accel_train.commands import bundled
 from accel_train.commands.check import check
 from accel_train.commands.launch import Launch
 from accel_train.config import UsageError
+from accel_train.domains.pde.operator_learning import stage_of_step
 from accel_train.options.loading import load_config
 from recipes import mmdit, pde
 from tests import zygote
@@ -103,6 +104,13 @@ def test_smoke_is_a_short_run_in_a_directory_of_its_own() -> None:
     assert (config.schedule.kind, config.schedule.warmup_steps) == ("constant", 0)
     assert (config.optimizer.lr, loaded.origins["optimizer.lr"]) == (0.5, "command line")
     assert loaded.origins["global_batch_size"] == "--smoke"
+
+
+def test_smoke_of_pde_trains_the_encoder_and_then_the_operator() -> None:
+    for preset in ("pde_demo", "pde_baseline"):
+        config = load_config(pde.Config, [preset, "--smoke"], presets=PRESETS).config
+        stages = [stage_of_step(config.objective, step) for step in range(config.max_steps or 0)]
+        assert stages == ["autoencode", "operator"]
 
 
 def test_smoke_gives_every_process_samples_and_check_says_so() -> None:

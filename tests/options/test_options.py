@@ -279,17 +279,29 @@ evaluation.temperature
 """
 
 
+def assert_options_are(found: list[str], expected: list[str], where: str) -> None:
+    """Compare with a list of this file, and name what differs."""
+    new = [name for name in found if name not in expected]
+    gone = [name for name in expected if name not in found]
+    assert found == expected, f"correct the list {where} in this file, in the order of the fields: {new=}, {gone=}"
+
+
+def own_options(config: type) -> list[str]:
+    """The options of a recipe beside the shared ones."""
+    shared = option_names(ExperimentConfig)
+    return [name for name in option_names(config) if name not in shared]
+
+
 def test_the_options_of_mmdit_are_these() -> None:
-    assert option_names(Config) == MMDIT.split()
+    assert_options_are(option_names(Config), MMDIT.split(), "MMDIT")
 
 
 def test_the_options_of_pde_are_these_beside_the_shared_ones() -> None:
-    assert [name for name in option_names(pde.Config) if name not in option_names(ExperimentConfig)] == PDE.split()
+    assert_options_are(own_options(pde.Config), PDE.split(), "PDE")
 
 
 def test_the_options_of_causal_lm_are_these_beside_the_shared_ones() -> None:
-    own = [name for name in option_names(causal_lm.Config) if name not in option_names(ExperimentConfig)]
-    assert own == CAUSAL_LM.split()
+    assert_options_are(own_options(causal_lm.Config), CAUSAL_LM.split(), "CAUSAL_LM")
 
 
 RECIPES: dict[str, tuple[type, str]] = {

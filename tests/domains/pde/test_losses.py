@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ TRAINS = {
     ("residual", "residual"): {"residual"},
 }
 """The table of docs/pde.md. Where input and target are the same fields, one encoder serves both."""
+PAGE = Path(pde.__file__).parents[1] / "docs" / "pde.md"
 HAS = {"advection": set(TERMS) - {"boundary"}, "darcy": set(TERMS) - {"conservation"}}
 
 
@@ -67,6 +69,14 @@ def sums_of(config: pde.Config, data: FieldData, model: PdeTransformer, number: 
     assert set(found) == set(TERMS) == set(learned.coefficients)
     assert all(float(found[term]) == 0 for term in set(TERMS) - learned.terms)
     return {term: found[term] for term in learned.terms}
+
+
+def test_the_tables_here_and_on_the_page_have_every_term() -> None:
+    here = {term for _, term in TRAINS}
+    assert here == set(TERMS), "give each term of losses.TERMS a row in TRAINS above, and its coefficient in SMALL"
+    section = PAGE.read_text().partition("## Loss terms")[2].partition("\n## ")[0]
+    rows = set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE))
+    assert rows == set(TERMS), "give each term of losses.TERMS a row in the table of docs/pde.md, Loss terms"
 
 
 @pytest.mark.parametrize("freeze", [False, True])
