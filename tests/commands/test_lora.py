@@ -25,7 +25,7 @@ from tests.domains.images import tiny_pipelines as tiny
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("fresh")]
 TINY = (
     "--global_batch_size 2 --micro_batch_size 1 --max_steps 2 --schedule.warmup_steps 0 --data.resolutions 16 "
     "--data.bucket_step 4 --data.heldout_fraction 0.2 --evaluation.samples 1 --evaluation.steps 1 --evaluation.every 1 "

@@ -136,8 +136,8 @@ def cached_latents(
 ) -> TensorCache:
     """Compute the latents that are missing, of every sample and, with flips, of its mirror image.
 
-    Every process calls it (two barriers). Process r first encodes each world_size-th missing entry, then what its host
-    still lacks. The entries are leased for the life of the process. Raises ``UsageError`` for random crops, whose
+    Every process calls it (three barriers). Process r first encodes each world_size-th missing entry, then what its
+    host still lacks. The entries are leased for the life of the process. Raises ``UsageError`` for random crops, whose
     latents cannot be known before, for latents that are not finite, for a full disk, and for a cap below what the run
     needs.
     """
@@ -185,7 +185,7 @@ def cached_texts(
 ) -> TensorCache:
     """Compute the outputs of text encoders that are missing, also that of the empty text, for dropped captions.
 
-    Every process calls it (two barriers), as `cached_latents`.
+    Every process calls it (three barriers), as `cached_latents`.
     """
     cache = TensorCache(root, identity.about("texts"), cap_bytes)
     unique = dict.fromkeys(["", *texts])
@@ -213,7 +213,9 @@ def _fill(
     by_key = {job.key: job for job in jobs}
     _leases.append(cache.lease(list(by_key)))
     missing = cache.missing(by_key)
-    # Behind the first barrier a shared disk has every entry, so the second pass computes on separate disks only.
+    # Who looks after another has begun to write sees fewer missing, and would take other shares than the rest.
+    filling.barrier()
+    # Behind the next barrier a shared disk has every entry, so the second pass computes on separate disks only.
     for keys in (missing[filling.rank :: filling.world_size], missing):
         own = [by_key[key] for key in cache.missing(keys)]
         _compute_all(cache, own, compute, filling, label, sum(map(_cost, by_key.values())))

@@ -18,7 +18,9 @@ from tests.domains.images.test_lora_recipe import WITHOUT_EFFECT, pictures
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("fresh")]
+DAILY = {"lora_6gb", "lora_16gb", "lora_80gb"}
+"""A base in nf4, int8 and bf16: the others differ in numbers alone."""
 PRESETS = Path(__file__).parents[3] / "recipes" / "presets"
 SMALL = (
     "--global_batch_size 2 --micro_batch_size 1 --max_steps 2 --schedule.warmup_steps 1 --lora.rank 2 "
@@ -44,7 +46,10 @@ def train(folder: Path, preset: str, run: Path, *flags: str) -> int:
     return recipe.main([preset, *SMALL, *places, *cache, *flags])
 
 
-@pytest.mark.parametrize("preset", [*INTENTS.values(), *BY_MEMORY])
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in (*INTENTS.values(), *BY_MEMORY)],
+)
 def test_every_preset_trains(
     preset: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,7 +24,7 @@ from tests.domains.images import tiny_pipelines as tiny
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 # Of diffusers itself, when it reads transformers' classes.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("fresh")]
 DAILY = {"sd1"}
 """The others are implied by test_families.py and test_objective.py, which have all of them."""
 STEPS = 10
