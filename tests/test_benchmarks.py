@@ -427,6 +427,7 @@ def test_the_gpu_suite_runs_dry(tmp_path: Path) -> None:
     assert stepped == {f"{n} {a}": o for a in (1, 8) for n, o in (("adamw", "AdamW"), ("adamw_offload", "HostAdamW"))}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at it
 def test_compile_times_are_those_of_a_compilation(tmp_path: Path) -> None:
     """One graph for each kind of block, in a process of its own as in the suite; one for the whole, in this one."""
@@ -436,6 +437,7 @@ def test_compile_times_are_those_of_a_compilation(tmp_path: Path) -> None:
     assert all(job["seconds"] > job["step"] > 0 for job in jobs)
 
 
+@pytest.mark.slow
 def test_state_in_host_memory_is_timed_against_the_same_steps() -> None:
     found = Found()
     gpu_parts.g8(DRY, 0.0, found)

@@ -154,12 +154,11 @@ def preset_names(cls: type, presets: Path) -> list[str]:
     # The recipes share one folder, and no file names its recipe.
     for path in sorted(presets.glob("*.yaml")):
         try:
-            check_keys(cls, read_yaml(path), str(path))
-        except UsageError:
-            continue
+            unknown = next(_invalid_keys(cls, read_yaml(path), ()), None)
         except YamlError:
-            pass  # still offered: its error is reported when it is chosen
-        names.append(path.stem)
+            unknown = None  # still offered: its error is reported when it is chosen
+        if unknown is None:
+            names.append(path.stem)
     return names
 
 

@@ -130,7 +130,8 @@ def test_smoke_pushes_and_tracks_nothing(tmp_path: Path) -> None:
     assert (config.hub.repo_id, config.log.trackers) == (None, ())
 
 
-@pytest.mark.parametrize("recipe", ["mmdit", pytest.param("pde", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_scaffold.py tries a recipe in two steps every day
+@pytest.mark.parametrize("recipe", ["mmdit", "pde"])
 def test_smoke_trains_saves_and_evaluates_and_can_be_repeated(recipe: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "--smoke"]
     for _ in range(2):

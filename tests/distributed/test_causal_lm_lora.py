@@ -124,7 +124,7 @@ def test_peft_and_transformers_load_the_export(weights: str, single: Finished, s
 @pytest.mark.parametrize(
     ("bits", "strategy"),
     [
-        ("nf4", "single"),
+        pytest.param("nf4", "single", marks=pytest.mark.slow),
         pytest.param("nf4", "ddp", marks=pytest.mark.slow),
         pytest.param("nf4", "zero2", marks=pytest.mark.slow),
         pytest.param("int8", "single", marks=pytest.mark.slow),

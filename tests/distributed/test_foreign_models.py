@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ FLAGS = "--micro_batch_size 6 --log.log_every 1 --log.progress_bar off --checkpo
 Train = Callable[..., Finished]
 
 
-def cases(kinds: list[Kind], strategies: list[str]) -> list[Any]:
+def cases(kinds: list[Kind], strategies: list[str], quick: Collection[tuple[str, str]] = QUICK) -> list[Any]:
     found: list[Any] = []
     for kind in kinds:
         for strategy in strategies:
-            marks = () if (kind, strategy) in QUICK else pytest.mark.slow
+            marks = () if (kind, strategy) in quick else pytest.mark.slow
             found.append(pytest.param(kind, strategy, id=f"{kind}-{strategy}", marks=marks))
     return found
 
@@ -149,7 +149,7 @@ def test_embedded_the_base_stays_bit_for_bit(
     assert "base" not in commit.verify(run.checkpoint(STEPS)).manifest
 
 
-@pytest.mark.parametrize(("kind", "strategy"), cases(KINDS, STRATEGIES))
+@pytest.mark.parametrize(("kind", "strategy"), cases(KINDS, STRATEGIES, QUICK - {("gpt", "ddp")}))
 def test_killed_and_resumed_it_has_the_same_bits(
     kind: Kind, strategy: str, runs: Callable[[Kind, str], Finished], bases: Callable[[Kind], Path], tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ print("sampled", assets.tokenizer.decode(out.text_logits.argmax(-1)[0]))
 """
 
 
+@pytest.mark.slow  # test_docs.py samples from a checkpoint and from its export
 def test_a_checkpoint_is_enough_to_sample_in_another_process(tmp_path: Path) -> None:
     run = run_recipe(Layout("ddp", 2), tmp_path / "run", "--max_steps", "20")
     moved = tmp_path / "elsewhere"

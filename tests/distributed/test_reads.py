@@ -21,7 +21,7 @@ SELDOM = (
 ).split()
 
 
-@pytest.mark.parametrize("recipe", ["mmdit", "pde"])
+@pytest.mark.parametrize("recipe", ["mmdit", pytest.param("pde", marks=pytest.mark.slow)])
 def test_a_step_that_neither_logs_nor_saves_waits_for_nothing(recipe: str, tmp_path: Path) -> None:
     """Every mode, task and stage, two micro-batches a step. The first step and the last one are log points."""
     preset, small = DEMOS[recipe]

@@ -39,8 +39,9 @@ RING = {(a, b) for all_of in (LAYOUTS, PDE, CAUSAL_LM) for a, b in zip(all_of, [
 QUICK = {(Layout("fsdp2", 2), Layout("zero3", 2))}
 """Two strategies that both cut the state, each in its own way."""
 
-DAILY = {Layout("fsdp2", 2), Layout("single", 1, "causal_lm")}
-"""Resumed on the same layout in the quick half; one process is in test_pde_residual.py."""
+DAILY = {Layout("single", 1, "causal_lm")}
+"""Resumed on the same layout in the quick half. FSDP2 and ZeRO-2 are in test_foreign_models.py, and PDE's one process
+is in test_residual_stage.py."""
 
 
 def workers(number: int) -> tuple[str, ...]:

@@ -115,10 +115,10 @@ def test_a_child_that_hangs_is_killed(tmp_path: Path) -> None:
     "layout",
     [
         Layout("single", 1),
-        # Implied by the two others: the first is of the same zygote, the last has the same launcher and ranks.
+        # One process shows that a forked one computes as a new one does; the others add what a launcher sets.
         pytest.param(Layout("ddp", 2), marks=pytest.mark.slow),
         pytest.param(Layout("zero2", 2), marks=pytest.mark.slow),
-        Layout("fsdp2", 2),
+        pytest.param(Layout("fsdp2", 2), marks=pytest.mark.slow),
     ],
     ids=str,
 )

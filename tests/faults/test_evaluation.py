@@ -57,9 +57,9 @@ def test_the_last_evaluation_that_raises_loses_nothing(trainers: Trainers, out: 
     ("ranks", "told", "number"),
     [
         (1, 0, signal.SIGTERM),
-        (1, 0, signal.SIGINT),
+        pytest.param(1, 0, signal.SIGINT, marks=pytest.mark.slow),
         (2, 1, signal.SIGTERM),
-        (2, 0, signal.SIGUSR1),
+        pytest.param(2, 0, signal.SIGUSR1, marks=pytest.mark.slow),
         (2, 0, None),
     ],
     ids=["one", "ctrl-c", "rank 1 of two", "usr1", "stop file"],
