@@ -34,7 +34,7 @@ ROWS = (
     {"domains.text", "domains.pde", "domains.images", "domains.language"},
     {"experiment_options"},
     {"opened"},
-    {"frozen_weights", "model_habits"},
+    {"frozen_weights"},
     {"experiment", "preparation", "startup"},
     {"loop"},
     {"export"},

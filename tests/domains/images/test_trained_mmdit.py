@@ -23,7 +23,8 @@ from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig
-from accel_train.domains.images.trained_mmdit.run_base import LEVELS, MAKE_DEMO, MMDiTBase
+from accel_train.domains.images.trained_mmdit.finding import MAKE_DEMO
+from accel_train.domains.images.trained_mmdit.run_base import LEVELS, MMDiTBase
 from accel_train.domains.models import adapters
 from accel_train.domains.models.lora import ADAPTER
 from accel_train.domains.models.patches import as_grid, from_patches, to_patches
