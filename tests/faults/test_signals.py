@@ -195,6 +195,7 @@ def test_sigterm_to_accelerate_launch(trainers: Trainers, out: Path, whole: Path
     resumes(trainers, out, whole, 1)
 
 
+@pytest.mark.slow  # test_launch.py signals a launcher of one, and the next one below a launcher of two
 @pytest.mark.fault("F12", injected="SIGTERM to accel-train's launcher, 1 process", outcome="passed on; 75; no orphan")
 def test_sigterm_to_our_launcher_of_one(
     trainers: Trainers, out: Path, whole: Path, launched: list[Launched], tmp_path: Path

@@ -215,6 +215,7 @@ def weights_of(run: Path, step: int) -> dict[str, Tensor]:
     return load_file(run / "checkpoints" / f"checkpoint_{step:08d}" / "model.safetensors")
 
 
+@pytest.mark.slow  # test_lora_recipe.py resumes on a pipeline every day
 def test_a_run_resumes_to_the_same_bits(run: Path, trained: Path) -> None:
     """And an evaluation, which takes the adapter off and on again, changes nothing in the training."""
     halves = train(trained.parent, run, "halves", "--max_steps", "2")
