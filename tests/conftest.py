@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="DAY/PARTS", type=part, help=text)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than the cores, because the tests wait for processes a tenth of their time."""
     return usable_cores()[0] + 1

@@ -47,7 +47,7 @@ def same_end(trainers: Trainers, out: Path, ranks: int, whole: Path) -> None:
     assert debris(out) == []
 
 
-@pytest.mark.fault("R3", injected="an evaluation raises, on one rank or on all", outcome="its step is saved; exit 1")
+@pytest.mark.fault("R3", injected="an evaluation raises, on one rank or on all", outcome="the step is saved; exit 1")
 @pytest.mark.parametrize(("ranks", "raising"), [(1, 0), (2, 1)])
 def test_an_evaluation_that_raises_loses_nothing(
     trainers: Trainers, out: Path, ranks: int, raising: int, whole_with_evaluations: Evaluated
@@ -69,7 +69,9 @@ def test_the_last_evaluation_that_raises_loses_nothing(trainers: Trainers, out: 
 
 
 @pytest.mark.fault(
-    "R3", injected="SIGTERM, SIGUSR1, SIGINT or STOP during an evaluation", outcome="it ends; saved; exit code 75"
+    "R3",
+    injected="SIGTERM, SIGUSR1, SIGINT or STOP during an evaluation",
+    outcome="the evaluation ends; saved; exit code 75",
 )
 @pytest.mark.parametrize(
     ("ranks", "told", "number"),
@@ -106,7 +108,9 @@ def test_a_stop_ends_an_evaluation_and_saves(
 
 
 @pytest.mark.fault(
-    "R3", injected="SIGTERM during the last evaluation", outcome="saved; 75; --evaluate_only makes it up"
+    "R3",
+    injected="SIGTERM during the last evaluation",
+    outcome="saved; exit code 75; --evaluate_only repeats the evaluation",
 )
 def test_a_stop_in_the_last_evaluation_says_how_to_make_it_up(trainers: Trainers, out: Path) -> None:
     run = trainers.start(out, patch=INSTEAD, LAST_AT="20")
