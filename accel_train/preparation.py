@@ -14,7 +14,6 @@ from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.frozen_weights import resolve_base
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import RunInfo
-from accel_train.model_habits import settle_habits
 from accel_train.opened import Opened, Prepared
 from accel_train.runtime.distributed_options import apply_fsdp2_prefetch
 from accel_train.runtime.strategy import embeddings_optional, name_wrapped_classes, strategy_of, verify_prepared
@@ -22,6 +21,7 @@ from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.speed.attention.other_libraries import Example
 from accel_train.speed.attention.table import AttentionNeeds
+from accel_train.speed.model_habits import settle_habits
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.training.accumulation import resolve_sync
 from accel_train.training.ema import Ema

@@ -17,10 +17,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one test on each core (-n auto): more
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
+from accel_train.cores import usable_cores
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "of the tests that -m selects, those of part DAY of PARTS; with -m slow, a part each day"
     parser.addoption("--part", metavar="DAY/PARTS", type=part, help=text)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than the cores, because the tests wait for processes a tenth of their time."""
+    return usable_cores()[0] + 1
 
 
 def part(words: str) -> tuple[int, int]:

@@ -34,7 +34,7 @@ ROWS = (
     {"domains.text", "domains.pde", "domains.images", "domains.language"},
     {"experiment_options"},
     {"opened"},
-    {"frozen_weights", "model_habits"},
+    {"frozen_weights"},
     {"experiment", "preparation", "startup"},
     {"loop"},
     {"export"},
@@ -242,6 +242,7 @@ DOMAIN_WORDS = re.compile(
 )
 NAMED_AS_EXAMPLES = {
     "accel_train/launch_files/sharding.py": "MMDiTBlock",
+    "accel_train/options/flags.py": '"cache_latents',
     "accel_train/rng.py": "latent/noise",
     "accel_train/data/__init__.py": "latents",
     "accel_train/data/artifacts.py": "tokenizer",

@@ -876,8 +876,15 @@ ACCELERATE_LAUNCHES = {
 }
 
 
+IMPLIED = {"I19-file", "I20-one"}
+"""By the same mistake on two processes, or as a flag."""
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ACCELERATE_LAUNCHES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in IMPLIED else ()) for name in ACCELERATE_LAUNCHES],
+)
 def test_the_silent_fallbacks_of_accelerate_launch_stop(name: str, here: Path) -> None:
     for file, text in MACHINE_FILES.items():
         (here / file).write_text(text)

@@ -340,8 +340,10 @@ class _Runner:
             seconds, cpu_seconds = run_once(command, folder / f"{variant.letter}.log", self.request.gates)
         except UsageError:
             if not directory.exists() and len(list(folder.iterdir())) == 1:
-                # Nothing has run, so the same --output can be given again.
+                # Nothing has run, so nothing is left behind.
                 shutil.rmtree(folder)
+                if not any(self.output.iterdir()):
+                    self.output.rmdir()
             raise
         run = read_run(variant.letter, number, directory, seconds, cpu_seconds)
         if not self.request.keep_checkpoints:

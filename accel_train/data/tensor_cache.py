@@ -74,15 +74,18 @@ class TensorCache:
         return [key for key in dict.fromkeys(keys) if not _is_whole(self.file(key))]
 
     def read(self, key: str) -> dict[str, Tensor]:
-        """Read and verify an entry. Raises ``DamagedEntryError`` for one that is absent or damaged."""
+        """Read and verify an entry. Raises ``DamagedEntryError`` for one that is absent, or damaged and now deleted."""
         file = self.file(key)
         try:
             content = file.read_bytes()
             return _verified(content)
         except (OSError, ValueError) as error:
+            if not isinstance(error, OSError):
+                # As long as its header says, it would pass for whole at the next start.
+                file.unlink(missing_ok=True)
             raise DamagedEntryError(
                 f"{file}: {error}. Start the run again: it computes what is missing (accel-train data cache verify "
-                "deletes damaged entries)"
+                "reads every entry and deletes the damaged ones)"
             ) from None
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> int:

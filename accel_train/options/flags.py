@@ -51,6 +51,9 @@ NAMES_OF_OTHER_SCRIPTS = {
     "center_crop": "--data.crop centre",
     "random_flip": "--data.flip",
     "flip_aug": "--data.flip",
+    "cache_latents": "none: what encoders compute is always cached, in --data.cache_dir",
+    "cache_latents_to_disk": "none: what encoders compute is always cached, in --data.cache_dir",
+    "enable_bucket": "--data.resolutions and --data.bucket_step: pictures always go into buckets",
     "network_dim": "--lora.rank",
     "network_alpha": "--lora.alpha",
     "lora_alpha": "--lora.alpha",
@@ -325,7 +328,7 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     """Return the error for an unknown option, to follow its flag."""
     other = NAMES_OF_OTHER_SCRIPTS.get(name.rsplit(".", 1)[-1])
     if other is not None:
-        return f" is a name of other scripts; here use {other}"
+        return f" is a name of other scripts; here {in_this_recipe(other, known)}"
     group = [key for key in known if key.startswith(f"{name}.")]
     if group:
         return f" is a group of options, not an option; write --{group[0]} VALUE"
@@ -333,6 +336,16 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     if meant:
         return ": unknown option" + did_you_mean(f"--{meant}")
     return ": unknown option; --help all lists all"
+
+
+def in_this_recipe(remedy: str, known: Sequence[str]) -> str:
+    """Return the remedy for a name of other scripts, or say that the recipe has no such option."""
+    if remedy.startswith("none: "):
+        return f"there is {remedy}"
+    named = [word.strip(",:").removeprefix("--") for word in remedy.split() if word.startswith("--")]
+    if named and not set(named) & set(known):
+        return f"no option stands for it (other recipes have {remedy})"
+    return f"use {remedy}"
 
 
 def nearest_option(key: str, known: Sequence[str]) -> str | None:

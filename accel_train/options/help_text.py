@@ -68,16 +68,15 @@ def print_help(cls: type, base: object, presets: Sequence[str], topic: str) -> N
     first = option_names(cls)
     if hasattr(cls, "first_options"):
         first = cast("Any", cls).first_options()
-    shown: Any = cls
-    values = base
+    shown: Any
     if topic in ("", GENERAL):
         names = first if not topic else [name for name in option_names(cls) if "." not in name]
         shown = _flat(cls, base, names)
-        values = shown()
-    elif topic != ALL:
-        shown = _alone(cls, base, topic)
-        values = shown()
-    _print_options(shown, values, _description(cls, presets))
+    elif topic == ALL:
+        shown = _in_one_line_each(cls, base)
+    else:
+        shown = _alone(base, topic)
+    _print_options(shown, shown(), _description(cls, presets))
     if not topic and _prints():
         print("\n".join(_overview(cls, first)))
     raise SystemExit(0)
@@ -125,14 +124,32 @@ def _flat(cls: type, base: object, names: Sequence[str]) -> type:
     return dataclasses.make_dataclass("Options", fields)
 
 
-def _alone(cls: type, base: object, group: str) -> type:
-    """Make a dataclass with one group of ``cls``, named as in ``cls``."""
+def _alone(base: object, group: str) -> type:
+    """Make a dataclass with one group of a config, under its own name."""
     from tyro.conf import arg
 
     value = attrgetter(group)(base)
-    kind = Annotated[type(value), arg(name=group)]
-    default = dataclasses.field(default=value)
-    return dataclasses.make_dataclass("Options", [("group", kind, default)])
+    kind = _in_one_line_each(type(value), value)
+    default: Any = dataclasses.field(default_factory=kind)
+    return dataclasses.make_dataclass("Options", [("group", Annotated[kind, arg(name=group)], default)])
+
+
+def _in_one_line_each(cls: type, values: object) -> type:
+    """Copy a dataclass with each text on one line, which tyro breaks anew, and ``values`` as defaults."""
+    from tyro.conf import arg
+
+    texts = field_texts(cls)
+    fields: list[tuple[str, Any, Any]] = []
+    for name, kind in field_types(cls).items():
+        value = getattr(values, name)
+        if is_group(kind):
+            copy = _in_one_line_each(type(value), value)
+            fields.append((name, copy, dataclasses.field(default_factory=copy)))
+        else:
+            shown = Annotated[kind, arg(help=texts.get(name, ""))]
+            fields.append((name, shown, dataclasses.field(default=value)))
+    namespace = {"__doc__": inspect.getdoc(cls)}
+    return dataclasses.make_dataclass(cls.__name__, fields, namespace=namespace)
 
 
 def _overview(cls: type, shown: Sequence[str]) -> list[str]:

@@ -19,7 +19,15 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from accel_train.config import UsageError, expand_path, set_origins, set_requested_output_dir
 from accel_train.options import completion, help_text
-from accel_train.options.flags import NAMES_OF_OTHER_SCRIPTS, FlagError, nearest_option, read_flags, refusal, stray
+from accel_train.options.flags import (
+    NAMES_OF_OTHER_SCRIPTS,
+    FlagError,
+    in_this_recipe,
+    nearest_option,
+    read_flags,
+    refusal,
+    stray,
+)
 from accel_train.options.tree import Tree, field_types, flatten, is_group, option_names, option_types, to_tree
 from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
@@ -237,7 +245,7 @@ def _key_remedy(key: str, known: Sequence[str]) -> str:
         return f"in a file groups are mappings: {group}: {{{leaf}: ...}}"
     other = NAMES_OF_OTHER_SCRIPTS.get(key.rsplit(".", 1)[-1])
     if other:
-        return f"use {other}"
+        return in_this_recipe(other, known)
     return "remove it or correct it" + did_you_mean(nearest_option(key, known))
 
 

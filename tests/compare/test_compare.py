@@ -432,7 +432,7 @@ def test_a_gate_on_what_the_recipe_does_not_declare_is_refused_as_the_first_run_
     says = r"nl_delta is not known: did you mean 'nll_delta'\?.*step_seconds.*nll"
     with pytest.raises(UsageError, match=says):
         call(recipe, "declared", "fast", "--gate", "speedup>1", "nl_delta<=1")
-    assert not any(Path("out").iterdir()), "the same --output can be given again"
+    assert not Path("out").exists()
     gates = ["--gate", "speedup>0", "nll_delta<=1", "loss_last_tenth_delta<=9"]
     assert call(recipe, "declared", "fast", "--rounds", "1", *gates)[0] == 0
 

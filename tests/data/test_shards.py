@@ -132,7 +132,7 @@ def test_the_index_is_cached_until_a_file_changes(tmp_path: Path, monkeypatch: p
     assert len(table_of(folder, tmp_path / "cache")) == 100 + 90 + 149
 
 
-@pytest.mark.fault("R8", injected="shards removed, added, changed between starts", outcome="each named")
+@pytest.mark.fault("R8", injected="shards removed, added, changed between starts", outcome="each file is named")
 def test_shards_that_came_went_or_changed_are_named_at_the_next_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,7 +175,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-@pytest.mark.fault("R8", injected="a row group damaged", outcome="file and row group named")
+@pytest.mark.fault("R8", injected="a row group damaged", outcome="file and row group are named")
 def test_a_damaged_row_group_is_named(checksum: bool, tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     parquet.write_table(
@@ -202,7 +202,7 @@ def test_a_cut_file_and_a_text_with_the_name_of_a_table_are_named(tmp_path: Path
     assert "it is UTF-16" in refusal(lambda: table_of(tmp_path / "a.jsonl", tmp_path / "cache"))
 
 
-@pytest.mark.fault("R8", injected="a shard of 0 rows", outcome="left out, and said")
+@pytest.mark.fault("R8", injected="a shard of 0 rows", outcome="skipped, and reported")
 def test_shards_without_rows_are_left_out_and_said(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data")
     as_parquet(folder / "part-00.parquet", [])
@@ -215,7 +215,7 @@ def test_shards_without_rows_are_left_out_and_said(tmp_path: Path) -> None:
     assert re.search(r"empty\.jsonl hold no rows\. At least 1", said)
 
 
-@pytest.mark.fault("R8", injected="shards of mixed schemas", outcome="refused by column and file")
+@pytest.mark.fault("R8", injected="shards of mixed schemas", outcome="refused; column and file are named")
 def test_mixed_schemas_are_refused_by_column_and_file(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data")
     parquet.write_table(pa.table({"text": [1, 2], "n": [1, 2]}), folder / "z.parquet")
@@ -246,7 +246,7 @@ def test_what_is_no_shard_is_refused_before_anything_is_read(tmp_path: Path) -> 
     assert re.search(r"part-0-again\.parquet and .*part-0\.parquet are one file under two names", said)
 
 
-@pytest.mark.fault("R8", injected="a shard removed or changed during a run", outcome="named")
+@pytest.mark.fault("R8", injected="a shard removed or changed during a run", outcome="the file is named")
 def test_a_shard_that_goes_or_changes_while_it_is_used_is_named(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data")
     table = table_of(folder, tmp_path / "cache")

@@ -190,7 +190,9 @@ def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path: Path, monkeypatch: pyt
     assert same(cache.read(KEYS[1]), tensors(1))
 
 
-@pytest.mark.fault("D7", injected="the cache's disk full (tmpfs)", outcome="exit 2 with bytes and remedy; nothing torn")
+@pytest.mark.fault(
+    "D7", injected="the cache's disk full (tmpfs)", outcome="exit 2 with the bytes and the remedy; no torn file"
+)
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)

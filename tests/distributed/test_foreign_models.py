@@ -130,7 +130,7 @@ def tensor_bytes(file: Path) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), cases(["resnet", "gpt"], STRATEGIES))
+@pytest.mark.parametrize(("kind", "strategy"), cases(["resnet", "gpt"], STRATEGIES, {("resnet", "fsdp2")}))
 def test_embedded_the_base_stays_bit_for_bit(
     kind: Kind, strategy: str, bases: Callable[[Kind], Path], runs: Callable[[Kind, str], Finished], tmp_path: Path
 ) -> None:

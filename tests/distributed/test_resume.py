@@ -113,8 +113,10 @@ def assert_close(found: Finished, expected: Finished) -> None:
     assert found.losses() == pytest.approx(expected.losses(), rel=1e-6)
 
 
-@pytest.mark.fault("F46", injected="resume in the middle of an epoch, five strategies", outcome="the same bits")
-@pytest.mark.fault("F48", injected="0 loader workers before, 2 after", outcome="the same bits")
+@pytest.mark.fault(
+    "F46", injected="resume in the middle of an epoch, five strategies", outcome="the same bits as an uninterrupted run"
+)
+@pytest.mark.fault("F48", injected="0 loader workers before, 2 after", outcome="the same bits as an uninterrupted run")
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(x, marks=() if x in DAILY else pytest.mark.slow, id=str(x)) for x in SAME],
@@ -137,7 +139,9 @@ def test_weights_that_were_saved_rounded_resume_to_the_same_bits(layout: Layout,
 
 
 @pytest.mark.slow
-@pytest.mark.fault("F47", injected="three SIGKILLs in one epoch, five strategies", outcome="the same bits")
+@pytest.mark.fault(
+    "F47", injected="three SIGKILLs in one epoch, five strategies", outcome="the same bits as an uninterrupted run"
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_three_interruptions_on_the_same_layout(layout: Layout, whole: Whole, tmp_path: Path) -> None:
     for start in range(3):

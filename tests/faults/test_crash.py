@@ -43,37 +43,49 @@ def survives(trainers: Trainers, out: Path, whole: Path, *arguments: str, failpo
         pytest.param(
             "after_mkdir",
             marks=pytest.mark.fault(
-                "F1", injected="SIGKILL after the temporary directory is made", outcome="not seen; previous one used"
+                "F1",
+                injected="SIGKILL after the temporary directory is made",
+                outcome="ignored; resumes from the previous checkpoint",
             ),
         ),
         pytest.param(
             "after_model_file",
             marks=pytest.mark.fault(
-                "F2", injected="SIGKILL after the weights, before the rest", outcome="not committed; previous one used"
+                "F2",
+                injected="SIGKILL after the weights, before the rest",
+                outcome="not committed; resumes from the previous checkpoint",
             ),
         ),
         pytest.param(
             "mid_file",
             marks=pytest.mark.fault(
-                "F2", injected="SIGKILL in the middle of a file", outcome="not committed; previous one used"
+                "F2",
+                injected="SIGKILL in the middle of a file",
+                outcome="not committed; resumes from the previous checkpoint",
             ),
         ),
         pytest.param(
             "mid_manifest",
             marks=pytest.mark.fault(
-                "F4", injected="SIGKILL in the middle of the manifest", outcome="not committed; previous one used"
+                "F4",
+                injected="SIGKILL in the middle of the manifest",
+                outcome="not committed; resumes from the previous checkpoint",
             ),
         ),
         pytest.param(
             "before_rename",
             marks=pytest.mark.fault(
-                "F5", injected="SIGKILL before the rename", outcome="not committed; previous one used"
+                "F5",
+                injected="SIGKILL before the rename",
+                outcome="not committed; resumes from the previous checkpoint",
             ),
         ),
         pytest.param(
             "after_rename",
             marks=pytest.mark.fault(
-                "F6", injected="SIGKILL after the rename, before retention", outcome="new one used; trimmed next time"
+                "F6",
+                injected="SIGKILL after the rename, before retention",
+                outcome="resumes from the new one; retention runs at the next save",
             ),
         ),
     ],
@@ -84,7 +96,7 @@ def test_one_process(trainers: Trainers, out: Path, whole: Path, failpoint: str,
 
 
 @pytest.mark.fault(
-    "F6", injected="SIGKILL after the rename when two are kept", outcome="three there; trimmed next time"
+    "F6", injected="SIGKILL after the rename when two are kept", outcome="three remain; retention runs at the next save"
 )
 @MODES
 def test_killed_before_retention_leaves_one_more(
@@ -98,7 +110,11 @@ def test_killed_before_retention_leaves_one_more(
     same_run(out, whole)
 
 
-@pytest.mark.fault("F7", injected="SIGKILL while an old checkpoint is deleted", outcome="rest swept; others intact")
+@pytest.mark.fault(
+    "F7",
+    injected="SIGKILL while an old checkpoint is deleted",
+    outcome="its remains are deleted; the other checkpoints are intact",
+)
 @MODES
 def test_killed_while_deleting(trainers: Trainers, out: Path, whole: Path, mode: tuple[str, ...]) -> None:
     killed = trainers.run(out, *EVERY, *mode, failpoint="before_rmtree")
@@ -112,7 +128,9 @@ def test_killed_while_deleting(trainers: Trainers, out: Path, whole: Path, mode:
     same_run(out, whole)
 
 
-@pytest.mark.fault("F3", injected="SIGKILL of rank 1 after its share", outcome="rank 0 errors in time; not committed")
+@pytest.mark.fault(
+    "F3", injected="SIGKILL of rank 1 after its share", outcome="rank 0 fails within the timeout; not committed"
+)
 @MODES
 def test_one_of_two_processes(trainers: Trainers, out: Path, whole_of_two: Path, mode: tuple[str, ...]) -> None:
     survives(trainers, out, whole_of_two, *mode, failpoint="after_optimizer_file@1")
@@ -144,13 +162,22 @@ def stopped_at(trainers: Trainers, out: Path, *steps: int, every: tuple[str, ...
     "step",
     [
         pytest.param(
-            12, marks=pytest.mark.fault("F46", injected="stop at an epoch's end", outcome="bit for bit as without")
+            12,
+            marks=pytest.mark.fault(
+                "F46", injected="stop at an epoch's end", outcome="the same bits as an uninterrupted run"
+            ),
         ),
         pytest.param(
-            7, marks=pytest.mark.fault("F46", injected="stop amid an epoch", outcome="bit for bit as without")
+            7,
+            marks=pytest.mark.fault(
+                "F46", injected="stop amid an epoch", outcome="the same bits as an uninterrupted run"
+            ),
         ),
         pytest.param(
-            1, marks=pytest.mark.fault("F46", injected="stop after the first step", outcome="bit for bit as without")
+            1,
+            marks=pytest.mark.fault(
+                "F46", injected="stop after the first step", outcome="the same bits as an uninterrupted run"
+            ),
         ),
     ],
 )
@@ -159,7 +186,9 @@ def test_stop_anywhere(trainers: Trainers, out: Path, whole: Path, step: int) ->
     same_run(out, whole)
 
 
-@pytest.mark.fault("F46", injected="stop at the last step, then more steps", outcome="bit for bit as without")
+@pytest.mark.fault(
+    "F46", injected="stop at the last step, then more steps", outcome="the same bits as an uninterrupted run"
+)
 def test_stop_at_the_last_step(trainers: Trainers, out: Path, whole: Path) -> None:
     stopped_at(trainers, out)
     again = trainers.run(out, *EVERY)
@@ -172,7 +201,9 @@ def test_stop_at_the_last_step(trainers: Trainers, out: Path, whole: Path) -> No
     assert {s: x for s, x in losses(out).items() if s <= 20} == losses(whole)
 
 
-@pytest.mark.fault("F46", injected="a checkpoint of step 0, before any update", outcome="bit for bit as without")
+@pytest.mark.fault(
+    "F46", injected="a checkpoint of step 0, before any update", outcome="the same bits as an uninterrupted run"
+)
 def test_a_checkpoint_of_step_0(trainers: Trainers, out: Path, whole: Path) -> None:
     killed = trainers.run(out, *EVERY, "--save_first", "true", "--raise_at", "0")
     assert killed.wait() == [1]
@@ -202,13 +233,15 @@ accumulation.GradientWindow.backward = backward
     same_run(out, whole)
 
 
-@pytest.mark.fault("F47", injected="three interruptions in one epoch", outcome="bit for bit as without")
+@pytest.mark.fault("F47", injected="three interruptions in one epoch", outcome="the same bits as an uninterrupted run")
 def test_three_interruptions_in_one_epoch(trainers: Trainers, out: Path, whole: Path) -> None:
     stopped_at(trainers, out, 2, 3, 11)
     same_run(out, whole)
 
 
-@pytest.mark.fault("F47", injected="three SIGKILLs in one epoch, 2 processes", outcome="bit for bit as without")
+@pytest.mark.fault(
+    "F47", injected="three SIGKILLs in one epoch, 2 processes", outcome="the same bits as an uninterrupted run"
+)
 def test_three_kills_in_one_epoch(trainers: Trainers, out: Path, whole_of_two: Path) -> None:
     flags = ("--checkpoints.save_every", "2", "--checkpoints.keep_last", "2", "--step_seconds", "0.02")
     for step in (3, 6, 10):

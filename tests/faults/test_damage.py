@@ -57,69 +57,101 @@ def replace_text(path: Path, before: str, after: str) -> None:
         pytest.param(
             lambda p: damage(p / "model.safetensors", cut=100),
             "model.safetensors has",
-            marks=pytest.mark.fault("F32", injected="a file cut short (power loss)", outcome="said; older one used"),
+            marks=pytest.mark.fault(
+                "F32",
+                injected="a file cut short (power loss)",
+                outcome="reported; falls back to the previous checkpoint",
+            ),
             id="cut",
         ),
         pytest.param(
             lambda p: (p / "ema.safetensors").write_bytes(b""),
             "ema.safetensors has 0 bytes, the manifest says",
-            marks=pytest.mark.fault("F32", injected="a file emptied (power loss)", outcome="said; older one used"),
+            marks=pytest.mark.fault(
+                "F32", injected="a file emptied (power loss)", outcome="reported; falls back to the previous checkpoint"
+            ),
             id="emptied",
         ),
         pytest.param(
             lambda p: damage(p / "model.safetensors", flip=True),
             "model.safetensors has changed since it was written (sha256 differs)",
-            marks=pytest.mark.fault("F33", injected="one bit of the weights flipped", outcome="said; older one used"),
+            marks=pytest.mark.fault(
+                "F33",
+                injected="one bit of the weights flipped",
+                outcome="reported; falls back to the previous checkpoint",
+            ),
             id="weights",
         ),
         pytest.param(
             lambda p: damage(p / "optimizer" / "exp_avg.safetensors", flip=True),
             "optimizer/exp_avg.safetensors has changed since it was written",
-            marks=pytest.mark.fault("F34", injected="one bit of the optimizer flipped", outcome="said; older one used"),
+            marks=pytest.mark.fault(
+                "F34",
+                injected="one bit of the optimizer flipped",
+                outcome="reported; falls back to the previous checkpoint",
+            ),
             id="optimizer",
         ),
         pytest.param(
             lambda p: damage(p / "trainer_state.json", flip=True),
             "trainer_state.json has changed since it was written",
-            marks=pytest.mark.fault("F34", injected="one bit of the random state flipped", outcome="the same"),
+            marks=pytest.mark.fault(
+                "F34",
+                injected="one bit of the random state flipped",
+                outcome="reported; falls back to the previous checkpoint",
+            ),
             id="random_state",
         ),
         pytest.param(
             lambda p: (p / "optimizer" / "exp_avg_sq.safetensors").unlink(),
             "optimizer/exp_avg_sq.safetensors is missing",
-            marks=pytest.mark.fault("F35", injected="a file deleted", outcome="said; older one used"),
+            marks=pytest.mark.fault(
+                "F35", injected="a file deleted", outcome="reported; falls back to the previous checkpoint"
+            ),
             id="missing",
         ),
         pytest.param(
             lambda p: (p / "manifest.json").unlink(),
             "no manifest.json, so it is not a committed checkpoint",
-            marks=pytest.mark.fault("F36", injected="no manifest", outcome="not a checkpoint; older one used"),
+            marks=pytest.mark.fault(
+                "F36", injected="no manifest", outcome="not a checkpoint; falls back to the previous one"
+            ),
             id="no_manifest",
         ),
         pytest.param(
             lambda p: damage(p / "manifest.json", cut=200),
             "manifest.json cannot be read (it is not JSON",
-            marks=pytest.mark.fault("F36", injected="a manifest that is no JSON", outcome="said; older one used"),
+            marks=pytest.mark.fault(
+                "F36", injected="a manifest that is no JSON", outcome="reported; falls back to the previous checkpoint"
+            ),
             id="invalid_manifest",
         ),
         pytest.param(
             lambda p: rewrite(p / "manifest.json", lambda m: m.update(schema=3, accel_train="9.1.0")),
             "schema 3 was written by accel_train 9.1.0; this one reads 1 and 2",
             marks=pytest.mark.fault(
-                "F36", injected="a manifest of a newer schema", outcome="says which version wrote it"
+                "F36", injected="a manifest of a newer schema", outcome="the error says which version wrote it"
             ),
             id="newer_schema",
         ),
         pytest.param(
             lambda p: replace_text(p / "manifest.json", '"step": 10', '"step": 12'),
             "manifest.json cannot be read (it has changed since it was written (self_sha256 differs))",
-            marks=pytest.mark.fault("R1", injected="one bit of the manifest's step", outcome="said; older one used"),
+            marks=pytest.mark.fault(
+                "R1",
+                injected="one bit of the manifest's step",
+                outcome="reported; falls back to the previous checkpoint",
+            ),
             id="step",
         ),
         pytest.param(
             lambda p: ((p / "manifest.json").unlink(), os.mkfifo(p / "manifest.json")),
             "manifest.json cannot be read (it is a FIFO, not a regular file)",
-            marks=pytest.mark.fault("R1", injected="a FIFO for the manifest", outcome="said; older one used; no hang"),
+            marks=pytest.mark.fault(
+                "R1",
+                injected="a FIFO for the manifest",
+                outcome="reported; falls back to the previous checkpoint; no hang",
+            ),
             id="fifo",
         ),
     ],
@@ -140,7 +172,7 @@ def test_an_older_checkpoint_is_used(
 @pytest.mark.fault(
     "R2",
     injected="a file and a dangling link where the next checkpoints go",
-    outcome="set aside and said; the run goes on",
+    outcome="set aside and reported; training continues",
 )
 def test_something_stands_where_the_next_checkpoints_go(trainers: Trainers, half: Path, whole: Path) -> None:
     folder = half / "checkpoints"
@@ -156,7 +188,9 @@ def test_something_stands_where_the_next_checkpoints_go(trainers: Trainers, half
     same_run(half, whole)
 
 
-@pytest.mark.fault("F35", injected="a file that nobody listed", outcome="warned; not read; the checkpoint is used")
+@pytest.mark.fault(
+    "F35", injected="a file that nobody listed", outcome="a warning; the file is not read; the checkpoint is used"
+)
 def test_an_extra_file(trainers: Trainers, half: Path, whole: Path) -> None:
     (newest(half) / "optimizer" / "notes.pt").write_bytes(b"cos\nsystem\n(S'touch /tmp/canary'\ntR.")
     run = trainers.run(half, *EVERY)
@@ -187,7 +221,9 @@ restore.load_initial_weights = load
     same_run(half, whole)
 
 
-@pytest.mark.fault("F37", injected="every checkpoint damaged", outcome="exit 1, each reason; never step 0 again")
+@pytest.mark.fault(
+    "F37", injected="every checkpoint damaged", outcome="exit 1 with each reason; never restarts from step 0"
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_checkpoints_damaged(trainers: Trainers, half: Path, ranks: int) -> None:
     before = losses(half)
@@ -209,12 +245,18 @@ def test_all_checkpoints_damaged(trainers: Trainers, half: Path, ranks: int) -> 
         pytest.param(
             "os.kill(os.getpid(), 9)",
             marks=pytest.mark.fault(
-                "F38", injected="3 starts killed while loading", outcome="set aside as .bad; older used"
+                "F38",
+                injected="3 starts killed while loading",
+                outcome="set aside as .bad; falls back to the previous checkpoint",
             ),
         ),
         pytest.param(
             "raise RuntimeError('the user cannot load this')",
-            marks=pytest.mark.fault("F38", injected="3 starts that raise while loading", outcome="the same"),
+            marks=pytest.mark.fault(
+                "F38",
+                injected="3 starts that raise while loading",
+                outcome="set aside as .bad; falls back to the previous checkpoint",
+            ),
         ),
     ],
 )
@@ -264,7 +306,7 @@ atomic_files.replace_json = full
 
 
 @pytest.mark.fault(
-    "R5", injected="an OSError of rank 0 while it opens the run", outcome="every rank ends at once with its text"
+    "R5", injected="an OSError of rank 0 while it opens the run", outcome="every rank ends at once, with its message"
 )
 def test_rank_0_fails_while_it_opens_the_run(trainers: Trainers, out: Path) -> None:
     began = time.monotonic()
@@ -277,7 +319,7 @@ def test_rank_0_fails_while_it_opens_the_run(trainers: Trainers, out: Path) -> N
 
 
 # ------------------------------------------------------------------------------------------------ shared directories
-@pytest.mark.fault("F39", injected="a second run in the same directory", outcome="exit 2 naming process and host")
+@pytest.mark.fault("F39", injected="a second run in the same directory", outcome="exit 2, naming process and host")
 def test_two_runs_in_one_directory(trainers: Trainers, out: Path, whole: Path, tmp_path: Path) -> None:
     first = trainers.start(out, *EVERY, "--pause_at", "3")
     first.until_step(3)
@@ -292,7 +334,7 @@ def test_two_runs_in_one_directory(trainers: Trainers, out: Path, whole: Path, t
     same_run(out, whole)
 
 
-@pytest.mark.fault("F40", injected="the lock of a run that was killed", outcome="no hindrance")
+@pytest.mark.fault("F40", injected="the lock of a run that was killed", outcome="ignored")
 def test_a_stale_lock(trainers: Trainers, out: Path, whole: Path) -> None:
     run = trainers.start(out, *EVERY, "--pause_at", "7")
     run.until(out / "acknowledged.txt", "5")
@@ -304,7 +346,7 @@ def test_a_stale_lock(trainers: Trainers, out: Path, whole: Path) -> None:
     same_run(out, whole)
 
 
-@pytest.mark.fault("F40", injected="an unfinished save of another host", outcome="said and left alone")
+@pytest.mark.fault("F40", injected="an unfinished save of another host", outcome="reported and left alone")
 def test_an_unfinished_save_of_another_host(trainers: Trainers, half: Path, whole: Path) -> None:
     foreign = half / "checkpoints" / ".tmp-checkpoint_00000015-elsewhere-1-abc123"
     foreign.mkdir()
@@ -340,7 +382,9 @@ for name in NAMES:
 """
 
 
-@pytest.mark.fault("F29", injected="rank 1 sees every new name late (as on NFS)", outcome="waits; rank 0 alone decides")
+@pytest.mark.fault(
+    "F29", injected="rank 1 sees every new name late (as on NFS)", outcome="rank 1 waits; rank 0 alone decides"
+)
 def test_names_that_are_seen_late(trainers: Trainers, out: Path, whole_of_two: Path, tmp_path: Path) -> None:
     blind = BLIND.replace("OUT", f"{out}/")
     looks = blind.replace("NAMES", '("stat", "listdir", "scandir")').replace("SUCH", "")
@@ -355,7 +399,9 @@ def test_names_that_are_seen_late(trainers: Trainers, out: Path, whole_of_two: P
 
 # ------------------------------------------------------------------------------------------------ other machines, times
 @pytest.mark.fault(
-    "F41", injected="2 -> 1, 1 -> 2, 2 -> 3 processes (DDP)", outcome="losses within 1e-6; says not bit-exact"
+    "F41",
+    injected="2 -> 1, 1 -> 2, 2 -> 3 processes (DDP)",
+    outcome="losses within 1e-6; the log says that it is not bit-exact",
 )
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 3)])
 def test_another_number_of_processes(
@@ -388,7 +434,9 @@ opening.open_run = lambda options, accelerator, data: original(options, accelera
 
 
 @pytest.mark.fault(
-    "F45", injected="seed, batch, architecture or data changed", outcome="exit 2, both values; --allow KEY"
+    "F45",
+    injected="seed, batch, architecture or data changed",
+    outcome="exit 2 with both values; --allow KEY continues",
 )
 @pytest.mark.parametrize(
     ("key", "before", "now"),
@@ -416,7 +464,9 @@ def test_a_changed_experiment(trainers: Trainers, half: Path, key: str, before: 
         assert max(losses(half)) == 20
 
 
-@pytest.mark.fault("F45", injected="micro-batch, save cadence or timeout changed", outcome="free: goes on")
+@pytest.mark.fault(
+    "F45", injected="micro-batch, save cadence or timeout changed", outcome="allowed; training continues"
+)
 def test_what_may_change(trainers: Trainers, half: Path, whole: Path) -> None:
     flags = ("--micro_batch_size", "2", "--checkpoints.save_every", "7", "--collective_timeout_seconds", "90")
     run = trainers.run(half, *flags)
@@ -435,7 +485,7 @@ time.time = jumping
 """
 
 
-@pytest.mark.fault("F49", injected="a wall clock that jumps by years", outcome="saves, retention and order unmoved")
+@pytest.mark.fault("F49", injected="a wall clock that jumps by years", outcome="no effect on saves, retention or order")
 def test_a_clock_that_jumps(trainers: Trainers, out: Path, whole: Path, tmp_path: Path) -> None:
     environment = writer_patch(tmp_path / "patch", CLOCK)
     flags = (*EVERY, "--checkpoints.save_every_minutes", "60")
@@ -499,7 +549,9 @@ def record(accelerator: Accelerator, folder: Path, start: int, stop: int, tracke
     return [r["step"] for r in read_metrics(folder / "metrics.jsonl") if r["event"] == "train"]
 
 
-@pytest.mark.fault("F58", injected="metrics.jsonl ends in a torn line", outcome="dropped at restart; each step once")
+@pytest.mark.fault(
+    "F58", injected="metrics.jsonl ends in a torn line", outcome="dropped at the restart; each step appears once"
+)
 def test_a_torn_line(accelerator: Accelerator, tmp_path: Path) -> None:
     record(accelerator, tmp_path, 0, 12)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -510,7 +562,9 @@ def test_a_torn_line(accelerator: Accelerator, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "F58", injected="a tracker that raises", outcome="off after 3 in a row, one warning; training goes on"
+    "F58",
+    injected="a tracker that raises",
+    outcome="switched off after 3 failures in a row, with one warning; training continues",
 )
 def test_a_tracker_that_raises(accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     calls: list[int] = []
@@ -543,7 +597,9 @@ def test_a_tracker_that_raises(accelerator: Accelerator, tmp_path: Path, caplog:
 
 
 # ---------------------------------------------------------------------------------------------------------- what is not
-@pytest.mark.fault("F26", injected="DCP's writer thread fails (pytorch#191391)", outcome="cannot: DCP is not used")
+@pytest.mark.fault(
+    "F26", injected="DCP's writer thread fails (pytorch#191391)", outcome="cannot happen: DCP is not used"
+)
 def test_nothing_imports_torchs_distributed_checkpoint() -> None:
     """Its metadata is a pickle, and with several threads it swallows errors of the write."""
     modules = [*(ROOT / "accel_train").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]

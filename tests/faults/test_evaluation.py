@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,28 +20,45 @@ def evaluated(out: Path) -> list[int]:
     return [int(line) for line in (out / "evaluations.txt").read_text().split()]
 
 
-def same_end(trainers: Trainers, out: Path, ranks: int) -> None:
+Evaluated = Callable[[int], Path]
+
+
+@pytest.fixture(scope="module")
+def whole_with_evaluations(trainers: Trainers, tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
+    """The run that nothing happened to, by its number of processes; each is trained once."""
+    runs: dict[int, Path] = {}
+
+    def whole(ranks: int) -> Path:
+        if ranks not in runs:
+            runs[ranks] = tmp_path_factory.mktemp("evaluated") / "run"
+            assert set(trainers.run(runs[ranks], ranks=ranks, patch=INSTEAD).wait()) == {0}
+        return runs[ranks]
+
+    return whole
+
+
+def same_end(trainers: Trainers, out: Path, ranks: int, whole: Path) -> None:
     """Start again, to the end; the last checkpoint has the bits of a run that nothing happened to."""
     again = trainers.run(out, ranks=ranks, patch=INSTEAD)
     assert set(again.wait()) == {0}, again.output()
-    whole = out.with_name("whole")
-    assert set(trainers.run(whole, ranks=ranks, patch=INSTEAD).wait()) == {0}
     last = commit.checkpoint_name(20)
     ours, theirs = (digests(run / "checkpoints" / last) for run in (out, whole))
     assert first_difference(ours, theirs) is None
     assert debris(out) == []
 
 
-@pytest.mark.fault("R3", injected="an evaluation raises, on one rank or on all", outcome="its step is saved; exit 1")
+@pytest.mark.fault("R3", injected="an evaluation raises, on one rank or on all", outcome="the step is saved; exit 1")
 @pytest.mark.parametrize(("ranks", "raising"), [(1, 0), (2, 1)])
-def test_an_evaluation_that_raises_loses_nothing(trainers: Trainers, out: Path, ranks: int, raising: int) -> None:
+def test_an_evaluation_that_raises_loses_nothing(
+    trainers: Trainers, out: Path, ranks: int, raising: int, whole_with_evaluations: Evaluated
+) -> None:
     fault = {"RAISE_AT": "10", "RAISE_RANK": str(raising)}
     save = ("--checkpoints.save_every", "10")
     run = trainers.run(out, *save, ranks=ranks, patch=INSTEAD, failpoint="before_file=sleep:0.5", **fault)
     assert 1 in run.wait()
     assert "the evaluation's own mistake" in run.output()
     assert checkpoints(out) == [10]
-    same_end(trainers, out, ranks)
+    same_end(trainers, out, ranks, whole_with_evaluations(ranks))
 
 
 @pytest.mark.fault("R3", injected="the last evaluation raises, with no save_every", outcome="the run is saved; exit 1")
@@ -51,7 +69,9 @@ def test_the_last_evaluation_that_raises_loses_nothing(trainers: Trainers, out: 
 
 
 @pytest.mark.fault(
-    "R3", injected="SIGTERM, SIGUSR1, SIGINT or STOP during an evaluation", outcome="it ends; saved; exit code 75"
+    "R3",
+    injected="SIGTERM, SIGUSR1, SIGINT or STOP during an evaluation",
+    outcome="the evaluation ends; saved; exit code 75",
 )
 @pytest.mark.parametrize(
     ("ranks", "told", "number"),
@@ -66,7 +86,13 @@ def test_the_last_evaluation_that_raises_loses_nothing(trainers: Trainers, out: 
 )
 @pytest.mark.parametrize("save_every", ["0", pytest.param("10", marks=pytest.mark.slow)])
 def test_a_stop_ends_an_evaluation_and_saves(
-    trainers: Trainers, out: Path, ranks: int, told: int, number: signal.Signals | None, save_every: str
+    trainers: Trainers,
+    out: Path,
+    ranks: int,
+    told: int,
+    number: signal.Signals | None,
+    save_every: str,
+    whole_with_evaluations: Evaluated,
 ) -> None:
     run = trainers.start(out, "--checkpoints.save_every", save_every, ranks=ranks, patch=INSTEAD, LAST_AT="10")
     run.until(out / "evaluations.txt", "5\n10\n")
@@ -78,11 +104,13 @@ def test_a_stop_ends_an_evaluation_and_saves(
     assert "the evaluation after step 10 is broken off" in run.output()
     assert checkpoints(out) == [10]
     assert commit.verify(out / "checkpoints" / commit.checkpoint_name(10)).manifest["metrics"] == {}
-    same_end(trainers, out, ranks)
+    same_end(trainers, out, ranks, whole_with_evaluations(ranks))
 
 
 @pytest.mark.fault(
-    "R3", injected="SIGTERM during the last evaluation", outcome="saved; 75; --evaluate_only makes it up"
+    "R3",
+    injected="SIGTERM during the last evaluation",
+    outcome="saved; exit code 75; --evaluate_only repeats the evaluation",
 )
 def test_a_stop_in_the_last_evaluation_says_how_to_make_it_up(trainers: Trainers, out: Path) -> None:
     run = trainers.start(out, patch=INSTEAD, LAST_AT="20")

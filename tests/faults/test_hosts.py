@@ -54,7 +54,7 @@ def start_both(hosts: tuple[str, str], out: Path, *flags: str, timeout: float = 
 
 
 @pytest.mark.fault(
-    "F9", injected="SIGKILL of every process of one of two hosts", outcome="the other errors at once; both resume"
+    "F9", injected="SIGKILL of every process of one of two hosts", outcome="the other host fails at once; both resume"
 )
 @pytest.mark.parametrize("victim", [0, 1], ids=["first_host", "second_host"])
 def test_a_host_dies(
@@ -64,7 +64,7 @@ def test_a_host_dies(
 
 
 @pytest.mark.fault(
-    "F9", injected="one of two hosts gone without a packet", outcome="the other errors at the timeout; both resume"
+    "F9", injected="one of two hosts gone without a packet", outcome="the other host fails at the timeout; both resume"
 )
 @pytest.mark.parametrize("victim", [0, 1], ids=["first_host", "second_host"])
 def test_a_host_is_cut_off(

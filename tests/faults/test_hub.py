@@ -68,7 +68,7 @@ def row(number: str, name: str, injected: str, outcome: str, *values: Any) -> An
     return pytest.param(*values, id=name, marks=pytest.mark.fault(number, injected=injected, outcome=outcome))
 
 
-AGAIN = "tried again with backoff; one commit; training untouched"
+AGAIN = "retried with backoff; one commit; training is not affected"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_retry_after_is_kept(server: HubServer, run: Path) -> None:
 
 
 @pytest.mark.fault(
-    "F55", injected="no answer in time, and the commit applied after that", outcome="tried again; one commit stands"
+    "F55", injected="no answer in time, and the commit applied after that", outcome="retried; one commit"
 )
 def test_a_silent_hub_counts_as_lost(server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_TRAIN_HUB_TIMEOUT_SECONDS", "2")
@@ -132,9 +132,9 @@ def test_a_silent_hub_counts_as_lost(server: HubServer, run: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("status", "headers"),
     [
-        row("F55", "401", "401: the token expired", "not tried again; reason kept; hub status 1", 401, {}),
-        row("F55", "403", "403: no write right", "not tried again; reason kept; hub status 1", 403, {}),
-        row("F55", "413", "413: too large", "not tried again; reason kept; hub status 1", 413, {}),
+        row("F55", "401", "401: the token expired", "not retried; reason kept; hub status 1", 401, {}),
+        row("F55", "403", "403: no write right", "not retried; reason kept; hub status 1", 403, {}),
+        row("F55", "413", "413: too large", "not retried; reason kept; hub status 1", 413, {}),
     ],
 )
 def test_a_refusal_is_kept_and_not_repeated(
@@ -154,7 +154,7 @@ def test_a_refusal_is_kept_and_not_repeated(
 @pytest.mark.fault(
     "F55",
     injected="no DNS while training runs, until after its end",
-    outcome="pending in run.json, hub status 1 and the command in the summary; the next start pushes it",
+    outcome="pending in run.json; `hub status` exits with 1; the summary has the command; the next start pushes",
 )
 def test_no_network_leaves_a_queue_that_the_next_start_empties(
     server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -283,7 +283,7 @@ def test_killed_while_pushing(
 
 
 @pytest.mark.fault(
-    "F57", injected="SIGKILL of the pusher alone", outcome="training does not notice; pushed again from the queue"
+    "F57", injected="SIGKILL of the pusher alone", outcome="training is not affected; pushed again from the queue"
 )
 def test_the_pusher_killed_alone(server: HubServer, run: Path) -> None:
     server.faults = [held := Fault("lfs_put", "held")]
@@ -299,7 +299,7 @@ def test_the_pusher_killed_alone(server: HubServer, run: Path) -> None:
 
 
 @pytest.mark.fault(
-    "F57", injected="retention asked to delete what is being uploaded", outcome="it stays until it is pushed, then goes"
+    "F57", injected="retention asked to delete what is being uploaded", outcome="kept until it is pushed, then deleted"
 )
 def test_retention_keeps_what_is_being_pushed(server: HubServer, run: Path) -> None:
     keep = CheckpointConfig(keep_last=1)

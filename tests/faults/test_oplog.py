@@ -155,7 +155,9 @@ def log(trainers: Trainers, tmp_path_factory: pytest.TempPathFactory, request: p
 
 
 @pytest.mark.fault(
-    "F32", injected="power lost after any call of a save (log replay)", outcome="acknowledged ones verify; none torn"
+    "F32",
+    injected="power lost after any call of a save (log replay)",
+    outcome="acknowledged checkpoints verify; none is torn",
 )
 def test_a_power_loss_after_any_call(log: Path, tmp_path: Path) -> None:
     counts, broken = replay(log, tmp_path / "left")

@@ -100,7 +100,9 @@ def resumes(trainers: Trainers, out: Path, whole: Path, ranks: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- processes that die
-@pytest.mark.fault("F9", injected="SIGKILL of rank 1 in a step", outcome="rank 0 errors at once, not 0; resumes")
+@pytest.mark.fault(
+    "F9", injected="SIGKILL of rank 1 in a step", outcome="rank 0 fails at once with a non-zero exit code; resumes"
+)
 def test_a_rank_dies(trainers: Trainers, out: Path, whole_of_two: Path) -> None:
     run = trainers.start(out, *PAUSE, "--pause_rank", "1", ranks=2)
     run.until(out / "acknowledged.txt", "5")
@@ -129,7 +131,7 @@ def test_an_elastic_restart_resumes(
     same_run(out, whole_of_two)
 
 
-@pytest.mark.fault("F10", injected="SIGKILL of the torchrun agent", outcome="workers save and leave at once; resumes")
+@pytest.mark.fault("F10", injected="SIGKILL of the torchrun agent", outcome="workers save and exit at once; resumes")
 def test_the_agent_dies(trainers: Trainers, out: Path, whole_of_two: Path, launched: list[Launched]) -> None:
     process = begin(launched, out, torchrun())
     left = workers(process)
@@ -141,7 +143,7 @@ def test_the_agent_dies(trainers: Trainers, out: Path, whole_of_two: Path, launc
 
 
 # ------------------------------------------------------------------------------------------------- requests to stop
-@pytest.mark.fault("F10", injected="SIGKILL of accel-train's launcher", outcome="all save and leave; resumes")
+@pytest.mark.fault("F10", injected="SIGKILL of accel-train's launcher", outcome="all save and exit; resumes")
 def test_our_launcher_dies(
     trainers: Trainers, out: Path, whole_of_two: Path, launched: list[Launched], tmp_path: Path
 ) -> None:
@@ -154,7 +156,7 @@ def test_our_launcher_dies(
 
 
 @pytest.mark.fault(
-    "F11", injected="SIGTERM or SIGUSR1 to accel-train's launcher, 2 processes", outcome="one save, exit code 75"
+    "F11", injected="SIGTERM or SIGUSR1 to accel-train's launcher, 2 processes", outcome="one save; exit code 75"
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_to_our_launcher(
@@ -171,7 +173,9 @@ def test_a_signal_to_our_launcher(
     resumes(trainers, out, whole_of_two, 2)
 
 
-@pytest.mark.fault("F11", injected="SIGTERM to torchrun, 2 processes", outcome="one save; torchrun says 1, our text 75")
+@pytest.mark.fault(
+    "F11", injected="SIGTERM to torchrun, 2 processes", outcome="one save; torchrun exits with 1, our message says 75"
+)
 def test_sigterm_to_torchrun(trainers: Trainers, out: Path, whole_of_two: Path, launched: list[Launched]) -> None:
     process = begin(launched, out, torchrun())
     left = workers(process)
@@ -184,7 +188,7 @@ def test_sigterm_to_torchrun(trainers: Trainers, out: Path, whole_of_two: Path, 
     resumes(trainers, out, whole_of_two, 2)
 
 
-@pytest.mark.fault("F12", injected="SIGTERM to accelerate launch, 1 process", outcome="saved; no orphan")
+@pytest.mark.fault("F12", injected="SIGTERM to accelerate launch, 1 process", outcome="saved; no orphan process")
 def test_sigterm_to_accelerate_launch(trainers: Trainers, out: Path, whole: Path, launched: list[Launched]) -> None:
     process = begin(launched, out, ACCELERATE)
     left = workers(process)
@@ -195,7 +199,10 @@ def test_sigterm_to_accelerate_launch(trainers: Trainers, out: Path, whole: Path
     resumes(trainers, out, whole, 1)
 
 
-@pytest.mark.fault("F12", injected="SIGTERM to accel-train's launcher, 1 process", outcome="passed on; 75; no orphan")
+@pytest.mark.slow  # test_launch.py signals a launcher of one, and the next one below a launcher of two
+@pytest.mark.fault(
+    "F12", injected="SIGTERM to accel-train's launcher, 1 process", outcome="forwarded; exit code 75; no orphan process"
+)
 def test_sigterm_to_our_launcher_of_one(
     trainers: Trainers, out: Path, whole: Path, launched: list[Launched], tmp_path: Path
 ) -> None:
@@ -234,7 +241,7 @@ retention.hash_ahead = hash_ahead
 @pytest.mark.fault(
     "F16",
     injected="SIGTERM while old checkpoints are hashed for the first time",
-    outcome="saves were told at their commit, the stop waits for no hash; old ones go next time",
+    outcome="saves are acknowledged at their commit; the stop does not wait for hashing",
 )
 def test_a_stop_does_not_wait_for_the_hashing_of_old_checkpoints(
     trainers: Trainers, out: Path, whole: Path, tmp_path: Path
@@ -264,7 +271,9 @@ def test_a_stop_file(trainers: Trainers, out: Path, request: pytest.FixtureReque
     resumes(trainers, out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"), ranks)
 
 
-@pytest.mark.fault("F14", injected="SIGTERM during a save that is waited for", outcome="it is finished; no second one")
+@pytest.mark.fault(
+    "F14", injected="SIGTERM during a save that is waited for", outcome="that save finishes; no second one is made"
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sigterm_during_a_save(trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
     sync = ("--checkpoints.asynchronous", "false")
@@ -305,7 +314,9 @@ def twice(trainers: Trainers, out: Path, whole: Path, number: int, code: int) ->
     resumes(trainers, out, whole, 1)
 
 
-@pytest.mark.fault("F16", injected="SIGTERM while a slow writer writes", outcome="waits for it, saves, exits 75")
+@pytest.mark.fault(
+    "F16", injected="SIGTERM while a slow writer writes", outcome="waits for the writer, saves, exits with 75"
+)
 def test_sigterm_during_an_asynchronous_save(trainers: Trainers, out: Path, whole: Path) -> None:
     run = trainers.start(out, *EVERY, "--pause_at", "6", failpoint="before_file=hold")
     run.until_held()
@@ -319,7 +330,9 @@ def test_sigterm_during_an_asynchronous_save(trainers: Trainers, out: Path, whol
 
 
 @pytest.mark.fault(
-    "F17", injected="SIGKILL 1 s after SIGTERM, amid the save", outcome="last one stays; warned at start"
+    "F17",
+    injected="SIGKILL 1 s after SIGTERM, amid the save",
+    outcome="the last checkpoint stays; a warning at the next start",
 )
 def test_grace_too_short(trainers: Trainers, out: Path, whole: Path) -> None:
     flags = (*PAUSE, "--checkpoints.grace_seconds", "1")
@@ -339,7 +352,7 @@ def test_grace_too_short(trainers: Trainers, out: Path, whole: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- the user's own mistakes
 @pytest.mark.fault(
-    "F18", injected="an exception in the user's step", outcome="exit 1, traceback; the begun save is kept"
+    "F18", injected="an exception in the user's step", outcome="exit 1 with the traceback; a save under way is finished"
 )
 def test_the_users_exception(trainers: Trainers, out: Path, whole: Path) -> None:
     run = trainers.run(out, *EVERY, "--raise_at", "10", failpoint="before_file#2=sleep:0.5")
@@ -351,7 +364,7 @@ def test_the_users_exception(trainers: Trainers, out: Path, whole: Path) -> None
 
 
 @pytest.mark.fault(
-    "F19", injected="an exception on rank 1 alone", outcome="rank 0 stops at once; rank 1's text is shown"
+    "F19", injected="an exception on rank 1 alone", outcome="rank 0 stops at once; the error of rank 1 is shown"
 )
 def test_the_exception_of_one_rank(out: Path, launched: list[Launched], tmp_path: Path) -> None:
     flags = (*EVERY, "--checkpoints.asynchronous", "false", "--raise_at", "7", "--raise_rank", "1")
@@ -365,7 +378,9 @@ def test_the_exception_of_one_rank(out: Path, launched: list[Launched], tmp_path
     assert checkpoints(out) == [5]
 
 
-@pytest.mark.fault("F19", injected="an exception on rank 0 alone, while its writer writes", outcome="the same")
+@pytest.mark.fault(
+    "F19", injected="an exception on rank 0 alone, while its writer writes", outcome="both exit with 1; nothing torn"
+)
 def test_the_exception_of_the_main_process(trainers: Trainers, out: Path, whole_of_two: Path) -> None:
     slowly = """
 import os, pathlib, shutil, time

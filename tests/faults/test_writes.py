@@ -73,7 +73,11 @@ def goes_on(trainers: Trainers, out: Path, *flags: str, newest: int = 5) -> None
 
 
 # ------------------------------------------------------------------------------------------------------- full disks
-@pytest.mark.fault("F21", injected="disk full at the weights (tmpfs)", outcome="error with the numbers; old one kept")
+@pytest.mark.fault(
+    "F21",
+    injected="disk full at the weights (tmpfs)",
+    outcome="an error with required and free bytes; the old checkpoint is kept",
+)
 @pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
 def test_full_at_the_weights(trainers: Trainers, out: Path, disk: Disk, mode: tuple[str, ...]) -> None:
     disk("size=5m")
@@ -88,7 +92,11 @@ def test_full_at_the_weights(trainers: Trainers, out: Path, disk: Disk, mode: tu
     goes_on(trainers, out, *LARGE)
 
 
-@pytest.mark.fault("F21", injected="the same, on_error: continue", outcome="warned; trains on; the last save stops it")
+@pytest.mark.fault(
+    "F21",
+    injected="disk full at the weights, on_error: continue",
+    outcome="a warning; training continues; a failed last save exits with 1",
+)
 @pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
 def test_full_and_training_goes_on(trainers: Trainers, out: Path, disk: Disk, mode: tuple[str, ...]) -> None:
     disk("size=5m")
@@ -102,7 +110,9 @@ def test_full_and_training_goes_on(trainers: Trainers, out: Path, disk: Disk, mo
     assert debris(out) == []
 
 
-@pytest.mark.fault("F22", injected="disk full at the manifest", outcome="the same; what was written is removed")
+@pytest.mark.fault(
+    "F22", injected="disk full at the manifest", outcome="as at the weights; what was written is deleted"
+)
 def test_full_at_the_manifest(trainers: Trainers, out: Path, disk: Disk) -> None:
     disk("size=8m")
     assert trainers.run(out, *EVERY, *LARGE, "--max_steps", "5").wait() == [0]
@@ -120,7 +130,7 @@ def test_full_at_the_manifest(trainers: Trainers, out: Path, disk: Disk) -> None
     goes_on(trainers, out, *LARGE)
 
 
-@pytest.mark.fault("F23", injected="RLIMIT_FSIZE in the writer", outcome="the same, with the system's text")
+@pytest.mark.fault("F23", injected="RLIMIT_FSIZE in the writer", outcome="as at the weights, with the system's message")
 def test_file_size_limit(trainers: Trainers, out: Path, tmp_path: Path) -> None:
     limit = patched(tmp_path / "patch", "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))")
     run = trainers.run(out, *EVERY, **limit)
@@ -162,7 +172,9 @@ def test_a_writer_ends_though_a_forked_child_holds_its_socket() -> None:
     assert ended
 
 
-@pytest.mark.fault("F24", injected="disk full on rank 1 alone", outcome="both raise the same error; none hangs")
+@pytest.mark.fault(
+    "F24", injected="disk full on rank 1 alone", outcome="both ranks raise the same error; neither hangs"
+)
 @pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
 def test_full_on_one_rank(trainers: Trainers, out: Path, whole_of_two: Path, mode: tuple[str, ...]) -> None:
     trainers.stopped(out, 5, 2)
@@ -194,7 +206,11 @@ saver.Saver.boundary = boundary
     assert checkpoints(out) == debris(out) == acknowledged(out) == []
 
 
-@pytest.mark.fault("F25", injected="the same, on_error: continue", outcome="warned; trains on; a later save works")
+@pytest.mark.fault(
+    "F25",
+    injected="a write fails behind the loop, on_error: continue",
+    outcome="a warning; training continues; a later save succeeds",
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_goes_on_and_a_later_save_works(
     trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int
@@ -208,7 +224,9 @@ def test_training_goes_on_and_a_later_save_works(
     same_run(out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"))
 
 
-@pytest.mark.fault("F25", injected="no room even to begin, on_error: continue", outcome="warned; a later save works")
+@pytest.mark.fault(
+    "F25", injected="no room even to begin, on_error: continue", outcome="a warning; a later save succeeds"
+)
 def test_a_save_that_cannot_begin_does_not_stop_training(trainers: Trainers, out: Path, whole: Path) -> None:
     run = trainers.run(out, *EVERY, *CONTINUE, failpoint="after_mkdir#2=ENOSPC")
     assert run.wait() == [0], run.output()
@@ -218,7 +236,7 @@ def test_a_save_that_cannot_begin_does_not_stop_training(trainers: Trainers, out
 
 
 # ------------------------------------------------------------------------------------- directories that do not answer
-@pytest.mark.fault("F27", injected="file system remounted read-only", outcome="error names the path; nothing lost")
+@pytest.mark.fault("F27", injected="file system remounted read-only", outcome="the error names the path; nothing lost")
 def test_read_only(trainers: Trainers, out: Path, disk: Disk) -> None:
     disk("size=50m")
     run = trainers.start(out, *EVERY, "--pause_at", "7")
@@ -235,7 +253,9 @@ def test_read_only(trainers: Trainers, out: Path, disk: Disk) -> None:
     goes_on(trainers, out)
 
 
-@pytest.mark.fault("F27", injected="directory without permission (chattr +i)", outcome="the same")
+@pytest.mark.fault(
+    "F27", injected="directory without permission (chattr +i)", outcome="the error names the path; nothing lost"
+)
 def test_no_permission(trainers: Trainers, out: Path) -> None:
     trainers.stopped(out, 5)
     if subprocess.run(["chattr", "+i", str(out / "checkpoints")], capture_output=True, check=False).returncode != 0:
@@ -250,7 +270,9 @@ def test_no_permission(trainers: Trainers, out: Path) -> None:
     goes_on(trainers, out)
 
 
-@pytest.mark.fault("F28", injected="checkpoints deleted while running", outcome="recreated at the next save; warned")
+@pytest.mark.fault(
+    "F28", injected="checkpoints deleted while running", outcome="created again at the next save, with a warning"
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_deleted_while_running(trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
     run = trainers.start(out, *EVERY, *SYNC, "--pause_at", "7", ranks=ranks)
@@ -267,7 +289,9 @@ def test_deleted_while_running(trainers: Trainers, out: Path, request: pytest.Fi
     assert "at step 20" in again.output()
 
 
-@pytest.mark.fault("F28", injected="the save's own directory deleted under it", outcome="an error; the next one works")
+@pytest.mark.fault(
+    "F28", injected="the save's own directory deleted under it", outcome="an error; the next save succeeds"
+)
 def test_deleted_under_the_writer(trainers: Trainers, out: Path, whole: Path) -> None:
     run = trainers.start(out, *EVERY, *CONTINUE, failpoint="after_model_file=hold")
     run.until_held()
@@ -280,7 +304,9 @@ def test_deleted_under_the_writer(trainers: Trainers, out: Path, whole: Path) ->
 
 
 # ------------------------------------------------------------------------------------------------------ broken disks
-@pytest.mark.fault("F30", injected="rename fails (EXDEV)", outcome="error names the complete directory, which is kept")
+@pytest.mark.fault(
+    "F30", injected="rename fails (EXDEV)", outcome="the error names the complete directory, which is kept"
+)
 def test_rename_fails(trainers: Trainers, out: Path, tmp_path: Path) -> None:
     code = """
     import errno, os
@@ -347,7 +373,9 @@ def test_the_writer_dies(trainers: Trainers, out: Path) -> None:
 
 
 @pytest.mark.fault(
-    "F31", injected="the same, on_error: continue", outcome="another writer is started; later saves work"
+    "F31",
+    injected="SIGKILL of the writer process alone, on_error: continue",
+    outcome="another writer is started; later saves succeed",
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_writer_takes_over(trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:

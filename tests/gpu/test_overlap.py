@@ -106,6 +106,7 @@ def test_reductions_run_beside_the_backward(tmp_path: Path) -> None:
     assert hidden_share(reductions, spans(traced.trace, "kernel", "", without="nccl")) > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_reductions_begin_within_the_last_backward_on_cpu(tmp_path: Path) -> None:
     traced = traced_step(tmp_path, width=1024, depth=16, rows=64, ACCELERATE_USE_CPU="true")

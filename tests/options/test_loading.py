@@ -273,6 +273,9 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("none.yaml", r"there is no such file"),
         ("some/where", r"there is no such file"),
         ("demo --learning_rate 1", r"--learning_rate is a name of other scripts; here use --optimizer\.lr"),
+        ("demo --network_dim 4", r"here no option stands for it \(other recipes have --lora\.rank\)"),
+        ("demo --enable_bucket", r"here no option stands for it \(other recipes have --data\.resolutions"),
+        ("demo --cache_latents", r"here there is none: what encoders compute is always cached"),
         ("demo --gradient-accumulation-steps=4", r"--global_batch_size and --micro_batch_size"),
         (
             "demo --optimizer.learning_rate 1",

@@ -216,7 +216,7 @@ def test_a_stop_while_there_is_nothing_to_save_ends_the_process(
         assert not (tmp_path / "STOP").exists()
 
 
-@pytest.mark.fault("R4", injected="a stop while a finished process shuts down", outcome="its exit code stands")
+@pytest.mark.fault("R4", injected="a stop while a finished process shuts down", outcome="its exit code is unchanged")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_during_the_shutdown_changes_nothing(number: signal.Signals, script: Path, tmp_path: Path) -> None:
     with subprocess.Popen(

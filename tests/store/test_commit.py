@@ -82,7 +82,7 @@ FAULT = pytest.mark.fault(
     "R1",
     injected="a manifest whose step is 0, -5, 10^20 or Infinity, with doubled keys, deep nesting, half a surrogate "
     "pair, wrong types, no file list, or files outside",
-    outcome="a reason; older one used",
+    outcome="reported with the reason; falls back to the previous checkpoint",
 )
 
 
@@ -137,7 +137,9 @@ def test_a_manifest_that_cannot_be_believed(tmp_path: Path, before: str, after: 
     assert commit.newest_verified(tmp_path)[0] == commit.open_verified(older)
 
 
-@pytest.mark.fault("R1", injected="each single bit of a manifest flipped", outcome="noticed; older one used")
+@pytest.mark.fault(
+    "R1", injected="each single bit of a manifest flipped", outcome="detected; falls back to the previous checkpoint"
+)
 def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
     path = make(tmp_path, 20)
     sound, content = commit.open_verified(path).manifest, (path / "manifest.json").read_bytes()
@@ -152,7 +154,9 @@ def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "R1", injected="a directory, a FIFO, a device, a socket, a link to nowhere for the manifest", outcome="the same"
+    "R1",
+    injected="a directory, a FIFO, a device, a socket, a link to nowhere for the manifest",
+    outcome="reported; falls back to the previous checkpoint",
 )
 @pytest.mark.parametrize(
     ("make_it", "reason"),
@@ -227,7 +231,7 @@ def test_a_step_written_again_replaces_the_damaged_one(tmp_path: Path) -> None:
 @pytest.mark.fault(
     "R2",
     injected="a file, a link, a dangling link or a strange directory where a checkpoint goes",
-    outcome="set aside by name; the save goes on",
+    outcome="set aside under another name; the save continues",
 )
 @pytest.mark.parametrize(
     "put",

@@ -163,7 +163,11 @@ def test_an_edit_during_the_run_is_an_error(folder: Path, tmp_path: Path) -> Non
         data.train[0]
 
 
-@pytest.mark.fault("D1", injected="buckets of fewer pictures than a micro-batch", outcome="smaller ones; none dropped")
+@pytest.mark.fault(
+    "D1",
+    injected="buckets of fewer pictures than a micro-batch",
+    outcome="smaller micro-batches; no picture is dropped",
+)
 @pytest.mark.parametrize("group_size", [1, 4])
 def test_buckets_with_fewer_pictures_than_a_micro_batch(tmp_path: Path, group_size: int) -> None:
     folder = folder_of(tmp_path / "data", *[(40, 40)] * 9, (64, 33), (33, 64))

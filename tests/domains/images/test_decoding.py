@@ -20,7 +20,7 @@ def difference(one: Image.Image, other: Image.Image) -> float:
     return float(np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64)).mean())
 
 
-@pytest.mark.fault("I47", injected="a JPEG turned by its EXIF", outcome="upright, as exif_transpose of Pillow")
+@pytest.mark.fault("I47", injected="a JPEG turned by its EXIF", outcome="upright, equal to Pillow's exif_transpose")
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_turns_the_picture_upright(orientation: int) -> None:
     content = sideways(drawn(48, 32), orientation)
@@ -98,7 +98,7 @@ def test_floats_without_a_known_white_are_refused(values: list[float]) -> None:
         decode_picture(content)
 
 
-@pytest.mark.fault("I47", injected="transparent pixels", outcome="the stated background")
+@pytest.mark.fault("I47", injected="transparent pixels", outcome="drawn on the background of the option")
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "TIFF", "GIF"])
 @pytest.mark.parametrize("background", [(255, 255, 255), (10, 200, 30)])
 def test_transparent_pixels_show_the_background(format: str, background: tuple[int, int, int]) -> None:

@@ -91,7 +91,7 @@ def test_a_second_start_encodes_nothing(folder: Path, tmp_path: Path) -> None:
     assert encoder.encoded == len(SIZES)
 
 
-@pytest.mark.fault("D8", injected="a picture edited, latents cached", outcome="it alone is encoded again")
+@pytest.mark.fault("D8", injected="a picture edited, latents cached", outcome="only that picture is encoded again")
 def test_an_edited_picture_alone_is_encoded_again(folder: Path, tmp_path: Path) -> None:
     encoder = Encoder()
     cached_latents(dataset(folder), encoder, encoder.identity, tmp_path)
@@ -155,7 +155,8 @@ def test_a_damaged_latent_is_computed_again(folder: Path, tmp_path: Path) -> Non
     assert found == 2
     encoder.encoded = 0
     cached_latents(dataset(folder), encoder, encoder.identity, tmp_path)
-    assert encoder.encoded == 1  # the other one is as long as its header says: `verify` finds it
+    assert encoder.encoded == 2
+    assert all(len(cached[index]["mean"]) for index in range(len(cached)))
 
 
 def test_random_crops_cannot_be_cached(folder: Path, tmp_path: Path) -> None:
@@ -163,7 +164,9 @@ def test_random_crops_cannot_be_cached(folder: Path, tmp_path: Path) -> None:
         cached_latents(dataset(folder, crop="random"), Encoder(), Encoder().identity, tmp_path)
 
 
-@pytest.mark.fault("D9", injected="a cap below what the run needs", outcome="exit 2 with the size; after one batch")
+@pytest.mark.fault(
+    "D9", injected="a cap below what the run needs", outcome="exit 2 with the size that is needed, after one batch"
+)
 def test_a_cap_that_is_too_small_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
     encoder = Encoder()
     with pytest.raises(UsageError, match="cache_gib"):

@@ -72,12 +72,12 @@ def test_an_edit_that_keeps_size_and_date_is_seen(tmp_path: Path) -> None:
     assert read(folder, tmp_path / "cache").pictures[0].content != first.content
 
 
-@pytest.mark.fault("I47", injected="empty, cut and unknown picture files", outcome="left out, counted with reasons")
-@pytest.mark.fault("D2", injected="a caption without a picture", outcome="left out, counted with its name")
-@pytest.mark.fault("D3", injected="a 1x1 picture", outcome="left out, counted with its size")
-@pytest.mark.fault("D4", injected="a PNG of 20,000 x 20,000 in under 100 KB", outcome="left out; never decoded")
-@pytest.mark.fault("D5", injected="a corrupt WebP", outcome="left out, counted with the reason")
-@pytest.mark.fault("D6", injected="two pictures of one name", outcome="both left out; told to rename one")
+@pytest.mark.fault("I47", injected="empty, cut and unknown picture files", outcome="skipped; counted, with reasons")
+@pytest.mark.fault("D2", injected="a caption without a picture", outcome="skipped; counted, with its name")
+@pytest.mark.fault("D3", injected="a 1x1 picture", outcome="skipped; counted, with its size")
+@pytest.mark.fault("D4", injected="a PNG of 20,000 x 20,000 in under 100 KB", outcome="skipped; never decoded")
+@pytest.mark.fault("D5", injected="a corrupt WebP", outcome="skipped; counted, with the reason")
+@pytest.mark.fault("D6", injected="two pictures of one name", outcome="both skipped; the message says to rename one")
 def test_everything_that_is_left_out_is_counted_with_its_reason(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
     (folder / "alone.txt").write_text("no picture")

@@ -23,7 +23,8 @@ from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig
-from accel_train.domains.images.trained_mmdit.run_base import LEVELS, MAKE_DEMO, MMDiTBase
+from accel_train.domains.images.trained_mmdit.finding import MAKE_DEMO
+from accel_train.domains.images.trained_mmdit.run_base import LEVELS, MMDiTBase
 from accel_train.domains.models import adapters
 from accel_train.domains.models.lora import ADAPTER
 from accel_train.domains.models.patches import as_grid, from_patches, to_patches
@@ -214,6 +215,7 @@ def weights_of(run: Path, step: int) -> dict[str, Tensor]:
     return load_file(run / "checkpoints" / f"checkpoint_{step:08d}" / "model.safetensors")
 
 
+@pytest.mark.slow  # test_lora_recipe.py resumes on a pipeline every day
 def test_a_run_resumes_to_the_same_bits(run: Path, trained: Path) -> None:
     """And an evaluation, which takes the adapter off and on again, changes nothing in the training."""
     halves = train(trained.parent, run, "halves", "--max_steps", "2")

@@ -208,7 +208,9 @@ USES: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.fault("R7", injected="the base of adapters is deleted", outcome="load, sample and export name it")
+@pytest.mark.fault(
+    "R7", injected="the base of adapters is deleted", outcome="load, sample and export name the missing base"
+)
 def test_a_base_that_is_gone_is_named(use: str, base: Path, tmp_path: Path) -> None:
     folder, run = moved(base, tmp_path)
     shutil.rmtree(folder)
@@ -233,7 +235,7 @@ def test_a_base_that_has_changed_is_named(use: str, base: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["run", "exported"])
-@pytest.mark.fault("R7", injected="adapters on another base than theirs", outcome="refused, both bases named")
+@pytest.mark.fault("R7", injected="adapters on another base than theirs", outcome="refused; both bases are named")
 def test_adapters_of_another_base_are_refused(kind: str, run: Path, exported: Path, tmp_path: Path) -> None:
     another = tmp_path / "another"
     tiny.model(seed=5).save_pretrained(another)

@@ -357,6 +357,7 @@ def test_other_weights_fail_even_if_all_hashes_are_right(exported: Path) -> None
         proven.write_text(before[1])
 
 
+@pytest.mark.slow
 def test_without_transformers_the_check_of_another_architecture_says_so(tmp_path: Path) -> None:
     exported = tmp_path / "out"
     cli._main(["export", str(language_run(tmp_path / "run", GPT2)), str(exported)])

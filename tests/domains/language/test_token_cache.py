@@ -167,7 +167,9 @@ def blocks_of(log: Path) -> list[int]:
     return [int(line) for line in log.read_text().split()]
 
 
-@pytest.mark.fault("R4", injected="SIGKILL while tokens are computed", outcome="goes on behind the last whole shard")
+@pytest.mark.fault(
+    "R4", injected="SIGKILL while tokens are computed", outcome="continues after the last complete shard"
+)
 def test_a_killed_preparation_loses_a_shard_at_most(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +205,9 @@ def test_one_process_prepares_and_the_others_wait(
     assert len(blocks_of(log)) == 15
 
 
-@pytest.mark.fault("R8", injected="a bit flipped in cached tokens", outcome="file named; computed again once deleted")
+@pytest.mark.fault(
+    "R8", injected="a bit flipped in cached tokens", outcome="the file is named; computed again once it is deleted"
+)
 def test_a_damaged_row_is_named_and_a_deleted_shard_computed_again(config: DataConfig) -> None:
     found = cached(config)
     file = found.train.shards[2].file
@@ -258,7 +262,7 @@ def test_the_contents_of_the_files_decide_not_their_names(
     assert blocks_of(tmp_path / "log")
 
 
-@pytest.mark.fault("R8", injected="causal_lm: a file removed or added between starts", outcome="each named")
+@pytest.mark.fault("R8", injected="causal_lm: a file removed or added between starts", outcome="each file is named")
 def test_files_that_came_or_went_are_named(
     config: DataConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,7 +317,7 @@ def spoiled(folder: Path) -> Iterator[tuple[str, str]]:
 @pytest.mark.fault(
     "R8",
     injected="causal_lm: a row group damaged, a file cut, other columns, other types, 0 rows",
-    outcome="file named",
+    outcome="the file is named",
 )
 def test_a_spoiled_shard_is_named_and_one_without_rows_left_out(config: DataConfig, tmp_path: Path) -> None:
     import pyarrow as pa
@@ -335,7 +339,7 @@ def test_a_spoiled_shard_is_named_and_one_without_rows_left_out(config: DataConf
         cached(dataclasses.replace(config, path=str(folder / "*.parquet")))
 
 
-@pytest.mark.fault("R8", injected="causal_lm: a file written or removed meanwhile", outcome="file named")
+@pytest.mark.fault("R8", injected="causal_lm: a file written or removed meanwhile", outcome="the file is named")
 def test_a_file_that_is_written_or_removed_meanwhile_is_named(config: DataConfig, tmp_path: Path) -> None:
     source = prepare._Sources(config, tmp_path / "cache").train
     assert list(source.read(0))

@@ -262,7 +262,7 @@ def test_the_ledger_forgets_steps_that_are_lost() -> None:
     assert continued([], 0, "a", 5) == [Span(0, "a", 5)]
 
 
-@pytest.mark.fault("R8", injected="rows changed between starts", outcome="exit 2; --data.changed allow")
+@pytest.mark.fault("R8", injected="rows changed between starts", outcome="exit 2; --data.changed allow continues")
 def test_the_recipe_goes_on_with_changed_data_only_if_allowed(tmp_path: Path) -> None:
     shards(tmp_path / "data")
     assert train(tmp_path, "shards", 4).returncode == 0

@@ -223,10 +223,10 @@ def find_base(config: BaseConfig) -> Base:
     A pipeline of diffusers is known by its model_index.json. Raises ``UsageError`` for a folder without a pipeline, one
     of another family, one with code of its own, and a run of recipes/mmdit.py that is gone or has no pictures.
     """
-    from accel_train.domains.images.trained_mmdit import run_base
+    from accel_train.domains.images.trained_mmdit import finding
 
-    if config.source is not None and run_base.is_meant(config.source):
-        return run_base.find(config)
+    if config.source is not None and finding.is_meant(config.source):
+        return finding.find(config)
     if config.source is None:
         raise UsageError(
             "base.source: adapters need a pretrained pipeline of diffusers, and none is given; give "

@@ -1,4 +1,4 @@
-"""A trained MMDiT as a base of adapters: a run of recipes/mmdit.py on pictures, a checkpoint of it, or an export."""
+"""A trained MMDiT as a base of adapters: its parts, its weights, and the noise levels that it was trained on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_train.config import UsageError, expand_path
-from accel_train.data.artifacts import cache_directory
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig, coefficients
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, Prediction
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig
@@ -25,16 +23,12 @@ from accel_train.domains.models.adapters import add_adapter
 from accel_train.domains.models.lora import ADAPTER
 from accel_train.domains.models.mmdit import MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.domains.models.pretrained import load_directory
-from accel_train.options.loading import from_tree
 from accel_train.precision import Precision
-from accel_train.store import commit, manifest, strict_json
+from accel_train.store import strict_json
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.store.weights import find_tensors
 
 HUB = "hub:"
-DEMO = "runs/image-demo"
-"""Where the base of the preset lora_demo lies."""
-MAKE_DEMO = "accelerate launch recipes/mmdit.py image_demo"
 LEVELS = 1000
 """Times of the loss, in the middles of as many equal parts, because 0 and 1 mean clean and absent."""
 PREDICTIONS: dict[str, Prediction] = {
@@ -44,8 +38,6 @@ PREDICTIONS: dict[str, Prediction] = {
     "v": "v_prediction",
 }
 ASSETS = "assets"
-MARKS = (manifest.MANIFEST, "run.json", "checkpoints", f"{ASSETS}/assets.json")
-"""By one of these a directory is known as a checkpoint, a run or an export."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,86 +153,3 @@ class MMDiTBase:
     @cached_property
     def _assets(self) -> Mapping[str, Any]:
         return strict_json.read_object(self.directory / ASSETS / "assets.json")
-
-
-def is_meant(source: str) -> bool:
-    """Return True for a source that is no pipeline of diffusers but a model of recipes/mmdit.py."""
-    path = expand_path(source)
-    if source.startswith(HUB) or source == DEMO:
-        return True
-    return any((path / name).exists() for name in MARKS)
-
-
-def find(config: BaseConfig) -> MMDiTBase:
-    """Find and verify the base. Raises ``UsageError`` for a run without a checkpoint, and a model of no pictures."""
-    source = str(config.source)
-    _refuse_options(config)
-    directory = _directory(source)
-    try:
-        described = strict_json.read_object(directory / "config.json")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"base.source {source!r}: {directory} has no config.json to read ({error})") from None
-    grid = described.get("latent_grid")
-    if described.get("recipe") != "mmdit" or grid is None or "latent" not in described.get("sampler", {}):
-        raise UsageError(
-            f"base.source {source!r}: {directory} is no model of pictures of recipes/mmdit.py; give a run such as "
-            f"{DEMO}, which is made by: {MAKE_DEMO}"
-        )
-    path = f"{directory / 'config.json'}"
-    sampler = from_tree(LatentSamplingConfig, described["sampler"]["latent"], f"{path}: sampler.latent")
-    names = MultimodalMMDiTConfig.__dataclass_fields__
-    return MMDiTBase(
-        config,
-        directory,
-        MultimodalMMDiTConfig(**{name: described[name] for name in names}),
-        from_tree(LatentDiffusionConfig, described["objective"]["latent"], f"{path}: objective.latent"),
-        sampler,
-        _times(directory, sampler),
-    )
-
-
-def _refuse_options(config: BaseConfig) -> None:
-    defaults = BaseConfig()
-    for name in ("revision", "variant", "encoder_precision", "prompt_tokens", "guidance"):
-        value = getattr(config, name)
-        if value != getattr(defaults, name):
-            raise UsageError(
-                f"base.{name} {value}: has no effect with base.source {config.source!r}, a model of recipes/mmdit.py; "
-                "leave it out"
-            )
-
-
-def _directory(source: str) -> Path:
-    """Return the newest checkpoint of a run that verifies, a checkpoint, an export, or a download."""
-    if source.startswith(HUB):
-        from accel_train.hub.download import download_once
-
-        return download_once(source.removeprefix(HUB), cache_directory(None))
-    path = expand_path(source)
-    make = f"make it with: {MAKE_DEMO}" if source == DEMO else "give the directory of a run, or of a checkpoint"
-    if not path.is_dir():
-        raise UsageError(f"base.source {source!r}: {path} is not there; {make}")
-    if (path / manifest.MANIFEST).is_file():
-        try:
-            return commit.verify(path).path
-        except ValueError as error:
-            raise UsageError(f"base.source {source!r}: does not verify ({error}); give another checkpoint") from None
-    if (path / ASSETS / "assets.json").is_file():
-        return path
-    found, reasons = commit.newest_verified(path / "checkpoints")
-    if found is None:
-        why = "; ".join(reasons) or "it holds none yet"
-        raise UsageError(f"base.source {source!r}: no checkpoint of {path} can be used ({why}); {make}")
-    return found.path
-
-
-def _times(directory: Path, sampler: LatentSamplingConfig) -> TimeConfig:
-    """Return the times of its training, from the options of its run, or else with the shift of its sampler."""
-    for file, key in (("experiment.json", "options"), (manifest.MANIFEST, "experiment")):
-        if (directory / file).is_file():
-            options: Any = strict_json.read_object(directory / file).get(key) or {}
-            of_times = {name: value for name, value in options.items() if name.startswith("times.")}
-            if of_times:
-                tree = {name.removeprefix("times."): value for name, value in of_times.items()}
-                return from_tree(TimeConfig, tree, f"{directory / file}: times.*")
-    return TimeConfig(shift=sampler.shift)

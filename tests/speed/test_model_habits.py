@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train import model_habits
 from accel_train.config import UsageError
 from accel_train.domains.models.lora import LoraConfig, apply_lora
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.precision import kept_in_fp32
+from accel_train.speed import model_habits
 from tests.distributed.foreign_models import MODELS, VOCABULARY
 
 

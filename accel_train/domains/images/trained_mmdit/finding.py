@@ -1,0 +1,106 @@
+"""Finds a trained MMDiT to be a base: a run of recipes/mmdit.py on pictures, a checkpoint of it, or an export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accel_train.config import UsageError, expand_path
+from accel_train.data.artifacts import cache_directory
+from accel_train.domains.diffusion.latents import LatentDiffusionConfig
+from accel_train.domains.diffusion.sampling import LatentSamplingConfig
+from accel_train.domains.diffusion.timesteps import TimeConfig
+from accel_train.domains.images.pipelines.loading import BaseConfig
+from accel_train.domains.images.trained_mmdit.run_base import ASSETS, HUB, MMDiTBase
+from accel_train.domains.models.mmdit import MultimodalMMDiTConfig
+from accel_train.options.loading import from_tree
+from accel_train.store import commit, manifest, strict_json
+
+DEMO = "runs/image-demo"
+"""Where the base of the preset lora_demo lies."""
+MAKE_DEMO = "accelerate launch recipes/mmdit.py image_demo"
+MARKS = (manifest.MANIFEST, "run.json", "checkpoints", f"{ASSETS}/assets.json")
+"""By one of these a directory is known as a checkpoint, a run or an export."""
+
+
+def is_meant(source: str) -> bool:
+    """Return True for a source that is no pipeline of diffusers but a model of recipes/mmdit.py."""
+    path = expand_path(source)
+    if source.startswith(HUB) or source == DEMO:
+        return True
+    return any((path / name).exists() for name in MARKS)
+
+
+def find(config: BaseConfig) -> MMDiTBase:
+    """Find and verify the base. Raises ``UsageError`` for a run without a checkpoint, and a model of no pictures."""
+    source = str(config.source)
+    _refuse_options(config)
+    directory = _directory(source)
+    try:
+        described = strict_json.read_object(directory / "config.json")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"base.source {source!r}: {directory} has no config.json to read ({error})") from None
+    grid = described.get("latent_grid")
+    if described.get("recipe") != "mmdit" or grid is None or "latent" not in described.get("sampler", {}):
+        raise UsageError(
+            f"base.source {source!r}: {directory} is no model of pictures of recipes/mmdit.py; give a run such as "
+            f"{DEMO}, which is made by: {MAKE_DEMO}"
+        )
+    path = f"{directory / 'config.json'}"
+    sampler = from_tree(LatentSamplingConfig, described["sampler"]["latent"], f"{path}: sampler.latent")
+    names = MultimodalMMDiTConfig.__dataclass_fields__
+    return MMDiTBase(
+        config,
+        directory,
+        MultimodalMMDiTConfig(**{name: described[name] for name in names}),
+        from_tree(LatentDiffusionConfig, described["objective"]["latent"], f"{path}: objective.latent"),
+        sampler,
+        _times(directory, sampler),
+    )
+
+
+def _refuse_options(config: BaseConfig) -> None:
+    defaults = BaseConfig()
+    for name in ("revision", "variant", "encoder_precision", "prompt_tokens", "guidance"):
+        value = getattr(config, name)
+        if value != getattr(defaults, name):
+            raise UsageError(
+                f"base.{name} {value}: has no effect with base.source {config.source!r}, a model of recipes/mmdit.py; "
+                "leave it out"
+            )
+
+
+def _directory(source: str) -> Path:
+    """Return the newest checkpoint of a run that verifies, a checkpoint, an export, or a download."""
+    if source.startswith(HUB):
+        from accel_train.hub.download import download_once
+
+        return download_once(source.removeprefix(HUB), cache_directory(None))
+    path = expand_path(source)
+    make = f"make it with: {MAKE_DEMO}" if source == DEMO else "give the directory of a run, or of a checkpoint"
+    if not path.is_dir():
+        raise UsageError(f"base.source {source!r}: {path} is not there; {make}")
+    if (path / manifest.MANIFEST).is_file():
+        try:
+            return commit.verify(path).path
+        except ValueError as error:
+            raise UsageError(f"base.source {source!r}: does not verify ({error}); give another checkpoint") from None
+    if (path / ASSETS / "assets.json").is_file():
+        return path
+    found, reasons = commit.newest_verified(path / "checkpoints")
+    if found is None:
+        why = "; ".join(reasons) or "it holds none yet"
+        raise UsageError(f"base.source {source!r}: no checkpoint of {path} can be used ({why}); {make}")
+    return found.path
+
+
+def _times(directory: Path, sampler: LatentSamplingConfig) -> TimeConfig:
+    """Return the times of its training, from the options of its run, or else with the shift of its sampler."""
+    for file, key in (("experiment.json", "options"), (manifest.MANIFEST, "experiment")):
+        if (directory / file).is_file():
+            options: Any = strict_json.read_object(directory / file).get(key) or {}
+            of_times = {name: value for name, value in options.items() if name.startswith("times.")}
+            if of_times:
+                tree = {name.removeprefix("times."): value for name, value in of_times.items()}
+                return from_tree(TimeConfig, tree, f"{directory / file}: times.*")
+    return TimeConfig(shift=sampler.shift)
