@@ -62,3 +62,20 @@ def test_two_processes_draw_the_same_pictures_of_the_prior(folder: Path) -> None
     one = train(Layout("single", 1, "lora"), folder, "one-prior", *flags)
     two = train(Layout("ddp", 2, "lora"), folder, "two-prior", *flags)
     assert two.losses() == pytest.approx(one.losses(), rel=1e-5)
+
+
+@pytest.mark.slow  # tests/domains/images/test_class_pictures.py has one process
+def test_two_processes_draw_the_class_together(folder: Path) -> None:
+    drawn: dict[str, dict[str, bytes]] = {}
+    losses: list[list[float]] = []
+    for layout in (Layout("single", 1, "lora"), Layout("ddp", 2, "lora")):
+        place = folder / f"class-{layout.processes}"
+        asked = {"path": str(place), "caption": "a cat", "count": "5", "steps": "2"}
+        flags = [word for name, value in asked.items() for word in (f"--data.prior.{name}", value)]
+        run = train(layout, folder, f"drawing-{layout.processes}", *flags)
+        assert "the base has drawn 5 pictures of 'a cat'" in run.output
+        drawn[str(layout)] = {file.name: file.read_bytes() for file in place.iterdir()}
+        losses.append(run.losses())
+    alone, together = drawn.values()
+    assert together == alone
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

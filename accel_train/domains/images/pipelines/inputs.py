@@ -21,6 +21,7 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.loading import Base
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
+from accel_train.domains.images.weighting.class_pictures import draw_missing
 from accel_train.domains.images.weighting.masks import Masks, describe_masks, find_masks
 from accel_train.domains.images.weighting.prior import ROWS, PairedPictures, joined, prepare_prior
 
@@ -108,10 +109,11 @@ def prepare_inputs(
     Raises ``UsageError``, also for buckets that the base cannot take.
     """
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
-    prior = prepare_prior(config, pictures.train, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
     _refuse_step(config, base, pipeline)
     filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
+    drawn = draw_missing(config, base, pipeline, filling)
+    prior = prepare_prior(config, pictures.train, rank=rank, world_size=world_size, barrier=barrier)
     cap_bytes = config.cap_bytes
     masked = [sample.picture for data in (pictures.train, pictures.heldout) for sample in data.samples]
     masks = find_masks(config.mask, masked, reduction(pipeline))
@@ -150,7 +152,7 @@ def prepare_inputs(
         fingerprint = _both(fingerprint, masks.fingerprint)
     if prior is not None:
         train = PairedPictures(train, with_latents(prior[0]))
-        notices += prior[1]
+        notices += [*drawn, *prior[1]]
         fingerprint = _both(fingerprint, prior[0].fingerprint)
     return Inputs(base, pipeline, texts, train, heldout, fingerprint, tuple(notices), config.prior.weight)
 
