@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from accel_train import rng
 from accel_train.config import UsageError
 from accel_train.domains.images.latent_cache import Filling
 from accel_train.domains.images.options import PictureDataConfig, PriorConfig
-from accel_train.domains.images.pipelines import loading
+from accel_train.domains.images.pipelines import encoding, loading
 from accel_train.domains.images.weighting import class_pictures
 from tests.domains.images import drawn
 from tests.domains.images import test_lora_recipe as lora_recipe
@@ -42,7 +43,8 @@ def draw(folder: Path, place: Path, count: int, **changes: Any) -> list[str]:
     prior = PriorConfig(path=str(place), count=count, **asked)
     config = PictureDataConfig(resolutions=(18,), bucket_step=4, prior=prior)
     pipeline: Any = base.components(torch.device("cpu"))
-    notices = class_pictures.draw_missing(config, base, pipeline, Filling())
+    encode = partial(encoding.encode_texts, pipeline, base)
+    notices = class_pictures.draw_missing(config, base, pipeline, encode, Filling())
     assert pipeline.unet is None
     return notices
 

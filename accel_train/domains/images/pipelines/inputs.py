@@ -112,8 +112,7 @@ def prepare_inputs(
     pipeline = base.components(device)
     _refuse_step(config, base, pipeline)
     filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
-    drawn = draw_missing(config, base, pipeline, filling)
-    prior = prepare_prior(config, pictures.train, rank=rank, world_size=world_size, barrier=barrier)
+    prior = _prior(config, base, pipeline, pictures.train, filling)
     cap_bytes = config.cap_bytes
     masked = [sample.picture for data in (pictures.train, pictures.heldout) for sample in data.samples]
     masks = find_masks(config.mask, masked, reduction(pipeline))
@@ -152,9 +151,19 @@ def prepare_inputs(
         fingerprint = _both(fingerprint, masks.fingerprint)
     if prior is not None:
         train = PairedPictures(train, with_latents(prior[0]))
-        notices += [*drawn, *prior[1]]
+        notices += prior[1]
         fingerprint = _both(fingerprint, prior[0].fingerprint)
     return Inputs(base, pipeline, texts, train, heldout, fingerprint, tuple(notices), config.prior.weight)
+
+
+def _prior(
+    config: PictureDataConfig, base: Base, pipeline: Any, training: PictureDataset, filling: Filling
+) -> tuple[PictureDataset, list[str]] | None:
+    """Draw the pictures of the prior that are missing, and read all of them. Collective."""
+    encode = partial(encoding.encode_texts, pipeline, base)
+    drawn = draw_missing(config, base, pipeline, encode, filling)
+    found = prepare_prior(config, training, rank=filling.rank, world_size=filling.world_size, barrier=filling.barrier)
+    return None if found is None else (found[0], [*drawn, *found[1]])
 
 
 def _both(one: str, other: str) -> str:

@@ -19,11 +19,10 @@ from accel_train.config import UsageError, expand_path
 from accel_train.data.progress import Progress
 from accel_train.domains.images.buckets import to_image
 from accel_train.domains.images.folders import METADATA, SUFFIXES, is_mask
-from accel_train.domains.images.latent_cache import Filling
+from accel_train.domains.images.latent_cache import EncodeTexts, Filling
 from accel_train.domains.images.options import PictureDataConfig
-from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.drawing import draw_picture
-from accel_train.domains.images.pipelines.loading import Base
+from accel_train.domains.images.pipelines.loading import Base, text_encoders
 from accel_train.precision import Precision
 from accel_train.store import strict_json
 from accel_train.store.atomic_files import replace_file, replace_json
@@ -34,12 +33,14 @@ RECORD = "drawn.json"
 STREAM = "lora/prior"
 
 
-def draw_missing(config: PictureDataConfig, base: Base, pipeline: Any, filling: Filling) -> list[str]:
+def draw_missing(
+    config: PictureDataConfig, base: Base, pipeline: Any, encode: EncodeTexts, filling: Filling
+) -> list[str]:
     """Draw pictures of ``data.prior.caption`` until there are ``data.prior.count``, and return notices. Collective.
 
-    ``pipeline`` is that of ``base`` without the denoiser, on the device; it is loaded for the drawing alone, in bf16 on
-    a GPU. Own pictures in the folder count. Raises ``UsageError`` for a folder whose pictures were drawn from something
-    else, or that not all processes see.
+    ``pipeline`` is that of ``base`` without the denoiser, on the device, and ``encode`` its text encoders. The denoiser
+    is loaded for the drawing alone, in bf16 on a GPU. Own pictures in the folder count. Raises ``UsageError`` for a
+    folder whose pictures were drawn from something else, or that not all processes see.
     """
     prior = config.prior
     if prior.path is None or prior.count == 0:
@@ -59,7 +60,8 @@ def draw_missing(config: PictureDataConfig, base: Base, pipeline: Any, filling: 
     filling.barrier()
     own = {number: files[number] for number in missing[filling.rank :: filling.world_size]}
     if own:
-        _draw(own, config, base, pipeline, side, shown=filling.progress and filling.rank == 0)
+        texts = encode([prior.caption or "", ""])
+        _draw(own, config, base, pipeline, texts, side, shown=filling.progress and filling.rank == 0)
     filling.barrier()
     absent = [file.name for file in files if not file.is_file()]
     if absent:
@@ -105,16 +107,24 @@ def _refuse_others(folder: Path, drawn_from: Mapping[str, Any], is_added_to: boo
 
 @torch.no_grad()
 def _draw(
-    files: Mapping[int, Path], config: PictureDataConfig, base: Base, pipeline: Any, side: int, shown: bool
+    files: Mapping[int, Path],
+    config: PictureDataConfig,
+    base: Base,
+    pipeline: Any,
+    texts: Mapping[str, Tensor],
+    side: int,
+    shown: bool,
 ) -> None:
-    """Draw the picture of each number into its file, with its caption beside it."""
+    """Draw the picture of each number into its file, with its caption beside it.
+
+    ``texts`` are the embeddings of the caption and of an empty one.
+    """
     prior = config.prior
     assert prior.caption is not None, "checked with the options"
     family = base.family
-    texts = encoding.encode_texts(pipeline, base, [prior.caption, ""])
     device = pipeline.vae.device
     prompt, empty = ({name: value[row : row + 1].to(device) for name, value in texts.items()} for row in (0, 1))
-    encoders = encoding.text_encoders(pipeline)
+    encoders = text_encoders(pipeline)
     precision: Precision = "bf16" if device.type == "cuda" else "fp32"
     # A base that just fits into the memory of the device leaves no room for its text encoders.
     for encoder in encoders.values():
