@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -69,10 +71,20 @@ SMALL_CAUSAL_LM = [
     *("--data.path", str(few_texts()), "--data.vocab_size", "400", "--data.max_length", "32"),
 ]
 """Packed rows of few texts, and tied embeddings."""
+SMALL_LORA = (
+    "--global_batch_size 16 --micro_batch_size 16 --log.log_every 1 --log.progress_bar off --precision fp32 "
+    "--data.resolutions 12 16 --data.resolution_choice each --data.bucket_step 4 --data.heldout_fraction 0.2 "
+    "--data.group_size 4 --data.flip --lora.rank 3 --lora.base_precision fp32 --optimizer.lr 5e-3 "
+    "--schedule.warmup_steps 2 --ema.decay 0.9 --objective.caption_dropout 0.2 --objective.offset_noise 0.1 "
+    "--objective.snr_weighting min_snr --activation_checkpointing.mode none --evaluation.samples 4 "
+    "--evaluation.batch_size 2"
+).split()
+"""Buckets of several shapes and sizes, and everything that draws."""
 DEMOS = {
     "mmdit": ("demo", SMALL),
     "pde": ("pde_demo", SMALL_PDE),
     "causal_lm": ("causal_lm_smoke", SMALL_CAUSAL_LM),
+    "lora": ("lora_tune", SMALL_LORA),
 }
 
 
@@ -117,6 +129,28 @@ class Finished:
         return found
 
 
+@functools.cache
+def _pipeline_and_pictures() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with a tiny pipeline of diffusers and pictures of several shapes, deleted with this process."""
+    for package in ("diffusers", "peft"):
+        pytest.importorskip(package)
+    from tests.domains.images import drawn, tiny_pipelines
+
+    made = tempfile.TemporaryDirectory(prefix="accel-train-lora-")
+    tiny_pipelines.save("sd1", Path(made.name) / "base")
+    drawn.folder_of(Path(made.name) / "photos", *8 * [(24, 24), (40, 20), (20, 30)])
+    return made
+
+
+def inputs_of(recipe: str, folder: Path) -> list[str]:
+    """Return flags for what a recipe reads beside its demo's files. Its cache in ``folder`` is filled by the run."""
+    if recipe != "lora":
+        return []
+    made = _pipeline_and_pictures().name
+    paths = {"--base.source": f"{made}/base", "--data.path": f"{made}/photos", "--data.cache_dir": f"{folder}/cache"}
+    return [word for flag in paths.items() for word in flag]
+
+
 def environment(**extra: str) -> dict[str, str]:
     """Quiet, single-threaded and offline."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK"))}
@@ -158,7 +192,8 @@ def run_recipe(
     Its processes are forked (``tests.zygote``), or with ``new`` started by the real launcher.
     """
     preset, small = DEMOS[layout.recipe]
-    flags = [preset, *small, "--output_dir", str(directory), *arguments]
+    flags = [preset, *small, *inputs_of(layout.recipe, directory.parent), *arguments]
+    flags += ["--output_dir", str(directory)]
     directory.parent.mkdir(parents=True, exist_ok=True)
     words, extra = command(layout, flags, directory.parent), extra or {}
     if not new:

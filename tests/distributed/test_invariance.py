@@ -2,12 +2,14 @@
 
 That of mmdit trains with mode `mixed` and conditioning dropout, that of pde in two stages on two tasks with drop-path,
 flips and drawn points, that of causal_lm on packed rows with different numbers of trained tokens and with tied
-embeddings, so these are in every comparison.
+embeddings, that of lora on buckets of several shapes with cached latents and captions, so these are in every
+comparison.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 from tests.distributed.launching import Finished, Layout, relative_difference, run_recipe
 
 pytestmark = pytest.mark.distributed
-STEPS = {"mmdit": 40, "pde": 16, "causal_lm": 16}
+STEPS = {"mmdit": 40, "pde": 16, "causal_lm": 16, "lora": 12}
 
 LAYOUTS = {
     "2 processes": (Layout("ddp", 2), ()),
@@ -48,10 +50,11 @@ SLOW = {
 
 QUICK_PDE = {"3 processes, ragged"}
 QUICK_CAUSAL_LM = {"2 processes", "FSDP2"}
+QUICK_LORA = {"micro-batches of 1, 2 processes"}
 
 
 def cases() -> list[object]:
-    quick = {"mmdit": set(LAYOUTS) - SLOW, "pde": QUICK_PDE, "causal_lm": QUICK_CAUSAL_LM}
+    quick = {"mmdit": set(LAYOUTS) - SLOW, "pde": QUICK_PDE, "causal_lm": QUICK_CAUSAL_LM, "lora": QUICK_LORA}
     return [
         pytest.param(recipe, name, marks=() if name in quick[recipe] else pytest.mark.slow, id=f"{recipe}-{name}")
         for recipe in STEPS
@@ -63,15 +66,25 @@ def train(layout: Layout, folder: Path, *flags: str) -> Finished:
     return run_recipe(layout, folder / "run", "--max_steps", str(STEPS[layout.recipe]), *flags)
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """One process with the whole batch, of every recipe."""
-    return {recipe: train(Layout("single", 1, recipe), tmp_path_factory.mktemp(recipe)) for recipe in STEPS}
+Alone = Callable[[str], Finished]
 
 
 @pytest.fixture(scope="module")
-def reference(references: dict[str, Finished]) -> Finished:
-    return references["mmdit"]
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """A recipe in one process with the whole batch, run when first asked for."""
+    made: dict[str, Finished] = {}
+
+    def of(recipe: str) -> Finished:
+        if recipe not in made:
+            made[recipe] = train(Layout("single", 1, recipe), tmp_path_factory.mktemp(recipe))
+        return made[recipe]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def reference(alone: Alone) -> Finished:
+    return alone("mmdit")
 
 
 def tokens_per_sample(run: Finished) -> float:
@@ -82,11 +95,9 @@ def tokens_per_sample(run: Finished) -> float:
 
 
 @pytest.mark.parametrize(("recipe", "name"), cases())
-def test_every_layout_follows_the_same_trajectory(
-    recipe: str, name: str, references: dict[str, Finished], tmp_path: Path
-) -> None:
+def test_every_layout_follows_the_same_trajectory(recipe: str, name: str, alone: Alone, tmp_path: Path) -> None:
     layout, flags = LAYOUTS[name]
-    reference, steps = references[recipe], STEPS[recipe]
+    reference, steps = alone(recipe), STEPS[recipe]
     run = train(dataclasses.replace(layout, recipe=recipe), tmp_path, *flags)
     expected, found = reference.losses(), run.losses()
     assert len(found) == steps

@@ -1,4 +1,7 @@
-"""recipes/lora.py in real processes: the same adapters on every layout, with several shapes and the cache."""
+"""What recipes/lora.py alone has, in real processes: our own MMDiT as base, and pictures of a prior.
+
+Every layout and every resume of it is in test_invariance.py and test_resume.py, with those of the other recipes.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,13 @@ import torch
 from tests.distributed.launching import Finished, Layout, command, fork
 from tests.domains.images import test_trained_mmdit as own
 from tests.domains.images import tiny_pipelines as tiny
-from tests.domains.images.test_lora_recipe import STEPS, pictures, settings
+from tests.domains.images.test_lora_recipe import pictures, settings
 from tests.trained import picture_run
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 pytestmark = pytest.mark.distributed
-LAYOUTS = {
-    "2 processes": (Layout("ddp", 2, "lora"), ()),
-    "micro-batches of 1": (Layout("single", 1, "lora"), ("--micro_batch_size", "1")),
-    "FSDP2": (Layout("fsdp2", 2, "lora"), ()),
-    "ZeRO-2": (Layout("zero2", 2, "lora"), ()),
-}
 WEIGHTED = ("--data.mask.source", "alpha", "--data.mask.outside", "0.5", "--data.prior.path", "{folder}/photos")
-DAILY = {"2 processes"}
-"""The others are daily for adapters in test_causal_lm_lora.py."""
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +36,6 @@ def train(layout: Layout, folder: Path, name: str, *flags: str) -> Finished:
     done = fork(layout, command(layout, arguments, folder))
     assert done.returncode == 0, done.stdout[-4000:]
     return Finished(folder / name, done.stdout, done.returncode)
-
-
-@pytest.fixture(scope="module")
-def single(folder: Path) -> Finished:
-    return train(Layout("single", 1, "lora"), folder, "single")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in LAYOUTS]
-)
-def test_every_layout_trains_the_same_adapters(name: str, single: Finished, folder: Path) -> None:
-    layout, flags = LAYOUTS[name]
-    run = train(layout, folder, name.replace(" ", "-"), *flags)
-    assert run.losses() == pytest.approx(single.losses(), rel=1e-5)
-    expected = single.tensors(STEPS, "model")
-    for key, tensor in run.tensors(STEPS, "model").items():
-        torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow  # layouts are daily with a base of diffusers, and this base with one process
@@ -84,3 +62,20 @@ def test_two_processes_draw_the_same_pictures_of_the_prior(folder: Path) -> None
     one = train(Layout("single", 1, "lora"), folder, "one-prior", *flags)
     two = train(Layout("ddp", 2, "lora"), folder, "two-prior", *flags)
     assert two.losses() == pytest.approx(one.losses(), rel=1e-5)
+
+
+@pytest.mark.slow  # tests/domains/images/test_class_pictures.py has one process
+def test_two_processes_draw_the_class_together(folder: Path) -> None:
+    drawn: dict[str, dict[str, bytes]] = {}
+    losses: list[list[float]] = []
+    for layout in (Layout("single", 1, "lora"), Layout("ddp", 2, "lora")):
+        place = folder / f"class-{layout.processes}"
+        asked = {"path": str(place), "caption": "a cat", "count": "5", "steps": "2"}
+        flags = [word for name, value in asked.items() for word in (f"--data.prior.{name}", value)]
+        run = train(layout, folder, f"drawing-{layout.processes}", *flags)
+        assert "the base has drawn 5 pictures of 'a cat'" in run.output
+        drawn[str(layout)] = {file.name: file.read_bytes() for file in place.iterdir()}
+        losses.append(run.losses())
+    alone, together = drawn.values()
+    assert together == alone
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

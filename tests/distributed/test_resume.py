@@ -19,7 +19,8 @@ THREE = [Layout("ddp", 3), Layout("fsdp2", 3), Layout("zero2", 3)]
 """With two processes a sum has no order; with three it depends on how their numbers are laid out."""
 PDE = [Layout("single", 1, "pde"), Layout("fsdp2", 2, "pde"), Layout("zero3", 2, "pde")]
 CAUSAL_LM = [Layout("single", 1, "causal_lm"), Layout("fsdp2", 2, "causal_lm"), Layout("zero3", 2, "causal_lm")]
-SAME = [*LAYOUTS, *THREE, *PDE, *CAUSAL_LM, *OFFLOADED]
+LORA = [Layout("single", 1, "lora"), Layout("fsdp2", 2, "lora"), Layout("zero2", 2, "lora")]
+SAME = [*LAYOUTS, *THREE, *PDE, *CAUSAL_LM, *LORA, *OFFLOADED]
 FLAGS = (
     "--max_steps",
     "20",
@@ -32,9 +33,15 @@ FLAGS = (
 )
 
 ELSEWHERE = [
-    (first, second) for all_of in (LAYOUTS, PDE, CAUSAL_LM) for first in all_of for second in all_of if first != second
+    (first, second)
+    for all_of in (LAYOUTS, PDE, CAUSAL_LM, LORA)
+    for first in all_of
+    for second in all_of
+    if first != second
 ]
-RING = {(a, b) for all_of in (LAYOUTS, PDE, CAUSAL_LM) for a, b in zip(all_of, [*all_of[1:], all_of[0]], strict=True)}
+RING = {
+    (a, b) for all_of in (LAYOUTS, PDE, CAUSAL_LM, LORA) for a, b in zip(all_of, [*all_of[1:], all_of[0]], strict=True)
+}
 """One way round: each strategy of each recipe once as the writer and once as the reader."""
 QUICK = {(Layout("fsdp2", 2), Layout("zero3", 2))}
 """Two strategies that both cut the state, each in its own way."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accel_train.config import Fraction, FractionBelowOne, PositiveFloat, PositiveInt, UsageError
+from accel_train.config import Fraction, FractionBelowOne, NonNegativeInt, PositiveFloat, PositiveInt, UsageError
 from accel_train.domains.images import decoding
 from accel_train.domains.images.buckets import Buckets
 from accel_train.domains.images.sources import Source
+
+DRAWING_STEPS = 50
+"""As in diffusers' DreamBooth script."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,33 @@ class PriorConfig:
     weight: PositiveFloat = 1.0
     """Weight of their loss, which is added to that of the training pictures."""
     caption: str | None = None
-    """Caption of those that have none, such as "a dog"."""
+    """Caption of those that have none, such as "a dog", and of those that are drawn."""
+    count: NonNegativeInt = 0
+    """Pictures that path must have. Where there are fewer, the base draws the rest of caption before training, squares
+    of the first of data.resolutions, into path, which is then a folder. 0: those that are there."""
+    steps: PositiveInt = DRAWING_STEPS
+    """Denoising steps of a picture that is drawn."""
 
     def __post_init__(self) -> None:
-        if self.path is None and (self.weight != 1.0 or self.caption is not None):
+        given = (self.weight != 1.0, self.caption is not None, self.count > 0, self.steps != DRAWING_STEPS)
+        if self.path is None and any(given):
             raise UsageError(
-                "data.prior: weight and caption have no effect without data.prior.path; give it the pictures of the "
-                "class, or leave them out"
+                "data.prior: weight, caption, count and steps have no effect without data.prior.path; give it the "
+                "pictures of the class, or leave them out"
+            )
+        if self.count and not (self.caption and self.caption.strip()):
+            raise UsageError(
+                f"data.prior.count {self.count}: the base draws pictures of data.prior.caption, and there is none; "
+                "give --data.prior.caption 'a dog'"
+            )
+        if self.count and self.path is not None and self.path.partition(":")[0] in ("emoji", "hub"):
+            raise UsageError(
+                f"data.prior.count {self.count}: the base draws into a folder, and data.prior.path is {self.path}; "
+                "give a folder, or leave the count out"
+            )
+        if self.count == 0 and self.steps != DRAWING_STEPS:
+            raise UsageError(
+                f"data.prior.steps {self.steps} has no effect without data.prior.count; give --data.prior.count 200"
             )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
 from accel_train.data.artifacts import cache_if_usable
+from accel_train.domains.images.kohya.metadata import kohya_facts
 from accel_train.domains.images.pipelines import adapter_files
 from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, find_base
@@ -185,11 +186,14 @@ class PicturePipeline:
         lines = [adapter_files.write_diffusers(directory, tensors, found, described["denoiser"])]
         facts = described.get("kohya")
         if facts is None:
-            reason = "the names of this base in kohya's scripts are not known here"
+            reason = f"{described['family']} has no names in kohya's scripts; use {adapter_files.DIFFUSERS_FILE}"
         elif found.get("use_dora"):
-            reason = "its readers do not agree on how DoRA is written"
+            reason = f"its readers do not agree on how DoRA is written; use {adapter_files.DIFFUSERS_FILE}"
         else:
-            return [*lines, adapter_files.write_kohya(directory, tensors, found, facts)]
+            try:
+                return [*lines, adapter_files.write_kohya(directory, tensors, found, facts)]
+            except UsageError as error:
+                reason = str(error)
         return [*lines, f"without {adapter_files.KOHYA_FILE}: {reason}"]
 
 
@@ -210,7 +214,7 @@ def write_files(
     adapted: Any = model
     atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.location))
     family = base.family
-    facts = adapter_files.kohya_facts(family.pipelines[0], prediction, adapted.config, base.source)
+    facts = kohya_facts(family.pipelines[0], prediction, adapted.config, base.source, side)
     described = describe(
         PicturePipeline,
         {

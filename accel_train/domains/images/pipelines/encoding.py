@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_train.domains.images.latent_cache import EncoderIdentity, Latents, weights_hash
-from accel_train.domains.images.pipelines.loading import Base
+from accel_train.domains.images.pipelines.loading import Base, text_encoders
 
 
 @torch.no_grad()
@@ -54,12 +54,6 @@ def identity_of_texts(pipeline: Any, base: Base) -> EncoderIdentity:
     """Return what cached embeddings depend on."""
     settings = {"dtype": base.config.encoder_precision, "tokens": base.prompt_tokens, "family": base.family.name}
     return EncoderIdentity(base.source, base.revision, weights_hash(*text_encoders(pipeline).values()), settings)
-
-
-def text_encoders(pipeline: Any) -> dict[str, nn.Module]:
-    """Return the text encoders of a pipeline by name."""
-    found = {name: getattr(pipeline, name) for name in pipeline.components if name.startswith("text_encoder")}
-    return {name: encoder for name, encoder in found.items() if encoder is not None}
 
 
 def drop_text_encoders(pipeline: Any) -> int:

@@ -21,6 +21,7 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.loading import Base
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
+from accel_train.domains.images.weighting.class_pictures import draw_missing
 from accel_train.domains.images.weighting.masks import Masks, describe_masks, find_masks
 from accel_train.domains.images.weighting.prior import ROWS, PairedPictures, joined, prepare_prior
 
@@ -108,10 +109,10 @@ def prepare_inputs(
     Raises ``UsageError``, also for buckets that the base cannot take.
     """
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
-    prior = prepare_prior(config, pictures.train, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
     _refuse_step(config, base, pipeline)
     filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
+    prior = _prior(config, base, pipeline, pictures.train, filling)
     cap_bytes = config.cap_bytes
     masked = [sample.picture for data in (pictures.train, pictures.heldout) for sample in data.samples]
     masks = find_masks(config.mask, masked, reduction(pipeline))
@@ -153,6 +154,16 @@ def prepare_inputs(
         notices += prior[1]
         fingerprint = _both(fingerprint, prior[0].fingerprint)
     return Inputs(base, pipeline, texts, train, heldout, fingerprint, tuple(notices), config.prior.weight)
+
+
+def _prior(
+    config: PictureDataConfig, base: Base, pipeline: Any, training: PictureDataset, filling: Filling
+) -> tuple[PictureDataset, list[str]] | None:
+    """Draw the pictures of the prior that are missing, and read all of them. Collective."""
+    encode = partial(encoding.encode_texts, pipeline, base)
+    drawn = draw_missing(config, base, pipeline, encode, filling)
+    found = prepare_prior(config, training, rank=filling.rank, world_size=filling.world_size, barrier=filling.barrier)
+    return None if found is None else (found[0], [*drawn, *found[1]])
 
 
 def _both(one: str, other: str) -> str:

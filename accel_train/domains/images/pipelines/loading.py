@@ -189,6 +189,12 @@ class DiffusersBase:
 Base: TypeAlias = "DiffusersBase | MMDiTBase"
 
 
+def text_encoders(pipeline: Any) -> dict[str, nn.Module]:
+    """Return the text encoders of a pipeline by name."""
+    found = {name: getattr(pipeline, name) for name in pipeline.components if name.startswith("text_encoder")}
+    return {name: encoder for name, encoder in found.items() if encoder is not None}
+
+
 def _take_any_dtype(vae: Any) -> None:
     """Let the VAE decode latents of another dtype, as pipelines give it those of the denoiser."""
     decode = vae.decode

@@ -1,0 +1,153 @@
+"""Pictures of the class that the base draws before training, where the folder of the prior has too few.
+
+As in diffusers' DreamBooth script, from one caption. The noise of a picture is a function of its number alone, the
+processes share the numbers, and a picture that is there stays: a run that was killed goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_train import rng
+from accel_train.config import UsageError, expand_path
+from accel_train.data.progress import Progress
+from accel_train.domains.images.buckets import to_image
+from accel_train.domains.images.folders import METADATA, SUFFIXES, is_mask
+from accel_train.domains.images.latent_cache import EncodeTexts, Filling
+from accel_train.domains.images.options import PictureDataConfig
+from accel_train.domains.images.pipelines.drawing import draw_picture
+from accel_train.domains.images.pipelines.loading import Base, text_encoders
+from accel_train.precision import Precision
+from accel_train.store import strict_json
+from accel_train.store.atomic_files import replace_file, replace_json
+
+STEM = "drawn_"
+RECORD = "drawn.json"
+"""What the pictures were drawn from. Others are not put beside them."""
+STREAM = "lora/prior"
+
+
+def draw_missing(
+    config: PictureDataConfig, base: Base, pipeline: Any, encode: EncodeTexts, filling: Filling
+) -> list[str]:
+    """Draw pictures of ``data.prior.caption`` until there are ``data.prior.count``, and return notices. Collective.
+
+    ``pipeline`` is that of ``base`` without the denoiser, on the device, and ``encode`` its text encoders. The denoiser
+    is loaded for the drawing alone, in bf16 on a GPU. Own pictures in the folder count. Raises ``UsageError`` for a
+    folder whose pictures were drawn from something else, or that not all processes see.
+    """
+    prior = config.prior
+    if prior.path is None or prior.count == 0:
+        return []
+    folder = expand_path(prior.path)
+    side = config.resolutions[0] // config.bucket_step * config.bucket_step
+    drawn_from = {"base": base.location, "caption": prior.caption, "steps": prior.steps, "side": side}
+    files = [folder / f"{STEM}{number:05d}.png" for number in range(prior.count - _own_pictures(folder))]
+    missing = [number for number, file in enumerate(files) if not file.is_file()]
+    _refuse_others(folder, drawn_from, is_added_to=bool(missing))
+    # Who looks after another has begun to write sees fewer missing, and would take other shares than the rest.
+    filling.barrier()
+    if missing and filling.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_json(folder / RECORD, drawn_from)
+    # The others write into the folder.
+    filling.barrier()
+    own = {number: files[number] for number in missing[filling.rank :: filling.world_size]}
+    if own:
+        texts = encode([prior.caption or "", ""])
+        _draw(own, config, base, pipeline, texts, side, shown=filling.progress and filling.rank == 0)
+    filling.barrier()
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise UsageError(
+            f"data.prior.path {prior.path!r}: {len(absent)} pictures that other processes drew are not there, such as "
+            f"{absent[0]}; give a folder that all machines share, or draw them on one machine first"
+        )
+    if not missing:
+        return []
+    return [f"the base has drawn {len(missing)} pictures of {prior.caption!r} into {folder}"]
+
+
+def _own_pictures(folder: Path) -> int:
+    """Return the number of pictures in the folder that were not drawn here."""
+    if not folder.exists():
+        return 0
+    files = [file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and not is_mask(file)]
+    return sum(not file.name.startswith(STEM) for file in files)
+
+
+def _refuse_others(folder: Path, drawn_from: Mapping[str, Any], is_added_to: bool) -> None:
+    """Raise ``UsageError`` for a place that takes no drawn pictures, and for pictures drawn from something else."""
+    option = f"data.prior.path {str(folder)!r}"
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{option}: is a file, and data.prior.count draws into a folder; give a folder")
+    if is_added_to and (folder / METADATA).is_file():
+        raise UsageError(
+            f"{option}: its captions are in {METADATA}, and pictures that are drawn have theirs in text files; give "
+            "an empty folder, or leave data.prior.count out"
+        )
+    record = folder / RECORD
+    if not record.is_file():
+        return
+    before = strict_json.read_object(record)
+    if before != drawn_from:
+        others = [f"{name} {before.get(name)!r}, now {value!r}" for name, value in drawn_from.items()]
+        changed = [line for line, name in zip(others, drawn_from, strict=True) if before.get(name) != drawn_from[name]]
+        raise UsageError(
+            f"{option}: its pictures {STEM}*.png were drawn with {'; '.join(changed)}; delete them and {RECORD}, or "
+            "give another folder"
+        )
+
+
+@torch.no_grad()
+def _draw(
+    files: Mapping[int, Path],
+    config: PictureDataConfig,
+    base: Base,
+    pipeline: Any,
+    texts: Mapping[str, Tensor],
+    side: int,
+    shown: bool,
+) -> None:
+    """Draw the picture of each number into its file, with its caption beside it.
+
+    ``texts`` are the embeddings of the caption and of an empty one.
+    """
+    prior = config.prior
+    assert prior.caption is not None, "checked with the options"
+    family = base.family
+    device = pipeline.vae.device
+    prompt, empty = ({name: value[row : row + 1].to(device) for name, value in texts.items()} for row in (0, 1))
+    encoders = text_encoders(pipeline)
+    precision: Precision = "bf16" if device.type == "cuda" else "fp32"
+    # A base that just fits into the memory of the device leaves no room for its text encoders.
+    for encoder in encoders.values():
+        encoder.to("cpu")
+    setattr(pipeline, family.denoiser, base.denoiser(precision).to(device).eval())
+    try:
+        arguments = family.sample(prompt, family.empty(pipeline, empty))
+        with Progress("pictures of the class", len(files), shown) as progress:
+            for number, file in files.items():
+                seed = rng.key(0, STREAM, number) & (2**63 - 1)
+                with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                    drawn = draw_picture(pipeline, family, arguments, seed, side, prior.steps, None)
+                _write(drawn, file, file.with_suffix(config.caption_extension), prior.caption)
+                progress.update(1)
+    finally:
+        setattr(pipeline, family.denoiser, None)
+        for encoder in encoders.values():
+            encoder.to(device)
+
+
+def _write(picture: Tensor, file: Path, caption_file: Path, caption: str) -> None:
+    stream = io.BytesIO()
+    to_image(picture).save(stream, format="PNG")
+    # The caption first, so that a picture never stands there without one.
+    replace_file(caption_file, f"{caption}\n".encode())
+    replace_file(file, stream.getvalue())
