@@ -23,7 +23,7 @@ from accel_train import experiment, loop, preparation, rng, startup
 from accel_train.data import sampler
 from accel_train.domains.diffusion import latents, masked_text, timesteps
 from accel_train.domains.images import captioned, picture_scores
-from accel_train.domains.models import flops, mmdit
+from accel_train.domains.models import flops, mmdit, sd3_blocks
 from accel_train.domains.text import baseline_scores, both_ways, dataset, modes, pipeline, prepare, samples
 from accel_train.metrics import evaluation, logs, records
 from accel_train.metrics.progress import Labels
@@ -202,7 +202,7 @@ def main(argv: Sequence[str]) -> int:
     mask_id = data.tokenizer.mask_id
     grid = scores.pictures.grid if scores else None
     shape = config.model.multimodal(data.tokenizer.vocab_size, config.data.max_length, data.latent_shape, grid)
-    model = preparation.build_model(opened, mmdit.MultimodalMMDiT, shape)
+    model = preparation.build_model(opened, sd3_blocks.build, shape, config.model, opened.start_step, config.init_from)
     needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
     prepared = preparation.prepare(opened, model, needs, modes.freezable(config.modes))
     optimizer = prepared.optimizer

@@ -116,6 +116,7 @@ log.project
 log.run_name
 log.progress_bar
 model.size
+model.blocks_from
 model.width
 model.depth
 model.heads

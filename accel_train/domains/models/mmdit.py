@@ -34,6 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
     "small": {"width": 768, "depth": 12, "heads": 12},
     "base": {"width": 1024, "depth": 24, "heads": 16},
     "1b": {"width": 2048, "depth": 24, "heads": 32},
+    "sd3_medium": {"width": 1536, "depth": 24, "heads": 24},
 }
 Tensors = tuple[Tensor, ...]
 MODALITIES = 2
@@ -122,10 +123,13 @@ class MultimodalMMDiTConfig:
 class ModelConfig:
     """Model options. Each value that `size` implies can be overridden."""
 
-    size: Literal["demo", "tiny", "small", "base", "1b"] = "demo"
+    size: Literal["demo", "tiny", "small", "base", "1b", "sd3_medium"] = "demo"
     """Width/depth/heads of the transformer and its parameters: demo 192/4/4 (5 M, trains on 2 CPU cores),
     tiny 512/8/8 (76 M), small 768/12/12 (255 M), base 1024/24/16 (0.9 B), 1b 2048/24/32 (3.6 B: one billion
-    per stream plus the modulation)."""
+    per stream plus the modulation), sd3_medium 1536/24/24 (2 B) with the tanh GELU of SD3."""
+    blocks_from: str | None = None
+    """Folder or Hub id of SD3 in diffusers' form: the blocks start from its weights, all else anew. With size
+    sd3_medium, bias true and qk_norm false."""
     width: PositiveInt | None = None
     """Channels per token, a multiple of 2 * heads. None: by size. Cost grows with the square of the width."""
     depth: PositiveInt | None = None
@@ -153,6 +157,7 @@ class ModelConfig:
             ffn_ratio=self.ffn_ratio,
             qk_norm=self.qk_norm,
             bias=self.bias,
+            tanh_gelu=self.size == "sd3_medium",
         )
 
     def multimodal(
@@ -233,13 +238,7 @@ class Stream(nn.Module):
             return x
         return x + gate * self.out(attended)
 
-    def feed_forward(
-        self,
-        x: Tensor,
-        shift: Tensor,
-        scale: Tensor,
-        gate: Tensor,
-    ) -> Tensor:
+    def feed_forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
         """Return x plus the gated feed-forward layer."""
         if self.ffn is None:
             return x

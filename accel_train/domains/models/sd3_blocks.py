@@ -1,0 +1,161 @@
+"""A `MultimodalMMDiT` whose blocks start from those of Stable Diffusion 3's transformer.
+
+SD3 reads outputs of text encoders and has no text of its own to predict. So its blocks alone are taken: with the same
+tokens and conditioning they give diffusers' outputs. Embeddings, times, positions and heads start anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT, MultimodalMMDiTConfig
+from accel_train.domains.models.sd3 import from_diffusers
+from accel_train.wording import shortened
+
+logger = logging.getLogger(__name__)
+FOLDER = "transformer"
+WEIGHTS = "diffusion_pytorch_model*.safetensors"
+SETTINGS = "config.json"
+STREAMS = {"0": "1", "1": "0"}
+"""Pictures come first in SD3, and second here."""
+SHIFT_AND_SCALE = slice(None, 2)
+KEYS_AND_VALUES = slice(1, None)
+
+
+def build(
+    shape: MultimodalMMDiTConfig, options: ModelConfig, start_step: int = 0, init_from: str | None = None
+) -> MultimodalMMDiT:
+    """Build the model, and at step 0 load the blocks of `options.blocks_from`. Every process reads the files.
+
+    On the meta device nothing is loaded. Raises ``UsageError`` for options that contradict the source.
+    """
+    source = options.blocks_from
+    if source is None:
+        return MultimodalMMDiT(shape)
+    _check_options(options, init_from)
+    model = MultimodalMMDiT(shape)
+    on_meta = model.text_head.weight.is_meta
+    if start_step == 0 and not on_meta:
+        new = load_blocks(model, source)
+        logger.info(f"model.blocks_from {source}: blocks of SD3 loaded; initialised anew: {shortened(new, 20)}")
+    return model
+
+
+def _check_options(options: ModelConfig, init_from: str | None) -> None:
+    if options.size != "sd3_medium" or not options.bias:
+        raise UsageError(
+            f"--model.blocks_from {options.blocks_from!r} with --model.size {options.size} and --model.bias "
+            f"{options.bias}: the blocks of SD3 need --model.size sd3_medium --model.bias true. Set both, or leave the source out."
+        )
+    if init_from is not None:
+        raise UsageError(
+            f"--model.blocks_from {options.blocks_from!r} with --init_from {init_from!r}: a run starts from one of "
+            "them. Leave one out."
+        )
+
+
+def load_blocks(model: MultimodalMMDiT, source: str) -> list[str]:
+    """Load the blocks of a diffusers pipeline or transformer (a folder or Hub id). Return what stays as it was.
+
+    Every tensor of the source has a place in SD3, and all of its blocks are taken. Raises ``UsageError`` that names
+    missing, left-over and misshapen tensors.
+    """
+    weights, settings = read_transformer(source)
+    shape = model.config.transformer
+    depth = settings.get("num_layers", shape.depth)
+    heads = settings.get("num_attention_heads", shape.heads)
+    normalised = settings.get("qk_norm") is not None
+    if (depth, heads, normalised) != (shape.depth, shape.heads, shape.qk_norm):
+        raise UsageError(
+            f"--model.blocks_from {source!r}: {depth} blocks, {heads} heads and qk_norm {normalised}, the model has "
+            f"{shape.depth}, {shape.heads} and {shape.qk_norm}. Set --model.depth, heads and qk_norm to the source's."
+        )
+    try:
+        found = from_diffusers(weights, depth)
+    except KeyError as error:
+        raise UsageError(
+            f"--model.blocks_from {source!r}: the tensor {error} is missing. The weights of a whole "
+            "SD3Transformer2DModel are required."
+        ) from None
+    own = dict(model.named_parameters())
+    whole: set[str] = set()
+    for name, tensor in found.items():
+        if name.startswith("blocks."):
+            target = _target_name(name)
+            place = _place(own, target, tensor, source)
+            with torch.no_grad():
+                place.copy_(tensor)
+            if place.shape == own[target].shape:
+                whole.add(target)
+    return _named_parts(set(own) - whole)
+
+
+def read_transformer(source: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return tensors and config.json of a folder or Hub id, of a pipeline or of its transformer alone."""
+    directory = Path(source)
+    if not directory.is_dir():
+        wanted = [f"{FOLDER}/{WEIGHTS}", f"{FOLDER}/{SETTINGS}", WEIGHTS, SETTINGS]
+        directory = Path(snapshot_download(source, allow_patterns=wanted))
+    if (directory / FOLDER).is_dir():
+        directory = directory / FOLDER
+    files = sorted(directory.glob(WEIGHTS))
+    settings = directory / SETTINGS
+    if not files or not settings.is_file():
+        raise UsageError(
+            f"--model.blocks_from {source!r}: {WEIGHTS} and {SETTINGS} are required there or in its folder {FOLDER!r}. "
+            "Name a diffusers pipeline of SD3, or its transformer."
+        )
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        weights |= load_file(file)
+    return weights, json.loads(settings.read_text(encoding="utf-8"))
+
+
+def _target_name(name: str) -> str:
+    blocks, number, streams, stream, rest = name.split(".", 4)
+    return f"transformer.{blocks}.{number}.{streams}.{STREAMS[stream]}.{rest}"
+
+
+def _place(own: dict[str, torch.nn.Parameter], name: str, tensor: Tensor, source: str) -> Tensor:
+    """Return what `tensor` is copied into: a parameter, or its part that SD3's last text stream has."""
+    place = own.get(name)
+    if place is None:
+        raise UsageError(
+            f"--model.blocks_from {source!r}: {name} has no place in the model. Set the options of its shape."
+        )
+    if place.shape == tensor.shape:
+        return place
+    # In SD3's last block the text gives keys and values alone, so it has two of three projections, two of six shifts.
+    part = place.detach()
+    if ".qkv." in name:
+        part = part.unflatten(0, (3, -1))[KEYS_AND_VALUES].flatten(0, 1)
+    elif ".modulation." in name:
+        part = part.unflatten(0, (6, -1))[SHIFT_AND_SCALE].flatten(0, 1)
+    if part.shape != tensor.shape:
+        raise UsageError(
+            f"--model.blocks_from {source!r}: {name} has the shape {tuple(tensor.shape)}, the model "
+            f"{tuple(place.shape)}. Set --model.width, depth, heads and ffn_ratio to those of the source."
+        )
+    return part
+
+
+def _named_parts(names: set[str]) -> list[str]:
+    """Name layers of the blocks one by one, and what is outside by its first name."""
+    parts: set[str] = set()
+    for name in names:
+        outer, _, rest = name.partition(".")
+        layer, _, _ = name.rpartition(".")
+        parts.add(layer if rest.startswith("blocks.") else outer)
+    if "transformer" in parts:
+        parts.remove("transformer")
+        parts.add("transformer.norms")
+    return sorted(parts)
