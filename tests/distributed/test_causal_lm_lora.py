@@ -128,6 +128,8 @@ def test_peft_and_transformers_load_the_export(weights: str, single: Finished, s
         pytest.param("nf4", "ddp", marks=pytest.mark.slow),
         pytest.param("nf4", "zero2", marks=pytest.mark.slow),
         pytest.param("int8", "single", marks=pytest.mark.slow),
+        pytest.param("fp8", "single", marks=pytest.mark.slow),
+        pytest.param("fp8", "ddp", marks=pytest.mark.slow),
     ],
 )
 def test_a_quantised_base_is_named_and_not_saved(

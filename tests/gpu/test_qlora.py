@@ -25,13 +25,13 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-@pytest.mark.parametrize("bits", ["nf4", "int8"])
+@pytest.mark.parametrize("bits", ["nf4", "int8", "fp8"])
 def test_adapters_learn_on_a_quantised_base_that_stays(bits: Any) -> None:
     model: Any = tiny.model().to(GPU)
     torch.manual_seed(1)
     apply_lora(model, LoraConfig(rank=4, base_precision=bits), "bf16", GPU)
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-    assert {p.dtype for p in frozen.values()} == {torch.int8 if bits == "int8" else torch.uint8, torch.bfloat16}
+    assert {p.dtype for p in frozen.values()} == {torch.uint8 if bits == "nf4" else torch.int8, torch.bfloat16}
     assert all(parameter.is_cuda for parameter in model.parameters())
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=5e-2)
     losses: list[float] = []

@@ -20,7 +20,7 @@ from accel_train.wording import did_you_mean, nearest, shortened
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 Variant = Literal["lora", "dora", "rslora"]
-BasePrecision = Literal["fp32", "bf16", "fp16", "int8", "nf4"]
+BasePrecision = Literal["fp32", "bf16", "fp16", "int8", "fp8", "nf4"]
 ADAPTER = "default"
 """Name of the adapter in a model. peft leaves it out of file names and keys."""
 CPU = torch.device("cpu")
@@ -45,8 +45,8 @@ class LoraConfig:
     """dora: column norms are learned separately (arXiv:2402.09353). rslora: scale alpha / sqrt(rank)."""
     base_precision: BasePrecision = "fp32"
     """Of the frozen weights. bf16 and fp16 halve their memory and need a precision other than fp32. int8 and nf4
-    (QLoRA) keep linear layers but the head in 8 or 4 bits, by bitsandbytes, and the rest in `precision`; they are not
-    sharded, so one process or DDP or ZeRO-1 and 2."""
+    (QLoRA) keep linear layers but the head in 8 or 4 bits, by bitsandbytes, fp8 stores them as float8 (e4m3, a scale
+    for each output), and the rest is in `precision`; they are not sharded, so one process or DDP or ZeRO-1 and 2."""
     targets: tuple[str, ...] | None = None
     """Layers with an adapter: all-linear (all but the head), attention, or names such as q_proj v_proj, the last parts
     of a module's path. null: all-linear of a language model, the projections of attention of a pipeline."""
@@ -61,6 +61,11 @@ class LoraConfig:
         unread = [name for name, is_given in given.items() if is_given]
         if self.rank == 0 and unread:
             raise UsageError(f"{', '.join(unread)}: lora.rank is 0, so there are no adapters; give --lora.rank 16")
+        if self.base_precision == "fp8" and self.variant == "dora":
+            raise UsageError(
+                "lora.variant dora: it needs the norms of the weights, which peft cannot read from "
+                "lora.base_precision fp8; use nf4"
+            )
         if self.targets == ():
             raise UsageError("lora.targets: names no layer; leave it out, or give all-linear, attention or names")
 
@@ -69,8 +74,8 @@ def apply_lora(model: nn.Module, config: LoraConfig, precision: Precision = "fp3
     """Freeze the model and give its target layers adapters, in place. Does nothing with rank 0.
 
     The frozen parameters take ``base_precision``, but for those that the model keeps in fp32; the adapters are fp32.
-    With int8 or nf4 the linear layers go to ``device``, and the other frozen parameters take ``precision``, that of the
-    computation.
+    With int8, fp8 or nf4 the linear layers go to ``device``, and the other frozen parameters take the ``precision`` of
+    the computation.
 
     Draws the first matrices from torch's global generator; the second are zero, so the output is unchanged. Raises
     ``UsageError`` for targets that the model does not have, without peft, and without bitsandbytes where it is needed.
@@ -92,21 +97,22 @@ def apply_lora(model: nn.Module, config: LoraConfig, precision: Precision = "fp3
 
 def loading_precision(config: LoraConfig, precision: Precision) -> Precision:
     """Return the dtype to load the base in: ``base_precision``, or that of the computation before 8 or 4 bits."""
-    if config.base_precision == "int8" or config.base_precision == "nf4":
+    base = config.base_precision
+    if base == "int8" or base == "fp8" or base == "nf4":
         return precision
-    return config.base_precision
+    return base
 
 
 def freeze_base(model: nn.Module, base: BasePrecision, precision: Precision, device: torch.device) -> None:
     """Freeze all parameters and give them the precision ``base``, in place, as ``apply_lora`` describes."""
     model.requires_grad_(False)
-    if base == "int8" or base == "nf4":
+    if base == "int8" or base == "fp8" or base == "nf4":
         names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         layers = [name for name in names if not HEAD.search(name)]
         if not layers:
             raise UsageError(
-                f"lora.base_precision {base}: {type(model).__name__} has no nn.Linear but its head, and bitsandbytes "
-                "has no other layers; use bf16"
+                f"lora.base_precision {base}: {type(model).__name__} has no nn.Linear but its head, and other layers "
+                "have no 8 or 4 bits; use bf16"
             )
         quantised.quantise(model, layers, base, compute=dtype_of(precision), device=device)
         base = precision

@@ -1,4 +1,4 @@
-"""Frozen linear layers in 8 or 4 bits, by bitsandbytes: LLM.int8 (arXiv:2208.07339) and NF4 (arXiv:2305.14314)."""
+"""Frozen linear layers in 8 or 4 bits: LLM.int8 and NF4 by bitsandbytes (arXiv:2208.07339, 2305.14314), float8."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
+from accel_train.domains.models.float8 import Float8Linear
 
-Bits = Literal["int8", "nf4"]
+Bits = Literal["int8", "nf4", "fp8"]
 BITS: tuple[str, ...] = get_args(Bits)
 OUTLIERS = 6.0
 """Features of activations beyond it are multiplied in fp16: the value of the paper, and of transformers."""
@@ -20,12 +21,19 @@ PACKED = torch.uint8
 
 
 def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: torch.dtype, device: torch.device) -> None:
-    """Replace the linear layers ``names`` by those of bitsandbytes, in place, and put them on ``device``.
+    """Replace the linear layers ``names`` by quantised ones, in place, and put them on ``device``.
 
     Weights go there one by one, so the whole model in its own dtype need not fit. ``compute`` is the dtype that values
-    of four bits are multiplied in; 8 bits multiply as integers, with outliers in fp16. On the meta device only sizes
-    are set. Raises ``UsageError`` without bitsandbytes, and on a device that it does not run on.
+    of four bits are multiplied in; int8 multiplies as integers, with outliers in fp16; fp8 in the dtype of its input.
+    On the meta device only sizes are set. Raises ``UsageError`` without bitsandbytes, and on a device that it does not
+    run on; fp8 does not need it.
     """
+    if bits == "fp8":
+        for name in names:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, nn.Linear), name
+            model.set_submodule(name, Float8Linear.of(layer, device))
+        return
     bnb = _import_bitsandbytes(bits)
     if bits == "int8":
         # It says with every product that fp32 and bf16 inputs are cast.
@@ -101,11 +109,13 @@ def dequantise(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Return True for a linear layer of bitsandbytes."""
-    return type(module).__name__ in ("Linear8bitLt", "Linear4bit")
+    """Return True for a linear layer of bitsandbytes, or in float8."""
+    return type(module).__name__ in ("Linear8bitLt", "Linear4bit", "Float8Linear")
 
 
 def _values(layer: Any) -> torch.Tensor:
+    if isinstance(layer, Float8Linear):
+        return layer.values()
     import bitsandbytes.functional as functions
 
     if type(layer).__name__ == "Linear4bit":

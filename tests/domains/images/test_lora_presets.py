@@ -67,6 +67,15 @@ def test_every_preset_trains(
     assert untrained == WITHOUT_EFFECT["sd3"]
 
 
+def test_a_base_in_float8_trains(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert train(made, "lora_tune", run, "--lora.base_precision", "fp8") == 0
+    assert "on a base in fp8" in capsys.readouterr().out
+    trained = load_file(run / "checkpoints" / "checkpoint_00000002" / "model.safetensors")
+    assert not any("base_layer" in key for key in trained)
+    assert any(value.abs().max() > 0 for key, value in trained.items() if ".lora_B." in key)
+
+
 def test_presets_by_memory_are_the_balanced_one_but_for_the_machine() -> None:
     assert list(presets_by_memory()) == [6, 8, 12, 16, 24, 48, 80, 141]
     balanced = flatten(read_tree(PRESETS / "lora_tune.yaml"))

@@ -1,0 +1,75 @@
+"""Frozen linear layers whose weights are stored in float8, e4m3 (arXiv:2209.05433), with a scale for each output.
+
+They are multiplied in the dtype of the computation. The 8 bits halve the memory of bf16 and need no package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+FLOAT8 = torch.float8_e4m3fn
+STORED = torch.int8
+"""The same bits. peft would give the adapters of a layer in float8 that dtype too."""
+LARGEST = torch.finfo(FLOAT8).max
+
+
+class Float8Linear(nn.Linear):
+    """A frozen linear layer: the bits of its weight, (out, in), and the scale of each row, (out, 1) in fp32."""
+
+    scale: Tensor
+
+    @classmethod
+    def of(cls, layer: nn.Linear, device: torch.device) -> Float8Linear:
+        """Round the weight of ``layer`` to float8 on ``device``. One on the meta device stays there."""
+        made = cls(layer.in_features, layer.out_features, bias=False, device="meta")
+        weight = layer.weight.detach()
+        if not weight.is_meta:
+            weight = weight.to(device)
+        scale, bits = encode(weight)
+        made.weight = nn.Parameter(bits, requires_grad=False)
+        made.register_buffer("scale", scale, persistent=False)
+        made.bias = layer.bias
+        return made
+
+    def values(self) -> Tensor:
+        """Return the weight that it stands for, (out, in) in fp32."""
+        return decode(self.weight, self.scale, torch.float32)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply in the dtype of autocast, or of the input (..., in)."""
+        return _Product.apply(input, self.weight, self.scale, self.bias)
+
+
+def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale of each row, (out, 1) in fp32, and the bits of the rounded weight, (out, in) int8."""
+    weight = weight.float()
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    return scale, (weight / scale).to(FLOAT8).view(STORED)
+
+
+def decode(bits: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight in ``dtype``. The product with the scale is rounded once."""
+    return (bits.view(FLOAT8).float() * scale).to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    """The linear layer. Autograd would keep the decoded weight of every layer until the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bits: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(bits, scale)
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        shift = None if bias is None else bias.to(dtype)
+        return functional.linear(input.to(dtype), decode(bits, scale, dtype), shift)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        bits, scale = ctx.saved_tensors
+        return gradient @ decode(bits, scale, gradient.dtype), None, None, None
