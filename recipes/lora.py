@@ -29,7 +29,7 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import before_after, loading, objective, validation
 from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
 from accel_train.domains.images.pipelines.objective import Denoising
-from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora, loading_precision
+from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora, loading_precision, with_effect
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
@@ -97,8 +97,8 @@ def preset_without_one(argv: Sequence[str]) -> str:
 def build(base: loading.Base, adapters: LoraConfig, precision: Precision, device: torch.device) -> nn.Module:
     """Load the denoiser of the base, freeze it, in 8 or 4 bits on ``device`` if asked for, and give it adapters."""
     model = base.denoiser(loading_precision(adapters, precision))
-    settings = replace(adapters, targets=adapters.targets or base.family.targets)
-    apply_lora(model, settings, precision, device)
+    targets = with_effect(model, adapters.targets or base.family.targets, base.family.idle(model))
+    apply_lora(model, replace(adapters, targets=targets), precision, device)
     return model
 
 

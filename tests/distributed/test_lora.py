@@ -39,10 +39,14 @@ def train(layout: Layout, folder: Path, name: str, *flags: str) -> Finished:
 
 
 @pytest.mark.slow  # layouts are daily with a base of diffusers, and this base with one process
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_our_own_mmdit_trains_the_same_adapters_on_two_processes(strategy: str, tmp_path: Path) -> None:
-    """No adapter of the default targets is out of reach of the loss, which DDP would refuse."""
+@pytest.mark.parametrize(
+    ("strategy", "targets"), [("ddp", "null"), ("ddp", "all-linear"), ("fsdp2", "null"), ("fsdp2", "all-linear")]
+)
+def test_our_own_mmdit_trains_the_same_adapters_on_two_processes(strategy: str, targets: str, tmp_path: Path) -> None:
+    """No adapter is out of reach of the loss, which DDP would refuse."""
     options = own.settings(tmp_path, picture_run(tmp_path / "base"))
+    if targets != "null":
+        options += ["--lora.targets", targets]
     runs: list[Finished] = []
     for layout in (Layout("single", 1, "lora"), Layout(strategy, 2, "lora")):
         run = tmp_path / f"run-{layout.processes}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +18,7 @@ from accel_train.precision import Precision, dtype_of, kept_in_fp32
 from accel_train.wording import did_you_mean, nearest, shortened
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 Variant = Literal["lora", "dora", "rslora"]
 BasePrecision = Literal["fp32", "bf16", "fp16", "int8", "fp8", "nf4"]
 ADAPTER = "default"
@@ -164,6 +166,32 @@ def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
     Raises ``UsageError`` for a name without a layer.
     """
+    chosen = _target_layers(model, targets)
+    endings = sorted({_ending(name) for name in chosen})
+    if {name for name, _ in model.named_modules() if _ending(name) in endings} == chosen:
+        return endings
+    return sorted(chosen)
+
+
+def with_effect(model: nn.Module, targets: Sequence[str], idle: Collection[str]) -> tuple[str, ...]:
+    """Return targets without the layers ``idle``, which the loss does not reach, and log that they are left out.
+
+    They would have no gradient, which DDP refuses. Raises ``UsageError`` if no layer is left.
+    """
+    chosen = _target_layers(model, targets)
+    left_out = sorted(chosen.intersection(idle))
+    if not left_out:
+        return tuple(targets)
+    if len(left_out) == len(chosen):
+        raise UsageError(
+            f"lora.targets {' '.join(targets)}: {', '.join(left_out)} have no influence on what is learned; name others"
+        )
+    logger.info("no adapter on %s, which have no influence on what is learned", ", ".join(left_out))
+    return tuple(sorted(chosen.difference(left_out)))
+
+
+def _target_layers(model: nn.Module, targets: Sequence[str]) -> set[str]:
+    """Return the paths of the target layers. Raises ``UsageError`` for a name without a layer."""
     linear = [name for name, module in model.named_modules() if type(module).__name__ in LINEAR]
     chosen: set[str] = set()
     for target in targets:
@@ -176,10 +204,7 @@ def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
                 f"{shortened(endings, 12)}; or give all-linear or attention"
             )
         chosen.update(found)
-    endings = sorted({_ending(name) for name in chosen})
-    if {name for name, _ in model.named_modules() if _ending(name) in endings} == chosen:
-        return endings
-    return sorted(chosen)
+    return chosen
 
 
 def _ending(name: str) -> str:

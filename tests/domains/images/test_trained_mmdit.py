@@ -26,7 +26,7 @@ from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveC
 from accel_train.domains.images.trained_mmdit.finding import MAKE_DEMO
 from accel_train.domains.images.trained_mmdit.run_base import LEVELS, MMDiTBase
 from accel_train.domains.models import adapters
-from accel_train.domains.models.lora import ADAPTER
+from accel_train.domains.models.lora import ADAPTER, LoraConfig, apply_lora, with_effect
 from accel_train.domains.models.patches import as_grid, from_patches, to_patches
 from accel_train.domains.text.dataset import load_assets
 from accel_train.domains.text.trained_model import load_both_ways
@@ -200,6 +200,26 @@ def train(folder: Path, base: Path, name: str, *flags: str) -> Path:
     recipe: Any = import_recipe(find_recipe("lora"))
     assert recipe.main([*settings(folder, base), "--output_dir", str(folder / name), *flags]) == 0
     return folder / name
+
+
+def without_gradient(base: MMDiTBase, model: Any, targets: tuple[str, ...]) -> set[str]:
+    """Layers whose adapter gets no gradient."""
+    apply_lora(model, LoraConfig(rank=2, targets=targets), "fp32")
+    process = process_of(base)
+    process.errors(model, process.noised(batch_of(base, some_pictures()), 0, 1, COUNT)).sum().backward()
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    return {name.partition(".lora_")[0] for name, value in trained.items() if value.grad is None}
+
+
+def test_only_layers_without_influence_get_no_adapter(run: Path) -> None:
+    base = base_of(run)
+    model = base.denoiser("fp32")
+    idle = base.family.idle(model)
+    found = with_effect(model, ("all-linear", "text_head"), idle)
+    assert without_gradient(base, model, found) == set()
+    assert without_gradient(base, base.denoiser("fp32"), ("all-linear", "text_head")) == idle
+    with pytest.raises(UsageError, match="text_head have no influence"):
+        with_effect(base.denoiser("fp32"), ("text_head",), idle)
 
 
 @pytest.fixture(scope="module")

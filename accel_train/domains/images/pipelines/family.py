@@ -41,6 +41,10 @@ def _keep_empty(pipeline: Any, empty: Conditioning) -> dict[str, Tensor]:
     return dict(empty)
 
 
+def _no_layers(model: nn.Module) -> frozenset[str]:
+    return frozenset()
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """One family of text-to-image pipelines."""
@@ -74,3 +78,5 @@ class Family:
     """Prompts in one call of the pipeline, where many are drawn."""
     call: Mapping[str, Any] | None = None
     """Further arguments of the pipeline's call."""
+    idle: Callable[[nn.Module], frozenset[str]] = _no_layers
+    """Paths of the denoiser's layers that have no influence on a picture."""

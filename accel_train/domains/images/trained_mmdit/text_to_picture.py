@@ -232,6 +232,14 @@ def left_out(given: Conditioning, empty: Mapping[str, Tensor]) -> dict[str, Tens
     return {**given, "tokens": given["absent"], "text_time": torch.ones_like(given["text_time"])}
 
 
+def _idle(model: nn.Module) -> frozenset[str]:
+    """Return what the last block does with captions after attention, and the head of captions."""
+    denoiser: Any = model
+    last = f"transformer.blocks.{len(denoiser.transformer.blocks) - 1}.streams.0"
+    names = ("out", "ffn.expand", "ffn.project")
+    return frozenset(["text_head", *(f"{last}.{name}" for name in names)])
+
+
 MMDIT = Family(
     name=NAME,
     pipelines=("MultimodalMMDiT",),
@@ -245,5 +253,6 @@ MMDIT = Family(
     normalise=_normalise,
     left_out=left_out,
     draws_at_once=16,
+    idle=_idle,
 )
 """``guidance_scale`` of a base is that of its own evaluation."""
