@@ -54,7 +54,8 @@ def _check_options(options: ModelConfig, init_from: str | None) -> None:
     if options.size != "sd3_medium" or not options.bias:
         raise UsageError(
             f"--model.blocks_from {options.blocks_from!r} with --model.size {options.size} and --model.bias "
-            f"{options.bias}: the blocks of SD3 need --model.size sd3_medium --model.bias true. Set both, or leave the source out."
+            f"{options.bias}: the blocks of SD3 need --model.size sd3_medium --model.bias true. Set both, or "
+            "leave the source out."
         )
     if init_from is not None:
         raise UsageError(
