@@ -244,6 +244,7 @@ def test_every_option_of_the_architecture_is_used(change: dict[str, Any]) -> Non
 
 def test_sizes() -> None:
     table = {"tiny": (512, 8, 8), "small": (768, 12, 12), "base": (1024, 24, 16), "1b": (2048, 24, 32)}
+    table["sd3_medium"] = (1536, 24, 24)
     assert {name: tuple(size.values()) for name, size in SIZES.items() if name != "demo"} == table
     for name in SIZES:
         config = ModelConfig(size=name).transformer()  # type: ignore[arg-type]
