@@ -558,7 +558,7 @@ def here(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     os.environ.update(environment)
     (tmp_path / "texts.jsonl").write_text(texts(60))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipe.mmdit, "MultimodalMMDiT", build)
+    monkeypatch.setattr(recipe.sd3_blocks, "build", build)
     open_run = opening.open_run
     monkeypatch.setattr(experiment, "open_run", lambda *a, **k: OPENED.append(open_run(*a, **k)) or OPENED[-1])
     yield tmp_path

@@ -17,7 +17,7 @@ import torch
 
 from accel_train import loop
 from accel_train.config import UsageError
-from accel_train.domains.models.mmdit import MultimodalMMDiT
+from accel_train.domains.models.sd3_blocks import build
 from accel_train.speed.attention import selection as attention
 from accel_train.speed.attention.table import AttentionNeeds, Machine
 from recipes import mmdit as recipe
@@ -138,7 +138,7 @@ def test_the_recipe_answers(
     def would_train(*_: object, **__: object) -> None:
         raise ModelReachedError
 
-    monkeypatch.setattr(recipe.mmdit, "MultimodalMMDiT", MultimodalMMDiT)
+    monkeypatch.setattr(recipe.sd3_blocks, "build", build)
     monkeypatch.setattr(loop, "Recorder", would_train)
     before = names(here)
     code, text = outcome(words(TINY + row.argv, here))
