@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -29,7 +29,9 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import before_after, loading, objective, validation
 from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
 from accel_train.domains.images.pipelines.objective import Denoising
-from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora, loading_precision, with_effect
+from accel_train.domains.images.trained_text import adapters as text_adapters
+from accel_train.domains.images.trained_text.adapters import TextEncoderConfig
+from accel_train.domains.models.lora import LoraConfig, loading_precision
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
@@ -72,6 +74,7 @@ class Config(experiment.ExperimentConfig):
     """Encode the pictures, captions and prompts into the cache, and stop before the denoiser is loaded."""
     base: loading.BaseConfig = field(default_factory=loading.BaseConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    text_encoders: TextEncoderConfig = field(default_factory=TextEncoderConfig)
     data: PictureDataConfig = field(default_factory=PictureDataConfig)
     objective: objective.ObjectiveConfig = field(default_factory=objective.ObjectiveConfig)
     times: TimeConfig = field(default_factory=TimeConfig)
@@ -94,11 +97,15 @@ def preset_without_one(argv: Sequence[str]) -> str:
     return TUNE_PRESET if has_base else DEFAULT_PRESET
 
 
-def build(base: loading.Base, adapters: LoraConfig, precision: Precision, device: torch.device) -> nn.Module:
-    """Load the denoiser of the base, freeze it, in 8 or 4 bits on ``device`` if asked for, and give it adapters."""
+def build(
+    base: loading.Base, adapters: LoraConfig, text: TextEncoderConfig, precision: Precision, device: torch.device
+) -> nn.Module:
+    """Load the denoiser of the base, with its text encoders if they are trained, freeze it, and give it adapters.
+
+    With ``lora.base_precision`` of 8 or 4 bits its linear layers go to ``device``.
+    """
     model = base.denoiser(loading_precision(adapters, precision))
-    targets = with_effect(model, adapters.targets or base.family.targets, base.family.idle(model))
-    apply_lora(model, replace(adapters, targets=targets), precision, device)
+    text_adapters.apply_adapters(model, base, adapters, text, precision, device)
     return model
 
 
@@ -140,7 +147,7 @@ def evaluate(
             metrics = objective.metrics_of(evaluation.weighted_sums(accelerator, batches, sums_of))
         model = plain_module(prepared.model)
         setattr(inputs.pipeline, process.family.denoiser, model)
-        drawn = validation.draw(inputs.pipeline, process.family, inputs.prompt, options, config.side, config.seed)
+        drawn = validation.draw(inputs.pipeline, process.family, inputs.embeddings, options, config.side, config.seed)
         compared = before_after.draw(inputs, model, options, config.side, config.seed)
     if accelerator.is_main_process:
         validation.report(config.report_directory, step, drawn)
@@ -157,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
     preset = preset_without_one(argv)
     config = load_config(Config, argv, presets=PRESETS, default_preset=preset).config
     accelerator = startup.start(config)
-    base = loading.find_base(config.base)
+    base = text_adapters.with_trained_text(loading.find_base(config.base), config.text_encoders)
     levels = base.levels()
     prepare_data = partial(prepare_inputs, config.data, base, config.evaluation.prompts, accelerator.device)
     inputs = startup.prepare_data(accelerator, prepare_data)
@@ -176,10 +183,15 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished:
         return experiment.nothing_to_do(opened)
 
-    plain = preparation.build_model(opened, build, base, config.lora, config.precision, accelerator.device)
-    logs.info(logger, objective.describe_objective(levels, base.family), *describe_lora(plain, config.lora))
+    options = (config.lora, config.text_encoders)
+    plain = preparation.build_model(opened, build, base, *options, config.precision, accelerator.device)
+    about_adapters = text_adapters.describe_adapters(plain, *options)
+    logs.info(logger, objective.describe_objective(levels, base.family), *about_adapters)
     process = inputs.process(levels, plain.config, config.objective, config.times)
-    prepared = preparation.prepare(opened, plain, base=base.files(), example=partial(inputs.call_once, process))
+    parts = text_adapters.groups(base)
+    example = partial(inputs.call_once, process)
+    prepared = preparation.prepare(opened, plain, freezable=parts, base=base.files(), example=example)
+    text_adapters.set_rate(prepared.optimizer, config.optimizer.lr, config.text_encoders)
     run_evaluation = partial(evaluate, config, accelerator, prepared, inputs, process)
     if config.evaluate_only:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))

@@ -19,6 +19,11 @@ from tests.trained import picture_run
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 pytestmark = pytest.mark.distributed
+TEXT = (
+    *("--text_encoders.rank", "2", "--text_encoders.lr_factor", "0.5", "--max_steps", "4"),
+    *("--objective.caption_dropout", "0.3", "--activation_checkpointing.mode", "full"),
+    *("--evaluation.heldout_prompts", "1"),
+)
 WEIGHTED = ("--data.mask.source", "alpha", "--data.mask.outside", "0.5", "--data.prior.path", "{folder}/photos")
 
 
@@ -83,3 +88,22 @@ def test_two_processes_draw_the_class_together(folder: Path) -> None:
     alone, together = drawn.values()
     assert together == alone
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.slow  # tests/domains/images/test_trained_text.py has one process against torch and peft
+@pytest.mark.parametrize("name", ["sd1", "sdxl"])
+def test_text_encoders_train_the_same_on_two_processes(name: str, tmp_path: Path) -> None:
+    """XL has an encoder whose last block is not read, and DDP refuses a parameter without a gradient."""
+    tiny.save(name, tmp_path / "base")
+    pictures(tmp_path / "photos")
+    settings(tmp_path, name)
+    alone = train(Layout("single", 1, "lora"), tmp_path, "alone", *TEXT)
+    expected = alone.tensors(4, "model")
+    assert any(key.startswith("text_encoder.") for key in expected)
+    runs = {"accumulated": train(Layout("single", 1, "lora"), tmp_path, "split", *TEXT, "--micro_batch_size", "1")}
+    for strategy in ("ddp", "fsdp2"):
+        runs[strategy] = train(Layout(strategy, 2, "lora"), tmp_path, strategy, *TEXT)
+    for label, run in runs.items():
+        assert run.losses() == pytest.approx(alone.losses(), rel=1e-5), label
+        for key, tensor in run.tensors(4, "model").items():
+            torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4)
