@@ -22,7 +22,8 @@ pytestmark = pytest.mark.distributed
 TEXT = (
     *("--text_encoders.rank", "2", "--text_encoders.lr_factor", "0.5", "--max_steps", "4"),
     *("--objective.caption_dropout", "0.3", "--activation_checkpointing.mode", "full"),
-    *("--evaluation.heldout_prompts", "1"),
+    # AdamW's first steps are signs of gradients, and those of gradients near zero are chance.
+    *("--evaluation.heldout_prompts", "1", "--optimizer.eps", "1e-4"),
 )
 WEIGHTED = ("--data.mask.source", "alpha", "--data.mask.outside", "0.5", "--data.prior.path", "{folder}/photos")
 
@@ -99,11 +100,14 @@ def test_text_encoders_train_the_same_on_two_processes(name: str, tmp_path: Path
     settings(tmp_path, name)
     alone = train(Layout("single", 1, "lora"), tmp_path, "alone", *TEXT)
     expected = alone.tensors(4, "model")
-    assert any(key.startswith("text_encoder.") for key in expected)
+    moved = {key: value.abs().max() for key, value in expected.items() if "text_encoder" in key and "lora_B" in key}
+    assert min(moved.values()) > 1e-3
     runs = {"accumulated": train(Layout("single", 1, "lora"), tmp_path, "split", *TEXT, "--micro_batch_size", "1")}
     for strategy in ("ddp", "fsdp2"):
         runs[strategy] = train(Layout(strategy, 2, "lora"), tmp_path, strategy, *TEXT)
     for label, run in runs.items():
         assert run.losses() == pytest.approx(alone.losses(), rel=1e-5), label
-        for key, tensor in run.tensors(4, "model").items():
-            torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4)
+        found = run.tensors(4, "model")
+        assert found.keys() == expected.keys()
+        for key, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4, msg=f"{label}, {key}")
