@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, startup
@@ -94,7 +93,12 @@ def preset_without_one(argv: Sequence[str]) -> str:
     return TUNE_PRESET if has_base else DEFAULT_PRESET
 
 
-def build(base: loading.Base, adapters: LoraConfig, precision: Precision, device: torch.device) -> nn.Module:
+def build(
+    base: loading.Base,
+    adapters: LoraConfig,
+    precision: Precision,
+    device: torch.device,
+) -> nn.Module:
     """Load the denoiser of the base, freeze it, in 8 or 4 bits on ``device`` if asked for, and give it adapters."""
     model = base.denoiser(loading_precision(adapters, precision))
     targets = with_effect(model, adapters.targets or base.family.targets, base.family.idle(model))
@@ -104,7 +108,13 @@ def build(base: loading.Base, adapters: LoraConfig, precision: Precision, device
 
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds mean and logvar of the VAE (B, C, H, W), sizes (B, 2), embeddings of captions, and what the loader adds.
-def noised(config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int) -> tuple[Batch, Tensor]:
+def noised(
+    config: Config,
+    inputs: Inputs,
+    process: Denoising,
+    batch: Batch,
+    step: int,
+) -> tuple[Batch, Tensor]:
     """Return the denoiser's inputs with their target, and their weight: the number of pictures."""
     encoded = inputs.encoded(batch)
     rows = inputs.rows * config.global_batch_size
@@ -127,22 +137,38 @@ def heldout_sums(inputs: Inputs, process: Denoising, model: nn.Module, batch: Ba
     return sums
 
 
+def heldout_losses(
+    prepared: Prepared,
+    inputs: Inputs,
+    process: Denoising,
+    options: validation.EvaluationConfig,
+) -> dict[str, float]:
+    """Return the loss of each band of times on held-out pictures, or nothing without any. Every process calls it."""
+    if not len(inputs.heldout):
+        return {}
+    accelerator = prepared.accelerator
+    batches = evaluation.heldout_batches(accelerator, inputs.heldout, options.samples, options.batch_size)
+    sums_of = partial(heldout_sums, inputs, process, prepared.model)
+    sums = evaluation.weighted_sums(accelerator, batches, sums_of)
+    return objective.metrics_of(sums)
+
+
 def evaluate(
-    config: Config, accelerator: Accelerator, prepared: Prepared, inputs: Inputs, process: Denoising, step: int
+    config: Config,
+    prepared: Prepared,
+    inputs: Inputs,
+    process: Denoising,
+    step: int,
 ) -> dict[str, float]:
     """Compute held-out losses and draw prompts, with the EMA weights. Every process calls it."""
     options = config.evaluation
-    metrics: dict[str, float] = {}
     with evaluation.evaluating(prepared.model, prepared.ema):
-        if len(inputs.heldout):
-            batches = evaluation.heldout_batches(accelerator, inputs.heldout, options.samples, options.batch_size)
-            sums_of = partial(heldout_sums, inputs, process, prepared.model)
-            metrics = objective.metrics_of(evaluation.weighted_sums(accelerator, batches, sums_of))
+        metrics = heldout_losses(prepared, inputs, process, options)
         model = plain_module(prepared.model)
         setattr(inputs.pipeline, process.family.denoiser, model)
         drawn = validation.draw(inputs.pipeline, process.family, inputs.prompt, options, config.side, config.seed)
         compared = before_after.draw(inputs, model, options, config.side, config.seed)
-    if accelerator.is_main_process:
+    if prepared.accelerator.is_main_process:
         validation.report(config.report_directory, step, drawn)
         before_after.report(config.report_directory, compared)
         metrics |= before_after.judge(compared, options)
@@ -180,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
     logs.info(logger, objective.describe_objective(levels, base.family), *describe_lora(plain, config.lora))
     process = inputs.process(levels, plain.config, config.objective, config.times)
     prepared = preparation.prepare(opened, plain, base=base.files(), example=partial(inputs.call_once, process))
-    run_evaluation = partial(evaluate, config, accelerator, prepared, inputs, process)
+    run_evaluation = partial(evaluate, config, prepared, inputs, process)
     if config.evaluate_only:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
