@@ -15,13 +15,17 @@ from accel_train.frozen_weights import resolve_base
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import RunInfo
 from accel_train.opened import Opened, Prepared
-from accel_train.runtime.distributed_options import apply_fsdp2_prefetch
-from accel_train.runtime.strategy import embeddings_optional, name_wrapped_classes, strategy_of, verify_prepared
+from accel_train.runtime.strategy import (
+    apply_fsdp2_prefetch,
+    embeddings_optional,
+    name_wrapped_classes,
+    strategy_of,
+    verify_prepared,
+)
 from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.speed.attention.other_libraries import Example
 from accel_train.speed.attention.table import AttentionNeeds
-from accel_train.speed.model_habits import settle_habits
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.training.accumulation import resolve_sync
 from accel_train.training.ema import Ema
@@ -94,8 +98,7 @@ def prepare(
     )
     # The sharded module no longer takes a file with whole tensors, and float8 must find the weights in place.
     load_initial_weights(model, opened.run, reference)
-    habits = settle_habits(model, config.precision, strategy_of(accelerator), config.activation_checkpointing.mode)
-    notices = [*base_notices, *_trained_in_fp32(model), *habits, *name_wrapped_classes(accelerator, model)]
+    notices = [*base_notices, *_trained_in_fp32(model), *name_wrapped_classes(accelerator, model)]
     applied = _apply_speed_options(opened, model, needs, example)
     # Accelerate points the optimizer's groups to the sharded parameters, so it must hold the whole ones before.
     optimizer, optimizer_reason = _build_optimizer(opened, model, freezable)

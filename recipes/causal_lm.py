@@ -83,7 +83,12 @@ class LanguageModel:
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits of the next token, (B, S, V)."""
-        return pretrained.logits(self.module, batch, packing=self.packing, attention=self.attention)
+        return pretrained.logits(
+            self.module,
+            batch,
+            packing=self.packing,
+            attention=self.attention,
+        )
 
 
 def loss_sum(model: LanguageModel, batch: Batch) -> Tensor:
@@ -101,7 +106,12 @@ def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
-def evaluate(config: Config, prepared: Prepared, model: LanguageModel, data: prepare.LanguageData) -> dict[str, float]:
+def evaluate(
+    config: Config,
+    prepared: Prepared,
+    model: LanguageModel,
+    data: prepare.LanguageData,
+) -> dict[str, float]:
     """Compute held-out perplexity and write samples.md, with the EMA weights. Every process calls it."""
     options = config.evaluation
     accelerator = prepared.accelerator
@@ -114,7 +124,13 @@ def evaluate(config: Config, prepared: Prepared, model: LanguageModel, data: pre
 
         sums = evaluation.weighted_sums(accelerator, batches, sums_of)
         module = plain_module(prepared.model)
-        written = samples.write(module, data, options, config.seed, processes=accelerator.num_processes)
+        written = samples.write(
+            module,
+            data,
+            options,
+            config.seed,
+            processes=accelerator.num_processes,
+        )
     metrics = perplexity.metrics_from_sums(sums)
     if accelerator.is_main_process:
         samples.report(config.report_directory, written)

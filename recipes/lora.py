@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, startup
@@ -29,14 +27,12 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import before_after, loading, objective, validation
 from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
 from accel_train.domains.images.pipelines.objective import Denoising
-from accel_train.domains.images.trained_text import adapters as text_adapters
-from accel_train.domains.images.trained_text.adapters import TextEncoderConfig
-from accel_train.domains.models.lora import LoraConfig, loading_precision
+from accel_train.domains.images.trained_text import adapters
+from accel_train.domains.models.lora import LoraConfig
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
-from accel_train.precision import Precision
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate
@@ -74,7 +70,7 @@ class Config(experiment.ExperimentConfig):
     """Encode the pictures, captions and prompts into the cache, and stop before the denoiser is loaded."""
     base: loading.BaseConfig = field(default_factory=loading.BaseConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    text_encoders: TextEncoderConfig = field(default_factory=TextEncoderConfig)
+    text_encoders: adapters.TextEncoderConfig = field(default_factory=adapters.TextEncoderConfig)
     data: PictureDataConfig = field(default_factory=PictureDataConfig)
     objective: objective.ObjectiveConfig = field(default_factory=objective.ObjectiveConfig)
     times: TimeConfig = field(default_factory=TimeConfig)
@@ -97,21 +93,16 @@ def preset_without_one(argv: Sequence[str]) -> str:
     return TUNE_PRESET if has_base else DEFAULT_PRESET
 
 
-def build(
-    base: loading.Base, adapters: LoraConfig, text: TextEncoderConfig, precision: Precision, device: torch.device
-) -> nn.Module:
-    """Load the denoiser of the base, with its text encoders if they are trained, freeze it, and give it adapters.
-
-    With ``lora.base_precision`` of 8 or 4 bits its linear layers go to ``device``.
-    """
-    model = base.denoiser(loading_precision(adapters, precision))
-    text_adapters.apply_adapters(model, base, adapters, text, precision, device)
-    return model
-
-
 # ------------------------------------------------------------------------------------------------------------ loss
-# A batch holds mean and logvar of the VAE (B, C, H, W), sizes (B, 2), embeddings of captions, and what the loader adds.
-def noised(config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int) -> tuple[Batch, Tensor]:
+# A batch holds mean and logvar of the VAE (B, C, H, W), sizes (B, 2), embeddings or tokens of captions, and what the
+# loader adds.
+def noised(
+    config: Config,
+    inputs: Inputs,
+    process: Denoising,
+    batch: Batch,
+    step: int,
+) -> tuple[Batch, Tensor]:
     """Return the denoiser's inputs with their target, and their weight: the number of pictures."""
     encoded = inputs.encoded(batch)
     rows = inputs.rows * config.global_batch_size
@@ -134,22 +125,38 @@ def heldout_sums(inputs: Inputs, process: Denoising, model: nn.Module, batch: Ba
     return sums
 
 
+def heldout_losses(
+    prepared: Prepared,
+    inputs: Inputs,
+    process: Denoising,
+    options: validation.EvaluationConfig,
+) -> dict[str, float]:
+    """Return the loss of each band of times on held-out pictures, or nothing without any. Every process calls it."""
+    if not len(inputs.heldout):
+        return {}
+    accelerator = prepared.accelerator
+    batches = evaluation.heldout_batches(accelerator, inputs.heldout, options.samples, options.batch_size)
+    sums_of = partial(heldout_sums, inputs, process, prepared.model)
+    sums = evaluation.weighted_sums(accelerator, batches, sums_of)
+    return objective.metrics_of(sums)
+
+
 def evaluate(
-    config: Config, accelerator: Accelerator, prepared: Prepared, inputs: Inputs, process: Denoising, step: int
+    config: Config,
+    prepared: Prepared,
+    inputs: Inputs,
+    process: Denoising,
+    step: int,
 ) -> dict[str, float]:
     """Compute held-out losses and draw prompts, with the EMA weights. Every process calls it."""
     options = config.evaluation
-    metrics: dict[str, float] = {}
     with evaluation.evaluating(prepared.model, prepared.ema):
-        if len(inputs.heldout):
-            batches = evaluation.heldout_batches(accelerator, inputs.heldout, options.samples, options.batch_size)
-            sums_of = partial(heldout_sums, inputs, process, prepared.model)
-            metrics = objective.metrics_of(evaluation.weighted_sums(accelerator, batches, sums_of))
+        metrics = heldout_losses(prepared, inputs, process, options)
         model = plain_module(prepared.model)
         setattr(inputs.pipeline, process.family.denoiser, model)
         drawn = validation.draw(inputs.pipeline, process.family, inputs.embeddings, options, config.side, config.seed)
         compared = before_after.draw(inputs, model, options, config.side, config.seed)
-    if accelerator.is_main_process:
+    if prepared.accelerator.is_main_process:
         validation.report(config.report_directory, step, drawn)
         before_after.report(config.report_directory, compared)
         metrics |= before_after.judge(compared, options)
@@ -164,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
     preset = preset_without_one(argv)
     config = load_config(Config, argv, presets=PRESETS, default_preset=preset).config
     accelerator = startup.start(config)
-    base = text_adapters.with_trained_text(loading.find_base(config.base), config.text_encoders)
+    base = adapters.with_trained_text(loading.find_base(config.base), config.text_encoders)
     levels = base.levels()
     prepare_data = partial(prepare_inputs, config.data, base, config.evaluation.prompts, accelerator.device)
     inputs = startup.prepare_data(accelerator, prepare_data)
@@ -184,15 +191,15 @@ def main(argv: Sequence[str]) -> int:
         return experiment.nothing_to_do(opened)
 
     options = (config.lora, config.text_encoders)
-    plain = preparation.build_model(opened, build, base, *options, config.precision, accelerator.device)
-    about_adapters = text_adapters.describe_adapters(plain, *options)
+    plain = preparation.build_model(opened, adapters.build, base, *options, config.precision, accelerator.device)
+    about_adapters = adapters.describe_adapters(plain, *options)
     logs.info(logger, objective.describe_objective(levels, base.family), *about_adapters)
     process = inputs.process(levels, plain.config, config.objective, config.times)
-    parts = text_adapters.groups(base)
+    parts = adapters.groups(base)
     example = partial(inputs.call_once, process)
     prepared = preparation.prepare(opened, plain, freezable=parts, base=base.files(), example=example)
-    text_adapters.set_rate(prepared.optimizer, config.optimizer.lr, config.text_encoders)
-    run_evaluation = partial(evaluate, config, accelerator, prepared, inputs, process)
+    adapters.set_rate(prepared.optimizer, config.optimizer.lr, config.text_encoders)
+    run_evaluation = partial(evaluate, config, prepared, inputs, process)
     if config.evaluate_only:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 

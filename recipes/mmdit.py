@@ -11,7 +11,7 @@ its text (t2l), and both from nothing. The curve is the same on any number of pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from accel_train.domains.images import captioned, picture_scores
 from accel_train.domains.models import flops, mmdit, sd3_blocks
 from accel_train.domains.text import baseline_scores, both_ways, dataset, modes, pipeline, prepare, samples
 from accel_train.metrics import evaluation, logs, records
-from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
@@ -35,6 +34,8 @@ from accel_train.training.accumulation import Batch
 
 logger = logging.getLogger("recipes.mmdit")
 PRESETS = Path(__file__).parent / "presets"
+Scores = picture_scores.PictureScores | None
+"""Of runs on pictures. None without pictures."""
 
 
 # ---------------------------------------------------------------------------------------------------------- config
@@ -44,11 +45,7 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", *prepare.FREE_TO_CHANGE),
-        labels=Labels(
-            loss_of="mode",
-            units={"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"},
-            titles={"nll": "NLL"},
-        ),
+        labels=both_ways.LABELS,
         loads_with=mmdit.MultimodalMMDiT,
         first_options=("model.size", "data.path", "data.encoder", "modes.weights", "latent.kind", "evaluation.every"),
         pipeline=pipeline.TextLatentPipeline,
@@ -97,18 +94,10 @@ def corrupt(config: Config, batch: Batch, step: int, mask_id: int) -> tuple[Batc
 
 def draw_times(config: Config, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
     """Draw the diffusion times of text and latent, (B,) each. The mode fixes the time of its condition."""
-    mode = modes.mode_of_step(config.modes, config.seed, step)
     times = partial(timesteps.training_times, batch, config.seed, step=step, global_batch_size=config.global_batch_size)
     text_time = times("time")
     latent_time = times("latent_time", axis=1, config=config.times)
-    keys = rng.sample_keys(config.seed, "condition", step, batch["occurrence"])
-    # A condition is clean at time 0. At time 1 it is pure noise, which the model reads as an absent condition.
-    condition_time = (rng.uniform(keys) < config.modes.conditioning_dropout).float()
-    if mode == "l2t":
-        latent_time = condition_time
-    if mode == "t2l":
-        text_time = condition_time
-    return text_time, latent_time
+    return modes.fix_condition(config.modes, config.seed, step, batch["occurrence"], text_time, latent_time)
 
 
 def loss_sums(config: Config, model: nn.Module, inputs: Batch, mask_id: int) -> dict[str, Tensor]:
@@ -131,7 +120,7 @@ def evaluate(
     config: Config,
     prepared: Prepared,
     data: dataset.PreparedData,
-    scores: picture_scores.PictureScores | None,
+    scores: Scores,
     step: int,
 ) -> dict[str, float]:
     """Compute held-out metrics, the same on any layout, and write the report, with the EMA weights. Collective."""
@@ -139,7 +128,8 @@ def evaluate(
     accelerator = prepared.accelerator
     # A stop request ends the evaluation between two forwards.
     forward = evaluation.interruptible(prepared.model)
-    both = both_ways.BothWays(forward, data.tokenizer.mask_id, config.seed, config.latent, options.text, options.latent)
+    mask_id = data.tokenizer.mask_id
+    both = both_ways.BothWays(forward, mask_id, config.seed, config.latent, options.text, options.latent)
     with evaluation.evaluating(prepared.model, prepared.ema):
         pairs = evaluation.heldout_pairs(accelerator, data.heldout, options.samples, options.batch_size)
         sums = evaluation.weighted_sums(
@@ -148,13 +138,20 @@ def evaluate(
         shown = evaluation.first_samples(accelerator, data.heldout, options.shown)
         drawn = both.sample_all(shown, unconditional=scores is not None)
     metrics = both_ways.metrics_from_sums(sums, options.timesteps) | picture_scores.metrics(scores, sums)
-    # Files and baselines need one process. Only the main process records metrics.
     if accelerator.is_main_process:
-        samples.report_samples(config.report_directory, data, drawn.tokens, drawn.latents)
-        picture_scores.report(scores, config.report_directory, step, shown, drawn)
-        metrics |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
+        metrics |= report(config, data, scores, step, shown, drawn)
     logs.info(logger, *both_ways.summary(metrics), *picture_scores.summary(metrics))
     return metrics
+
+
+def report(
+    config: Config, data: dataset.PreparedData, scores: Scores, step: int, shown: Batch, drawn: both_ways.Sampled
+) -> Mapping[str, float]:
+    """Write samples, and return what simple predictors score. Main process only: it alone records metrics."""
+    options = config.evaluation
+    samples.report_samples(config.report_directory, data, drawn.tokens, drawn.latents)
+    picture_scores.report(scores, config.report_directory, step, shown, drawn)
+    return baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
 
 
 # ------------------------------------------------------------------------------------------------------------ main
@@ -170,7 +167,7 @@ def save_extras(
 
 def prepare_data(
     config: Config, device: str, earlier: Path | None, **processes: Any
-) -> tuple[dataset.PreparedData, picture_scores.PictureScores | None]:
+) -> tuple[dataset.PreparedData, Scores]:
     """Prepare texts with their latents, or captions with their pictures as latents. Every process calls it."""
     pictures = captioned.prepare_pictures(config.pictures, config.data, **processes)
     options = pictures.rows(config.data) if pictures else config.data

@@ -29,7 +29,6 @@ from accel_train.runtime.strategy import layout_of
 from accel_train.store import commit, failpoints, planning
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.store.manifest import Checkpoint, checkpoint_name
-from accel_train.store.strict_json import Json
 from accel_train.training.ema import Ema
 from accel_train.training.step_guard import read_loss_scale
 
@@ -278,7 +277,7 @@ class Saver:
             return None, []
         return begun["temporary"], begun["extras"] if self._main else []
 
-    def _begin(self, step: int, needed_bytes: int) -> Json:
+    def _begin(self, step: int, needed_bytes: int) -> dict[str, Any]:
         """Make the temporary directory and its extra files. An error is returned, for all ranks to raise."""
         try:
             temporary, extras = self._run.begin_checkpoint(step, self._write_extras, state=self._config.save_state)
@@ -325,7 +324,7 @@ class Saver:
         elif pending.phase is Phase.COMMITTING:
             self._acknowledge()
         else:
-            files: Json = {}
+            files: dict[str, Any] = {}
             for answer in answers:
                 files |= answer["files"]
             self._commit(pending, files)

@@ -152,7 +152,7 @@ def _find_base(flags: Mapping[str, Any]) -> DiffusersBase:
 def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase) -> tuple[float, str]:
     """Return the GiB that a run with these options needs, infinite if it cannot be made here, and words about it."""
     from accel_train.domains.images.pipelines import memory_need
-    from accel_train.domains.images.trained_text.adapters import with_trained_text
+    from accel_train.domains.images.trained_text.adapters import build, with_trained_text
 
     config: Any = from_tree(recipe.Config, tree, "command line")
     base = replace(found, config=config.base)
@@ -160,7 +160,7 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase) -> tuple[float, 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         trained = with_trained_text(base, text)
-        size = fitting.size_of(lambda: recipe.build(trained, config.lora, text, config.precision, device))
+        size = fitting.size_of(lambda: build(trained, config.lora, text, config.precision, device))
     except UsageError as error:
         return float("inf"), str(error)
     sides = max(config.data.resolutions)

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.runtime.distributed_options import verify_ddp
+from accel_train.runtime.distributed_options import DistributedConfig, verify_ddp
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
@@ -142,3 +143,41 @@ def _check_fsdp_units(accelerator: Accelerator, model: torch.nn.Module) -> int:
             f"(the model names {getattr(model, '_no_split_modules', None)})"
         )
     return len(units)
+
+
+def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[str]:
+    """Let each sharded block gather the following ones while it computes. Returns a line for the log if asked for.
+
+    Every process calls it, after ``prepare``. Blocks of one ``nn.ModuleList`` are assumed to run one after another.
+    Raises ``UsageError`` if the model has fewer than two blocks.
+    """
+    ahead = config.fsdp2_prefetch
+    if ahead is None:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    inside = [module for module in model.modules() if module is not model]
+    blocks: list[FSDPModule] = [module for module in inside if isinstance(module, FSDPModule)]
+    if len(blocks) < 2:
+        raise UsageError(
+            f"distributed.fsdp2_prefetch: {ahead}: the model has {len(blocks)} block(s) that are sharded by "
+            "themselves, at least 2 are required; leave it out, or name them in fsdp_transformer_layer_cls_to_wrap"
+        )
+    for chain in _chains(model):
+        for place, block in enumerate(chain):
+            # Nothing beyond the end of the chain: a module that is gathered and does not run next would later compute
+            # with outdated weights, such as the EMA weights of an evaluation.
+            following = chain[place + 1 : place + 1 + ahead]
+            preceding = chain[max(0, place - ahead) : place]
+            block.set_modules_to_forward_prefetch(following)
+            # The backward pass runs through the blocks in reverse.
+            block.set_modules_to_backward_prefetch(preceding[::-1])
+    return [f"fsdp2: {ahead} of {len(blocks)} blocks are gathered ahead of their use"]
+
+
+def _chains(model: nn.Module) -> list[list[Any]]:
+    """Return lists of sharded blocks in the order in which they run."""
+    from torch.distributed.fsdp import FSDPModule
+
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    return [[block for block in part if isinstance(block, FSDPModule)] for part in lists]

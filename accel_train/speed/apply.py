@@ -17,6 +17,7 @@ from accel_train.speed.attention.selection import apply_attention, resolve_atten
 from accel_train.speed.attention.table import AttentionNeeds
 from accel_train.speed.compile import CompiledBlocks, apply_compile
 from accel_train.speed.float8 import apply_float8, refuse_float8
+from accel_train.speed.model_habits import settle_habits
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
 
 
@@ -35,7 +36,7 @@ class Applied:
     """Result of `apply_speed_options`."""
 
     notices: tuple[str, ...]
-    """A notice for each option, with the decision and its reason."""
+    """Habits of the model that were settled, then a notice for each option, with the decision and its reason."""
     facts: dict[str, Any]
     """Run info: the attention kernel by name, and the device kernels behind it. `own` for a model's own attention."""
     compiled: CompiledBlocks
@@ -57,9 +58,11 @@ def apply_speed_options(
     Every process calls it, with the initial weights in the model. Proves the attention kernel and runs it once:
     some milliseconds on a CPU, about a second on a GPU. `needs` is None for a model without this package's attention:
     one of transformers or diffusers attends by its library, proven on `example`, and for any other the option must be
-    auto. Raises `UsageError` for an option that cannot be obeyed.
+    auto. Settles the model's habits first (`settle_habits`). Raises `UsageError` for an option that cannot be obeyed.
     """
     refuse_float8(options.float8, device, precision, strategy)
+    # Before anything wraps a forward: a habit of the model may contradict the option that is to be applied.
+    habits = settle_habits(model, precision, strategy, options.activation_checkpointing.mode)
     # A recipe states the needs of its model alone. Not every kernel can be part of a compiled block.
     if needs is not None:
         needs = replace(needs, compiled=options.compile.mode != "off")
@@ -78,7 +81,7 @@ def apply_speed_options(
     compiled = apply_compile(model, options.compile, device, accumulation_steps)
     if options.float8 != "none" and not compiled.blocks:
         float8 += "; uncompiled it is slower than bf16, for each rounding is a pass over memory: set compile.mode on"
-    return Applied((attention, float8, checkpointing, compiled.notice), facts, compiled)
+    return Applied((*habits, attention, float8, checkpointing, compiled.notice), facts, compiled)
 
 
 def _attention(model: nn.Module, needs: AttentionNeeds | None, name: str) -> tuple[str, dict[str, Any]]:

@@ -17,10 +17,10 @@ from accel_train.config import UsageError
 from accel_train.options.help_text import field_texts
 from accel_train.runtime.distributed_options import (
     DistributedConfig,
-    apply_fsdp2_prefetch,
     ddp_handlers,
     verify_ddp,
 )
+from accel_train.runtime.strategy import apply_fsdp2_prefetch
 from tests.distributed.launching import Layout, run_recipe
 from tests.distributed.test_contract import work
 

@@ -29,6 +29,7 @@ from accel_train.domains.diffusion.sampling import (
     sample_text,
 )
 from accel_train.domains.diffusion.timesteps import stratified
+from accel_train.metrics.progress import Labels
 
 Scores = Callable[[Batch, Batch, Tensor, Tensor], dict[str, Tensor]]
 """Sums of one batch, from the batch, its shuffled partner, and the latents and tokens sampled for it."""
@@ -42,6 +43,14 @@ METRICS = (
     "t2l_mean_cosine",
 )
 """Sums returned by ``BothWays.metric_sums``, in addition to the counts of tokens and samples."""
+
+
+LABELS = Labels(
+    loss_of="mode",
+    units={"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"},
+    titles={"nll": "NLL"},
+)
+"""Of the metrics in both directions, and of the loss."""
 
 
 class Sampled(NamedTuple):

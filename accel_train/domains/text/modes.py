@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from torch import Tensor
+
 from accel_train import rng
 from accel_train.config import Fraction, NonNegativeFloat, PositiveFloat, UsageError
 
@@ -105,6 +107,29 @@ def mode_of_step(config: ModeConfig, seed: int, step: int) -> Mode:
     if mode == "mixed":
         return MODES[rng.host_choice(seed, "mode", step, config.weights)]
     return mode
+
+
+def fix_condition(
+    config: ModeConfig,
+    seed: int,
+    step: int,
+    occurrence: Tensor,
+    text_time: Tensor,
+    latent_time: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the times of text and latent, (B,) each, with that of the step's condition fixed.
+
+    A condition is clean at time 0. At time 1 it is pure noise, which the model reads as an absent condition: it is in
+    a share ``conditioning_dropout`` of the samples, keyed by sample.
+    """
+    keys = rng.sample_keys(seed, "condition", step, occurrence)
+    condition_time = (rng.uniform(keys) < config.conditioning_dropout).float()
+    mode = mode_of_step(config, seed, step)
+    if mode == "l2t":
+        return text_time, condition_time
+    if mode == "t2l":
+        return condition_time, latent_time
+    return text_time, latent_time
 
 
 def phase_of_step(config: ModeConfig, step: int) -> Phase:

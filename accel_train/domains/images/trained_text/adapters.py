@@ -19,6 +19,7 @@ from accel_train.domains.models.lora import (
     apply_lora,
     count_layers,
     describe_lora,
+    loading_precision,
     target_layers,
     with_effect,
 )
@@ -103,6 +104,18 @@ def with_trained_text(base: Base, options: TextEncoderConfig) -> Base:
 def _embed(pipeline: Any, tokens: joint.Conditioning) -> dict[str, torch.Tensor]:
     """Encode by the model that stands in the denoiser's place."""
     return pipeline.unet(tokens=tokens)
+
+
+def build(
+    base: Base, adapters: LoraConfig, text: TextEncoderConfig, precision: Precision, device: torch.device
+) -> nn.Module:
+    """Load the denoiser of the base, with its text encoders if they are trained, freeze it, and give it adapters.
+
+    With ``lora.base_precision`` of 8 or 4 bits its linear layers go to ``device``.
+    """
+    model = base.denoiser(loading_precision(adapters, precision))
+    apply_adapters(model, base, adapters, text, precision, device)
+    return model
 
 
 def apply_adapters(
