@@ -34,6 +34,7 @@ from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
+from accel_train.runtime.strategy import strategy_of
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate
 from accel_train.training.shards import plain_module
@@ -171,7 +172,8 @@ def main(argv: Sequence[str]) -> int:
     preset = preset_without_one(argv)
     config = load_config(Config, argv, presets=PRESETS, default_preset=preset).config
     accelerator = startup.start(config)
-    base = adapters.with_trained_text(loading.find_base(config.base), config.text_encoders)
+    found = loading.find_base(config.base)
+    base = adapters.with_trained_text(found, config.text_encoders, strategy_of(accelerator))
     levels = base.levels()
     prepare_data = partial(prepare_inputs, config.data, base, config.evaluation.prompts, accelerator.device)
     inputs = startup.prepare_data(accelerator, prepare_data)
@@ -192,8 +194,7 @@ def main(argv: Sequence[str]) -> int:
 
     options = (config.lora, config.text_encoders)
     plain = preparation.build_model(opened, adapters.build, base, *options, config.precision, accelerator.device)
-    about_adapters = adapters.describe_adapters(plain, *options)
-    logs.info(logger, objective.describe_objective(levels, base.family), *about_adapters)
+    logs.info(logger, objective.describe_objective(levels, base.family), *adapters.describe_adapters(plain, *options))
     process = inputs.process(levels, plain.config, config.objective, config.times)
     parts = adapters.groups(base)
     example = partial(inputs.call_once, process)

@@ -37,6 +37,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow  # tests/domains/images/test_objective.py casts the same inputs in one process
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
+@pytest.mark.parametrize("flags", [(), TEXT], ids=["denoiser", "text encoders"])
+def test_bf16_without_autocast_trains_the_same(strategy: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    tiny.save("sdxl", tmp_path / "base")
+    pictures(tmp_path / "photos")
+    settings(tmp_path, "sdxl")
+    options = [*flags, "--precision", "bf16", "--max_steps", "2"]
+    alone = train(Layout("single", 1, "lora"), tmp_path, "alone", *options)
+    together = train(Layout(strategy, 2, "lora"), tmp_path, strategy, *options)
+    assert together.losses() == pytest.approx(alone.losses(), rel=2e-2)
+
+
 def train(layout: Layout, folder: Path, name: str, *flags: str) -> Finished:
     arguments = [str(folder / "tiny.yaml"), "--output_dir", str(folder / name), *flags]
     done = fork(layout, command(layout, arguments, folder))

@@ -38,6 +38,8 @@ CPU = torch.device("cpu")
 RANK, ALPHA = 3, 6.0
 TEXT = TextEncoderConfig(rank=2, alpha=5.0, targets=("all-linear",))
 CAPTIONS = ["a red flag", "", "two dogs in a wood"]
+WORDS = [f"a {word} flag" for word in "red big new old wet dry".split()]
+"""Captions of the batch that test_objective.py makes."""
 ENCODERS = {"sd1": ("text_encoder",), "sd2": ("text_encoder",), "sdxl": ("text_encoder", "text_encoder_2")}
 FLAGS = ("--text_encoders.rank", "2", "--text_encoders.alpha", "5", "--text_encoders.lr_factor", "0.5")
 
@@ -105,8 +107,7 @@ def reference(made: Made, model: DenoiserWithText, name: str) -> tuple[Tensor, d
             if parameter.requires_grad:
                 parameter.data.copy_(mine[f"{part}.{path}"].data)
     inputs = made.process.noised(made.batch, 3, 5, 6)
-    words = [f"a {word} flag" for word in "red big new old wet dry".split()]
-    found = pipeline.encode_prompt(words, CPU, 1, False) if name == "sd1" else pipeline.encode_prompt(words, device=CPU)
+    found = pipeline.encode_prompt(WORDS, CPU, 1, False) if name == "sd1" else pipeline.encode_prompt(WORDS, device=CPU)
     added: Any = None
     if name == "sdxl":
         sizes = torch.cat([inputs[key] for key in ("original_size", "crop_top_left", "target_size")], 1)
@@ -130,8 +131,7 @@ def reference(made: Made, model: DenoiserWithText, name: str) -> tuple[Tensor, d
 def test_loss_and_gradients_are_those_of_torch_and_peft(name: str, tmp_path: Path) -> None:
     made = Made(name, tmp_path, ObjectiveConfig(), TimeConfig())
     base = trained(loading.find_base(loading.BaseConfig(source=str(tmp_path))))
-    words = [f"a {word} flag" for word in "red big new old wet dry".split()]
-    tokens = encoding.encode_texts(made.pipeline, base, words)
+    tokens = encoding.encode_texts(made.pipeline, base, WORDS)
     empty = encoding.encode_texts(made.pipeline, base, [""])
     model = built(base)
     batch = {key: value for key, value in made.batch.items() if key not in made.captions} | tokens
@@ -311,12 +311,44 @@ def test_bases_with_other_text_encoders_are_refused(name: str, reason: str, tmp_
         with_trained_text(base, TEXT)
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--train_text_encoder", "--text_encoders.rank"),
+        ("--text_encoder_lr", "--text_encoders.lr_factor, a multiple of --optimizer.lr"),
+    ],
+)
+def test_names_of_other_scripts_are_refused_with_ours(flag: str, message: str, tmp_path: Path) -> None:
+    settings(tmp_path, "sd1")
+    with pytest.raises((UsageError, SystemExit), match=message):
+        train(tmp_path, "wrong", flag, "1")
+
+
+def test_a_dropped_caption_has_the_tokens_of_an_empty_one(tmp_path: Path) -> None:
+    """The same captions are dropped as where embeddings are cached."""
+    options = ObjectiveConfig(caption_dropout=0.5)
+    made = Made("sd1", tmp_path, options, TimeConfig())
+    base = trained(loading.find_base(loading.BaseConfig(source=str(tmp_path))))
+    tokens = encoding.encode_texts(made.pipeline, base, WORDS)
+    empty = encoding.encode_texts(made.pipeline, base, [""])
+    process = Denoising(base.family, base.levels(), made.pipeline.vae, None, empty, options, TimeConfig())
+    dropped = process.noised({**made.batch, **tokens}, 3, 5, 6)["text_encoder"]
+    cached = made.process.noised(made.batch, 3, 5, 6)["prompt"]
+    where = [not torch.equal(row, whole) for row, whole in zip(cached, made.captions["prompt"], strict=True)]
+    assert 0 < sum(where) < len(where)
+    for row, is_dropped in enumerate(where):
+        expected = empty["text_encoder"][0] if is_dropped else tokens["text_encoder"][row]
+        assert torch.equal(dropped[row], expected)
+
+
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
     source = str(tiny.save("sd1", tmp_path))
     base = loading.find_base(loading.BaseConfig(source=source, encoder_precision="bf16"))
     with pytest.raises(UsageError, match=r"base.encoder_precision bf16: .* lora.base_precision"):
         with_trained_text(base, TEXT)
     base = loading.find_base(loading.BaseConfig(source=source))
+    with pytest.raises(UsageError, match=r"text_encoders.rank 2 under zero3: .* FSDP2"):
+        with_trained_text(base, TEXT, "zero3")
     for target in ("to_q", "text_projection"):
         text = TextEncoderConfig(rank=2, targets=(target,))
         with pytest.raises(UsageError, match=f"text_encoders.targets: '{target}' is no linear layer"):

@@ -112,6 +112,8 @@ class DiffusersBase:
         With text encoders that are trained it is a ``DenoiserWithText``.
         """
         model = self._model(self.family.denoiser, precision)
+        if self.family.denoiser == "unet":
+            model.register_forward_pre_hook(unets.cast_inputs, with_kwargs=True)
         if not self.trained_text:
             return model
         # It knows the families, which know nothing of bases.

@@ -71,10 +71,10 @@ class TextEncoderConfig:
             raise UsageError("text_encoders.targets: names no layer; leave it out, or give attention or all-linear")
 
 
-def with_trained_text(base: Base, options: TextEncoderConfig) -> Base:
+def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "single") -> Base:
     """Return a base whose denoiser encodes captions itself, if the options say so.
 
-    Raises ``UsageError`` for one whose text encoders are not CLIP alone, with the reason.
+    Raises ``UsageError`` for one whose text encoders are not CLIP alone, with the reason, and under ZeRO-3.
     """
     if options.rank == 0:
         return base
@@ -86,6 +86,12 @@ def with_trained_text(base: Base, options: TextEncoderConfig) -> Base:
         raise UsageError(
             f"base.encoder_precision {base.config.encoder_precision}: with text_encoders.rank {options.rank} the text "
             "encoders are trained, and lora.base_precision is their dtype as well; leave it out"
+        )
+    if strategy == "zero3":
+        # It gathers parameters of a model that is only counted, on the meta device.
+        raise UsageError(
+            f"text_encoders.rank {options.rank} under zero3: transformers cannot build CLIP there; use FSDP2, which "
+            "shards as much, DDP, ZeRO-1 or ZeRO-2"
         )
     names = tuple(base.text_encoders())
     for name in names:
