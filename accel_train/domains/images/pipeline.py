@@ -91,6 +91,7 @@ class PicturePipeline:
         described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
         assert described is not None, "every version of this pipeline has written a description"
         base = find_base(BaseConfig(**described["base"]))
+        # Before the pipeline is loaded, which takes minutes for a large base.
         _refuse_other_files(base, described, directory)
         pipeline = base.pipeline(torch.device(device))
         base.attach(pipeline, directory)
@@ -123,6 +124,7 @@ class PicturePipeline:
         adapter: bool = True,
     ) -> torch.Tensor:
         """Return the picture of a prompt, (3, H, W) from -1 to 1."""
+        # Switched off and not left out: the same pipeline draws both, from the same noise.
         if not adapter:
             self.pipeline.disable_lora()
         try:
@@ -162,6 +164,7 @@ class PicturePipeline:
                 seed=options.seed,
                 adapter=options.adapter,
             )
+            # A prompt may be longer than a file name and have characters that no file name takes.
             name = hashlib.blake2b(prompt.encode(), digest_size=4).hexdigest()
             file = folder / f"{name}-{options.seed}.png"
             image.save(file)
@@ -229,6 +232,7 @@ def write_files(
         normalisation={},
         units={"picture": "sRGB, 0 to 255"},
         card={
+            # A folder on this machine is no model that a card on the Hub could name.
             "base_model": None if base.revision is None else base.source,
             "datasets": [],
             "measured_on": f"held-out pictures of {path}",
