@@ -105,6 +105,7 @@ def lora(dataset: str, arguments: Sequence[str]) -> int:
     for number, name in enumerate(STEPS, 1):
         if name not in request.options.steps:
             continue
+        # Flushed, because the processes of the next step write to the same terminal.
         print(f"\n[{number}/{len(STEPS)}] {name}", flush=True)
         code = actions[name](request)
         if code != 0:
@@ -123,6 +124,7 @@ def _read(dataset: str, arguments: Sequence[str]) -> _Request:
     except FlagError as error:
         raise UsageError(str(error)) from None
     options = from_tree(LoraOptions, {name: value for name, value in flags.items() if name in own}, "command line")
+    # What is not this command's is the recipe's, whose config checks it.
     rest = {name: value for name, value in flags.items() if name not in own}
     for option, given in (("data.path", dataset), ("base.source", options.base)):
         if option in rest:
@@ -141,6 +143,7 @@ def _check(request: _Request) -> int:
 
     words = ["--min_dataset_quality", str(request.options.min_dataset_quality)]
     for option in CHECKED:
+        # Only what was given is passed on, because the check has defaults of its own.
         if option not in request.flags:
             continue
         value = request.flags[option]
@@ -162,6 +165,7 @@ def _plan(request: _Request) -> int:
     else:
         options = request.options
         tree, lines = lora_plan.make(request.recipe, request.flags, options.intent, options.memory_gib)
+    # Refused here, where the plan is made, and not by the first process that trains.
     from_tree(request.recipe.Config, tree, "command line")
     _write(request.plan, tree)
     print("\n".join([*lines, f"{request.plan}: the plan, as options of recipes/lora.py"]), flush=True)
@@ -184,6 +188,7 @@ def _train(request: _Request) -> int:
 def _launch(request: _Request, *flags: str) -> int:
     from accel_train.commands.launch import Launch, launch
 
+    # Without a plan this names the step that makes it.
     request.config()
     options = request.options
     arguments = (str(request.plan), *flags)
@@ -228,7 +233,9 @@ def _findings(metrics: Path) -> list[str]:
     listed = ", ".join(f"{loss:.4f} at step {step}" for step, loss in sorted(losses.items()))
     lines = [f"held-out loss: {listed}"]
     last = losses[max(losses)]
+    # Of equal losses the earliest step: it has learned less by heart.
     best = min(losses, key=lambda step: losses[step])
+    # A held-out loss wavers from evaluation to evaluation.
     if last > WORSE * losses[best]:
         lines.append(
             f"WARNING: {last / losses[best] - 1:.0%} above its lowest value, at step {best}: the pictures are being "
@@ -243,6 +250,7 @@ def _export(request: _Request) -> int:
     config = request.config()
     newest, _ = places.newest_at(request.run)
     destination = request.run / f"exported-{newest.step:08d}"
+    # The name has the step in it, and a checkpoint never changes.
     if destination.is_dir():
         print(f"{destination}: there already")
         return 0

@@ -52,6 +52,7 @@ def find_machine(memory_gib: float | None) -> Machine:
     """Return the smallest accelerator that is visible, or the host without one."""
     if memory_gib is not None:
         return Machine("as --memory_gib says", memory_gib)
+    # The smallest device decides, because every process has the same micro-batch.
     found: list[Machine] = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -90,7 +91,9 @@ def make(
             f"{presets[smallest].stem}. Use a larger device"
         )
     reasons: list[str] = []
+    # From the largest down: more memory buys a larger micro-batch or less recomputation, and so speed.
     for gb in sorted(meant, reverse=True):
+        # The user's own flags come last, and are part of what has to fit.
         tree = overlaid(with_machine(experiment, read_tree(presets[gb])), flags)
         needed, reason = _need(recipe, tree, base)
         fits = needed <= machine.gib
@@ -126,6 +129,7 @@ def with_machine(experiment: Tree, machine: Tree) -> Tree:
 
 def overlaid(tree: Tree, values: Mapping[str, Any]) -> Tree:
     """Return a copy of nested options with dotted ones in place of its own."""
+    # Deep, because the presets are laid over the same experiment again and again.
     found = copy.deepcopy(tree)
     for option, value in values.items():
         *groups, leaf = option.split(".")
@@ -160,9 +164,11 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase) -> tuple[float, 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         trained = with_trained_text(base, text)
+        # Counted on the meta device: neither the weights nor the memory have to be there.
         size = fitting.size_of(lambda: build(trained, config.lora, text, config.precision, device))
     except UsageError as error:
         return float("inf"), str(error)
+    # The largest resolution needs the most memory, and one step of it is enough to run out.
     sides = max(config.data.resolutions)
     load = memory_need.Load(
         size=size,
@@ -183,7 +189,9 @@ def _advised(tree: Tree, intent: Intent, flags: Mapping[str, Any], base: Diffuse
     prediction = base.levels().prediction
     group, option, value = "objective", "snr_weighting", "min_snr"
     if prediction == "flow":
+        # Weights by signal-to-noise are for noise and v. A flow is weighted by how often a time is drawn.
         group, option, value = "times", "density", "logit_normal"
+    # What the user asks for is not advised against.
     if f"{group}.{option}" in flags:
         return []
     tree.setdefault(group, {})[option] = value

@@ -49,6 +49,7 @@ class Plan:
     def differences(self) -> dict[str, list[Any]]:
         """Return the values of each option that differs between variants, except ``output_dir``."""
         names = dict.fromkeys(name for variant in self.variants for name in variant.config)
+        # Every run has its own, which is no difference of the experiment.
         names.pop("output_dir", None)
         differing: dict[str, list[Any]] = {}
         for name in names:
@@ -172,6 +173,7 @@ def _vary_table(result: Result) -> list[str]:
                 cell += "*"
             cells.append(cell)
         rows.append([name, *cells])
+    # A star and no words, because the table is as wide as there are values.
     note = "* differs from the first value: the interval of their ratio or difference excludes none"
     lines = [f"{result.plan.key}; {note}", "", *_aligned(rows), ""]
     for variant, effect_of in zip(others, effects, strict=True):
@@ -193,6 +195,7 @@ def best_lines(result: Result) -> list[str]:
     names = [variant.name for variant in result.plan.variants]
     close: list[str] = []
     for index, values in known.items():
+        # Round by round: the noise of a machine is alike for the runs of one round.
         pairs = zip(known[best], values, strict=True)
         speedup = estimate([ratio(x, y) for x, y in pairs])
         if index != best and (speedup.low is None or speedup.includes(1.0)):

@@ -146,6 +146,7 @@ class SingleFile:
                     self._read(source, name)
             for module, name in roots:
                 self._want(self._source(module), name)
+        # One file has one namespace, where modules had their own.
         self._refuse_collisions()
 
     def text(self) -> str:
@@ -234,6 +235,7 @@ class SingleFile:
         top = imported.module.split(".")[0]
         if top == PACKAGE:
             if imported.submodule is not None:
+                # The file has the namespace under the module's own name, and an alias would not be found.
                 if imported.submodule.rpartition(".")[2] != name:
                     raise NotSelfContainedError(f"{source.name}: import {imported.submodule} under its own name")
                 return

@@ -150,10 +150,12 @@ def _keys(lines: Records) -> list[str]:
 
 def _by_kind(lines: Records, key: str, label: str, of: str | None) -> dict[str, Series]:
     """Return one line per value of the field ``of``, because their losses are not comparable."""
+    # Losses of different modes have different scales: one line through all of them would be a zigzag.
     by_kind: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         if of is not None and of in line:
             by_kind.setdefault(str(line[of]), []).append(line)
+    # A single kind needs no legend of its own.
     if len(by_kind) < 2:
         return {label: _column(lines, key)}
     return {kind: _column(by_kind[kind], key) for kind in sorted(by_kind)}
@@ -199,6 +201,7 @@ def _throughput_panel(lines: Records) -> Panel:
     if any(tokens.values):
         median_samples = _short(median(samples.values or [0]))
         median_tokens = _short(median(tokens.values))
+        # In the label, because a second axis for tokens would show the same curve again.
         label += f" (median {median_samples}; {median_tokens} tokens/s)"
     return Panel("Throughput", "samples per second", {label: samples}, from_zero=True)
 
@@ -213,6 +216,7 @@ def _evaluation_panels(lines: Records, labels: Labels) -> list[Panel]:
         kind = key.removesuffix("_shuffled").rsplit("_", 1)[-1]
         if kind not in NOT_DRAWN:
             kinds[key] = kind
+    # One point is no curve, but its values should be seen.
     if len(lines) == 1:
         return _text_panels(lines[0], list(kinds))
     # Metrics with the same last word have the same unit, and only such can share an axis.
@@ -295,7 +299,9 @@ def _draw_series(axis: Any, series: Series, panel: Panel, label: str, style: dic
         smooth = smoothed(series.values)
         axis.plot(series.steps, smooth, linewidth=1.7, label=f"{label} (smoothed)", **style)
         return
+    # Hollow, so that a shuffled metric is told from its partner in black and white as well.
     face = "white" if style["linestyle"] == "--" else style["color"]
+    # Evaluations are few and their steps matter. Markers of a long curve would hide it.
     marker = "o" if len(series.values) <= 30 else ""
     axis.plot(
         series.steps,
@@ -334,6 +340,7 @@ def _set_scale(axis: Any, panel: Panel, values: Sequence[float]) -> None:
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())  # the default writes 2 x 10^0 between 1 and 5
     elif panel.from_zero and low >= 0:
+        # Room above the curve for the legend.
         top = 1.25 * high if high > 0 else 1.0
         axis.set_ylim(0, top)
     if panel.title == "Learning rate":
@@ -343,12 +350,14 @@ def _set_scale(axis: Any, panel: Panel, values: Sequence[float]) -> None:
 
 def smoothed(values: Sequence[float]) -> list[float]:
     """Return the bias-corrected EMA with a horizon of about a fiftieth of the curve."""
+    # Relative to the length of the curve, so that a long run is as smooth to the eye as a short one.
     decay = 1 - 1 / max(2.0, len(values) / 50)
     total = 0.0
     weight = 0.0
     result: list[float] = []
     for value in values:
         total = decay * total + (1 - decay) * value
+        # The sum of the weights so far. Without it the curve would start near 0.
         weight = decay * weight + (1 - decay)
         result.append(total / weight)
     return result

@@ -60,6 +60,7 @@ def print_help(cls: type, base: object, presets: Sequence[str], topic: str) -> N
     Of several processes the first one prints. Raises ``UsageError`` for an unknown topic.
     """
     known = topics(cls)
+    # Options are written with underscores, and many tools write them with dashes.
     topic = topic.replace("-", "_")
     if topic and topic not in known:
         raise UsageError(
@@ -120,6 +121,7 @@ def _flat(cls: type, base: object, names: Sequence[str]) -> type:
         text = texts.get(name, "")
         kind = Annotated[kinds[name], arg(name=name, help=text)]
         default = dataclasses.field(default=attrgetter(name)(base))
+        # A field cannot have a dot in its name. tyro shows the name given to `arg`.
         fields.append((name.replace(".", "__"), kind, default))
     return dataclasses.make_dataclass("Options", fields)
 
@@ -185,7 +187,9 @@ def option_texts(cls: type, prefix: str = "") -> dict[str, str]:
 def field_texts(cls: type) -> dict[str, str]:
     """Map each field of one dataclass to the docstring below it, with the fields of the classes that it extends."""
     found: dict[str, str] = {}
+    # Classes that it extends first, so that its own texts win.
     for part in reversed(cls.__mro__[:-1]):
+        # From the source, because Python does not keep the text below a field.
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
         assert isinstance(definition, ast.ClassDef)
         for field, after in itertools.pairwise(definition.body):

@@ -115,6 +115,7 @@ class OptimizerConfig:
 
         Raises ``UsageError`` for a value of these three that the class does not take.
         """
+        # Asked of the class: optimizers disagree about betas and eps, and an unknown keyword would be a TypeError.
         taken = inspect.signature(optimizer_class(self.name)).parameters
         keywords = keyword_arguments(self.arguments)
         for field in fields(self):
@@ -175,6 +176,7 @@ def _build(
     if is_own(config.name):
         return _build_own(config, device, groups)
     if config.name == "adamw8bit":
+        # By name, because bitsandbytes is an extra and its import takes seconds.
         eight_bit: Any = import_module("bitsandbytes").optim.AdamW8bit
         optimizer = eight_bit(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0)
         return optimizer, "AdamW with 8-bit state (bitsandbytes), fp32 for tensors of fewer than 4096 values"
@@ -245,6 +247,7 @@ def _parameter_groups(
     for part in ("", *freezable):
         of_part = [p for name, p in trainable.items() if part_of.get(name, "") == part]
         if part:
+            # The gradient window has to know which gradients to set to zero.
             mark_part(of_part, part)
         for kind in order:
             members = [p for p in of_part if kind_of[id(p)] == kind]
@@ -252,6 +255,7 @@ def _parameter_groups(
                 groups.append(_group(members, part, kind, config))
     in_groups = [id(p) for group in groups for p in group["params"]]
     assert sorted(in_groups) == sorted(id(p) for p in trainable.values()), "a parameter is in no group or in two"
+    # Without a matrix it would be AdamW under another name.
     if config.name == "muon":
         _refuse_without_matrices(groups, model)
     return groups
@@ -277,6 +281,7 @@ def _group(members: list[nn.Parameter], part: str, kind: Kind, config: Optimizer
     lr = config.lr
     weight_decay = 0.0 if kind == "no_decay" else config.weight_decay
     if kind == "muon":
+        # Muon's updates have the size of their matrix and not that of its gradient, hence a rate of its own.
         lr = _default(config.muon_lr, config.lr)
         weight_decay = _default(config.muon_weight_decay, config.weight_decay)
     group: ParamGroup = {

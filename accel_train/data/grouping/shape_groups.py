@@ -51,16 +51,19 @@ class ShapeGroups(NamedTuple):
             by_shape.setdefault(self.shape(draw.sample), []).append(draw)
         groups = list(by_shape.values())
         costs = [math.prod(shape) for shape in by_shape]
+        # Decided from the global batch alone: every process comes to the same division without communication.
         fewest = [math.ceil(len(group) / shard.micro_batch_size) for group in groups]
         rounds = math.ceil(sum(fewest) / shard.world_size)
         parts = _spread(fewest, [len(group) for group in groups], costs, rounds * shard.world_size)
         pieces: list[tuple[int, list[Draw]]] = []
         for group, count, cost in zip(groups, parts, costs, strict=True):
+            # Pieces of a group differ by one sample at most.
             bounds = [len(group) * part // count for part in range(count + 1)]
             cut = [group[start:stop] for start, stop in itertools.pairwise(bounds)]
             pieces += [(cost * len(piece), piece) for piece in cut]
         # Stable: pieces of one cost stay in the order of positions.
         pieces.sort(key=lambda piece: -piece[0])
+        # Every process needs equally many forwards, because each is a collective under FSDP2 and ZeRO-3.
         padding = [draw._replace(weight=0.0) for draw in pieces[-1][1]]
         pieces += [(0, padding)] * (rounds * shard.world_size - len(pieces))
         return [(piece, None) for _, piece in pieces[shard.rank :: shard.world_size]]
@@ -72,6 +75,7 @@ def _spread(parts: Sequence[int], sizes: Sequence[int], costs: Sequence[int], pl
     Each further piece goes to the group with the most costly one.
     """
     found = list(parts)
+    # heapq has the smallest first, and the most costly piece is wanted. A group of single samples cannot be divided.
     waiting = [(-costs[g] * math.ceil(sizes[g] / found[g]), g) for g in range(len(found)) if found[g] < sizes[g]]
     heapq.heapify(waiting)
     for _ in range(places - sum(found)):

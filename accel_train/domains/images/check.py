@@ -108,6 +108,7 @@ class Report:
     @property
     def usable(self) -> float:
         """Share of all pictures and captions that are used and not below `min_quality`."""
+        # Pictures that cannot be read count as well: a dataset of which half is broken is no good one.
         return (len(self.rows) - len(self.low)) / max(1, len(self.rows) + len(self.found.left_out))
 
     @property
@@ -149,12 +150,15 @@ def check(path: str, config: CheckConfig, cache: Path) -> Report:
         found_scores = quality.scores(measures, pixels, bucket[0] * bucket[1], words, config.max_words)
         return Row(picture, measures, found_scores, bucket)
 
+    # Threads are enough: decoding and resizing in Pillow and numpy run outside of the interpreter's lock.
     cores, _ = usable_cores()
     rows: list[Row] = []
     with Progress("check", len(found), enabled=not config.json) as progress, ThreadPoolExecutor(max(1, cores)) as pool:
+        # In the order of the pictures, whichever thread is done first.
         for made in pool.map(row, found.pictures):
             rows.append(made)
             progress.update(1)
+    # Equal files first, by their hash. What only looks alike is found below, and has them among its groups.
     by_content: dict[str, list[int]] = {}
     for index, made in enumerate(rows):
         by_content.setdefault(made.picture.content, []).append(index)
@@ -204,6 +208,7 @@ def _bucket_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _caption_lines(rows: Sequence[Row], max_words: int) -> list[str]:
+    # None is a picture without a caption file, "" one whose file is empty: two mistakes with two remedies.
     missing = [row.picture.name for row in rows if row.picture.caption is None]
     empty = [row.picture.name for row in rows if row.picture.caption == ""]
     long = [row.picture.name for row in rows if row.words > max_words]

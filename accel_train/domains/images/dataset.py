@@ -77,6 +77,7 @@ class PictureDataset:
 
     def draw_frame(self, index: int) -> Frame:
         """Draw crop and flip of a sample from the global generator. Draws the same numbers whatever the options."""
+        # All three are drawn in any case, so that --data.flip does not change the crops.
         down = random.random()
         across = random.random()
         mirror = random.random() < 0.5
@@ -93,6 +94,7 @@ class PictureDataset:
         """Read a sample's file and return the pixels of a frame. Raises ``RuntimeError`` if the file has changed."""
         picture = self.samples[index].picture
         content = picture.bytes.read()
+        # The order, the buckets and the caches were made for the old picture.
         if hashlib.sha256(content).hexdigest() != picture.content:
             raise RuntimeError(
                 f"{picture.name} has changed since the run began, so it is another picture now. Start the run again, "
@@ -103,6 +105,7 @@ class PictureDataset:
 
 
 def _fingerprint(samples: Sequence[Sample], view: View, group_size: int) -> str:
+    # Where the files lie is left out: a copy of the folder is the same data.
     seen = [list(view.background), view.random_crop, view.flip]
     digest = hashlib.sha256(f"pictures-1 {seen} {group_size}".encode())
     for sample in samples:
@@ -151,6 +154,7 @@ def prepare_pictures(
     if config.heldout_path is not None:
         heldout, heldout_notices = read(config.heldout_path, "--data.heldout_path")
         notices += [f"held out: {notice}" for notice in heldout_notices]
+        # By content: a copy under another name would be learned and then called held out.
         known = {sample.picture.content for sample in heldout}
         train = [sample for sample in samples if sample.picture.content not in known]
     else:
@@ -161,6 +165,7 @@ def prepare_pictures(
             f"--data.path {config.path!r}: {len(heldout)} held-out samples and none to train on; at least 1 is "
             "required. Bring more pictures, or lower --data.heldout_fraction."
         )
+    # Held-out pictures stand still, or their loss would differ from evaluation to evaluation.
     still = View(colour(config.background), max_pixels=config.max_pixels)
     moving = View(still.background, config.crop == "random", config.flip, config.max_pixels)
     train_data = PictureDataset(train, moving, config.group_size)
@@ -221,6 +226,7 @@ def split_heldout(samples: Sequence[Sample], fraction: float) -> tuple[list[Samp
     if len(contents) < 2 or fraction == 0:
         return list(samples), []
     smallest = min(contents)
+    # A hash is a number of hexadecimal digits, evenly distributed below 16 to their count.
     limit = fraction * 16 ** len(smallest)
     train: list[Sample] = []
     heldout: list[Sample] = []
@@ -228,6 +234,7 @@ def split_heldout(samples: Sequence[Sample], fraction: float) -> tuple[list[Samp
         content = sample.picture.content
         below = content == smallest or int(content, 16) < limit
         (heldout if below else train).append(sample)
+    # Caption and size decide among samples of one file, so that the order is the same on every machine.
     heldout.sort(key=lambda sample: (sample.picture.content, sample.caption, sample.target_size))
     return train, heldout
 

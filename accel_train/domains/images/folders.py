@@ -33,6 +33,7 @@ def list_folder(folder: Path, source: Source) -> Listing:
     caption of ``a.png`` is the text of ``a`` + `source.caption_extension`. Files such as ``a.mask.png`` are masks and
     no pictures. Raises ``UsageError`` for a folder without pictures.
     """
+    # The order of a listing differs between file systems, and the order of samples must not.
     files = sorted(_files(folder))
     pictures = [file for file in files if file.suffix.lower() in SUFFIXES and not is_mask(file)]
     if not pictures:
@@ -72,10 +73,12 @@ def _files(folder: Path) -> Iterator[Path]:
         kept: list[str] = []
         for name in folders:
             status = (Path(parent) / name).stat()
+            # By what it is, not by its path: a circle of links has endless paths to one folder.
             key = (status.st_dev, status.st_ino)
             if not name.startswith(".") and key not in seen:
                 seen.add(key)
                 kept.append(name)
+        # In place, which is how os.walk is told where not to go.
         folders[:] = kept
         yield from (Path(parent) / name for name in names if not name.startswith("."))
 
@@ -94,6 +97,7 @@ def _by_name(folder: Path, pictures: Sequence[Path], captions: Sequence[Path]) -
     left_out: list[LeftOut] = []
     for stem, same_name in by_stem.items():
         names = [_name(picture, folder) for picture in same_name]
+        # a.png and a.jpg: which one the caption describes cannot be known.
         if len(same_name) > 1:
             detail = f"{' and '.join(names)} share a caption; rename or delete all but one"
             left_out += [LeftOut(name, "pictures of one name", detail) for name in names]
@@ -106,6 +110,7 @@ def _by_name(folder: Path, pictures: Sequence[Path], captions: Sequence[Path]) -
                 left_out.append(LeftOut(_name(texts[stem], folder), "caption is not readable text", str(error)[:80]))
                 continue
         entries.append(Entry(names[0], caption, FileBytes(same_name[0])))
+    # Often a picture that was renamed without its caption, so it is said.
     alone = [text for stem, text in texts.items() if stem not in by_stem]
     left_out += [LeftOut(_name(text, folder), "caption without a picture") for text in alone]
     return Listing(entries, left_out)
@@ -162,6 +167,7 @@ def _file_name(row: Mapping[str, Any], place: str, source: Source) -> str:
             f"{source.named}: {place} has no text in 'file_name', its fields are {sorted(row)}. Each row must name its "
             "picture below the folder."
         )
+    # As `find` and some tools write names.
     return name.removeprefix("./")
 
 

@@ -65,6 +65,7 @@ def _over_time(folder: Path, step: int, sampled: Tensor) -> list[Column]:
     for number in _evenly(past, MOST_EVALUATIONS):
         with Image.open(folder / f"{number:08d}.png") as strip:
             pixels = torch.from_numpy(np.array(strip.convert("RGB")))
+        # A run that was resumed with other options may have left pictures of another size.
         if pixels.numel() == sampled.numel():
             found.append(Column(f"step {number}", pixels.view_as(sampled)))
     return found
@@ -82,6 +83,7 @@ def draw_grid(prompts: Sequence[str], columns: Sequence[Column]) -> Image.Image:
     from PIL import Image, ImageDraw, ImageFont
 
     height, width = columns[0].pictures.shape[1:3]
+    # Whole multiples, so that every pixel has the same size.
     scale = max(1, round(CELL / width))
     cell = (width * scale, height * scale)
     size = (LABEL + len(columns) * (cell[0] + GAP), HEADER + len(prompts) * (cell[1] + GAP))
@@ -94,6 +96,7 @@ def draw_grid(prompts: Sequence[str], columns: Sequence[Column]) -> Image.Image:
         left = LABEL + number * (cell[0] + GAP)
         pen.text((left, 2), column.title, fill="black", font=font)
         for row, picture in enumerate(column.pictures):
+            # Pixels of a small picture are what the model drew. Smoothing would make up more.
             enlarged = Image.fromarray(picture.numpy()).resize(cell, Image.Resampling.NEAREST)
             grid.paste(enlarged, (left, HEADER + row * (cell[1] + GAP)))
     return grid

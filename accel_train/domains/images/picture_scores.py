@@ -78,6 +78,7 @@ class PictureScores:
 
     def __call__(self, batch: Batch, shuffled: Batch, latents: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         """Sum the scores of latents (B, L, D) and tokens (B, S) sampled for a batch. Waits for the device."""
+        # In pixels, as people see them: distances of latents depend on the scale of their encoder.
         sampled = self.pixels(latents)
         true = self.pixels(batch["latent"])
         captions = [self.decode(row) for row in batch["tokens"].cpu()]
@@ -108,6 +109,7 @@ class PictureScores:
 
 def rms_distance(pictures: Tensor, others: Tensor) -> Tensor:
     """Return the root mean square difference of pictures (B, H, W, 3) uint8, (B,), in values of 0 to 1."""
+    # uint8 would wrap around below 0.
     difference = (pictures.float() - others.float()) / 255
     return difference.square().flatten(1).mean(-1).sqrt()
 
@@ -127,6 +129,7 @@ def shape_scores(pictures: Tensor, captions: Sequence[str]) -> dict[str, Tensor]
     singles = _share([scene.place is not None for scene in wanted])
     return {
         "shown_colour": right("colour"),
+        # A caption of several shapes names no position, and such a picture cannot be right or wrong in it.
         "shown_position": right("place") * singles,
         "shown_form": right("form"),
         "shown_size": right("size"),
@@ -141,6 +144,7 @@ def _share(right: Sequence[bool]) -> Tensor:
 
 def _words_right(said: str, caption: str) -> float:
     words = caption.split()
+    # Words beyond the caption's are not counted. `caption_exact` is where they are wrong.
     found = said.split()[: len(words)]
     return sum(one == other for one, other in zip(found, words, strict=False)) / len(words)
 

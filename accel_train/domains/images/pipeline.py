@@ -93,6 +93,7 @@ class PicturePipeline:
         base = find_base(BaseConfig(**described["base"]))
         if isinstance(base, DiffusersBase):
             base = replace(base, trained_text=tuple(described.get("text_encoders", ())))
+        # Before the pipeline is loaded, which takes minutes for a large base.
         _refuse_other_files(base, described, directory)
         pipeline = base.pipeline(torch.device(device))
         base.attach(pipeline, directory)
@@ -125,6 +126,7 @@ class PicturePipeline:
         adapter: bool = True,
     ) -> torch.Tensor:
         """Return the picture of a prompt, (3, H, W) from -1 to 1."""
+        # Switched off and not left out: the same pipeline draws both, from the same noise.
         if not adapter:
             self.pipeline.disable_lora()
         try:
@@ -164,6 +166,7 @@ class PicturePipeline:
                 seed=options.seed,
                 adapter=options.adapter,
             )
+            # A prompt may be longer than a file name and have characters that no file name takes.
             name = hashlib.blake2b(prompt.encode(), digest_size=4).hexdigest()
             file = folder / f"{name}-{options.seed}.png"
             image.save(file)
@@ -232,6 +235,7 @@ def write_files(
         normalisation={},
         units={"picture": "sRGB, 0 to 255"},
         card={
+            # A folder on this machine is no model that a card on the Hub could name.
             "base_model": None if base.revision is None else base.source,
             "datasets": [],
             "measured_on": f"held-out pictures of {path}",

@@ -44,6 +44,7 @@ def measure(image: Image.Image) -> Measures:
     """Measure an upright RGB picture."""
     from PIL.Image import Resampling
 
+    # Of the whole picture, before it is reduced: the hash has a scale of its own.
     looks = perceptual_hash(image)
     shorter = min(image.size)
     if shorter > MEASURED_SIDE:
@@ -56,9 +57,10 @@ def measure(image: Image.Image) -> Measures:
 
 def laplacian_variance(grey: Grey) -> float:
     """Return the variance of 4 neighbours less 4 times the middle, over the inner pixels of (H, W)."""
+    # Such a picture has no inner pixel.
     if min(grey.shape) < 3:
         return 0.0
-    middle = grey[1:-1, 1:-1]
+    middle = grey[1:-1, 1:-1]  # (H - 2, W - 2)
     neighbours = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:]
     return float((neighbours - 4 * middle).var())
 
@@ -90,6 +92,7 @@ def near_duplicates(hashes: Sequence[int], distance: int) -> list[list[int]]:
 
     def root(index: int) -> int:
         while parent[index] != index:
+            # Halves the path for the next search (union-find).
             parent[index] = parent[parent[index]]
             index = parent[index]
         return index
@@ -100,6 +103,7 @@ def near_duplicates(hashes: Sequence[int], distance: int) -> list[list[int]]:
         bands = (values >> np.uint64(start)) & mask
         order = np.argsort(bands, kind="stable")
         for members in np.split(order, np.flatnonzero(np.diff(bands[order])) + 1):
+            # All pairs of a band, but a band has few members unless many pictures are copies.
             for place, index in enumerate(members[:-1]):
                 later = members[place + 1 :]
                 near = np.bitwise_count(values[later] ^ values[index]) <= distance
@@ -116,6 +120,7 @@ def scores(measures: Measures, pixels: int, wanted_pixels: int, words: int, max_
     """Return the five scores of a picture, each from 0 to 1. `pixels` of the picture, `wanted_pixels` of its bucket."""
     return {
         "sharpness": measures.sharpness / (measures.sharpness + USUAL_SHARPNESS),
+        # Full from a quarter to three quarters, and 0 at black and at white.
         "exposure": min(1.0, 4 * min(measures.brightness, 1 - measures.brightness)),
         "contrast": min(1.0, measures.contrast / USUAL_CONTRAST),
         "size": min(1.0, pixels / wanted_pixels),
@@ -125,6 +130,7 @@ def scores(measures: Measures, pixels: int, wanted_pixels: int, words: int, max_
 
 def quality(found: Mapping[str, float]) -> float:
     """Return the quality of a picture: the geometric mean of its scores, 0 if one of them is 0."""
+    # Geometric, so that one bad property is not made up for by good ones.
     return math.prod(found.values()) ** (1 / len(found))
 
 

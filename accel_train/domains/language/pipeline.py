@@ -20,13 +20,13 @@ from accel_train import rng
 from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
 from accel_train.domains.language import (
     adapted,
-    exported_llama,
-    exported_model,
     pretrained,
     rows,
     templates,
     tokenizers,
 )
+from accel_train.domains.language.exported import llama as exported_llama
+from accel_train.domains.language.exported import model as exported_model
 from accel_train.domains.language.generation import TEMPERATURE, Drawing, continue_tokens
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.models import lora

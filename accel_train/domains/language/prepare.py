@@ -110,13 +110,16 @@ def prepare_data(
     """
     cache = open_cache(config.cache_dir, rank, world_size)
     sources = _Sources(config, cache)
+    # One process logs it. It reads no row, so the others need not wait.
     if rank == 0:
         sources.name_changed_files()
     bad = BadRows(config.max_bad_rows)
     tokenizer, notices = _tokenizer(config, model, sources, cache)
+    # Not the number of pieces: ids of added tokens may leave gaps.
     layout = Layout(config.max_length, config.packing, 1 + max(tokenizer.get_vocab().values()))
     heldout = None
     if sources.heldout is not None:
+        # Before the training rows, from which equal ones are left out.
         heldout = _prepare(sources, sources.heldout, tokenizer, layout, bad)
     train = _prepare(sources, sources.train, tokenizer, layout, bad)
     # Every process has what it reads, or the error of another one.
@@ -129,8 +132,10 @@ def prepare_data(
     else:
         heldout_data = TokenDataset(heldout.train, config.max_length, pad_id, heldout.lease)
     hashes = (train.fingerprints[0], train.fingerprints[1] if heldout is None else heldout.fingerprints[0])
+    # The whole tokenizer and not its name: a model of another revision may have other pieces.
     digest = f"{hashes[0]} {hashes[1]} {tokenizer.backend_tokenizer.to_str()}"
     fingerprint = hashlib.sha256(digest.encode("utf-8", "surrogatepass")).hexdigest()
+    # One more of each, so that a token that training never shows has a finite loss.
     counts = train.targets.float() + 1.0
     unigram = (counts / counts.sum()).log()
     notices = [*_notices(train, heldout, bad), *notices, *_packing_notices(config, train, train_data)]
@@ -157,6 +162,7 @@ def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by
 def _files(option: str, path: str, source: Path) -> list[Path]:
     """Return the files of a file, folder or glob, in the order of their names."""
     if source.is_dir():
+        # Sorted, because the order of the files is the order of the samples on every machine.
         found = sorted(source.iterdir())
     elif source.exists() or not glob.has_magic(str(source)):
         found = [source]
@@ -224,11 +230,13 @@ class _Sources:
     def facts(self, source: RowBlocks) -> list[Any]:
         """Return what decides the texts of a source beside the tokenizer."""
         if source is self.heldout:
+            # Held-out rows of their own are all of their source, whatever the fraction.
             return [source.key]
         return [source.key, self.fraction, None if self.heldout is None else self.heldout.key]
 
     def training_texts(self) -> Iterator[str]:
         """Yield the words of the training rows. Reads everything."""
+        # The rule of `BlockEncoder`, for rows that are not tokens yet: a tokenizer must not learn held-out words.
         limit = self.fraction * 2**64
         for text in encoding.contents(self.train, self.config.text_column):
             key = content_key(text)
@@ -255,12 +263,14 @@ def _tokenizer(config: DataConfig, model: ModelConfig, sources: _Sources, cache:
 def _prepare(sources: _Sources, source: RowBlocks, tokenizer: Any, layout: Layout, bad: BadRows) -> PreparedTokens:
     """Return the tokens of a source, computed if they are not in the cache."""
     config = sources.config
+    # How many bad rows are left decides where an error stops the pass, and so belongs to what is cached.
     facts = [*sources.facts(source), bad.limit - bad.count]
     cache = TokenCache(sources.cache, tokenizers.identity_of(tokenizer), facts, layout)
 
     def encoder() -> BlockEncoder:
         is_train = source is sources.train
         fraction = sources.fraction if is_train else 0.0
+        # Read late: it goes through the whole held-out source, which a warm cache has no need of.
         excluded = sources.excluded if is_train else frozenset[bytes]()
         return BlockEncoder(source, tokenizer, config.text_column, config.max_length, fraction, excluded)
 

@@ -83,6 +83,7 @@ def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any
     positions that is too small.
     """
     config = _load_config(options.source, options.revision) if options.source else _from_scratch(options, tokenizer)
+    # An id beyond the embeddings would be an index error on a CPU, and on a GPU an assertion without a name.
     needed = 1 + max(tokenizer.get_vocab().values())
     if config.vocab_size < needed:
         raise UsageError(
@@ -124,6 +125,7 @@ def _from_scratch(options: ModelConfig, tokenizer: Any) -> Any:
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     values = {**options.sizes, "vocab_size": 1 + max(tokenizer.get_vocab().values()), **special}
     if options.config in types:
+        # transformers takes unknown names in silence, so the names are compared with those of the defaults.
         known = AutoConfig.for_model(options.config)
         _refuse_unknown_sizes(options, known)
         return AutoConfig.for_model(options.config, **values)
@@ -162,6 +164,7 @@ def build(
     Its weights are those of ``source``, if there is one and ``load_source`` or adapters, and else random. Raises
     ``UsageError`` for weights that are not there, and for adapters that do not fit.
     """
+    # A checkpoint of adapters may have no base, which is therefore read from its source at every start.
     model = _build(options, config, load_source=load_source or adapters.rank > 0)
     apply_lora(model, adapters, precision, device)
     return model
@@ -192,6 +195,7 @@ def find_base(source: str, revision: str | None) -> PretrainedBase:
         single = cached_file(source, SAFE_WEIGHTS_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
         files: Any = [single]
         if single is None:
+            # Large models are stored in several files, and an index names them.
             index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
             files, _ = get_checkpoint_shard_files(source, index, revision=revision)
     except Exception as error:  # failures of hub, network and files have no common type
@@ -298,10 +302,12 @@ def check_packing(model: nn.Module) -> str:
     name = type(model).__name__
     remedy = "Set --data.no_packing, and --loader.bucket_by_length to save padding."
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    # Asked before the forwards, because such a model may refuse the arguments with an error that says nothing.
     if getattr(model, "_is_stateful", False) or not takes_positions:
         reason = "keeps a state over the whole row" if takes_positions else "takes no position_ids"
         raise UsageError(f"--data.packing: {name} {reason}, so one text of a row would see another. {remedy}")
     apart, together = _forwards(model, **_two_texts(model))
+    # Relative to the largest logit, whose size differs from model to model.
     error = float((apart - together).abs().max() / apart.abs().max())
     if not error < 1e-4:
         raise UsageError(
@@ -315,6 +321,7 @@ def check_packing(model: nn.Module) -> str:
 def _forwards(model: nn.Module, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits of the texts alone, one after the other, and those of the packed row."""
     training = model.training
+    # Dropout would differ from forward to forward.
     model.eval()
     try:
         parts = [model(input_ids=part, use_cache=False).logits for part in (input_ids[:, :9], input_ids[:, 9:])]

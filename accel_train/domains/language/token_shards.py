@@ -44,6 +44,7 @@ def shard_tensors(packed: PackedTexts) -> dict[str, Tensor]:
     """Return the tensors of a shard."""
     bounds = packed.rows.tolist()
     content = packed.tokens.tobytes()
+    # A sum for each row, because one for the file would have to read all of it. CRC-32 is fast enough for each step.
     sums = [zlib.crc32(content[4 * first : 4 * end]) for first, end in itertools.pairwise(bounds)]
     return {
         "tokens": torch.from_numpy(packed.tokens),
@@ -61,6 +62,7 @@ class ShardFile:
         self._descriptor = -1
         try:
             self._descriptor = os.open(file, os.O_RDONLY)
+            # The header of safetensors: its length in 8 bytes, then JSON with the place of each tensor.
             length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
             self._fields: dict[str, Any] = json.loads(os.pread(self._descriptor, length, 8))
         except (OSError, ValueError, MemoryError) as error:
@@ -73,6 +75,7 @@ class ShardFile:
         dtype = NUMBERS[field["dtype"]]
         count = (end - first) * dtype.itemsize
         place = self._start + field["data_offsets"][0] + first * dtype.itemsize
+        # pread has no position to share, so threads may read one file at the same time.
         content = os.pread(self._descriptor, count, place)
         if len(content) != count:
             raise self._damaged("it is shorter than its header says")
@@ -119,6 +122,7 @@ class OpenShards:
     def __getitem__(self, number: int) -> ShardFile:
         if number not in self._open:
             self._open[number] = ShardFile(self._files[number])
+            # A process may have 1024 open files by default, and a large source has more shards.
             if len(self._open) > OPEN_FILES:
                 _, oldest = self._open.popitem(last=False)
                 oldest.close()
@@ -182,6 +186,7 @@ class TokenDataset:
         trimmed = dict(batch)
         for name, values in batch.items():
             if values.dim() == 2:
+                # Contiguous, because a view would carry the padding to the device.
                 trimmed[name] = values[:, :length].contiguous()
         return trimmed
 

@@ -21,6 +21,7 @@ INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal")
 
 def is_adapter(directory: Path) -> bool:
     """Return True for a directory with adapters: a checkpoint, an export, or a folder that peft wrote."""
+    # By peft's config, which all three have: weights alone do not tell.
     return (directory / CONFIG_FILE).is_file()
 
 
@@ -35,6 +36,7 @@ def read_adapter(directory: Path) -> dict[str, TensorInfo]:
     Raises ``UsageError`` for a malformed file, and for a directory without adapters.
     """
     is_peft = any(directory.glob(f"{WEIGHTS_STEM}*.safetensors"))
+    # An export and a folder of peft have one set. A checkpoint may have trained and averaged weights.
     if is_peft:
         return weights.find_tensors(directory, WEIGHTS_STEM)
     stem = "ema" if has_ema(directory) else "model"
@@ -60,6 +62,7 @@ def add_adapter(model: nn.Module, name: str, directory: Path) -> None:
     tensors = read_adapter(directory)
     settings = _settings(directory)
     try:
+        # Layers first, with initial values, then the values of the files.
         inject(model, settings, name)
     except ValueError as error:
         reason = " ".join(str(error).split())[:200]
@@ -72,6 +75,7 @@ def add_adapter(model: nn.Module, name: str, directory: Path) -> None:
     with TensorReader(tensors) as reader, torch.no_grad():
         for key, info in tensors.items():
             value = reader.read(key)
+            # A single NaN would spread through every picture or text, without a word about where it came from.
             weights.refuse_nonfinite(key, value, info.file)
             model.get_parameter(names[key]).copy_(value)
     choose_adapter(model, name)
@@ -84,6 +88,7 @@ def _settings(directory: Path) -> Any:
         values = strict_json.read_object(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy, or export it again") from None
+    # Other kinds, such as IA3, have other tensors under names of their own.
     kind = values.get("peft_type")
     if kind != "LORA":
         raise UsageError(f"{path}: is of the kind {str(kind)[:40]!r}; adapters of peft's kind 'LORA' are required")
@@ -137,9 +142,11 @@ def merge_adapter(model: nn.Module, name: str) -> None:
     for path in paths:
         layer: Any = model.get_submodule(path)
         try:
+            # safe_merge computes a copy first, and so leaves the base whole if a weight is not finite.
             layer.merge(safe_merge=True, adapter_names=[name])
         except ValueError as error:
             raise UsageError(f"{path}: cannot be merged ({error}); take an earlier checkpoint") from None
+        # The plain layer again, so that the model has the names of its base.
         model.set_submodule(path, layer.get_base_layer())
     adapted: Any = model
     del adapted.peft_config

@@ -68,6 +68,7 @@ def baselines(
 def _fit(train: Rows) -> tuple[Tensor, Tensor | None]:
     """Return the mean target (D,) and the weights (F, D) of the linear fit, None where it is left out."""
     count = min(len(train), MAX_TRAINING_ROWS)
+    # Evenly over the split: the rows of a trajectory lie side by side, and the first ones would be few trajectories.
     wanted = torch.linspace(0, len(train) - 1, count).round().long()
     # Shuffled, because the linear fit validates on the last eighth.
     generator = torch.Generator().manual_seed(0)
@@ -99,8 +100,8 @@ def baseline_names(train: Rows, *, same_fields: bool) -> list[str]:
 def ridge_fit(features: Tensor, targets: Tensor) -> Tensor:
     """Fit (N, F) -> (N, D) by the normal equations, in about N F^2 + 8 F^3 operations. Returns weights (F, D)."""
     kept = len(features) - len(features) // 8
-    gram = features[:kept].T @ features[:kept]
-    cross = features[:kept].T @ targets[:kept]
+    gram = features[:kept].T @ features[:kept]  # (F, F)
+    cross = features[:kept].T @ targets[:kept]  # (F, D)
 
     def validation_error(ridge: float) -> float:
         weights = _solve(gram, cross, ridge)
@@ -114,6 +115,7 @@ def ridge_fit(features: Tensor, targets: Tensor) -> Tensor:
 
 def _solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
     identity = torch.eye(len(gram), dtype=gram.dtype)
+    # Relative to the inputs, so that one list of strengths serves fields of any scale.
     damping = ridge * gram.diagonal().mean() * identity
     return torch.linalg.solve(gram + damping, cross)
 
@@ -146,6 +148,7 @@ def _blocks(rows: Rows, wanted: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     size = max(1, BLOCK_VALUES // values)
     for indices in wanted.split(size):
         batch = rows.batch(indices.tolist())
+        # The constant lets the map have an offset.
         one = torch.ones(len(indices), 1)
         input = batch["input"].flatten(1)
         features = torch.cat([input, batch["parameters"], one], dim=1).double()

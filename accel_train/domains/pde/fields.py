@@ -69,6 +69,7 @@ def nrmse(squared_errors: float, mean_squares: float) -> float:
 
 def relative_l2(prediction: Tensor, target: Tensor) -> Tensor:
     """Compute |prediction - target| / |target| over channels and points: (B, C, ...) -> (B,)."""
+    # A target of zeros would give infinity, and with it the mean over the batch.
     size = mean_square(target).clamp(min=_TINY)
     return (squared_error(prediction, target) / size).sqrt()
 
@@ -93,7 +94,7 @@ def spectral_loss(prediction: Tensor, target: Tensor) -> Tensor:
     Blind to phases. It penalises wrong energy at a scale, `squared_error` penalises wrong places.
     """
     width = target.shape[-1]
-    target_magnitudes = _magnitudes(target)
+    target_magnitudes = _magnitudes(target)  # (B, C, H, W // 2 + 1)
     error = _energy(_magnitudes(prediction) - target_magnitudes, width).sum((1, 2, 3))
     energy = _energy(target_magnitudes, width).sum((1, 2, 3))
     return error / energy.clamp(min=_TINY)
@@ -109,7 +110,7 @@ def spectrum(fields: Tensor) -> Tensor:
     energy = _energy(_magnitudes(fields), width).sum(1).flatten(1)  # (B, H * (W // 2 + 1))
     rows = torch.fft.fftfreq(height, 1 / height, device=fields.device)
     columns = torch.fft.rfftfreq(width, 1 / width, device=fields.device)
-    radius = torch.hypot(rows[:, None], columns[None])
+    radius = torch.hypot(rows[:, None], columns[None])  # (H, W // 2 + 1), in waves per domain
     radius = radius.round().long().flatten()
     rings = round(math.hypot(height // 2, width // 2)) + 1
     return energy.new_zeros(len(energy), rings).index_add_(1, radius, energy)
@@ -129,6 +130,7 @@ def _magnitudes(fields: Tensor) -> Tensor:
 
 def _energy(magnitudes: Tensor, width: int) -> Tensor:
     """Square the magnitudes of a real FFT, counting columns twice that also stand for their mirror image."""
+    # A real FFT leaves out columns that are mirror images. Column 0, and the middle one of an even width, have none.
     column = torch.arange(magnitudes.shape[-1], device=magnitudes.device)
     has_no_mirror = (column == 0) | (2 * column == width)
     return magnitudes.square() * torch.where(has_no_mirror, 1.0, 2.0)
@@ -143,6 +145,7 @@ def sample_points(draws: Tensor, points: int, stratified: bool = True) -> Tensor
     """
     count = draws.shape[-1]
     if stratified:
+        # One draw in each stretch has a smaller variance than as many free ones.
         draws = (torch.arange(count, device=draws.device) + draws) / count
     # A draw just below 1 may round up to the end of the grid.
     return (draws * points).long().clamp(max=points - 1)
@@ -150,7 +153,7 @@ def sample_points(draws: Tensor, points: int, stratified: bool = True) -> Tensor
 
 def at_points(fields: Tensor, index: Tensor) -> Tensor:
     """Gather fields (B, C, H, W) at `index` (B, Q) of `sample_points`: (B, C, Q)."""
-    per_channel = index[:, None].expand(-1, fields.shape[1], -1)
+    per_channel = index[:, None].expand(-1, fields.shape[1], -1)  # (B, C, Q)
     return fields.flatten(2).gather(2, per_channel)
 
 
@@ -164,7 +167,7 @@ def boundary_points(draws: Tensor, dimensions: int) -> Tensor:
     # A draw just below 1 may round up to a side too many.
     side = place.long().clamp(max=2 * dimensions - 1)
     along = place.frac()
-    end = (side % 2).to(draws.dtype)
+    end = (side % 2).to(draws.dtype)  # 0 or 1: which of two opposite sides
     if dimensions == 1:
         return end[..., None]
     horizontal = torch.stack((end, along), -1)

@@ -176,7 +176,7 @@ def predict(model: Callable[..., Any], batch: Batch, task: int, grid: tuple[int,
     parameters = batch["parameters"]
     dt = batch["dt"]
     output = model(batch["input"], None, parameters, dt, task, None, PREDICTION)
-    fields = output.prediction.unflatten(-1, grid).float()
+    fields = output.prediction.unflatten(-1, grid).float()  # (B, C', H, W)
 
     def correct(guess: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
         given = ResidualGuess(guess, time, fields, batch["input"])

@@ -79,6 +79,7 @@ def coefficients(config: ObjectiveConfig, step: int, conserved: bool, boundary: 
         return dict.fromkeys(TERMS, 0.0) | {"residual": 1.0}
     if stage == "autoencode":
         return dict.fromkeys(TERMS, 0.0) | {"reconstruction": 1.0, "reencoding": config.inverse_weight}
+    # Reminded now and then that it is an autoencoder: two more decodings in each step would be expensive.
     inverse = 0.0
     if step % config.inverse_every == 0 and not config.freeze_autoencoder:
         inverse = config.inverse_weight
@@ -97,6 +98,7 @@ def coefficients(config: ObjectiveConfig, step: int, conserved: bool, boundary: 
 def freezable(config: ObjectiveConfig, model: nn.Module) -> dict[str, list[str]]:
     """Map each part frozen by some stage to its module prefixes, for the optimizer's groups. Mostly empty."""
     names = [name for name, _ in model.named_parameters()]
+    # Of parameters and not of modules, because a prefix without a parameter is refused.
     modules = list(dict.fromkeys(name.split(".")[0] for name in names))
     autoencoder = [name for name in modules if name in AUTOENCODER]
     if config.residual_from is not None:
@@ -192,12 +194,13 @@ def add_queries(
     if count is not None:
         stratified = config.query_sampling == "stratified"
         index = fields.sample_points(draws("queries", count), len(coordinates), stratified)  # (B, Q)
-        result["queries"] = coordinates[index]
+        result["queries"] = coordinates[index]  # (B, Q, d)
         result["query_input"] = fields.at_points(batch["input"], index)
         result["query_target"] = fields.at_points(batch["target"], index)
     if "boundary" in terms:
         edge = fields.boundary_points(draws("boundary", BOUNDARY_POINTS), coordinates.shape[1])
         inner = result.get("queries", coordinates.expand(len(edge), -1, -1))
+        # Behind the others, where losses on data do not look.
         result["queries"] = torch.cat((inner, edge), dim=1)
     return result
 
@@ -210,6 +213,7 @@ def check_residual(objective: ObjectiveConfig, evaluation: EvaluationConfig, dep
             f"objective.residual_from {start} with model.residual_depth {depth}: the stage needs a network, and the "
             "network a stage. Give both (depth 1 or more), or leave both out."
         )
+    # Early stopping would end the run in the middle of its last stage.
     if start is not None and evaluation.patience is not None:
         raise UsageError(
             f"evaluation.patience {evaluation.patience} with objective.residual_from {start}: patience looks at the "
@@ -271,6 +275,7 @@ def check_stages(objective: ObjectiveConfig, warmup_steps: int, max_steps: int, 
             "schedule.warmup_steps."
         )
     if max_steps <= start:
+        # A notice and no error: a short trial of a long run is no mistake.
         notices.append(f"objective.residual_from {start}: {ends}; the residual learns nothing")
     return notices
 
@@ -286,6 +291,7 @@ def mirror_fields(batch: Batch, draws: Tensor, share: float) -> Batch:
 def mirror(values: Tensor, draws: Tensor, share: float) -> Tensor:
     """Mirror samples (B, C, H, W) along each axis with a draw below ``share``. Uniform draws are (B, 2)."""
     for axis in (2, 3):
-        chosen = (draws[:, axis - 2] < share)[:, None, None, None]
+        chosen = (draws[:, axis - 2] < share)[:, None, None, None]  # (B, 1, 1, 1)
+        # `where` and not indexing, whose shape would depend on the draws and wait for the device.
         values = torch.where(chosen, values.flip(axis), values)
     return values

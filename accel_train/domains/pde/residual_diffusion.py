@@ -38,6 +38,7 @@ def draw_noise(batch: Batch, seed: int, step: int, global_batch_size: int, steps
     keys = rng.sample_keys(seed, "residual/noise", step, batch["occurrence"])
     time = training_times(batch, seed, "residual/time", step, global_batch_size)
     return {
+        # Rounded down to a step: a time just below 1 is one of the first step.
         "time": 1 - (time * steps).floor() / steps,
         "noise": rng.normal(keys, batch["target"].shape[1:]),
     }
@@ -51,7 +52,8 @@ def denoise(correct: Correct, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tens
     unchanged, which is 0 at time 1.
     """
     signal, noise = (scale.view(-1, 1, 1, 1) for scale in latents.coefficients(time, FLOW))
-    power = signal**2 + noise**2
+    power = signal**2 + noise**2  # variance of the noisy residual, whose own is 1
+    # The linear estimate with the least squared error. What it leaves over has the variance noise^2 / power.
     guess = noisy * (signal / power)
     correction, log_size = correct(guess, time)
     return guess + correction.float() * (noise / power.sqrt()), log_size
@@ -64,6 +66,7 @@ def losses(correct: Correct, missed: Tensor, log_size: Tensor, time: Tensor, noi
     size learns the mean logarithm of the samples' root mean squares by a squared error, fast and without steep
     gradients.
     """
+    # The diffusion works at unit size, whatever the error of the prediction.
     unit = missed.float() / _per_channel(log_size).exp()
     denoised, learned_log = denoise(correct, latents.add_noise(unit, noise, time, FLOW), time)
     mean_square = missed.float().square().flatten(2).mean(-1)

@@ -63,6 +63,7 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
     ``prediction`` (B, C', H, W) and the batch are normalised. Errors are in physical units.
     """
     weight = batch["weight"]
+    # In physical units: a normalised field has another zero, and with it another relative error.
     predicted = task.target.denormalise(prediction.float())
     target = task.target.denormalise(batch["target"])
     gap = torch.zeros_like(weight)
@@ -76,6 +77,7 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
         fields.spectral_error(predicted, target),
         gap,
     )
+    # fp64, because sums over many samples are added over batches and processes in any order.
     return (torch.stack(per_sample).double() * weight.double()).sum(1)
 
 
@@ -129,6 +131,7 @@ class Rollouts:
         """Read trajectories ``wanted`` (B,). An index of ``count`` or more repeats the last one with weight 0."""
         self.task = task
         self.sample = wanted.clamp(max=count - 1)
+        # 0 for the repeated ones, which other processes count.
         self.weight = (wanted < count).double().to(device)
         trajectories = [rows.trajectory(int(index)) for index in self.sample]
         self.truth = torch.stack([trajectory.fields for trajectory in trajectories]).to(device)  # (B, T, C, H, W)
@@ -144,6 +147,7 @@ class Rollouts:
         sample = self.sample.to(self.truth.device)
         proposals = [rollout.plain(step)]
         if self.task.boundary == "periodic":
+            # A periodic equation does not know where the origin is, but a model that was trained on a grid does.
             proposals += [rollout.shifted(step, (0, by)) for by in SHIFTS]
         proposals += [rollout.perturbed(step, scale, seed, sample) for scale in NOISES]
 
@@ -165,6 +169,7 @@ class Rollouts:
         gaps: list[Tensor] = []
         for time in range(states.shape[1]):
             errors.append(fields.relative_l2(states[:, time], truth[:, time + 1]))
+            # Against the first fields: what is lost adds up over time.
             gaps.append(fields.conservation_gap(states[:, time], truth[:, 0]))
         error = torch.stack(errors)
         ones = torch.ones_like(error)
@@ -174,7 +179,7 @@ class Rollouts:
     def panels(self, predicted: Tensor) -> list[Panel]:
         """Show truth, prediction and error of the first trajectory: over all times in 1-D, the last time in 2-D."""
         truth = self.task.target.denormalise(self.truth[0])
-        truth = truth[1:, 0].cpu()
+        truth = truth[1:, 0].cpu()  # (T - 1, H, W), of the first field
         states = self.task.target.denormalise(predicted[0])[:, 0].cpu()
         if self.task.grid[0] == 1:
             truth = truth[:, 0]
@@ -316,6 +321,7 @@ def metric_names(data: FieldData, refined: bool) -> list[str]:
     time_ones = torch.ones(3, 1)
     names: list[str] = []
     for task in data.tasks:
+        # The functions themselves say their names, so that a list of them cannot go out of date.
         names += row_metrics(task, row_ones, row_ones if refined else None)
         if task.has_time:
             names += rollout_metrics(task, time_ones, time_ones if task.conserved else None)

@@ -86,8 +86,8 @@ def divide(task: str, points: tuple[int, int], side: int, max_tokens: int, perio
 
 def coordinates(sides: Sequence[int], device: torch.device | None = None) -> Tensor:
     """Return the middles of the cells of a grid, the last axis fastest: (n1, ..., nd) -> (n1 * ... * nd, d)."""
-    axes = [(torch.arange(n, device=device) + 0.5) / n for n in sides]
-    mesh = torch.meshgrid(*axes, indexing="ij")
+    axes = [(torch.arange(n, device=device) + 0.5) / n for n in sides]  # (n1,), (n2,), ...
+    mesh = torch.meshgrid(*axes, indexing="ij")  # d tensors (n1, ..., nd)
     return torch.stack(mesh, dim=-1).flatten(0, -2)
 
 
@@ -96,11 +96,12 @@ def waves(x: Tensor, octaves: int, periodic: bool) -> Tensor:
 
     A domain with ends has half as many waves, and x itself as a feature.
     """
+    # On a circle only whole waves join up at the ends. Elsewhere half waves are needed to tell the two ends apart.
     half_periods = 2 if periodic else 1
     powers = torch.arange(octaves, dtype=x.dtype, device=x.device)
     frequencies = math.pi * half_periods * 2.0**powers
     angles = (x[..., None] * frequencies).flatten(-2)  # (..., d * octaves)
-    features = [angles.sin(), angles.cos()]
+    features = [angles.sin(), angles.cos()]  # (..., d * octaves) each
     if not periodic:
         features.append(x)
     return torch.cat(features, dim=-1)
@@ -124,11 +125,14 @@ class GridEncoder(nn.Module):
         super().__init__()
         self.grid = grid
         self.octaves = octaves
+        # A 1-D field is one row: a kernel of several rows would see its own padding alone.
         rows = 1 if grid.dimensions == 1 else KERNEL
         self.padding = (KERNEL // 2, KERNEL // 2, rows // 2, rows // 2)
         hidden = channels * stem_width
+        # Grouped: the fields of an equation differ in scale and meaning, so each has filters of its own.
         self.stem = nn.Conv2d(channels, hidden, (rows, KERNEL), groups=channels)
         self.stem_out = nn.Conv2d(hidden, channels, (rows, KERNEL), groups=channels)
+        # With an output of zero the residual convolution starts as the identity.
         nn.init.zeros_(self.stem_out.weight)
         nn.init.zeros_(cast(Tensor, self.stem_out.bias))
         self.project = nn.Linear(channels * math.prod(grid.patch), width)
@@ -137,27 +141,28 @@ class GridEncoder(nn.Module):
     def forward(self, fields: Tensor) -> Tensor:
         grid = self.grid
         u = fields.to(self.project.weight.dtype)
-        hidden = F.gelu(self.stem(self._pad(u)))
-        u = u + self.stem_out(self._pad(hidden))
-        u = u.unflatten(3, (-1, grid.patch[1]))
+        hidden = F.gelu(self.stem(self._pad(u)))  # (B, C * stem_width, H, W)
+        u = u + self.stem_out(self._pad(hidden))  # (B, C, H, W)
+        u = u.unflatten(3, (-1, grid.patch[1]))  # (B, C, H, columns, q)
         u = u.unflatten(2, (-1, grid.patch[0]))  # (B, C, rows, p, columns, q)
         rows, columns = u.shape[2], u.shape[4]
-        patches = u.permute(0, 2, 4, 1, 3, 5).flatten(3)
+        patches = u.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (B, rows, columns, C * p * q)
         tokens = self.project(patches)  # (B, rows, columns, D)
         tokens = tokens + self._positions(rows, columns, u)
-        merged = tokens.unflatten(2, (-1, grid.merged[1]))
-        merged = merged.unflatten(1, (-1, grid.merged[0]))
+        merged = tokens.unflatten(2, (-1, grid.merged[1]))  # (B, rows, N2, m2, D)
+        merged = merged.unflatten(1, (-1, grid.merged[0]))  # (B, N1, m1, N2, m2, D)
         return merged.mean(dim=(2, 4)).flatten(1, 2)  # (B, N, D)
 
     def _positions(self, rows: int, columns: int, like: Tensor) -> Tensor:
         """Embed the middles of the patches: (rows, columns, D)."""
         # Of the patches in this batch: idle encoders run on a single token.
         cells = (rows, columns) if self.grid.dimensions == 2 else (columns,)
-        positions = coordinates(cells, like.device)
+        positions = coordinates(cells, like.device)  # (rows * columns, d)
         features = waves(positions, self.octaves, self.grid.periodic).to(like.dtype)
         return self.position(features).unflatten(0, (rows, columns))
 
     def _pad(self, u: Tensor) -> Tensor:
+        # A periodic field goes on at its other end. Zeros beyond a real boundary show the convolution where it is.
         mode = "circular" if self.grid.periodic else "constant"
         return F.pad(u, self.padding, mode=mode)
 
@@ -192,16 +197,17 @@ class QueryPoints(nn.Module):
         cell: list[Tensor] = []
         offsets: list[Tensor] = []  # from the middle of the token's cell, in cells
         for axis, cells in enumerate(sides):
-            scaled = wrapped[..., axis] * cells
+            scaled = wrapped[..., axis] * cells  # (B, Q), in cells
             # The end of the domain at 1 belongs to the last token.
             cell.append(scaled.long().clamp(0, cells - 1))
             offsets.append(scaled - cell[axis] - 0.5)
         own_token = cell[0]
         if len(cell) == 2:
-            own_token = cell[0] * sides[1] + cell[1]
+            own_token = cell[0] * sides[1] + cell[1]  # row by row, as tokens are
         features = torch.cat(
             [
                 waves(x, self.octaves, self.grid.periodic),
+                # Fine detail within a cell, which the waves over the whole domain are too long to show.
                 waves(torch.stack(offsets, dim=-1), CELL_OCTAVES, periodic=False),
             ],
             dim=-1,
@@ -220,6 +226,7 @@ def query_features(grid: FieldGrid, octaves: int) -> int:
 class DecoderLayer(nn.Module):
     """Cross-attention from query points (B, Q, E) to all tokens (B, N, D), then a feed-forward layer."""
 
+    # Methods that activation checkpointing may recompute one by one, by the names of its modes.
     checkpoint_parts: ClassVar[dict[str, str]] = {"attention": "attend_to_tokens", "ffn": "feed_forward"}
 
     def __init__(self, shape: DecoderShape) -> None:
@@ -238,10 +245,10 @@ class DecoderLayer(nn.Module):
     def attend_to_tokens(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Run the first half of the layer."""
         normalised = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
-        q = self.query(normalised).unflatten(-1, (-1, self.head_width))
-        key_value = self.key_value(tokens).unflatten(-1, (2, -1, self.head_width))
+        q = self.query(normalised).unflatten(-1, (-1, self.head_width))  # (B, Q, H, E / H)
+        key_value = self.key_value(tokens).unflatten(-1, (2, -1, self.head_width))  # (B, N, 2, H, E / H)
         k, v = key_value.unbind(2)
-        attended = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None)
+        attended = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None)  # (B, H, Q, E / H)
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
     def feed_forward(self, x: Tensor) -> Tensor:
@@ -296,7 +303,8 @@ class AnyPointDecoder(nn.Module):
             repeats = len(tokens) // len(points)
             x = x.repeat(repeats, 1, 1)
             own_token = own_token.repeat(repeats, 1)
-        scale, shift = at_tokens(self.local(tokens), own_token).chunk(2, dim=-1)
+        scale, shift = at_tokens(self.local(tokens), own_token).chunk(2, dim=-1)  # (B, Q, E) each
+        # 1 + scale, so that small weights leave the embedding as it is.
         return x * (1 + scale) + shift
 
     def read(self, x: Tensor, grid: int) -> Tensor:
@@ -307,13 +315,14 @@ class AnyPointDecoder(nn.Module):
 
 def at_tokens(x: Tensor, token: Tensor) -> Tensor:
     """Gather x (B, N, E) at `token` (B, Q), or (1, Q) for all rows: (B, Q, E)."""
+    # Points shared by all rows need one index, not one for each row.
     if len(token) == 1:
         return x.index_select(1, token[0])
     batch, tokens, _ = x.shape
     # `gather` would need an index of its own for each of the E channels.
     first = torch.arange(0, batch * tokens, tokens, device=x.device)[:, None]
     index = (first + token).flatten()
-    chosen = x.flatten(0, 1).index_select(0, index)
+    chosen = x.flatten(0, 1).index_select(0, index)  # (B * Q, E)
     return chosen.unflatten(0, token.shape)
 
 
@@ -334,6 +343,7 @@ def decoder_multiplications(
     points = queries or math.prod(grid.points)
     width = shape.width
     key_values = tokens * shape.latent_width * 2 * width
+    # Both map every token to 2 E values.
     scales_and_shifts = key_values
     attention = 2 * points * width**2 + 2 * points * tokens * width
     feed_forward = 2 * DECODER_FFN_RATIO * points * width**2

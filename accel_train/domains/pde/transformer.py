@@ -87,10 +87,11 @@ class Conditioning(nn.Module):
 
     def forward(self, dt: Tensor, parameters: Tensor, task: int) -> Tensor:
         """Embed a batch. Columns of `parameters` beyond the task's own are not read."""
+        # In fp32: two neighbouring parameters of a fine range would be one number in bf16.
         own = parameters[:, : self.counts[task]].float() / PARAMETER_RANGE
         # The constant serves tasks without parameters. Its weights also distinguish the tasks.
-        constant = torch.ones_like(dt)[:, None]
-        own_waves = waves(own, PARAMETER_OCTAVES, periodic=False)
+        constant = torch.ones_like(dt)[:, None]  # (B, 1)
+        own_waves = waves(own, PARAMETER_OCTAVES, periodic=False)  # (B, features)
         features = torch.cat((constant, own_waves), dim=-1)
         embedded = self.time(dt) + self.parameters_of[task](features)
         return self.project(F.silu(embedded))
@@ -113,6 +114,7 @@ class LatentOperator(nn.Module):
         self.stages = model.stages
         self.octaves = model.octaves
         self.grids = [config.grid(task) for task in config.tasks]
+        # Blocks may be wider than the latents, which the decoder reads and the data is compressed to.
         self.enter = nn.Identity()
         if model.latent != model.width:
             self.enter = nn.Linear(model.latent, model.width)
@@ -126,8 +128,9 @@ class LatentOperator(nn.Module):
 
     def forward(self, z: Tensor, conditioning: Tensor, task: int, keep: Tensor | None) -> Tensor:
         """Advance tokens. conditioning (B, width) is before SiLU, keep (B, blocks) is of `drop_path` or None."""
-        x = self.enter(z)
-        place = self.place(task).to(x.dtype)
+        x = self.enter(z)  # (B, N, width)
+        place = self.place(task).to(x.dtype)  # (N, width)
+        # Idle runs have fewer tokens than the grid.
         x = x + place[: x.shape[1]]
         conditioning = F.silu(conditioning).to(x.dtype)
         skips: list[Tensor] = []
@@ -135,8 +138,10 @@ class LatentOperator(nn.Module):
         first = 0
         for stage, depth in enumerate(self.stages):
             if stage > middle:
+                # The last stage before the middle meets the first one behind it, as in a U-Net.
                 skip = skips.pop()
                 doubled = double(x, skip.shape[1])
+                # Halving lost the difference between neighbours, and the skip brings it back.
                 x = doubled + self.skips[stage - middle - 1](skip)
             for number in range(first, first + depth):
                 kept = None if keep is None else keep[:, number]
@@ -186,6 +191,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         self.operator = LatentOperator(config)
         heads = [task.heads for task in config.tasks]
         self.decoder = AnyPointDecoder(self.grids, heads, model.decoder())
+        # After all parts exist: every linear layer starts by one rule, and the exceptions follow.
         self.apply(initialise)
         nn.init.zeros_(self.operator.leave.weight)  # it starts as persistence
         # Built last, so the other weights start with the same values with and without it.
@@ -228,6 +234,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
             target_latent = None if target is None else self._target_encoder(task)(target)
             predicted = None
             if parts.operator or parts.prediction:
+                # The stage that learns the operator alone keeps the latents where the decoder knows them.
                 start = latent if parts.train_encoder else latent.detach()
                 predicted = start + self.operator(start, self.conditioning(dt, parameters, task), task, keep)
             wanted = [latent, target_latent] if parts.reconstruction else [None, None]
@@ -268,9 +275,10 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         present = [z for z in latents if z is not None]
         if not present:
             return [None, None, None]
-        together = self.decoder(torch.cat(present), points, task)
+        together = self.decoder(torch.cat(present), points, task)  # (k * B, fields, Q)
         decoded = iter(together.chunk(len(present)))
         of_target = slice(0, shape.target_channels)
+        # Fields that are in input and target alike share a head.
         of_input = of_target if shape.same_fields else slice(shape.target_channels, None)
         channels = (of_input, of_target, of_target)
         fields: list[Tensor | None] = []
@@ -281,6 +289,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
     def _reencode(self, target_latent: Tensor, task: int) -> Tensor:
         shape = self.config.tasks[task]
         points = self.grids[task].coordinates(target_latent.device)[None]
+        # Detached: the loss asks the decoder and the encoder to agree, not the latent to move to where they do.
         fields = self.decoder(target_latent.detach(), points, task)[:, : shape.target_channels]
         return self._target_encoder(task)(fields.unflatten(-1, shape.grid))
 
@@ -302,6 +311,7 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
     def _unused_task(self, task: int, token: Tensor) -> Iterator[Tensor]:
         """Run the modules of a task that has no sample in this batch."""
         input, target, point, numbers = self._zeros(task, token.device)
+        # A field of one token is the least that every weight of the encoder takes part in.
         yield self.encoders[task](input)
         yield self.decoder.read(self.decoder.embed(token, point, task), task)
         yield self.operator.place(task)

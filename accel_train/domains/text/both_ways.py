@@ -77,6 +77,7 @@ class BothWays:
 
     def text_predictor(self, batch: Batch, latent: Tensor | None) -> Predict:
         """Return a predictor of text logits, conditioned on a clean latent (B, L, Dz) or on none."""
+        # Time 1 tells the model that its condition is absent, time 0 that it is clean.
         latent_time = torch.full_like(batch["weight"], float(latent is None))
         condition = latent
         if condition is None:
@@ -88,6 +89,7 @@ class BothWays:
         text_time = torch.full_like(batch["weight"], float(not with_text))
         condition = batch["tokens"]
         if not with_text:
+            # Special tokens and padding stay: the model has never seen them masked.
             condition = batch["tokens"].masked_fill(batch["maskable"], self.mask_id)
         return lambda latent, t: self.model(condition, latent, text_time, t, batch["text_mask"]).latents
 
@@ -139,10 +141,12 @@ class BothWays:
         def nll_sums(latent: Tensor | None) -> dict[str, Tensor]:
             return text_nll_sums(self.text_predictor(batch, latent), batch, self.mask_id, self.seed, timesteps)
 
+        # The same masks in all three, so that their differences are the condition's alone.
         matching = nll_sums(batch["latent"])
         mismatched = nll_sums(shuffled["latent"])
         unconditional = nll_sums(None)
         sampled = self.sample_latents(batch)
+        # One step from pure noise ends at the mean of all latents that fit the condition.
         mean = replace(self, latent=LatentSamplingConfig(steps=1)).sample_latents(batch)
         return {
             "l2t_nll": matching["nll"],
@@ -172,6 +176,7 @@ class BothWays:
         Averaged over ``timesteps`` stratified times, the same noise for all three. Latents have variance 1, so that an
         error of 1 is that of predicting their mean.
         """
+        # Another text, but this batch's samples and weights: the noise is keyed by them.
         other = dict(batch)
         for name in ("tokens", "text_mask", "maskable"):
             other[name] = shuffled[name]
@@ -189,6 +194,7 @@ class BothWays:
             time = stratified(self._keys("evaluation/latent", stratum, batch), stratum, timesteps)
             noise = rng.normal(self._keys("evaluation/noise", stratum, batch), latent.shape[1:])
             noisy = add_noise(latent, noise, time, self.diffusion)
+            # In fp32, because bf16 would round the difference of two latents that are almost equal.
             found = predicted_x0(predict(noisy, time).float(), noisy, time, self.diffusion)
             total += (found - latent).square().flatten(1).mean(-1)
         return (total * batch["weight"]).sum() / timesteps
@@ -318,6 +324,7 @@ def bag_nll_sum(log_probabilities: Tensor, batch: Batch, mask_id: int, seed: int
     token_nll = -log_probabilities.gather(1, batch["tokens"])  # (B, S)
     sums: list[Tensor] = []
     for _, masked, time in _corruptions(batch, mask_id, seed, timesteps):
+        # Not a product with the mask: a word of probability 0 has an infinite loss, and 0 times that is NaN.
         text_nll = torch.where(masked, token_nll, 0.0).sum(-1)
         sums.append(text_nll * elbo_weight(time))
     return (torch.stack(sums).sum(0) * batch["weight"]).sum()

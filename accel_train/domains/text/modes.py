@@ -74,6 +74,7 @@ class ModeConfig:
                 f"mode {self.mode} with phases {list(self.phases)}: sequential needs phases and the other modes read "
                 "none; give --modes.mode sequential --modes.phases t2l:500 mixed:500, or leave phases out"
             )
+        # Parsed here as well, so that a wrong phase is an error before the data is read.
         refuse_random_conditions(self.parsed())
         self._refuse_unread()
 
@@ -105,6 +106,7 @@ def mode_of_step(config: ModeConfig, seed: int, step: int) -> Mode:
     """Return the mode of optimizer step ``step``, the same on every process."""
     mode = phase_of_step(config, step).mode
     if mode == "mixed":
+        # Drawn on the host: the device would have to be waited for in every step.
         return MODES[rng.host_choice(seed, "mode", step, config.weights)]
     return mode
 
@@ -137,6 +139,7 @@ def phase_of_step(config: ModeConfig, step: int) -> Phase:
     if config.mode != "sequential":
         return Phase(config.mode, 0)
     phases = config.parsed()
+    # Counted from the step alone, so that a resume needs no state.
     remaining = step % sum(phase.steps for phase in phases)
     for phase in phases:
         if remaining < phase.steps:
@@ -156,6 +159,7 @@ def learned_conditions(config: ModeConfig) -> set[Part]:
         for mode in phase.modes:
             condition = CONDITION[mode]
             if phase.mode == "mixed" and not weights[mode]:
+                # A mode with weight 0 is never drawn.
                 continue
             learned |= {"text", "latent"} if condition is None else {condition}
     return learned
@@ -166,6 +170,7 @@ def coefficients(config: ModeConfig, mode: Mode) -> dict[str, float]:
     weights = {"text": 1.0, "latent": config.latent_weight}
     condition = CONDITION[mode]
     if condition is not None:
+        # A term of weight 0 and not a missing one: its part of the model stays in the backward, which DDP waits for.
         weights[condition] = 0.0
     return weights
 
@@ -175,6 +180,7 @@ def freezable(config: ModeConfig) -> dict[str, list[str]]:
     parts = {phase.frozen for phase in config.parsed()} - {None}
     prefixes: dict[str, list[str]] = {}
     for part in sorted(cast("set[Part]", parts)):
+        # No blocks: each attends to both modalities.
         prefixes[part] = [f"{part}_head", *PREFIXES[part]]
     return prefixes
 

@@ -204,6 +204,7 @@ class TextLatentPipeline:
             batch["latent"] = torch.zeros(len(part), *self.assets.latent_shape)
             both = replace(self.both, seed=seed)
             found = both.sample_latents({name: values.to(self.device) for name, values in batch.items()})
+            # To the CPU batch by batch, so that the device holds one batch only.
             sampled.append(self.assets.denormalise(found.float().cpu()))
         return torch.cat(sampled)
 
@@ -223,6 +224,7 @@ class TextLatentPipeline:
             return self._written(self.texts_from_texts(texts, seed=options.seed, length=options.length), options)
         from safetensors.torch import save_file
 
+        # Latents are no lines to print: without a name they still go to a file.
         path = expand_path(options.output or "latents.safetensors")
         latents = self.latents_from_texts(texts, seed=options.seed)
         save_file({"latents": latents}, path)
@@ -288,9 +290,10 @@ class TextLatentPipeline:
         """Return texts (B, S) to be filled, between the tokenizer's special tokens. S is always the longest length."""
         before, after = self.assets.tokenizer.frame()
         size = self.assets.max_length
+        # One length for all batches: a shorter one would change the last bits of attention.
         tokens = torch.full((len(lengths), size), self.assets.tokenizer.pad_id)
         place = torch.arange(size)
-        mask = place < lengths[:, None]
+        mask = place < lengths[:, None]  # (B, S)
         maskable = (place >= len(before)) & (place < lengths[:, None] - len(after))
         tokens[:, : len(before)] = torch.tensor(before, dtype=torch.int64)
         for row, length in zip(tokens, lengths.tolist(), strict=True):
@@ -300,6 +303,7 @@ class TextLatentPipeline:
 
     def _keys(self, prompts: Sequence[bytes]) -> Batch:
         """Key the noise of each row by its prompt: (B,) each."""
+        # Not Python's hash, which differs from process to process.
         digests = [hashlib.blake2b(prompt, digest_size=8).digest() for prompt in prompts]
         numbers = [int.from_bytes(digest, "little", signed=True) for digest in digests]
         return {"sample": torch.tensor(numbers), "weight": torch.ones(len(prompts))}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train.domains.language import exported_llama
+from accel_train.domains.language.exported import llama as exported_llama
 
 ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 LLAMA3 = {

@@ -62,6 +62,7 @@ class Judge:
     @torch.no_grad()
     def calls(self, pictures: Tensor) -> Tensor:
         """Return True for each of the pictures (N, H, W, 3) uint8 that it takes for one of the group."""
+        # A logit above 0 is a probability above a half.
         return self.model(_pixels(pictures)) > 0
 
 
@@ -71,11 +72,13 @@ def train_judge(group: str) -> Judge:
 
     Raises ``UsageError`` for a group that is none.
     """
+    # Before the training, which takes seconds.
     emoji.check_groups("--evaluation.judge", (group,))
     listed = emoji.list_emoji()
     pixels = _pixels(emoji.load_pictures(SIZE))
     inside = torch.tensor([one.is_in((group,)) for one in listed])
     heldout = torch.tensor([one.heldout(HELDOUT) for one in listed])
+    # Modules draw their weights from the global generator, which belongs to the run.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = EmojiNet()
@@ -92,6 +95,7 @@ def _fit(model: EmojiNet, inside: Tensor, outside: Tensor) -> None:
     generator = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS)
+    # Half and half: a group is a small part of all emoji, and the classifier would learn to say no.
     labels = torch.arange(BATCH) < BATCH // 2
     for _ in range(STEPS):
         chosen = [_some(part, BATCH // 2, generator) for part in (inside, outside)]
@@ -118,6 +122,7 @@ def _disturbed(pixels: Tensor, generator: torch.Generator) -> Tensor:
     count = len(pixels)
     patches = torch.randn(count, 3, SIZE // PATCH, SIZE // PATCH, generator=generator)
     strength = JITTER * torch.rand(count, 1, 1, 1, generator=generator)
+    # White stays white, because a drawn picture's background does.
     ink = (1 - coloured) * (1 + strength * patches.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3))
     drawn = (1 - ink).clamp(-1, 1)
     blurred = F.avg_pool2d(F.pad(drawn, (1, 1, 1, 1), mode="replicate"), 3, stride=1)

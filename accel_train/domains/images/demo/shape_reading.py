@@ -49,16 +49,19 @@ def read_picture(picture: Tensor) -> Scene | None:
 
     size = picture.shape[0]
     ink = WHITE - picture.float()  # (S, S, 3)
-    strength = ink.norm(dim=-1)
+    strength = ink.norm(dim=-1)  # (S, S)
     strongest = float(strength.max())
+    # Fainter than the palest colour of the palette by far: a white picture with noise.
     if strongest < 40:
         return None
     colour = _colour(ink[strength > 0.7 * strongest].mean(0))
     own = WHITE - torch.tensor(COLOURS[colour], dtype=torch.float32)
+    # The projection on the colour: a pixel half covered has half the ink.
     coverage = ((ink @ own) / own.square().sum()).clamp(0, 1)
+    # Pixels that touch at a corner belong together, or the arms of a thin cross would be shapes of their own.
     labels: Any = ndimage.label((coverage > COVERED).numpy(), structure=np.ones((3, 3)))
     regions = torch.from_numpy(labels[0])
-    areas = torch.bincount(regions.flatten())[1:]
+    areas = torch.bincount(regions.flatten())[1:]  # without the background, number 0
     large = [number + 1 for number, area in enumerate(areas.tolist()) if area >= MIN_PIXELS]
     if not large:
         return None
@@ -97,6 +100,7 @@ def _best_fit(coverage: Tensor, centre: Tensor) -> tuple[str, float]:
     """Return the form and the radius in pixels whose picture differs least from this one."""
     size = len(coverage)
     ends = 0.8 * RADII["small"] * size, 1.2 * RADII["large"] * size
+    # A little beyond both sizes, so that a shape between them is read as the nearer one.
     radii = torch.linspace(*ends, 2 * RADIUS_STEPS + 1)
     best = ("", 0.0)
     smallest = float("inf")

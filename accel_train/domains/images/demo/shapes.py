@@ -68,6 +68,7 @@ class Scene:
 
 def held_out(colour: str, form: str) -> bool:
     """Return True for one colour of each form."""
+    # Every form has a colour left out and no colour has two forms left out, so each is well known by itself.
     return list(COLOURS).index(colour) == 2 * FORMS.index(form)
 
 
@@ -83,6 +84,7 @@ def scenes(seed: int, count: int, heldout: bool = False) -> list[tuple[Scene, Te
     """
     stream = "shapes/heldout" if heldout else "shapes"
     keys = rng.sample_keys(seed, stream, 0, torch.arange(count))
+    # As many draws for every picture, used or not: a scene does not shift the draws of another.
     draws = rng.uniform(keys, (19,))
     found = pairs(heldout)
     return [_scene(row, found) for row in draws]
@@ -93,7 +95,7 @@ def _scene(draws: Tensor, found: list[tuple[str, str]]) -> tuple[Scene, Tensor]:
     many, pair, size, number = draws[:4].tolist()
     colour, form = found[int(pair * len(found))]
     order = draws[4:13].argsort()
-    offsets = (draws[13:19].view(3, 2) * 2 - 1) * JITTER
+    offsets = (draws[13:19].view(3, 2) * 2 - 1) * JITTER  # (3, 2)
     centres = torch.tensor(CENTRES)
     if many < SINGLE_SHARE:
         place = int(order[0])
@@ -101,7 +103,7 @@ def _scene(draws: Tensor, found: list[tuple[str, str]]) -> tuple[Scene, Tensor]:
     else:
         # Large ones would touch each other.
         scene = Scene(2 + int(number * 2), "small", colour, form, None)
-    places = order[: scene.count]
+    places = order[: scene.count]  # different ones, so shapes do not overlap
     grid = torch.stack((centres[places % 3], centres[places // 3]), dim=-1)
     return scene, grid + offsets[: scene.count]
 
@@ -111,6 +113,7 @@ def draw(scene: Scene, centres: Tensor, size: int) -> Tensor:
     coverage = torch.zeros(size, size)
     for centre in centres:
         covered = coverage_of(scene.form, centre[None] * size, torch.tensor([RADII[scene.size] * size]), size)
+        # Not a sum: where two edges meet, a pixel is not covered twice.
         coverage = torch.maximum(coverage, covered[0])
     colour = torch.tensor(COLOURS[scene.colour], dtype=torch.float32)
     picture = WHITE + coverage[..., None] * (colour - WHITE)
@@ -138,6 +141,7 @@ def coverage_of(form: str, centres: Tensor, radii: Tensor, size: int) -> Tensor:
         upright = torch.maximum(x.abs() - 0.35 * r, y.abs() - r)
         level = torch.maximum(x.abs() - r, y.abs() - 0.35 * r)
         distance = torch.minimum(upright, level)
+    # A pixel whose middle lies on the outline is half covered.
     return (0.5 - distance).clamp(0, 1)
 
 

@@ -59,10 +59,12 @@ def draw(inputs: Inputs, model: nn.Module, options: EvaluationConfig, side: int,
         parts = [captions[start : start + size] for start in range(0, count, size)]
         return torch.cat([_pictures(inputs, options, part, side, seed) for part in parts])
 
+    # In turns and not two models: the base is in memory once.
     choose_adapter(model, None)
     try:
         without = pictures()
     finally:
+        # Also after an error, or training would go on without its adapter.
         choose_adapter(model, ADAPTER)
     true = [heldout.pixels(row, heldout.frame(row)) for row in range(count)]
     return BeforeAfter(captions, _alike(true, side), without, pictures())
@@ -75,6 +77,7 @@ def _pictures(inputs: Inputs, options: EvaluationConfig, captions: Sequence[str]
     family = inputs.base.family
     prompts = [inputs.embeddings(caption) for caption in captions]
     together = {name: torch.cat([prompt[name] for prompt in prompts]) for name in prompts[0]}
+    # Embeddings come from the cache, or from text encoders that are trained. Others may be gone by now.
     arguments = family.sample(together, family.empty(inputs.pipeline, inputs.embeddings("")))
     seeds = [_seed(seed, caption) for caption in captions]
     drawn = draw_pictures(inputs.pipeline, family, arguments, seeds, side, options.steps, options.guidance)

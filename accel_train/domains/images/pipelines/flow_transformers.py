@@ -35,7 +35,7 @@ def pack(latents: Tensor) -> Tensor:
 def unpack(sequence: Tensor, like: Tensor) -> Tensor:
     """Return the latents of ``pack``, in the shape of ``like``."""
     height, width = like.shape[-2:]
-    patches = sequence.transpose(1, 2).unflatten(2, (height // 2, width // 2))
+    patches = sequence.transpose(1, 2).unflatten(2, (height // 2, width // 2))  # (B, 4 C, H / 2, W / 2)
     return F.pixel_shuffle(patches, 2)
 
 
@@ -55,6 +55,7 @@ def _guidance(inputs: Predicting) -> Tensor | None:
 
 # ------------------------------------------------------------------------------------------------------------------ SD3
 def _encode_sd3(pipeline: Any, captions: Sequence[str], length: int | None) -> dict[str, Tensor]:
+    # One caption for each of SD3's three text encoders.
     texts = list(captions)
     prompt, _, pooled, _ = pipeline.encode_prompt(
         texts, texts, texts, device=pipeline.device, do_classifier_free_guidance=False, max_sequence_length=length
@@ -131,7 +132,8 @@ def _encode_flux2(pipeline: Any, captions: Sequence[str], length: int | None) ->
 
 
 def _normalise_flux2(vae: Any, latents: Tensor) -> Tensor:
-    patches = patchify(latents)
+    patches = patchify(latents)  # (B, 4 C, H / 2, W / 2)
+    # Flux.2 has no scaling factor: the statistics of a batch norm over patches take its place.
     mean = vae.bn.running_mean.view(1, -1, 1, 1)
     deviation = (vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps).sqrt()
     return (patches - mean) / deviation
@@ -142,6 +144,7 @@ def _predict_flux2(model: nn.Module, inputs: Predicting) -> Tensor:
     rows, columns = inputs.noisy.shape[-2:]
     tokens = prompt.shape[1]
     text_ids = torch.zeros(tokens, 4, device=prompt.device)
+    # The fourth axis of its rotary embedding counts the tokens of the text.
     text_ids[:, 3] = torch.arange(tokens, device=prompt.device)
     sequence = model(
         hidden_states=inputs.noisy.flatten(2).transpose(1, 2),
@@ -230,6 +233,7 @@ SANA = Family(
     guidance_scale=4.5,
     prompt_tokens=300,
     patch=1,
+    # Binning would draw another size than the one asked for and resize it.
     call={"use_resolution_binning": False},
 )
 
@@ -238,6 +242,7 @@ SANA = Family(
 def _encode_qwen(pipeline: Any, captions: Sequence[str], length: int | None) -> dict[str, Tensor]:
     prompt, mask = pipeline.encode_prompt(list(captions), device=pipeline.device, max_sequence_length=length)
     if mask is None:
+        # diffusers returns None where no prompt is padded, and a batch needs one kind of value.
         mask = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
     return {"prompt": prompt, "prompt_mask": mask}
 
@@ -292,7 +297,7 @@ def _encode_z_image(pipeline: Any, captions: Sequence[str], length: int | None) 
     found, _ = pipeline.encode_prompt(
         list(captions), device=pipeline.device, do_classifier_free_guidance=False, max_sequence_length=length
     )
-    prompt = nn.utils.rnn.pad_sequence(list(found), batch_first=True)
+    prompt = nn.utils.rnn.pad_sequence(list(found), batch_first=True)  # (B, S, D)
     tokens = torch.tensor([len(each) for each in found], device=prompt.device)
     mask = torch.arange(prompt.shape[1], device=prompt.device) < tokens[:, None]
     return {"prompt": prompt, "prompt_mask": mask.long()}
@@ -305,6 +310,7 @@ def _as_list(conditioning: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _predict_z_image(model: nn.Module, inputs: Predicting) -> Tensor:
+    # Z-Image takes a list of (C, frames, H, W), whose time runs from 0 at noise to 1 at the picture.
     pictures = list(inputs.noisy.unsqueeze(2).unbind(0))
     output = model(pictures, (TIMES - inputs.timestep) / TIMES, _as_list(inputs.conditioning), return_dict=False)[0]
     # It predicts the velocity towards the picture.

@@ -163,9 +163,10 @@ def _advection(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     speed = _draw_between(keys("speed"), *config.speed)
     times = np.arange(config.snapshots) * config.dt
     modes = np.arange(MODES + 1)
-    distance = (speed[:, None] * times)[..., None]
-    phase = np.exp(-2j * np.pi * distance * modes)
+    distance = (speed[:, None] * times)[..., None]  # (BLOCK, T, 1), in domain lengths
+    phase = np.exp(-2j * np.pi * distance * modes)  # (BLOCK, T, MODES + 1)
     points = config.resolution(1)
+    # irfft divides by the number of points. Amplitudes are those of the sum over modes, on any grid.
     fields = np.fft.irfft(_draw_initial(keys)[:, None] * phase, points) * points
     return fields[:, :, None, None], speed[:, None]
 
@@ -174,11 +175,13 @@ def _burgers(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     """Generate u_t + (u^2 / 2)_x = nu u_xx on a fine grid, and subsample it."""
     lowest, highest = config.viscosity
     logarithm = _draw_between(keys("viscosity"), math.log(lowest), math.log(highest))
+    # Uniform in the logarithm: every octave of viscosities has as many samples.
     viscosity = np.exp(logarithm)
     points = config.resolution(1)
     # The fine grid resolves the thinnest shock, that of the lowest viscosity.
     fine = points * 2 * math.ceil(2.5 / (lowest * points))
     spectrum = np.zeros((BLOCK, fine // 2 + 1), complex)
+    # The solver's spectra are those of numpy's rfft, which grow with the number of points.
     spectrum[:, : MODES + 1] = _draw_initial(keys) * fine
     fields = solve_burgers(spectrum, viscosity, config.dt, config.snapshots)
     return fields[:, :, None, None, :: fine // points], viscosity[:, None]
@@ -210,6 +213,7 @@ def _darcy(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     shares = _draw_between(keys("share"), 0.05, 0.95)
     pairs = zip(fields, shares, strict=True)
     levels = [np.quantile(field, 1 - share) for field, share in pairs]
+    # The quantile of each field's own points, so that the share is exact and not one in expectation.
     coefficient = np.where(fields > np.array(levels)[:, None, None], 12.0, 3.0)
     solution = np.stack([solve_darcy(sample, np.ones_like(sample)) for sample in coefficient])
     channels = np.stack([coefficient, solution], axis=1)
@@ -252,6 +256,7 @@ def _block(config: PdeDataConfig, task: str, split: str, number: int) -> tuple[F
 
 def _generate(config: PdeDataConfig, task: str, sharing: int, progress: bool, directory: Path) -> None:
     kind = KINDS[task]
+    # Darcy flow is steady: its rows go from a coefficient to a solution, not from a time to the next.
     dt = config.dt if kind.space == 1 else 0.0
     header = FieldHeader(task, kind.parameters, 1, dt, kind.boundary, kind.conserved)
     for split in SPLITS:
@@ -264,6 +269,7 @@ def _generate(config: PdeDataConfig, task: str, sharing: int, progress: bool, di
 
 def _key(config: PdeDataConfig, task: str) -> str:
     """Hash everything that the generated data depend on, for the name of their folder."""
+    # Options that this task does not read stay out, so that changing them finds the same data.
     sizes = [*map(config.samples, SPLITS), config.resolution(KINDS[task].space)]
     options = [getattr(config, name) for name in ("seed", *KINDS[task].options)]
     text = json.dumps([GENERATOR, sizes, options])
@@ -319,6 +325,7 @@ def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path
 
 def _open(file: Path, task: str) -> StoredFields:
     try:
+        # Closed at once: rows are read by loader workers, which cannot share an open HDF5 file.
         with open_fields(file) as content:
             stored = read_stored(file, content) if "fields" in content else _read_pdebench(file, content, task)
     except OSError as error:
@@ -367,6 +374,7 @@ def prepare_pde(
     host without access to rank 0's cache, each process generates a copy with its share of the cores.
     """
     cache = open_cache(config.cache_dir, rank, world_size) / "pde"
+    # One process waits for nobody.
     barrier = barrier or (lambda: None)
     splits: dict[str, dict[str, list[StoredFields]]] = {}
     for task in config.tasks:

@@ -74,6 +74,7 @@ class LatentTable:
         rows = self.row_of[indices]
         numbers = shards.tolist()
         opened = {number: self._shard(number) for number in numbers}
+        # The common case of a small dataset: one selection, straight into the result.
         if len(opened) == 1:
             return _select(opened[numbers[0]], rows, out)
         if len(opened) > len(numbers) // ROWS_WORTH_A_SELECTION:
@@ -161,6 +162,7 @@ def cached_latents(
     """
     folder = cache / "latents" / latent_key(texts, encoder.identity)
     folder.mkdir(parents=True, exist_ok=True)
+    # Shards are whole files of fixed rows, so that a build that was cut off keeps those that are done.
     shards = list(range(math.ceil(len(texts) / ROWS_PER_SHARD)))
     # Each rank starts at another shard, so ranks with one disk seldom build the same one at the same time.
     start = rank % max(1, len(shards))
@@ -202,6 +204,7 @@ def encode_rows(texts: Sequence[str], encoder: LatentEncoder, done: Callable[[in
     latents = np.empty((len(texts), encoder.dim), np.float32)
     for start in range(0, len(order), encoder.batch_size):
         batch = order[start : start + encoder.batch_size]
+        # Back to the order of the texts.
         latents[batch] = encoder.encode([texts[index] for index in batch])
         done(len(batch))
     return latents

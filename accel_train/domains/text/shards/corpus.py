@@ -141,6 +141,7 @@ class ShardTexts(Sequence[str]):
 
     def _rows(self, indices: Sequence[int]) -> Ints:
         """Return the rows in the table of texts."""
+        # Grouped by block, so that each block's rows are looked up once.
         wanted = np.asarray(indices, np.int64)
         blocks = np.searchsorted(self.starts, wanted, side="right") - 1
         rows = np.empty_like(wanted)
@@ -243,6 +244,7 @@ def _scan_block(table: ShardedTable, rules: SplitRules, number: int) -> _Scanned
             if len(text.split()) < rules.min_words:
                 short += 1
                 continue
+            # An id of 0 marks rows that cannot be used.
             ids[row] = text_id(text)
             keys[row] = word_key(text)
             characters += len(text)
@@ -274,6 +276,7 @@ def _write_split(table: ShardedTable, rules: SplitRules, sharing: int, progress:
             first = int(table.starts[number])
             for row, reason in block.faults:
                 bad.add(table.place(first + row), reason)
+            # Ids and hashes go to files: in memory the table of a large corpus would take gigabytes.
             usable[first : first + len(block.usable)] = block.usable
             short += block.short
             characters += block.characters
@@ -281,6 +284,7 @@ def _write_split(table: ShardedTable, rules: SplitRules, sharing: int, progress:
             keys.write(block.keys.tobytes())
             bar.update(len(block.ids))
     sides, heldout = _choose_sides(keys_file, usable, rules)
+    # The hashes served the split alone. Ids stay, to check each text that is read.
     keys_file.unlink()
     sides.tofile(directory / "sides.bin")
     counts = np.add.reduceat(sides == TRAIN, table.starts[:-1], dtype=np.int64)
@@ -290,6 +294,7 @@ def _write_split(table: ShardedTable, rules: SplitRules, sharing: int, progress:
     facts = {"bad": bad.count, "short": short, "repeated": repeated, "heldout": held_out}
     (directory / "facts.json").write_text(json.dumps(facts), "utf-8")
     train = ShardTexts(table, rules.column, directory, counts)
+    # As many texts of average length as the limit of characters allows.
     affordable = CHARACTERS * int(usable.sum()) // max(1, characters)
     count = min(len(train), SAMPLE_ROWS, affordable)
     chosen = sampled_rows(len(train), count)
@@ -326,6 +331,7 @@ def _choose_sides(keys_file: Path, usable: NDArray[np.bool_], rules: SplitRules)
         sides[rows[~held & ~np.isin(values, excluded)]] = TRAIN
         heldout_keys = np.concatenate([heldout_keys, values[held]])
         heldout_rows = np.concatenate([heldout_rows, rows[held]])
+        # Cut down after each partition, so that the list stays within its limit.
         by_hash = heldout_keys.argsort()[:HELDOUT_ROWS]
         heldout_keys = heldout_keys[by_hash]
         heldout_rows = heldout_rows[by_hash]
@@ -337,6 +343,7 @@ def _rows_of_partition(keys: Keys, usable: NDArray[np.bool_], partition: int, pa
     found: list[Ints] = []
     for start in range(0, len(keys), ROWS_PER_PARTITION):
         piece = slice(start, start + ROWS_PER_PARTITION)
+        # By remainder: equal texts have equal hashes, and so they meet in one partition.
         here = (keys[piece] % np.uint64(partitions) == partition) & usable[piece]
         found.append(start + np.flatnonzero(here))
     return np.concatenate(found) if found else np.zeros(0, np.int64)

@@ -63,6 +63,7 @@ class BlockLatents:
         blocks = np.searchsorted(self._starts, wanted, side="right") - 1
         for number in dict.fromkeys(blocks.tolist()):
             here = torch.from_numpy(blocks == number)
+            # Block by block, so that each file is opened once for a batch.
             rows = indices[here] - int(self._starts[number])
             out[here] = self._file(number)[rows]
         return out
@@ -94,6 +95,7 @@ def block_latents(
     first builds blocks r, r + world_size, ... Then each rank builds those still missing on its own disk. Each process
     reads every file once to verify it.
     """
+    # One file for a block, however many ranks: which rank builds it does not show in the result.
     files = [_file_of(texts, number, encoder, cache) for number in range(len(texts.sizes))]
     filled = [number for number, file in enumerate(files) if file is not None]
     start = rank % max(1, len(filled))
@@ -112,6 +114,7 @@ def _file_of(texts: ShardTexts, number: int, encoder: LatentEncoder, cache: Path
     hashed = hashlib.sha256(f"{FORMAT} {encoder.identity} ".encode())
     hashed.update(texts.ids(number).tobytes())
     digest = hashed.hexdigest()
+    # Folders of two digits, because a folder of many thousand files is slow on shared disks.
     return cache / "latents" / "blocks" / digest[:2] / f"{digest}.safetensors"
 
 
@@ -120,6 +123,7 @@ def _build(
 ) -> None:
     """Build the file of a block, unless it is intact. Another process may do so at the same time."""
     rows = texts.sizes[number]
+    # Asked again for each, because another process may have built it since the list was made.
     if file is None or intact(file, rows, encoder.dim):
         done(rows)
         return
@@ -170,6 +174,7 @@ class ShardTextDataset:
             place = self.texts.place(indices[without_token[0]])
             raise UsageError(f"--data.path: {place}: the tokenizer leaves no token of its text. Take it out.")
         latent = self.table.rows(torch.tensor(indices))
+        # In place: the rows are a copy already.
         latent.sub_(self._mean).div_(self._std)
         return {"tokens": rows, "text_mask": mask, "maskable": maskable, "latent": latent}
 

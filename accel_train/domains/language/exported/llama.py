@@ -58,6 +58,7 @@ def frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
     high = float(rope["high_freq_factor"])
     context = float(rope["original_max_position_embeddings"])
     waves = 2 * math.pi / plain
+    # In waves per context: at most `low` of them are stretched, at least `high` stay.
     share = ((context / waves - low) / (high - low)).clamp(0, 1)
     return (1 - share) * plain / factor + share * plain
 
@@ -88,6 +89,7 @@ class Attention(nn.Module):
         self.head_dim = int(config.get("head_dim") or width // heads)
         self.window = window
         kind = config["model_type"]
+        # Qwen2 has these biases whatever its config says, and none at the output.
         bias = kind == "qwen2" or bool(config.get("attention_bias", False))
         output_bias = kind != "qwen2" and bias
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
@@ -100,15 +102,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, S, D)
         batch, length, _ = x.shape
-        q = self.q_proj(x).view(batch, length, -1, self.head_dim)
-        k = self.k_proj(x).view(batch, length, -1, self.head_dim)
+        q = self.q_proj(x).view(batch, length, -1, self.head_dim)  # (B, S, H, head_dim)
+        k = self.k_proj(x).view(batch, length, -1, self.head_dim)  # (B, S, groups, head_dim)
         v = self.v_proj(x).view(batch, length, -1, self.head_dim)
         if hasattr(self, "q_norm"):
             q = self.q_norm(q)
             k = self.k_norm(k)
         q = rotate(q.transpose(1, 2), cos, sin)  # (B, H, S, head_dim)
         k = rotate(k.transpose(1, 2), cos, sin)
-        mask = visible(length, self.window, x.device)
+        mask = visible(length, self.window, x.device)  # (S, S), True where seen
         mixed = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), attn_mask=mask, enable_gqa=True)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
@@ -121,8 +123,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def visible(length: int, window: int | None, device: torch.device) -> Tensor:
     """Return which positions each position sees, (S, S)."""
-    places = torch.arange(length, device=device)
-    distance = places[:, None] - places[None, :]
+    places = torch.arange(length, device=device)  # (S,)
+    distance = places[:, None] - places[None, :]  # (S, S), how far back the key lies
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
 
@@ -172,12 +174,13 @@ class Body(nn.Module):
         self.norm = nn.RMSNorm(width, eps=float(config["rms_norm_eps"]))
         head_dim = int(config.get("head_dim") or width // int(config["num_attention_heads"]))
         self.frequencies: Tensor
+        # Not in the weights: transformers computes them from the config as well.
         self.register_buffer("frequencies", frequencies(config, head_dim), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens)  # (B, S, D)
         positions = torch.arange(tokens.shape[1], device=tokens.device).float()
-        angles = positions[:, None] * self.frequencies
+        angles = positions[:, None] * self.frequencies  # (S, head_dim / 2)
         angles = torch.cat([angles, angles], dim=-1)  # (S, head_dim)
         cos = angles.cos().to(x.dtype)
         sin = angles.sin().to(x.dtype)
@@ -215,6 +218,7 @@ def load(directory: str | Path = Path(__file__).parent) -> CausalLM:
     for file in sorted(Path(directory).glob("model*.safetensors")):
         weights.update(load_file(file))
     if config.get("tie_word_embeddings"):
+        # Tied weights are stored once, under the name of the embedding.
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     model.load_state_dict(weights, strict=True)
     return model.eval()
