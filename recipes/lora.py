@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, startup
@@ -28,13 +27,14 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import before_after, loading, objective, validation
 from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
 from accel_train.domains.images.pipelines.objective import Denoising
-from accel_train.domains.models.lora import LoraConfig, apply_lora, describe_lora, loading_precision, with_effect
+from accel_train.domains.images.trained_text import adapters
+from accel_train.domains.models.lora import LoraConfig
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
-from accel_train.precision import Precision
 from accel_train.runtime.exiting import one_run, run_main
+from accel_train.runtime.strategy import strategy_of
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate
 from accel_train.training.shards import plain_module
@@ -71,6 +71,7 @@ class Config(experiment.ExperimentConfig):
     """Encode the pictures, captions and prompts into the cache, and stop before the denoiser is loaded."""
     base: loading.BaseConfig = field(default_factory=loading.BaseConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    text_encoders: adapters.TextEncoderConfig = field(default_factory=adapters.TextEncoderConfig)
     data: PictureDataConfig = field(default_factory=PictureDataConfig)
     objective: objective.ObjectiveConfig = field(default_factory=objective.ObjectiveConfig)
     times: TimeConfig = field(default_factory=TimeConfig)
@@ -93,21 +94,9 @@ def preset_without_one(argv: Sequence[str]) -> str:
     return TUNE_PRESET if has_base else DEFAULT_PRESET
 
 
-def build(
-    base: loading.Base,
-    adapters: LoraConfig,
-    precision: Precision,
-    device: torch.device,
-) -> nn.Module:
-    """Load the denoiser of the base, freeze it, in 8 or 4 bits on ``device`` if asked for, and give it adapters."""
-    model = base.denoiser(loading_precision(adapters, precision))
-    targets = with_effect(model, adapters.targets or base.family.targets, base.family.idle(model))
-    apply_lora(model, replace(adapters, targets=targets), precision, device)
-    return model
-
-
 # ------------------------------------------------------------------------------------------------------------ loss
-# A batch holds mean and logvar of the VAE (B, C, H, W), sizes (B, 2), embeddings of captions, and what the loader adds.
+# A batch holds mean and logvar of the VAE (B, C, H, W), sizes (B, 2), embeddings or tokens of captions, and what the
+# loader adds.
 def noised(
     config: Config,
     inputs: Inputs,
@@ -166,7 +155,7 @@ def evaluate(
         metrics = heldout_losses(prepared, inputs, process, options)
         model = plain_module(prepared.model)
         setattr(inputs.pipeline, process.family.denoiser, model)
-        drawn = validation.draw(inputs.pipeline, process.family, inputs.prompt, options, config.side, config.seed)
+        drawn = validation.draw(inputs.pipeline, process.family, inputs.embeddings, options, config.side, config.seed)
         compared = before_after.draw(inputs, model, options, config.side, config.seed)
     if prepared.accelerator.is_main_process:
         validation.report(config.report_directory, step, drawn)
@@ -183,7 +172,8 @@ def main(argv: Sequence[str]) -> int:
     preset = preset_without_one(argv)
     config = load_config(Config, argv, presets=PRESETS, default_preset=preset).config
     accelerator = startup.start(config)
-    base = loading.find_base(config.base)
+    found = loading.find_base(config.base)
+    base = adapters.with_trained_text(found, config.text_encoders, strategy_of(accelerator))
     levels = base.levels()
     prepare_data = partial(prepare_inputs, config.data, base, config.evaluation.prompts, accelerator.device)
     inputs = startup.prepare_data(accelerator, prepare_data)
@@ -202,10 +192,14 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished:
         return experiment.nothing_to_do(opened)
 
-    plain = preparation.build_model(opened, build, base, config.lora, config.precision, accelerator.device)
-    logs.info(logger, objective.describe_objective(levels, base.family), *describe_lora(plain, config.lora))
+    options = (config.lora, config.text_encoders)
+    plain = preparation.build_model(opened, adapters.build, base, *options, config.precision, accelerator.device)
+    logs.info(logger, objective.describe_objective(levels, base.family), *adapters.describe_adapters(plain, *options))
     process = inputs.process(levels, plain.config, config.objective, config.times)
-    prepared = preparation.prepare(opened, plain, base=base.files(), example=partial(inputs.call_once, process))
+    parts = adapters.groups(base)
+    example = partial(inputs.call_once, process)
+    prepared = preparation.prepare(opened, plain, freezable=parts, base=base.files(), example=example)
+    adapters.set_rate(prepared.optimizer, config.optimizer.lr, config.text_encoders)
     run_evaluation = partial(evaluate, config, prepared, inputs, process)
     if config.evaluate_only:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))

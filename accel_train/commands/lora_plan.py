@@ -156,13 +156,16 @@ def _find_base(flags: Mapping[str, Any]) -> DiffusersBase:
 def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase) -> tuple[float, str]:
     """Return the GiB that a run with these options needs, infinite if it cannot be made here, and words about it."""
     from accel_train.domains.images.pipelines import memory_need
+    from accel_train.domains.images.trained_text.adapters import build, with_trained_text
 
     config: Any = from_tree(recipe.Config, tree, "command line")
     base = replace(found, config=config.base)
+    text = config.text_encoders
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        trained = with_trained_text(base, text)
         # Counted on the meta device: neither the weights nor the memory have to be there.
-        size = fitting.size_of(lambda: recipe.build(base, config.lora, config.precision, device))
+        size = fitting.size_of(lambda: build(trained, config.lora, text, config.precision, device))
     except UsageError as error:
         return float("inf"), str(error)
     # The largest resolution needs the most memory, and one step of it is enough to run out.

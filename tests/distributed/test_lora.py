@@ -19,6 +19,12 @@ from tests.trained import picture_run
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 pytestmark = pytest.mark.distributed
+TEXT = (
+    *("--text_encoders.rank", "2", "--text_encoders.lr_factor", "0.5", "--max_steps", "4"),
+    *("--objective.caption_dropout", "0.3", "--activation_checkpointing.mode", "full"),
+    # AdamW's first steps are signs of gradients, and those of gradients near zero are chance.
+    *("--evaluation.heldout_prompts", "1", "--optimizer.eps", "1e-4"),
+)
 WEIGHTED = ("--data.mask.source", "alpha", "--data.mask.outside", "0.5", "--data.prior.path", "{folder}/photos")
 
 
@@ -29,6 +35,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pictures(made / "photos")
     settings(made, "sd1")
     return made
+
+
+@pytest.mark.slow  # tests/domains/images/test_objective.py casts the same inputs in one process
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
+@pytest.mark.parametrize("flags", [(), TEXT], ids=["denoiser", "text encoders"])
+def test_bf16_without_autocast_trains_the_same(strategy: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    tiny.save("sdxl", tmp_path / "base")
+    pictures(tmp_path / "photos")
+    settings(tmp_path, "sdxl")
+    options = [*flags, "--precision", "bf16", "--max_steps", "2"]
+    alone = train(Layout("single", 1, "lora"), tmp_path, "alone", *options)
+    together = train(Layout(strategy, 2, "lora"), tmp_path, strategy, *options)
+    assert together.losses() == pytest.approx(alone.losses(), rel=2e-2)
 
 
 def train(layout: Layout, folder: Path, name: str, *flags: str) -> Finished:
@@ -83,3 +102,25 @@ def test_two_processes_draw_the_class_together(folder: Path) -> None:
     alone, together = drawn.values()
     assert together == alone
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.slow  # tests/domains/images/test_trained_text.py has one process against torch and peft
+@pytest.mark.parametrize("name", ["sd1", "sdxl"])
+def test_text_encoders_train_the_same_on_two_processes(name: str, tmp_path: Path) -> None:
+    """XL has an encoder whose last block is not read, and DDP refuses a parameter without a gradient."""
+    tiny.save(name, tmp_path / "base")
+    pictures(tmp_path / "photos")
+    settings(tmp_path, name)
+    alone = train(Layout("single", 1, "lora"), tmp_path, "alone", *TEXT)
+    expected = alone.tensors(4, "model")
+    moved = {key: value.abs().max() for key, value in expected.items() if "text_encoder" in key and "lora_B" in key}
+    assert min(moved.values()) > 1e-3
+    runs = {"accumulated": train(Layout("single", 1, "lora"), tmp_path, "split", *TEXT, "--micro_batch_size", "1")}
+    for strategy in ("ddp", "fsdp2"):
+        runs[strategy] = train(Layout(strategy, 2, "lora"), tmp_path, strategy, *TEXT)
+    for label, run in runs.items():
+        assert run.losses() == pytest.approx(alone.losses(), rel=1e-5), label
+        found = run.tensors(4, "model")
+        assert found.keys() == expected.keys()
+        for key, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4, msg=f"{label}, {key}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +18,7 @@ from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.images.kohya.metadata import kohya_facts
 from accel_train.domains.images.pipelines import adapter_files
 from accel_train.domains.images.pipelines.drawing import draw_picture
-from accel_train.domains.images.pipelines.loading import Base, BaseConfig, find_base
+from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
 from accel_train.domains.images.trained_mmdit.text_to_picture import MMDIT
 from accel_train.domains.models import lora
 from accel_train.pipeline import Example, describe, read_lines, settings
@@ -91,6 +91,8 @@ class PicturePipeline:
         described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
         assert described is not None, "every version of this pipeline has written a description"
         base = find_base(BaseConfig(**described["base"]))
+        if isinstance(base, DiffusersBase):
+            base = replace(base, trained_text=tuple(described.get("text_encoders", ())))
         # Before the pipeline is loaded, which takes minutes for a large base.
         _refuse_other_files(base, described, directory)
         pipeline = base.pipeline(torch.device(device))
@@ -226,6 +228,7 @@ def write_files(
             "denoiser": family.denoiser,
             "family": family.name,
             "kohya": facts,
+            "text_encoders": list(base.trained_text) if isinstance(base, DiffusersBase) else [],
         },
         objective={"prediction": prediction},
         sampler={"steps": evaluation.steps, "guidance": evaluation.guidance, "side": side},

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -70,12 +70,37 @@ class LoraConfig:
             raise UsageError("lora.targets: names no layer; leave it out, or give all-linear, attention or names")
 
 
-def apply_lora(model: nn.Module, config: LoraConfig, precision: Precision = "fp32", device: torch.device = CPU) -> None:
+class PartOfModel(NamedTuple):
+    """A part whose adapters have a rank of their own."""
+
+    name: str
+    """Path of its module."""
+    rank: int
+    alpha: float | None
+    """None: the rank."""
+
+    @property
+    def pattern(self) -> str:
+        """The part's layers, as a key of peft's ``rank_pattern`` and ``alpha_pattern``."""
+        return part_pattern(self.name)
+
+
+def part_pattern(name: str) -> str:
+    return rf"{re.escape(name)}\..*"
+
+
+def apply_lora(
+    model: nn.Module,
+    config: LoraConfig,
+    precision: Precision = "fp32",
+    device: torch.device = CPU,
+    parts: Sequence[PartOfModel] = (),
+) -> None:
     """Freeze the model and give its target layers adapters, in place. Does nothing with rank 0.
 
     The frozen parameters take ``base_precision``, but for those that the model keeps in fp32; the adapters are fp32.
     With int8, fp8 or nf4 the linear layers go to ``device``, and the other frozen parameters take the ``precision`` of
-    the computation.
+    the computation. Layers of ``parts`` have the rank and alpha of their part.
 
     Draws the first matrices from torch's global generator; the second are zero, so the output is unchanged. Raises
     ``UsageError`` for targets that the model does not have, without peft, and without bitsandbytes where it is needed.
@@ -90,6 +115,8 @@ def apply_lora(model: nn.Module, config: LoraConfig, precision: Precision = "fp3
         target_modules=targets,
         use_dora=config.variant == "dora",
         use_rslora=config.variant == "rslora",
+        rank_pattern={part.pattern: part.rank for part in parts},
+        alpha_pattern={part.pattern: part.rank if part.alpha is None else part.alpha for part in parts},
     )
     freeze_base(model, config.base_precision, precision, device)
     inject(model, settings, ADAPTER)
@@ -149,11 +176,16 @@ def describe_lora(model: nn.Module, config: LoraConfig) -> list[str]:
         return []
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(quantised.count_values(parameter) for parameter in model.parameters())
-    layers = sum(1 for name, _ in model.named_modules() if name.endswith(f"lora_A.{ADAPTER}"))
+    layers = count_layers(model)
     share = 100 * trained / total
     base = f", on a base in {config.base_precision}" if config.base_precision in quantised.BITS else ""
     values = f"{trained:,} values trained, {share:.2f} %"
     return [f"{config.variant} of rank {config.rank} on {layers} layers: {values}{base}"]
+
+
+def count_layers(model: nn.Module) -> int:
+    """Return the number of layers with an adapter."""
+    return sum(1 for name, _ in model.named_modules() if name.endswith(f"lora_A.{ADAPTER}"))
 
 
 def import_peft() -> Any:
@@ -169,7 +201,7 @@ def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
     Raises ``UsageError`` for a name without a layer.
     """
-    chosen = _target_layers(model, targets)
+    chosen = target_layers(model, targets)
     endings = sorted({_ending(name) for name in chosen})
     # Short names are what people expect in adapter_config.json, but they must not mean more layers than chosen.
     if {name for name, _ in model.named_modules() if _ending(name) in endings} == chosen:
@@ -182,7 +214,7 @@ def with_effect(model: nn.Module, targets: Sequence[str], idle: Collection[str])
 
     They would have no gradient, which DDP refuses. Raises ``UsageError`` if no layer is left.
     """
-    chosen = _target_layers(model, targets)
+    chosen = target_layers(model, targets)
     left_out = sorted(chosen.intersection(idle))
     if not left_out:
         return tuple(targets)
@@ -194,7 +226,7 @@ def with_effect(model: nn.Module, targets: Sequence[str], idle: Collection[str])
     return tuple(sorted(chosen.difference(left_out)))
 
 
-def _target_layers(model: nn.Module, targets: Sequence[str]) -> set[str]:
+def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.targets") -> set[str]:
     """Return the paths of the target layers. Raises ``UsageError`` for a name without a layer."""
     # By the name of the class: transformers' Conv1D would have to be imported to be compared with.
     linear = [name for name, module in model.named_modules() if type(module).__name__ in LINEAR]
@@ -205,7 +237,7 @@ def _target_layers(model: nn.Module, targets: Sequence[str]) -> set[str]:
             endings = sorted({_ending(name) for name in linear})
             hint = did_you_mean(nearest(target, [*GROUPS, *endings]))
             raise UsageError(
-                f"lora.targets: {target!r} is no linear layer of {type(model).__name__}{hint}; it has "
+                f"{option}: {target!r} is no linear layer of {type(model).__name__}{hint}; it has "
                 f"{shortened(endings, 12)}; or give all-linear or attention"
             )
         chosen.update(found)

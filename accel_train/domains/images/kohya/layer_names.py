@@ -211,6 +211,17 @@ def renamed(layers: Mapping[str, Layer], facts: Mapping[str, str]) -> dict[str, 
     return {PREFIX + name.replace(".", "_"): _joined(found, places[name].widths) for name, found in parts.items()}
 
 
+def renamed_text(layers: Mapping[str, Layer], component: str, facts: Mapping[str, str]) -> dict[str, Layer]:
+    """Return adapters of a text encoder under the names of kohya, from those by path below ``text_model``'s parent.
+
+    XL numbers its two encoders, ``lora_te1_`` and ``lora_te2_``; others have ``lora_te_``.
+    """
+    number = ""
+    if facts["ss_base_model_version"].startswith("sdxl"):
+        number = "2" if component.endswith("_2") else "1"
+    return {f"lora_te{number}_{path.replace('.', '_')}": layer for path, layer in layers.items()}
+
+
 def place_of(path: str, facts: Mapping[str, str]) -> Place:
     """Return where a layer of diffusers is in the original model. Raises ``UsageError`` if no name is known."""
     names = facts.get("names", "unet")

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.domains.images.kohya.layer_names import Layer, renamed
+from accel_train.domains.images.kohya.layer_names import Layer, renamed, renamed_text
 from accel_train.domains.images.kohya.metadata import written
-from accel_train.domains.images.pipelines.loading import quiet
+from accel_train.domains.images.pipelines.loading import quiet, text_encoders
 from accel_train.domains.models import lora
 from accel_train.store import weights
 from accel_train.store.weights import TensorReader
@@ -35,20 +35,66 @@ PREFIX = "base_model.model."
 """Of the keys in peft's own files."""
 LAYER = ".lora_A."
 """In the name of one tensor of each layer."""
+DENOISER = "denoiser"
+TEXT = "text_encoder"
+"""Beginning of the names of text encoders."""
+TEXT_MODEL = "text_model."
 UNSAVED = ("base_model_name_or_path", "inference_mode", "auto_mapping")
 
 
 def write_diffusers(directory: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], component: str) -> str:
     """Write ``pytorch_lora_weights.safetensors`` from tensors by peft's keys, and return a line with their number.
 
-    ``settings`` is the content of adapter_config.json, ``component`` unet or transformer.
+    ``settings`` is the content of adapter_config.json, ``component`` unet or transformer. Tensors of trained text
+    encoders come with the names of all components, and are written under ``text_encoder`` and ``text_encoder_2``.
     """
-    below = {f"{component}.{key.removeprefix(PREFIX)}": tensor for key, tensor in tensors.items()}
     kept = {name: value for name, value in settings.items() if name not in UNSAVED}
-    packed = {f"{component}.{name}": value for name, value in kept.items()}
+    below: dict[str, Tensor] = {}
+    packed: dict[str, Any] = {}
+    for part, of_part in by_component(tensors, component).items():
+        below |= {f"{part}.{path}": tensor for path, tensor in of_part.items()}
+        values = kept
+        if is_joint(tensors):
+            values = kept | settings_of_part(part, of_part, settings)
+        packed |= {f"{part}.{name}": value for name, value in values.items()}
     metadata = {"format": "pt", METADATA_KEY: json.dumps(packed, indent=2, sort_keys=True)}
     save_file(below, directory / DIFFUSERS_FILE, metadata=metadata)
     return f"{DIFFUSERS_FILE}: {len(below)} tensors for pipeline.load_lora_weights"
+
+
+def is_joint(tensors: Mapping[str, Tensor]) -> bool:
+    """Return True for adapters of a denoiser and of text encoders, whose keys begin with the component."""
+    return any(key.startswith(f"{PREFIX}{TEXT}") for key in tensors)
+
+
+def by_component(tensors: Mapping[str, Tensor], component: str) -> dict[str, dict[str, Tensor]]:
+    """Return tensors by component, and by their key below it.
+
+    Those of text encoders are below ``text_model``, as all versions of transformers but 5 have it, and all programs.
+    """
+    if not is_joint(tensors):
+        return {component: {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}}
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        part, _, path = key.removeprefix(PREFIX).partition(".")
+        if part.startswith(TEXT) and not path.startswith(TEXT_MODEL):
+            path = TEXT_MODEL + path
+        found.setdefault(part, {})[path] = tensor
+    return found
+
+
+def settings_of_part(part: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a component's settings have in place of the whole model's."""
+    downs = {path.rpartition(".lora_")[0]: tensor for path, tensor in tensors.items() if LAYER in path}
+    alphas = settings.get("alpha_pattern") or {}
+    return {
+        "r": next(iter(downs.values())).shape[0],
+        "lora_alpha": alphas.get(lora.part_pattern(part), settings["lora_alpha"]),
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        # peft finds the end of a path, with text_model before it or without.
+        "target_modules": sorted(path.removeprefix(TEXT_MODEL) for path in downs),
+    }
 
 
 def write_kohya(
@@ -58,25 +104,45 @@ def write_kohya(
 
     ``facts`` are from ``kohya_facts``. Raises ``UsageError`` for a layer that has no name there.
     """
+    parts = by_component(tensors, DENOISER)
+    found: dict[str, dict[str, Layer]] = {}
+    for part, of_part in parts.items():
+        values = settings_of_part(part, of_part, settings)
+        found[part] = _layers(of_part, _alpha(values["r"], values["lora_alpha"], settings))
+    texts = [part for part in found if part.startswith(TEXT)]
+    (denoiser,) = [part for part in found if part not in texts]
+    renamed_layers = renamed(found[denoiser], facts)
+    for part in texts:
+        renamed_layers |= renamed_text(found[part], part, facts)
+    layers = sum(len(of_part) for of_part in found.values())
+    assert 2 * layers == len(tensors), "every adapter has two matrices"
     rank = int(settings["r"])
-    alpha = float(settings["lora_alpha"])
-    if settings.get("use_rslora"):
-        # Its product counts alpha / sqrt(rank) times, that of the file alpha / rank times.
-        alpha = alpha * math.sqrt(rank)
-    layers: dict[str, Layer] = {}
-    for key, tensor in tensors.items():
-        path, _, part = key.removeprefix(PREFIX).rpartition(".lora_")
-        if part == "A.weight":
-            layers[path] = Layer(tensor, tensors[f"{PREFIX}{path}.lora_B.weight"], alpha)
-    assert 2 * len(layers) == len(tensors), "every adapter has two matrices"
+    alpha = _alpha(rank, settings["lora_alpha"], settings)
     named: dict[str, Tensor] = {}
-    for name, layer in renamed(layers, facts).items():
+    for name, layer in renamed_layers.items():
         named[f"{name}.lora_down.weight"] = layer.down.contiguous()
         named[f"{name}.lora_up.weight"] = layer.up.contiguous()
         named[f"{name}.alpha"] = torch.tensor(layer.alpha)
     metadata = written(facts) | {"ss_network_dim": str(rank), "ss_network_alpha": str(alpha)}
     save_file(named, directory / KOHYA_FILE, metadata={"format": "pt", **metadata})
-    return f"{KOHYA_FILE}: {len(layers)} layers, {len(named)} keys, for kohya's scripts and ComfyUI"
+    return f"{KOHYA_FILE}: {layers} layers, {len(named)} keys, for kohya's scripts and ComfyUI"
+
+
+def _alpha(rank: int, alpha: float, settings: Mapping[str, Any]) -> float:
+    if settings.get("use_rslora"):
+        # Its product counts alpha / sqrt(rank) times, that of the file alpha / rank times.
+        return float(alpha) * math.sqrt(rank)
+    return float(alpha)
+
+
+def _layers(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Layer]:
+    """Return the adapter of each layer, by its path."""
+    found: dict[str, Layer] = {}
+    for key, tensor in tensors.items():
+        path, _, matrix = key.rpartition(".lora_")
+        if matrix == "A.weight":
+            found[path] = Layer(tensor, tensors[f"{path}.lora_B.weight"], alpha)
+    return found
 
 
 def read_adapter(directory: Path) -> dict[str, Tensor]:
@@ -116,7 +182,8 @@ def load_into(pipeline: Any, component: str, file: Path) -> None:
     with quiet():
         pipeline.load_lora_weights(file.parent, weight_name=file.name)
     model: Any = getattr(pipeline, component)
-    loaded = sum(1 for name, _ in model.named_parameters() if LAYER in name)
+    parts = [model, *text_encoders(pipeline).values()]
+    loaded = sum(1 for part in parts for name, _ in part.named_parameters() if LAYER in name)
     with safe_open(file, "pt") as opened:
         expected = sum(1 for key in opened.keys() if LAYER in key)  # noqa: SIM118, an opened file is no dict
     if loaded != expected:

@@ -75,10 +75,10 @@ def _pictures(inputs: Inputs, options: EvaluationConfig, captions: Sequence[str]
     # A process of a sharded model that ended before the others would leave them waiting.
     evaluation.stopping_point()
     family = inputs.base.family
-    prompts = [inputs.prompt(caption) for caption in captions]
+    prompts = [inputs.embeddings(caption) for caption in captions]
     together = {name: torch.cat([prompt[name] for prompt in prompts]) for name in prompts[0]}
-    # The embeddings come from the cache. The text encoders may be gone by now.
-    arguments = family.sample(together, family.empty(inputs.pipeline, inputs.prompt("")))
+    # Embeddings come from the cache, or from text encoders that are trained. Others may be gone by now.
+    arguments = family.sample(together, family.empty(inputs.pipeline, inputs.embeddings("")))
     seeds = [_seed(seed, caption) for caption in captions]
     drawn = draw_pictures(inputs.pipeline, family, arguments, seeds, side, options.steps, options.guidance)
     values = (drawn.permute(0, 2, 3, 1) + 1) * 127.5

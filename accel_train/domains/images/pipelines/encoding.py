@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.domains.images.latent_cache import EncoderIdentity, Latents, weights_hash
-from accel_train.domains.images.pipelines.loading import Base, text_encoders
+from accel_train.domains.images.pipelines.loading import Base, DiffusersBase, text_encoders
 
 
 @torch.no_grad()
@@ -51,9 +52,20 @@ def identity_of_vae(pipeline: Any, base: Base) -> EncoderIdentity:
 
 
 def identity_of_texts(pipeline: Any, base: Base) -> EncoderIdentity:
-    """Return what cached embeddings depend on."""
+    """Return what cached embeddings depend on, or tokens where text encoders are trained."""
     settings = {"dtype": base.config.encoder_precision, "tokens": base.prompt_tokens, "family": base.family.name}
+    if isinstance(base, DiffusersBase) and base.trained_text:
+        return EncoderIdentity(base.source, base.revision, _hash_of_tokenizers(base), settings | {"tokens_of": "CLIP"})
     return EncoderIdentity(base.source, base.revision, weights_hash(*text_encoders(pipeline).values()), settings)
+
+
+def _hash_of_tokenizers(base: DiffusersBase) -> str:
+    found = hashlib.sha256()
+    for file in sorted(base.directory.glob("tokenizer*/*")):
+        if file.is_file():
+            found.update(f"{file.parent.name}/{file.name}".encode())
+            found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def drop_text_encoders(pipeline: Any) -> int:

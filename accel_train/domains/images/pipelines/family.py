@@ -41,6 +41,10 @@ def _keep_empty(pipeline: Any, empty: Conditioning) -> dict[str, Tensor]:
     return dict(empty)
 
 
+def _as_they_are(pipeline: Any, given: Conditioning) -> dict[str, Tensor]:
+    return dict(given)
+
+
 def _no_layers(model: nn.Module) -> frozenset[str]:
     return frozenset()
 
@@ -72,6 +76,8 @@ class Family:
     """(vae, latents as it encodes) -> latents as the denoiser counts them."""
     empty: Callable[[Any, Conditioning], dict[str, Tensor]] = _keep_empty
     """(pipeline, embeddings of an empty prompt) -> what its guidance takes in their place."""
+    embed: Callable[[Any, Conditioning], dict[str, Tensor]] = _as_they_are
+    """(pipeline, what ``encode`` returned) -> embeddings. Where text encoders are trained, those are tokens."""
     left_out: Callable[[Conditioning, Conditioning], dict[str, Tensor]] = _all_empty
     """(conditioning of captions, of an empty one) -> conditioning in their place where captions are dropped."""
     draws_at_once: int = 1

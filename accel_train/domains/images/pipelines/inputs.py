@@ -19,7 +19,7 @@ from accel_train.domains.images.dataset import PictureDataset, prepare_pictures
 from accel_train.domains.images.latent_cache import CachedPictures, Filling, cached_latents, cached_texts, text_key
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
-from accel_train.domains.images.pipelines.loading import Base
+from accel_train.domains.images.pipelines.loading import Base, DiffusersBase, with_frozen_text
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
 from accel_train.domains.images.weighting.class_pictures import draw_missing
 from accel_train.domains.images.weighting.masks import Masks, describe_masks, find_masks
@@ -63,6 +63,13 @@ class Inputs:
         """Return the embeddings of an encoded text, with a first dimension of 1, on the device of the VAE."""
         found = self.texts.read(text_key(text))
         return {name: value[None].to(self.pipeline.vae.device) for name, value in found.items()}
+
+    def embeddings(self, text: str) -> dict[str, Tensor]:
+        """Return what the denoiser sees of an encoded text, to draw it.
+
+        Where text encoders are trained, the denoiser of the pipeline encodes it now: every process must call it.
+        """
+        return self.base.family.embed(self.pipeline, self.prompt(text))
 
     def process(
         self, levels: NoiseLevels, denoiser_config: Any, options: ObjectiveConfig, times: TimeConfig
@@ -141,7 +148,7 @@ def prepare_inputs(
     notices = [
         *pictures.notices,
         *describe_masks(masks, masked),
-        f"captions are encoded; the text encoders, {freed / (1 << 30):.2f} GiB, are dropped",
+        _about_texts(base, freed),
     ]
     if train.latents is None:
         notices.append("pictures are encoded at every step (data.crop random); data.crop centre encodes them once")
@@ -160,10 +167,18 @@ def _prior(
     config: PictureDataConfig, base: Base, pipeline: Any, training: PictureDataset, filling: Filling
 ) -> tuple[PictureDataset, list[str]] | None:
     """Draw the pictures of the prior that are missing, and read all of them. Collective."""
-    encode = partial(encoding.encode_texts, pipeline, base)
-    drawn = draw_missing(config, base, pipeline, encode, filling)
+    frozen = with_frozen_text(base)
+    encode = partial(encoding.encode_texts, pipeline, frozen)
+    drawn = draw_missing(config, frozen, pipeline, encode, filling)
     found = prepare_prior(config, training, rank=filling.rank, world_size=filling.world_size, barrier=filling.barrier)
     return None if found is None else (found[0], [*drawn, *found[1]])
+
+
+def _about_texts(base: Base, freed: int) -> str:
+    if isinstance(base, DiffusersBase) and base.trained_text:
+        names = " and ".join(base.trained_text)
+        return f"captions are tokenised, and no embedding is cached: {names} change with every step"
+    return f"captions are encoded; the text encoders, {freed / (1 << 30):.2f} GiB, are dropped"
 
 
 def _both(one: str, other: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -74,6 +75,8 @@ class DiffusersBase:
     family: Family
     revision: str | None
     """Commit of a Hub id."""
+    trained_text: tuple[str, ...] = ()
+    """Text encoders that are trained, and belong to the denoiser then. The rest of the pipeline has none."""
 
     @property
     def source(self) -> str:
@@ -104,18 +107,34 @@ class DiffusersBase:
         return self._load({}, device)
 
     def denoiser(self, precision: Precision) -> nn.Module:
-        """Load the denoiser in ``precision``, in training mode. On the meta device it has no weights."""
-        import diffusers
+        """Load the denoiser in ``precision``, in training mode. On the meta device it has no weights.
 
-        class_name = _index(self.directory)[self.family.denoiser][1]
-        kind: Any = getattr(diffusers, class_name)
-        folder = self.directory / self.family.denoiser
+        With text encoders that are trained it is a ``DenoiserWithText``.
+        """
+        model = self._model(self.family.denoiser, precision)
+        if self.family.denoiser == "unet":
+            model.register_forward_pre_hook(unets.cast_inputs, with_kwargs=True)
+        if not self.trained_text:
+            return model
+        # It knows the families, which know nothing of bases.
+        from accel_train.domains.images.trained_text.joint import DenoiserWithText
+
+        encoders = {name: self._model(name, precision) for name in self.trained_text}
+        return DenoiserWithText(self.family.name, self.family.denoiser, model, encoders)
+
+    def _model(self, component: str, precision: Precision) -> nn.Module:
+        library, class_name = _index(self.directory)[component]
+        kind: Any = getattr(import_module(library), class_name)
+        folder = self.directory / component
         if torch.get_default_device().type == "meta":
-            return kind.from_config(kind.load_config(folder)).train()
+            if library == "diffusers":
+                return kind.from_config(kind.load_config(folder)).train()
+            return kind(kind.config_class.from_pretrained(folder)).train()
         try:
-            model = kind.from_pretrained(
-                folder, dtype=dtype_of(precision), variant=self.config.variant, use_safetensors=True
-            )
+            with quiet():
+                model = kind.from_pretrained(
+                    folder, dtype=dtype_of(precision), variant=self._variant(component), use_safetensors=True
+                )
         except (OSError, ValueError, RuntimeError) as error:
             raise UsageError(_not_loaded(self.source, error)) from None
         return model.train()
@@ -129,14 +148,28 @@ class DiffusersBase:
         return levels_of(kind.from_pretrained(self.directory / "scheduler"), self.source)
 
     def files(self) -> PretrainedBase:
-        """Return the weight files of the denoiser, which checkpoints name."""
-        suffix = f".{self.config.variant}" if self.config.variant else ""
-        folder = self.directory / self.family.denoiser
-        names = sorted(path.name for path in folder.glob(f"{WEIGHTS}*{suffix}.safetensors"))
-        if not suffix:
-            # Variants have a second dot.
-            names = [name for name in names if name.count(".") == 1]
-        return PretrainedBase(self.source, folder, tuple(names), self.revision)
+        """Return the weight files of what is trained, which checkpoints name."""
+        denoiser = self.family.denoiser
+        if not self.trained_text:
+            names = self._weight_files(denoiser)
+            return PretrainedBase(self.source, self.directory / denoiser, tuple(names), self.revision)
+        parts = (denoiser, *self.trained_text)
+        paths = [f"{part}/{name}" for part in parts for name in self._weight_files(part)]
+        return PretrainedBase(self.source, self.directory, tuple(paths), self.revision)
+
+    def _weight_files(self, component: str) -> list[str]:
+        variant = self._variant(component)
+        suffix = f".{variant}" if variant else ""
+        folder = self.directory / component
+        names = sorted(path.name for path in folder.glob(f"{_stem(component)}*{suffix}.safetensors"))
+        # Variants have a second dot.
+        return names if suffix else [name for name in names if name.count(".") == 1]
+
+    def _variant(self, component: str) -> str | None:
+        """Return the variant of the files. Text encoders may have none of it, as pipelines take them."""
+        variant = self.config.variant
+        is_missing = not any((self.directory / component).glob(f"{_stem(component)}*.{variant}.safetensors"))
+        return None if is_missing and component != self.family.denoiser else variant
 
     def attach(self, pipeline: Any, directory: Path) -> None:
         """Put the adapter of a checkpoint or an export on the denoiser. Raises ``UsageError`` if it does not fit."""
@@ -147,7 +180,7 @@ class DiffusersBase:
 
     def values_of(self, component: str) -> int:
         """Return the number of values in the weights of a component, from the headers of its files. Reads no tensor."""
-        stem = "model" if component.startswith("text_encoder") else WEIGHTS
+        stem = _stem(component)
         variant = self.config.variant
         folder = self.directory / component
         if variant and any(folder.glob(f"{stem}.{variant}*")):
@@ -193,6 +226,18 @@ def text_encoders(pipeline: Any) -> dict[str, nn.Module]:
     """Return the text encoders of a pipeline by name."""
     found = {name: getattr(pipeline, name) for name in pipeline.components if name.startswith("text_encoder")}
     return {name: encoder for name, encoder in found.items() if encoder is not None}
+
+
+def with_frozen_text(base: Base) -> Base:
+    """Return the base as it was found: its text encoders belong to the pipeline."""
+    if not isinstance(base, DiffusersBase):
+        return base
+    (family,) = [family for family in FAMILIES if family.name == base.family.name]
+    return replace(base, family=family, trained_text=())
+
+
+def _stem(component: str) -> str:
+    return "model" if component.startswith("text_encoder") else WEIGHTS
 
 
 def _take_any_dtype(vae: Any) -> None:

@@ -1,0 +1,190 @@
+"""Which text encoders of a base get adapters, and on which layers. CLIP alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
+from accel_train.domains.images.pipelines.loading import Base, DiffusersBase
+from accel_train.domains.images.trained_text import joint
+from accel_train.domains.images.trained_text.joint import DenoiserWithText
+from accel_train.domains.models.lora import (
+    LoraConfig,
+    PartOfModel,
+    apply_lora,
+    count_layers,
+    describe_lora,
+    loading_precision,
+    target_layers,
+    with_effect,
+)
+from accel_train.precision import Precision
+from accel_train.store import strict_json
+from accel_train.training.optimizers import HasParameterGroups
+
+PART = "text_encoders"
+"""Name of their groups in the optimizer."""
+CLIP = ("CLIPTextModel", "CLIPTextModelWithProjection")
+DEFAULT_TARGETS = ("attention",)
+REASONS = {
+    "Stable Diffusion 3": "its CLIP encoders share the prompt with a T5, whose output would have to be kept too",
+    "Flux": "of its CLIP encoder it reads one vector, and its T5 has 4.8 billion values",
+    "MMDiT of recipes/mmdit.py": "it has no text encoder, its denoiser embeds captions itself (--lora.targets)",
+}
+OTHER_REASON = "its text encoder is a language model of billions of values"
+
+
+@dataclass(frozen=True)
+class TextEncoderConfig:
+    """LoRA on the text encoders of a pipeline (CLIP, of Stable Diffusion 1.x, 2.x and XL), trained with the denoiser's.
+    lora.variant and lora.base_precision hold for both."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters on the text encoders. 0: they are not trained. Otherwise captions are encoded at every step,
+    and no embedding is cached."""
+    alpha: PositiveFloat | None = None
+    """Their output is scaled by alpha / rank. null: the rank, a scale of 1."""
+    targets: tuple[str, ...] | None = None
+    """Layers of the encoders' blocks with an adapter: attention, all-linear, or names such as q_proj v_proj. null:
+    attention, as in diffusers' scripts. kohya's train all-linear."""
+    lr_factor: PositiveFloat = 1.0
+    """Their learning rate, as a multiple of optimizer.lr. 0.1 to 0.5 is usual."""
+
+    def __post_init__(self) -> None:
+        given = {
+            "text_encoders.alpha": self.alpha is not None,
+            "text_encoders.targets": self.targets is not None,
+            "text_encoders.lr_factor": self.lr_factor != 1.0,
+        }
+        unread = [name for name, is_given in given.items() if is_given]
+        if self.rank == 0 and unread:
+            raise UsageError(
+                f"{', '.join(unread)}: text_encoders.rank is 0, so no text encoder is trained; give "
+                "--text_encoders.rank 4"
+            )
+        if self.targets == ():
+            raise UsageError("text_encoders.targets: names no layer; leave it out, or give attention or all-linear")
+
+
+def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "single") -> Base:
+    """Return a base whose denoiser encodes captions itself, if the options say so.
+
+    Raises ``UsageError`` for one whose text encoders are not CLIP alone, with the reason, and under ZeRO-3.
+    """
+    if options.rank == 0:
+        return base
+    asked = f"text_encoders.rank {options.rank}: {base.source} is {base.family.name}"
+    if not isinstance(base, DiffusersBase) or base.family.name not in joint.WAYS:
+        reason = REASONS.get(base.family.name, OTHER_REASON)
+        raise UsageError(f"{asked}, and {reason}; leave it out. {' and '.join(joint.WAYS)} have it")
+    if base.config.encoder_precision != "fp32":
+        raise UsageError(
+            f"base.encoder_precision {base.config.encoder_precision}: with text_encoders.rank {options.rank} the text "
+            "encoders are trained, and lora.base_precision is their dtype as well; leave it out"
+        )
+    if strategy == "zero3":
+        # It gathers parameters of a model that is only counted, on the meta device.
+        raise UsageError(
+            f"text_encoders.rank {options.rank} under zero3: transformers cannot build CLIP there; use FSDP2, which "
+            "shards as much, DDP, ZeRO-1 or ZeRO-2"
+        )
+    names = tuple(base.text_encoders())
+    for name in names:
+        found = strict_json.read_object(base.directory / name / "config.json")
+        kinds = found.get("architectures") or ["no architecture"]
+        if kinds[0] not in CLIP or found.get("use_attention_mask"):
+            raise UsageError(
+                f"{asked}, and its {name} is {kinds[0]} (use_attention_mask: {found.get('use_attention_mask')}); "
+                f"required is one of {' and '.join(CLIP)}, without a mask. Leave text_encoders.rank out"
+            )
+    family = replace(base.family, encode=joint.tokenise, predict=joint.predict, embed=_embed)
+    return replace(base, family=family, trained_text=names)
+
+
+@torch.no_grad()
+def _embed(pipeline: Any, tokens: joint.Conditioning) -> dict[str, torch.Tensor]:
+    """Encode by the model that stands in the denoiser's place."""
+    return pipeline.unet(tokens=tokens)
+
+
+def build(
+    base: Base, adapters: LoraConfig, text: TextEncoderConfig, precision: Precision, device: torch.device
+) -> nn.Module:
+    """Load the denoiser of the base, with its text encoders if they are trained, freeze it, and give it adapters.
+
+    With ``lora.base_precision`` of 8 or 4 bits its linear layers go to ``device``.
+    """
+    model = base.denoiser(loading_precision(adapters, precision))
+    apply_adapters(model, base, adapters, text, precision, device)
+    return model
+
+
+def apply_adapters(
+    model: nn.Module,
+    base: Base,
+    adapters: LoraConfig,
+    text: TextEncoderConfig,
+    precision: Precision,
+    device: torch.device,
+) -> None:
+    """Freeze the model, and give denoiser and text encoders their adapters, in place, as ``apply_lora``."""
+    denoiser = joint.denoiser_of(model)
+    wanted = adapters.targets or base.family.targets
+    targets = with_effect(denoiser, wanted, base.family.idle(denoiser))
+    if not isinstance(model, DenoiserWithText):
+        apply_lora(model, replace(adapters, targets=targets), precision, device)
+        return
+    paths = [f"{model.component}.{path}" for path in sorted(target_layers(denoiser, targets))]
+    parts: list[PartOfModel] = []
+    for number, (name, encoder) in enumerate(model.encoders.items()):
+        layers = _layers(encoder, text.targets or DEFAULT_TARGETS, model.way.skips_last and number == 0)
+        paths += [f"{name}.{path}" for path in layers]
+        parts.append(PartOfModel(name, text.rank, text.alpha))
+    apply_lora(model, replace(adapters, targets=tuple(paths)), precision, device, parts)
+
+
+def _layers(encoder: nn.Module, targets: tuple[str, ...], skips_last: bool) -> list[str]:
+    """Return the paths of an encoder's target layers. One without influence would have no gradient, which DDP refuses.
+
+    Of XL's first encoder that is the last block, when there is a second one whose output is pooled.
+    """
+    # transformers 5 has no text_model in CLIPTextModel.
+    where = "text_model.encoder" if hasattr(encoder, "text_model") else "encoder"
+    blocks = encoder.get_submodule(where)
+    found = target_layers(blocks, targets, "text_encoders.targets")
+    layers: Any = blocks.get_submodule("layers")
+    last = f"layers.{len(layers) - 1}."
+    is_pooled = hasattr(encoder, "text_projection")
+    kept = [path for path in sorted(found) if not (skips_last and not is_pooled and path.startswith(last))]
+    return [f"{where}.{path}" for path in kept]
+
+
+def groups(base: Base) -> Mapping[str, tuple[str, ...]]:
+    """Return the parts of the model that have groups of their own in the optimizer, for their learning rate."""
+    names = base.trained_text if isinstance(base, DiffusersBase) else ()
+    return {PART: names} if names else {}
+
+
+def set_rate(optimizer: HasParameterGroups, rate: float, options: TextEncoderConfig) -> None:
+    """Give the groups of the text encoders ``lr_factor`` times the peak learning rate ``rate``."""
+    for group in optimizer.param_groups:
+        if group["part"] == PART:
+            group["base_lr"] = rate * options.lr_factor
+
+
+def describe_adapters(model: nn.Module, adapters: LoraConfig, text: TextEncoderConfig) -> list[str]:
+    """Return notices of the adapters and their size."""
+    lines = describe_lora(joint.denoiser_of(model), adapters)
+    if isinstance(model, DenoiserWithText):
+        layers = sum(count_layers(encoder) for encoder in model.encoders.values())
+        names = " and ".join(model.encoder_names)
+        lines.append(
+            f"{adapters.variant} of rank {text.rank} on {layers} layers of {names}, with {text.lr_factor:g} times the "
+            "learning rate; captions are encoded at every step"
+        )
+    return lines

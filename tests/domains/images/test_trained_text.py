@@ -1,0 +1,359 @@
+"""Adapters on text encoders: against diffusers' encode_prompt, plain torch with peft, and diffusers' loaders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import accel_train
+from accel_train import cli
+from accel_train.config import UsageError
+from accel_train.domains.diffusion.timesteps import TimeConfig
+from accel_train.domains.images.kohya.metadata import kohya_facts
+from accel_train.domains.images.pipelines import adapter_files, encoding, loading
+from accel_train.domains.images.pipelines.adapter_files import PREFIX
+from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig
+from accel_train.domains.images.trained_text import adapters
+from accel_train.domains.images.trained_text.adapters import TextEncoderConfig, with_trained_text
+from accel_train.domains.images.trained_text.joint import DenoiserWithText
+from accel_train.domains.models import lora
+from accel_train.domains.models.lora import LoraConfig
+from accel_train.store import commit
+from tests.domains.images import tiny_pipelines as tiny
+from tests.domains.images.test_lora_recipe import STEPS, drawn_by_diffusers, pictures, settings, train, weights_of
+from tests.domains.images.test_objective import Made
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+# Of diffusers itself, when it reads transformers' classes.
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("fresh")]
+CPU = torch.device("cpu")
+RANK, ALPHA = 3, 6.0
+TEXT = TextEncoderConfig(rank=2, alpha=5.0, targets=("all-linear",))
+CAPTIONS = ["a red flag", "", "two dogs in a wood"]
+WORDS = [f"a {word} flag" for word in "red big new old wet dry".split()]
+"""Captions of the batch that test_objective.py makes."""
+ENCODERS = {"sd1": ("text_encoder",), "sd2": ("text_encoder",), "sdxl": ("text_encoder", "text_encoder_2")}
+FLAGS = ("--text_encoders.rank", "2", "--text_encoders.alpha", "5", "--text_encoders.lr_factor", "0.5")
+
+
+def trained(base: Any) -> Any:
+    found = with_trained_text(base, TEXT)
+    assert found.trained_text
+    return found
+
+
+def with_values(model: nn.Module) -> nn.Module:
+    """Second matrices that are not zero, as after training."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def built(base: Any, text: TextEncoderConfig = TEXT, **options: Any) -> DenoiserWithText:
+    torch.manual_seed(0)
+    model = base.denoiser("fp32")
+    adapters.apply_adapters(model, base, LoraConfig(rank=RANK, alpha=ALPHA, **options), text, "fp32", CPU)
+    return with_values(model)  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_tokens_are_embedded_as_encode_prompt_does(name: str, tmp_path: Path) -> None:
+    base = loading.find_base(loading.BaseConfig(source=str(tiny.save(name, tmp_path))))
+    ours = trained(base)
+    pipeline = base.components(CPU)
+    tokens = encoding.encode_texts(pipeline, ours, CAPTIONS)
+    assert tuple(tokens) == ENCODERS[name]
+    model = ours.denoiser("fp32").eval()
+    with torch.no_grad():
+        found = model(tokens=tokens)
+    expected = encoding.encode_texts(pipeline, base, CAPTIONS)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+
+
+def reference(made: Made, model: DenoiserWithText, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients by torch and peft alone, with the loss of diffusers' scripts and its encode_prompt."""
+    import peft
+
+    pipeline = tiny.make(name)
+    parts = {"unet": pipeline.unet, **{each: getattr(pipeline, each) for each in ENCODERS[name]}}
+    mine = dict(model.named_parameters())
+    last = "encoder.layers.1."
+    for part, module in parts.items():
+        module.requires_grad_(False).train()
+        targets = ["to_q", "to_k", "to_v", "to_out.0"]
+        kind: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA}
+        if part != "unet":
+            targets = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
+            kind = {"r": TEXT.rank, "lora_alpha": TEXT.alpha}
+        # The penultimate layer of XL's first encoder is the last that it reads.
+        left_out = [f".*{last}.*"] if (name, part) == ("sdxl", "text_encoder") else None
+        if left_out:
+            targets = [p for p, m in module.named_modules() if p.endswith(tuple(targets)) and last not in p]
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **kind), module)
+        for path, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.data.copy_(mine[f"{part}.{path}"].data)
+    inputs = made.process.noised(made.batch, 3, 5, 6)
+    found = pipeline.encode_prompt(WORDS, CPU, 1, False) if name == "sd1" else pipeline.encode_prompt(WORDS, device=CPU)
+    added: Any = None
+    if name == "sdxl":
+        sizes = torch.cat([inputs[key] for key in ("original_size", "crop_top_left", "target_size")], 1)
+        added = {"text_embeds": found[2], "time_ids": sizes}
+    predicted = pipeline.unet(
+        inputs["noisy"], inputs["timestep"], encoder_hidden_states=found[0], added_cond_kwargs=added
+    ).sample
+    loss = torch.nn.functional.mse_loss(predicted, inputs["target"])
+    loss.backward()
+    gradients = {
+        f"{part}.{path}": parameter.grad
+        for part, module in parts.items()
+        for path, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    assert all(gradient is not None for gradient in gradients.values())
+    return loss, gradients  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("name", ["sd1", "sdxl"])
+def test_loss_and_gradients_are_those_of_torch_and_peft(name: str, tmp_path: Path) -> None:
+    made = Made(name, tmp_path, ObjectiveConfig(), TimeConfig())
+    base = trained(loading.find_base(loading.BaseConfig(source=str(tmp_path))))
+    tokens = encoding.encode_texts(made.pipeline, base, WORDS)
+    empty = encoding.encode_texts(made.pipeline, base, [""])
+    model = built(base)
+    batch = {key: value for key, value in made.batch.items() if key not in made.captions} | tokens
+    process = Denoising(
+        base.family, base.levels(), made.pipeline.vae, model.config, empty, ObjectiveConfig(), TimeConfig()
+    )
+    loss = process.errors(model, process.noised(batch, 3, 5, 6)).mean()
+    loss.backward()
+    expected, gradients = reference(made, model, name)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    found = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
+    # DDP refuses a parameter without a gradient.
+    assert not [key for key, gradient in found.items() if gradient is None or not gradient.any()]
+    assert found.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sd1", pytest.param("sdxl", marks=pytest.mark.slow)])  # files of XL: the next test
+def test_text_encoders_are_trained_resumed_exported_and_loaded(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save(name, tmp_path / "base")
+    pictures(tmp_path / "photos")
+    settings(tmp_path, name)
+    before = {file: file.read_bytes() for file in (tmp_path / "base").rglob("*.safetensors")}
+    flags = (*FLAGS, "--evaluation.heldout_prompts", "2")
+    run = train(tmp_path, "whole", *flags)
+    printed = capsys.readouterr().out
+    assert f"captions are tokenised, and no embedding is cached: {' and '.join(ENCODERS[name])} change" in printed
+    trained_weights = weights_of(run)
+    for encoder in ENCODERS[name]:
+        second = [value for key, value in trained_weights.items() if key.startswith(encoder) and ".lora_B." in key]
+        assert second
+        assert all(bool(value.any()) for value in second)
+    assert all(".lora_" in key for key in trained_weights)
+    assert {file: file.read_bytes() for file in before} == before
+    recorded = commit.verify(run / "checkpoints" / f"checkpoint_{STEPS:08d}").manifest["base"]["files"]
+    assert sum(path.startswith("text_encoder") for path in recorded) == len(ENCODERS[name])
+
+    # A run that was ended after five steps goes on to the same bits.
+    resumed = train(tmp_path, "halves", *flags, "--max_steps", "5")
+    train(tmp_path, "halves", *flags)
+    again = weights_of(resumed)
+    assert all(torch.equal(again[key], value) for key, value in trained_weights.items())
+
+    assert cli._main(["checkpoints", "export", str(run), str(tmp_path / "out")]) == 0
+    of_run = np.asarray(Image.open(run / "report" / "pictures" / f"step_{STEPS:08d}.png"), np.float64)
+    exported = drawn_by_diffusers(tmp_path, name, adapter_files.DIFFUSERS_FILE)
+    # The picture of the run is in whole levels.
+    assert np.abs(of_run - exported).max() < 0.6
+    assert np.abs(drawn_by_diffusers(tmp_path, name, adapter_files.KOHYA_FILE) - exported).max() < 1e-2
+    assert np.abs(drawn_by_diffusers(tmp_path, name, None) - exported).max() > 3
+
+    loaded = accel_train.load(run)
+    mine = np.asarray(loaded("a cat", seed=7), np.float64)
+    assert np.array_equal(mine, np.asarray(accel_train.load(tmp_path / "out")("a cat", seed=7)))
+    without = np.asarray(loaded("a cat", seed=7, adapter=False), np.float64)
+    plain = tiny_picture(tmp_path / "base", loaded, "a cat")
+    assert np.array_equal(without, plain)
+    assert np.abs(mine - without).max() > 3
+
+
+def tiny_picture(base: Path, loaded: Any, prompt: str) -> Any:
+    """What the base alone draws."""
+    found = loading.find_base(loading.BaseConfig(source=str(base)))
+    alone = type(loaded)(found, found.pipeline(CPU), loaded.sampler)
+    return np.asarray(alone(prompt, seed=7), np.float64)
+
+
+def changes_of(model: nn.Module) -> dict[str, Tensor]:
+    """What adapters add to each weight, by path."""
+    found: dict[str, Tensor] = {}
+    for path, layer in model.named_modules():
+        scaling: Any = getattr(layer, "scaling", None)
+        if scaling is not None:
+            delta: Any = layer
+            found[path] = delta.get_delta_weight(next(iter(scaling)))
+    return {path: change for path, change in found.items() if change.any()}
+
+
+@pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_diffusers_reads_every_layer_of_every_encoder(name: str, variant: str, tmp_path: Path) -> None:
+    base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save(name, tmp_path / "base")))))
+    model = built(base, variant=variant)
+    tensors = lora.by_key_of_peft(dict(model.state_dict()))
+    about = lora.adapter_config(model, "base")
+    adapter_files.write_diffusers(tmp_path, tensors, about, "unet")
+    files = [adapter_files.DIFFUSERS_FILE]
+    if variant != "dora":
+        facts = kohya_facts(base.family.pipelines[0], "epsilon", model.config, "base", tiny.SIDE)
+        assert facts is not None
+        adapter_files.write_kohya(tmp_path, tensors, about, facts)
+        files.append(adapter_files.KOHYA_FILE)
+    for file in files:
+        pipeline = loading.with_frozen_text(base).pipeline(CPU)
+        with loading.quiet():
+            pipeline.load_lora_weights(tmp_path, weight_name=file)
+        for part in ("unet", *ENCODERS[name]):
+            expected = changes_of(model.get_submodule(part))
+            found = changes_of(getattr(pipeline, part))
+            assert expected
+            assert found.keys() == expected.keys()
+            for path, change in expected.items():
+                torch.testing.assert_close(found[path], change, rtol=1e-5, atol=1e-5)
+    with safe_open(tmp_path / files[-1], "pt") as opened:
+        names = set(opened.keys())
+    if variant == "dora":
+        assert f"{ENCODERS[name][-1]}.text_model.encoder.layers.0.mlp.fc1.lora_magnitude_vector" in names
+    else:
+        prefixes = ("lora_te1_", "lora_te2_") if name == "sdxl" else ("lora_te_",)
+        for prefix in prefixes:
+            stem = f"{prefix}text_model_encoder_layers_0_self_attn_q_proj"
+            assert {f"{stem}.lora_down.weight", f"{stem}.lora_up.weight", f"{stem}.alpha"} <= names
+
+
+def test_peft_reads_its_own_files(tmp_path: Path) -> None:
+    """adapter_config.json describes the ranks of all components."""
+    import peft
+
+    base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sdxl", tmp_path / "base")))))
+    model = built(base)
+    about = lora.adapter_config(model, "base")
+    other = base.denoiser("fp32")
+    peft.inject_adapter_in_model(peft.LoraConfig(**about), other)
+    tensors = lora.by_key_of_peft(dict(model.state_dict()))
+    peft.set_peft_model_state_dict(other, {key.removeprefix(PREFIX): value for key, value in tensors.items()})
+    found = changes_of(other)
+    expected = changes_of(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[path], change) for path, change in expected.items())
+
+
+def test_the_base_takes_its_precision(tmp_path: Path) -> None:
+    base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sdxl", tmp_path)))))
+    model = built(base, base_precision="bf16")
+    for part in ("unet", *ENCODERS["sdxl"]):
+        kinds = {(p.dtype, p.requires_grad) for p in model.get_submodule(part).parameters()}
+        assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
+
+
+def test_the_learning_rate_has_a_factor(tmp_path: Path) -> None:
+    from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_learning_rate
+
+    base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sdxl", tmp_path)))))
+    model = built(base)
+    optimizer, _ = build_optimizer(model, OptimizerConfig(lr=0.5), CPU, adapters.groups(base))
+    adapters.set_rate(optimizer, 0.5, TextEncoderConfig(rank=2, lr_factor=0.25))
+    set_learning_rate(optimizer, 0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            is_text = names[id(parameter)].startswith("text_encoder")
+            assert group["lr"] == pytest.approx(0.0125 if is_text else 0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": 2.0}, "text_encoders.alpha: text_encoders.rank is 0"),
+        ({"lr_factor": 0.5}, "text_encoders.lr_factor: text_encoders.rank is 0"),
+        ({"rank": 2, "targets": ()}, "names no layer"),
+    ],
+)
+def test_options_without_effect_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TextEncoderConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("sd3", "share the prompt with a T5"), ("flux", "one vector"), ("sana", "a language model")]
+)
+def test_bases_with_other_text_encoders_are_refused(name: str, reason: str, tmp_path: Path) -> None:
+    base = loading.find_base(loading.BaseConfig(source=str(tiny.save(name, tmp_path))))
+    with pytest.raises(UsageError, match=rf"text_encoders.rank 2: .*{reason}.*Stable Diffusion XL have it"):
+        with_trained_text(base, TEXT)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--train_text_encoder", "--text_encoders.rank"),
+        ("--text_encoder_lr", "--text_encoders.lr_factor, a multiple of --optimizer.lr"),
+    ],
+)
+def test_names_of_other_scripts_are_refused_with_ours(flag: str, message: str, tmp_path: Path) -> None:
+    settings(tmp_path, "sd1")
+    with pytest.raises((UsageError, SystemExit), match=message):
+        train(tmp_path, "wrong", flag, "1")
+
+
+def test_a_dropped_caption_has_the_tokens_of_an_empty_one(tmp_path: Path) -> None:
+    """The same captions are dropped as where embeddings are cached."""
+    options = ObjectiveConfig(caption_dropout=0.5)
+    made = Made("sd1", tmp_path, options, TimeConfig())
+    base = trained(loading.find_base(loading.BaseConfig(source=str(tmp_path))))
+    tokens = encoding.encode_texts(made.pipeline, base, WORDS)
+    empty = encoding.encode_texts(made.pipeline, base, [""])
+    process = Denoising(base.family, base.levels(), made.pipeline.vae, None, empty, options, TimeConfig())
+    dropped = process.noised({**made.batch, **tokens}, 3, 5, 6)["text_encoder"]
+    cached = made.process.noised(made.batch, 3, 5, 6)["prompt"]
+    where = [not torch.equal(row, whole) for row, whole in zip(cached, made.captions["prompt"], strict=True)]
+    assert 0 < sum(where) < len(where)
+    for row, is_dropped in enumerate(where):
+        expected = empty["text_encoder"][0] if is_dropped else tokens["text_encoder"][row]
+        assert torch.equal(dropped[row], expected)
+
+
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
+    source = str(tiny.save("sd1", tmp_path))
+    base = loading.find_base(loading.BaseConfig(source=source, encoder_precision="bf16"))
+    with pytest.raises(UsageError, match=r"base.encoder_precision bf16: .* lora.base_precision"):
+        with_trained_text(base, TEXT)
+    base = loading.find_base(loading.BaseConfig(source=source))
+    with pytest.raises(UsageError, match=r"text_encoders.rank 2 under zero3: .* FSDP2"):
+        with_trained_text(base, TEXT, "zero3")
+    for target in ("to_q", "text_projection"):
+        text = TextEncoderConfig(rank=2, targets=(target,))
+        with pytest.raises(UsageError, match=f"text_encoders.targets: '{target}' is no linear layer"):
+            built(trained(base), text)
+    config = tmp_path / "text_encoder" / "config.json"
+    config.write_text(config.read_text().replace("CLIPTextModel", "T5EncoderModel"))
+    with pytest.raises(UsageError, match="its text_encoder is T5EncoderModel"):
+        with_trained_text(base, TEXT)
