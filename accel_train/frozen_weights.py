@@ -59,9 +59,11 @@ def resolve_base(
             f"checkpoints.base: reference, and {run.directory} holds its frozen weights in its checkpoints; "
             "leave the option out, or start a new run"
         )
+    # Checkpoints of one run are alike: a resume goes on as the first start began.
     if option == "embed" or is_embedded:
         _refuse_rounding(accelerator, precision, frozen)
         return reference, [f"{values}, saved in every checkpoint"]
+    # Read by the manifest of every checkpoint, and compared by every resume.
     run.base = reference
     files = reference["files"]
     gib = sum(facts["size"] for facts in files.values()) / (1 << 30)
@@ -123,6 +125,7 @@ def _reference(accelerator: Accelerator, base: PretrainedBase) -> dict[str, Any]
     """Hash the files on every host, and require the same on all. Collective."""
     mine = None
     with failing_together(accelerator):
+        # One process of a host: its files are the same for all of them, and hashing takes the disk's whole speed.
         if accelerator.is_local_main_process:
             mine = base.reference(cache_if_usable())
     # In a list, because Accelerate joins the lists of all processes.

@@ -96,6 +96,7 @@ def find(place: Place) -> Path:
         _verify_export(path)
         return path
     checkpoint, skipped = places.newest_at(path)
+    # A damaged checkpoint is passed over, and said: the model is then of an earlier step.
     for reason in skipped:
         logger.warning("skipped: %s", reason)
     return checkpoint.path
@@ -122,6 +123,7 @@ def pipeline_of(directory: Path) -> type[Pipeline]:
     module, _, name = named.partition(":")
     found: Any = None
     if find_spec(f"{DOMAINS}.{match[1]}") is not None and find_spec(module) is not None:
+        # Only now is code imported, and only of this package.
         found = getattr(import_module(module), name, None)
     # A class that the module has merely imported is not a pipeline of it.
     if not isinstance(found, type) or found.__module__ != module:
@@ -135,6 +137,7 @@ def pipeline_of(directory: Path) -> type[Pipeline]:
 def _recognised(description: Mapping[str, Any], directory: Path) -> type[Pipeline]:
     """Find the pipeline for a config.json without its name, as written by an older version."""
     for domain in iter_modules(import_module(DOMAINS).__path__, f"{DOMAINS}."):
+        # A domain that only others build on.
         if find_spec(f"{domain.name}.pipeline") is None:
             continue
         for value in vars(import_module(f"{domain.name}.pipeline")).values():
@@ -186,6 +189,7 @@ def _verify_export(directory: Path) -> None:
 
 def _sha256(directory: Path, name: str) -> str | None:
     path = directory / name
+    # The list is data like the rest: it must not have files read outside of the folder.
     if ".." in Path(name).parts or not path.is_file():
         return None
     with path.open("rb") as file:

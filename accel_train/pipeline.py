@@ -138,6 +138,7 @@ def describe(
         **architecture,
         "format": FORMAT,
         "recipe": pipeline.recipe,
+        # A name and no code: `load` decides whether it may be imported.
         "pipeline": f"{pipeline.__module__}:{pipeline.__qualname__}",
         "objective": _plain(objective),
         "sampler": _plain(sampler),
@@ -170,6 +171,7 @@ def settings(description: Mapping[str, Any], directory: Path) -> Mapping[str, An
     found = description.get("format")
     if found is None:
         return None
+    # A description that means something else would give wrong samples without an error.
     if found != FORMAT:
         raise UsageError(
             f"{directory}: its description, format {found!r}, was written by another version of accel_train; this one "

@@ -62,6 +62,7 @@ class TensorCache:
         self.root = root / ROOT
         self.about = dict(about)
         self.cap_bytes = cap_bytes
+        # Sorted, so that the order in which a recipe names the facts makes no other folder.
         described = json.dumps([FORMAT, self.about], sort_keys=True)
         self.folder = self.root / hashlib.sha256(described.encode()).hexdigest()[:32]
 
@@ -95,6 +96,7 @@ class TensorCache:
         """
         file = self.file(key)
         content = _encoded(tensors)
+        # With the host, because processes of several hosts have the same numbers. The rest is for threads.
         part = file.with_name(f".{file.stem}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
         try:
             self._prepare_folder(file.parent)
@@ -103,6 +105,7 @@ class TensorCache:
         except OSError as error:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
+            # What the user can mend is said with a remedy. Anything else is a fault that needs its traceback.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
                 raise
             raise UsageError(
@@ -127,6 +130,7 @@ class TensorCache:
             lease = Lease(self.root, [f"{self.folder.name}/{key}" for key in keys])
         for key in keys:
             with contextlib.suppress(OSError):
+                # Not left to the time of access, which many disks do not keep (noatime).
                 os.utime(self.file(key))
         return lease
 
@@ -138,7 +142,9 @@ class TensorCache:
         if self.cap_bytes is None:
             return 0
         with _locked(self.root):
+            # Under the lock, or a run that starts now could lose an entry that it has just counted on.
             leased = live_leases(self.root)
+            # Of all folders: entries of another encoder take room as well.
             found = sorted(entries(self.root), key=lambda entry: entry.used)
             excess = sum(entry.size for entry in found) - self.cap_bytes
             deleted = 0
@@ -194,6 +200,7 @@ def live_leases(root: Path) -> set[str]:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.unlink(missing_ok=True)
             except OSError:  # held by a live process, or no locks here
+                # Kept in doubt: a deleted entry costs a running job, and one too many costs some bytes.
                 names |= set(stream.read().splitlines())
     return names
 
@@ -248,6 +255,7 @@ def _encoded(tensors: Mapping[str, Tensor]) -> bytes:
 def content_hash(tensors: Mapping[str, Tensor]) -> str:
     """Hash names, dtypes, shapes and bytes of tensors with sha256, in the order of the names."""
     digest = hashlib.sha256()
+    # Dtype and shape as well: the same bytes mean other numbers in another dtype.
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -289,6 +297,7 @@ def _is_whole(file: Path) -> bool:
                 return False
             fields = json.loads(stream.read(length))
         ends = [field["data_offsets"][1] for name, field in fields.items() if name != "__metadata__"]
+        # Cheap enough for each of a million entries at a start. The content is verified when it is read.
         return size == 8 + length + max(ends, default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

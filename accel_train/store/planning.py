@@ -105,6 +105,7 @@ def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_s
 
     ``elements`` is the number of elements of each parameter. A tensor larger than the limit gets its own file.
     """
+    # Bytes, because writing and hashing take as long as there are bytes.
     load = [0] * world_size
     files: list[_File] = []
     # Collections in a fixed number of files first: those that are spread then even the load out.
@@ -153,6 +154,7 @@ def _assign_files(sizes: Mapping[str, int], load: list[int]) -> list[tuple[int, 
 def _assign_tensors(sizes: Mapping[str, int], load: list[int]) -> list[tuple[int, list[str]]]:
     """Assign tensors, largest first, to the least-loaded rank, then split by rank into files. Adds to ``load``."""
     shares: list[dict[str, int]] = [{} for _ in load]
+    # The name decides among equals, so that every rank comes to the same plan without a message.
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
         owner = load.index(min(load))
         load[owner] += sizes[name]
@@ -169,6 +171,7 @@ def _split_into_files(sizes: Mapping[str, int]) -> list[list[str]]:
     files: list[list[str]] = [[]]
     filled = 0
     for name in sorted(sizes):
+        # A file with nothing in it takes any tensor, however large.
         if files[-1] and filled + sizes[name] > SHARD_BYTES:
             files.append([])
             filled = 0
@@ -204,6 +207,7 @@ def cover(extents: Sequence[tuple[int, int]]) -> list[Piece]:
     by_start = sorted(enumerate(extents), key=start_and_length)
     for rank, (start, length) in by_start:
         end = start + length
+        # A replica, or a rank with none of it.
         if length == 0 or end <= reached:
             continue
         assert start <= reached, f"elements {reached} to {start} are on no rank"

@@ -153,6 +153,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         ) from None
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UsageError(f"optimizer.name: {name}: is no torch.optim.Optimizer, which is required; name such a class")
+    # Schedule-free optimizers. torch's own have neither method.
     if callable(getattr(found, "train", None)) and callable(getattr(found, "eval", None)):
         raise UsageError(
             f"optimizer.name: {name}: has train() and eval(), which swap the weights between those that are trained "
@@ -197,6 +198,7 @@ def _argument(text: str) -> Any:
         return tuple(_argument(part) for part in parts if part)
     if text.lower() in WORDS:
         return WORDS[text.lower()]
+    # The rules of YAML files, so that 1e-3 is a number here as there.
     number = read_number(text)
     return text if number is None else number
 
@@ -225,6 +227,7 @@ class OwnOptimizer:
                 f"optimizer.arguments: {self.call} failed ({type(error).__name__}: {error}). Its constructor must take "
                 "lr; correct the rest"
             ) from error
+        # A group may have any key, and a class that does not read it would ignore the option in silence.
         if "weight_decay" not in optimizer.defaults and self.weight_decay:
             raise UsageError(
                 f"optimizer.weight_decay: {self.weight_decay}: {self.name} has no weight decay, and 0 is required. "
@@ -251,6 +254,7 @@ def try_saving(
     that does not read the learning rate, or that keeps state where no checkpoint finds it. Each process runs it by
     itself, in milliseconds.
     """
+    # In the middle, when running means and step counts are neither new nor settled.
     half = TRIAL_STEPS // 2
     try:
         first, second = _Trial(build, lr, weight_decay, device), _Trial(build, lr, weight_decay, device)

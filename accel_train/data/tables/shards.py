@@ -56,6 +56,7 @@ def index_shards(
     files, kind = find_shards(option, value)
     stats = [file.stat() for file in files]
     identities = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
+    # Size and date, not content: to hash terabytes at every start would take hours. Texts are compared by their ids.
     described = [INDEX_FORMAT, kind, [str(file) for file in files], identities, LINES_PER_BLOCK, BYTES_PER_BLOCK]
     key = hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
@@ -71,6 +72,7 @@ def index_shards(
     saved: list[tuple[dict[str, str], list[list[int]]]] = json.loads(text)
     blocks: list[Block] = []
     for number, (_, of_file) in enumerate(saved):
+        # Blocks without rows would be draws without a sample.
         blocks += [Block(number, *numbers) for numbers in of_file if numbers[1] > 0]
     types = tuple(columns for columns, _ in saved)
     filled = {block.file for block in blocks}
@@ -88,6 +90,7 @@ def warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tu
 
     A run refuses changed data by their fingerprint, which says nothing of files.
     """
+    # By the path as it was given: the same folder through another glob is another choice of files.
     name = hashlib.sha256(str(expand_path(value)).encode()).hexdigest()
     listing = cache / "shards" / f"{name}.last.json"
     try:
@@ -141,6 +144,7 @@ def is_shards(value: str) -> bool:
     """
     path = expand_path(value)
     if path.is_dir():
+        # `datasets` has an order and splits of its own for such a folder.
         saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
         return not saved and any(file.suffix in (".parquet", ".arrow") for file in path.iterdir())
     return path.suffix == ".arrow" or (glob.has_magic(str(path)) and not path.exists())
@@ -169,6 +173,7 @@ def _refuse_second_names(option: str, files: Sequence[Path]) -> None:
     names: dict[tuple[int, int], Path] = {}
     for file in files:
         stat = file.stat()
+        # Device and inode tell a file, whatever it is called.
         other = names.setdefault((stat.st_dev, stat.st_ino), file)
         if other is not file:
             raise UsageError(

@@ -119,10 +119,12 @@ def prepare_pictures(
         facts: tuple[Any, ...] = (SHAPES, SHAPES_SEED, config.samples, HELDOUT_SHAPES)
         parts = partial(_shapes, config)
     elif path in EMOJI:
+        # All that decides the rows: another choice is another folder of the cache, and no run reads rows of another.
         facts = ("emoji", emoji.file_hash(), data.heldout_fraction, *config.leave_out)
         parts = partial(_emoji, config, data.heldout_fraction)
     else:
         found = read_pictures(Source(path), cache, min_side=2, rank=rank, world_size=world_size)
+        # A picture without words can be learned in no direction.
         own = [picture for picture in found.pictures if picture.caption]
         notices = _own_notices(found, len(own), path)
         facts = (*((picture.content, picture.caption) for picture in own),)
@@ -167,6 +169,7 @@ def _own_notices(found: Pictures, captioned: int, path: str) -> tuple[str, ...]:
 
 
 def _own(config: PictureConfig, pictures: Sequence[Picture]) -> Parts:
+    # Shard by shard, so that a large folder never is in memory as a whole.
     for start in range(0, len(pictures), ROWS_PER_SHARD):
         piece = pictures[start : start + ROWS_PER_SHARD]
         squares = torch.stack([square(decode_picture(picture.bytes.read()), config.size) for picture in piece])

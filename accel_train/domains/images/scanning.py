@@ -99,6 +99,7 @@ def read_pictures(
     listing = list_pictures(source, cache)
     memory = _memory_file(cache, source, max_pixels)
     known = _remembered(memory)
+    # Every n-th and not a stretch: large pictures often lie side by side.
     own = range(rank, len(listing.entries), world_size)
     with Progress("pictures", len(own), enabled=progress and rank == 0) as bar:
         scans = _shared(_scan_all(listing.entries, own, known, max_pixels, bar.update), world_size)
@@ -155,7 +156,9 @@ def scan_picture(content: bytes, known: Mapping[str, Scan], max_pixels: int = de
     if digest in known:
         return known[digest]
     try:
+        # First, because a small file may unpack to gigabytes of pixels.
         header = decoding.read_header(content, max_pixels=max_pixels)
+        # All of it: a file that was cut has a whole header.
         decoding.decode_picture(content, max_pixels=max_pixels)
     except PictureError as error:
         return Scan(digest, fault=str(error))
@@ -175,6 +178,7 @@ def _scan_all(
         try:
             content = entries[index].content.read()
         except OSError as error:
+            # One unreadable file is left out with its reason, and does not end the run.
             return index, Scan("", fault=f"cannot be read: {error}")
         return index, scan_picture(content, known, max_pixels)
 

@@ -33,6 +33,7 @@ class ShardBytes:
         """Read the row's block unless it is in the cache. Raises ``OSError`` or ``UsageError``."""
         value = self.table.take(self.column, [self.row])[0]
         path = Path(value["path"] or "") if isinstance(value, dict) else Path()
+        # A table may come from anywhere, and must not name files of this machine.
         if path.is_absolute() or ".." in path.parts:
             raise OSError(f"its path {str(path)!r} leaves the folder of the table")
         return _content(value, self.folder)
@@ -95,6 +96,7 @@ def list_dataset(source: Source) -> Listing:
     types = {name: str(feature) for name, feature in features.items()}
     image_column = source.image_column or _only_picture_column(types, source)
     _require_column("image_column", image_column, types, source)
+    # Read without the pictures, which would all be loaded for their words.
     captions = dataset.remove_columns([image_column])
     if isinstance(features[image_column], datasets.Image):
         # The bytes of the file: `datasets` would decode it without turning it upright.

@@ -120,6 +120,7 @@ class LanguagePipeline:
         """Return True for config.json of any causal language model of transformers, and for peft's of adapters."""
         if "peft_type" in description:
             return True
+        # Late: asked only of a config.json without a description, and transformers takes seconds to import.
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
@@ -130,6 +131,7 @@ class LanguagePipeline:
     def from_directory(cls, directory: Path, device: str = "cpu") -> LanguagePipeline:
         """Read a checkpoint or an export, of a whole model or of adapters on their base. Raises ``UsageError``."""
         if is_adapter(directory):
+            # Before the base is loaded, which a description of a newer version would make useless.
             described = settings(adapted.read_description(directory), directory)
             model = adapted.load_adapted(directory, torch.device(device))
         else:
@@ -171,6 +173,7 @@ class LanguagePipeline:
         try:
             yield
         finally:
+            # The model is as it was, also for a caller that goes on after an error.
             choose_adapter(self.model, self.adapters[0])
 
     @classmethod
@@ -181,6 +184,7 @@ class LanguagePipeline:
         that is gone or another one, and for values out of the range of ``precision``.
         """
         model = adapted.load_adapted(adapters, plain=True)
+        # Merged in fp32 and rounded once, at the end.
         merge_adapter(model, lora.ADAPTER)
         adapted.save_whole(model, directory, precision)
         tokenizers.load_tokenizer(str(adapters), None).save_pretrained(directory)
@@ -215,6 +219,7 @@ class LanguagePipeline:
             )
         ids = templates.encode_prompt(prompt, self.tokenizer)
         length = self._new_tokens(len(ids), max_new_tokens)
+        # Keyed by the tokens: two texts that the tokenizer cannot tell apart get the same answer.
         drawing = Drawing(seed, "prompt", _number(ids), temperature, top_p)
         with self.using(adapter):
             new = continue_tokens(self.model, ids, drawing, length, pad_id=self.tokenizer.pad_token_id)
@@ -304,6 +309,7 @@ def _whole_model(directory: Path) -> nn.Module:
 
 def _number(ids: Sequence[int]) -> int:
     """Return the number of a prompt in the keys of its draws."""
+    # Not Python's hash, which differs from process to process.
     digest = hashlib.blake2b(" ".join(map(str, ids)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

@@ -132,15 +132,18 @@ def loading_precision(config: LoraConfig, precision: Precision) -> Precision:
 
 def freeze_base(model: nn.Module, base: BasePrecision, precision: Precision, device: torch.device) -> None:
     """Freeze all parameters and give them the precision ``base``, in place, as ``apply_lora`` describes."""
+    # Everything, also what has no adapter: norms and embeddings belong to the base.
     model.requires_grad_(False)
     if base == "int8" or base == "fp8" or base == "nf4":
         names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        # The head decides between tokens by small differences, which 4 bits would lose.
         layers = [name for name in names if not HEAD.search(name)]
         if not layers:
             raise UsageError(
                 f"lora.base_precision {base}: {type(model).__name__} has no nn.Linear but its head, and other layers "
                 "have no 8 or 4 bits; use bf16"
             )
+        # Before the adapters, which are then made for the quantised layers.
         quantised.quantise(model, layers, base, compute=dtype_of(precision), device=device)
         base = precision
     dtype = dtype_of(base)
@@ -200,6 +203,7 @@ def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
     """
     chosen = target_layers(model, targets)
     endings = sorted({_ending(name) for name in chosen})
+    # Short names are what people expect in adapter_config.json, but they must not mean more layers than chosen.
     if {name for name, _ in model.named_modules() if _ending(name) in endings} == chosen:
         return endings
     return sorted(chosen)
@@ -224,6 +228,7 @@ def with_effect(model: nn.Module, targets: Sequence[str], idle: Collection[str])
 
 def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.targets") -> set[str]:
     """Return the paths of the target layers. Raises ``UsageError`` for a name without a layer."""
+    # By the name of the class: transformers' Conv1D would have to be imported to be compared with.
     linear = [name for name, module in model.named_modules() if type(module).__name__ in LINEAR]
     chosen: set[str] = set()
     for target in targets:
@@ -258,6 +263,7 @@ def adapter_config(model: nn.Module, base: str | None) -> dict[str, Any]:
     adapted: Any = model
     settings = adapted.peft_config[ADAPTER]
     values = {name: sorted(v) if isinstance(v, set) else v for name, v in settings.to_dict().items()}
+    # As peft's save_pretrained writes it: whoever loads the file wants to use the adapter, not to train it.
     return values | {"base_model_name_or_path": base, "inference_mode": True}
 
 

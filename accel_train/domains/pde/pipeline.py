@@ -111,6 +111,7 @@ class FieldPipeline:
         own_parameters = self._parameters(own, parameters, len(state))
         if steps < 1 or (steps > 1 and not own.has_time):
             raise UsageError(f"steps {steps}: 1 or more is required, and 1 for {own.name} if it has no time")
+        # Keyed by content: a sample has the same noise alone and among others.
         contents = [sample.numpy().tobytes() for sample in state]
         digests = [hashlib.blake2b(content, digest_size=8).digest() for content in contents]
         keys = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
@@ -122,9 +123,11 @@ class FieldPipeline:
             parts: list[Tensor] = []
             for rows in torch.arange(len(state)).split(BATCH):
                 batch = {"input": normalised[rows], "parameters": own_parameters[rows], "sample": sample[rows]}
+                # Normalised from step to step, and denormalised only for the caller: rounding does not add up.
                 parts.append(self._predict(own, number, batch, refine, seed))
             normalised = torch.cat(parts)
             predicted.append(own.target.denormalise(normalised))
+        # A steady task has one answer and no axis of time.
         return torch.stack(predicted, dim=1) if own.has_time else predicted[0]
 
     def sample(self, options: FieldOptions) -> list[str]:
@@ -166,6 +169,7 @@ class FieldPipeline:
             found.append(Example(f"{task.name}: refined prediction", sampled, losses.predict_refined))
             found.append(Example(f"{task.name}: training", {"input": fields, "target": target} | values))
             if self.model.residual is not None:
+                # One time at pure noise and one between, which the network treats differently.
                 guess = ResidualGuess(target, torch.tensor([1.0, 0.25]), target.flip(0), fields)
                 found.append(Example(f"{task.name}: residual", {"input": guess, "target": None} | values))
         return found
@@ -285,6 +289,7 @@ def _read_fields(file: str) -> tuple[Tensor, Tensor | None]:
         if path.suffix == ".npy":
             import numpy as np
 
+            # A pickle may run code, and this file may come from anywhere.
             return torch.from_numpy(np.load(path, allow_pickle=False)), None
         tensors = load_file(path)
     except (OSError, ValueError, SafetensorError) as error:

@@ -99,6 +99,7 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
     index = index_shards("--data.path", config.path, cache, rank=processes.rank, barrier=processes.barrier)
     cache_bytes = 2**20 * (config.cache_mib or DEFAULT_CACHE_MIB)
     table = ShardedTable(index, (config.text_column,), cache_bytes)
+    # Sorted: they are part of the key of the cache.
     keys = tuple(sorted(word_key(text) for text in heldout.texts))
     rules = SplitRules(config.text_column, config.min_words, config.max_bad_rows, config.heldout_fraction, keys)
     split = split_shards(table, rules, cache, **processes.building())
@@ -131,6 +132,7 @@ def _refuse_too_few(config: DataConfig, train: int, heldout: int) -> None:
 
 def _read_texts(config: DataConfig) -> Splits:
     """Read all texts into memory and split them."""
+    # Before the texts are read, which may take minutes.
     check_options_have_effect(config.path, config.split, config.text_column)
     corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:
@@ -193,6 +195,7 @@ def build_tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, proce
 def tokenise_corpus(corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig) -> tuple[Corpus, Tokens]:
     """Tokenise the texts. Those without a real token (control characters only) are bad rows and left out."""
     tokens = tokenizer.tokenise(corpus.texts, config.max_length)
+    # A running count over all texts at once, because a loop over millions of them would take minutes.
     real_tokens = tokenizer.maskable()[tokens.ids].long().cumsum(0)
     running = torch.cat([torch.zeros(1, dtype=torch.int64), real_tokens])
     counts = running[tokens.offsets].diff()

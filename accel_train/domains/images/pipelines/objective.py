@@ -95,6 +95,7 @@ class Denoising:
         ``batch`` has mean and logvar (B, C, H, W) of the VAE, sizes, and the conditioning of its captions.
         """
         key = NoiseKey(seed, STREAM, step, batch["occurrence"])
+        # Drawn anew in each step, as a VAE that is not cached would.
         latents = self._normalised(draw(latents_of(batch), seed, step, batch["occurrence"]))
         time = timesteps.training_times(batch, seed, f"{STREAM}/time", step, global_batch_size, config=self.times)
         channels, height, width = latents.shape[1:]
@@ -112,7 +113,9 @@ class Denoising:
 
     def noised_in_band(self, batch: Batch, band: int) -> dict[str, Tensor]:
         """Return the inputs of a held-out batch in one band of times, the same in every evaluation of every run."""
+        # The mean and no draw: evaluations differ by the model alone.
         latents = self._normalised(batch["mean"])
+        # Seed 0 and not the run's, so that runs can be compared with each other.
         key = NoiseKey(0, f"{STREAM}/heldout{band}", 0, batch["sample"])
         draws = rng.sample_keys(0, f"{STREAM}/heldout/time{band}", 0, batch["sample"])
         time = timesteps.stratified(draws, band, BANDS)
@@ -134,6 +137,7 @@ class Denoising:
         With a mask the squared errors are weighted by place first; they are still divided by their number.
         """
         predicted = self.family.predict(model, self._predicting(inputs))
+        # In fp32: in bf16 an error of one part in 300 would be rounded away.
         squared = (predicted.float() - inputs["target"].float()).square()
         if MASK in inputs:
             # Latents of patches are fewer than those of the VAE.
@@ -154,6 +158,7 @@ class Denoising:
         given = {name: inputs[name] for name in self.empty}
         found: dict[str, Tensor] = {}
         for name, replacement in self.family.left_out(given, self.empty).items():
+            # (B, 1, ...), to choose whole captions.
             where = dropped.view(-1, *[1] * (replacement.dim() - 1))
             found[name] = torch.where(where, replacement, given[name])
         return found
@@ -175,6 +180,7 @@ class Denoising:
 def metrics_of(sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the held-out losses from their sums over samples and the sum of weights, ``samples``."""
     found = {name: float(total / sums["samples"]) for name, total in sums.items() if name != "samples"}
+    # All bands count alike, as they are of equal length.
     return {"loss": sum(found.values()) / len(found), **found}
 
 

@@ -123,6 +123,7 @@ class MMDiTBase:
 
     def levels(self) -> NoiseLevels:
         """Return the noise levels of its process, spread and weighted as the times that it was trained on."""
+        # A fixed list of levels, as a scheduler of diffusers has: the recipe draws an index, for all families alike.
         middles = (torch.arange(LEVELS) + 0.5) / LEVELS
         times = shifted(with_density(middles, self.times), self.times.shift)
         a, b = coefficients(times, self.diffusion)
@@ -133,6 +134,7 @@ class MMDiTBase:
     def files(self) -> PretrainedBase:
         """Return its weights, and with them all else that gives them a meaning."""
         weights = sorted(path.name for path in self.directory.glob(f"{self._stem}*.safetensors"))
+        # With another tokenizer or scale the same weights would be another base.
         beside = [f"{ASSETS}/{name}" for name in ("assets.json", "latent.safetensors", "tokenizer.json")]
         return PretrainedBase(self.location, self.directory, (*weights, "config.json", *beside))
 
@@ -148,6 +150,7 @@ class MMDiTBase:
 
     @property
     def _stem(self) -> str:
+        # Averaged weights draw better pictures, and are what the base itself was evaluated with.
         return "ema" if any(self.directory.glob("ema*.safetensors")) else "model"
 
     @cached_property

@@ -54,11 +54,13 @@ class CaptionTokens(nn.Module):
         content = file.read_bytes()
         self.mask_id = mask_id
         self.register_buffer("file", torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        # Sorted, because the content hash of the encoder must not depend on the order of a set.
         self.register_buffer("special_ids", torch.tensor(sorted({pad_id, mask_id, *special_ids})))
         self.tokenizer: Any = Tokenizer.from_str(content.decode())
         # Special tokens spelled out in a caption are ordinary characters, as in training.
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.enable_truncation(max_length)
+        # Always to the longest: cached rows then have one shape, whatever the batch.
         self.tokenizer.enable_padding(length=max_length, pad_id=pad_id)
 
     def forward(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -108,6 +110,7 @@ class Patches(nn.Module):
         return latents * std + mean
 
     def _scale(self) -> tuple[Tensor, Tensor]:
+        # By name, because attributes of a module have the type of any module for the type checker.
         buffers = dict(self.named_buffers())
         return buffers["mean"][:, None, None], buffers["std"]
 
@@ -171,6 +174,7 @@ class MMDiTPipeline:
         grid = (height // self.vae.patch, width // self.vae.patch)
         given = {name: value.to(self.vae.device) for name, value in conditioning.items()}
         generators = [generator] if isinstance(generator, torch.Generator) else generator
+        # The generators of diffusers' interface stand for their seeds: noise here is keyed and not drawn in turn.
         seeds = torch.tensor([each.initial_seed() for each in generators], device=self.vae.device)
         options = LatentSamplingConfig(num_inference_steps, guidance_scale, self.sampler.shift)
         drawn = sample_latents(
@@ -182,7 +186,7 @@ class MMDiTPipeline:
             seeds,
             unconditional=self._predictor(left_out(given, given), grid),
         )
-        pixels = self.vae.decode(self.vae.denormalise(as_grid(drawn, grid)))
+        pixels = self.vae.decode(self.vae.denormalise(as_grid(drawn, grid)))  # (B, 3, H, W)
         images = (pixels.clamp(-1, 1) + 1) / 2
         return Drawn(images.permute(0, 2, 3, 1).cpu().numpy())
 

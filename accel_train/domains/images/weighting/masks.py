@@ -48,10 +48,14 @@ class Masks:
         mask = self._mask(picture)
         height, width = (side // self.reduction for side in seen.target_size)
         if mask is None:
+            # A picture without a mask counts everywhere.
             shares = torch.ones(1, height, width)
         else:
+            # Cropped and flipped as its picture is. `render` gives -1 to 1.
             pixels = render(mask.convert("RGB"), seen)[:1].add(1).div(2)
+            # The share of a latent's pixels that are inside.
             shares = F.adaptive_avg_pool2d(pixels, (height, width))
+        # Linear between the two, so that soft edges of a mask stay soft.
         weights = self.config.outside + (1 - self.config.outside) * shares
         if keep:
             self._kept[key] = weights
@@ -115,6 +119,7 @@ def _file_beside(picture: Picture) -> Path | None:
         )
     path = picture.bytes.path
     found = [path.with_name(f"{path.stem}.mask{suffix}") for suffix in SUFFIXES]
+    # A mask may be of another format than its picture: JPEG has no sharp edges.
     return next((file for file in found if is_mask(file) and file.is_file()), None)
 
 
