@@ -18,6 +18,7 @@ def main() -> None:
 
 
 def _main(argv: Sequence[str]) -> int:
+    # Without the options of recipes, whose imports take a second. Completion alone asks for them.
     arguments = _parser().parse_args(argv)
     if arguments.command == "doctor":
         return _doctor(arguments)

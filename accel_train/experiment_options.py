@@ -151,6 +151,7 @@ class ExperimentConfig:
     def first_options(cls) -> list[str]:
         """Return the options that ``--help`` shows first: the recipe's own, then those of every recipe."""
         shared = option_names(ExperimentConfig)
+        # Options outside groups are few, and a recipe has them there because they matter.
         own = [name for name in option_names(cls) if "." not in name and name not in shared]
         return [*(cls.recipe.first_options or own), *FIRST_OPTIONS]
 
@@ -158,6 +159,7 @@ class ExperimentConfig:
         """List the flags of the command line that set options of ``group``."""
         flags: list[str] = []
         for option, value in flatten(to_tree(self)).items():
+            # Those of a preset are not in the command that a message repeats.
             if option.startswith(f"{group}.") and origin_of(self, option) == "command line":
                 flags.append(f"--{option} {value}")
         return flags
@@ -176,6 +178,7 @@ class ExperimentConfig:
             "global_batch_size": samples * int(os.environ.get("WORLD_SIZE", "1")),
             "micro_batch_size": samples,
             "log.log_every": 1,
+            # A trial is no run to be kept by a tracker.
             "log.trackers": [],
         }
         # A schedule of thousands of steps, or a push of some checkpoints only, has no meaning in two steps.
@@ -183,6 +186,7 @@ class ExperimentConfig:
             values |= {f"{group}.{key}": value for key, value in flatten(to_tree(defaults)).items()}
         if "output_dir" not in flags:
             values |= {"output_dir": f"{self.output_dir}-smoke", "overwrite": True, "resume": "auto"}
+        # The recipe's own last, because it knows what of it takes long.
         return values | dict(self.recipe.smoke)
 
     def run_options(self) -> RunOptions:

@@ -104,14 +104,17 @@ def _write_example(directory: Path, pipeline: Pipeline) -> None:
             arguments[name] = _encode(f"{number}.{name}", value, tensors)
         outputs: dict[str, str] = {}
         with torch.no_grad():
+            # By the library's own model: the copy in model.py is what has to agree with it.
             found = example.call(pipeline.model, description)
         for name, value in found.items():
             outputs[name] = f"{number}.output.{name}"
+            # Outputs may be views of one tensor, and a file cannot have them twice.
             tensors[outputs[name]] = value.contiguous().clone()
         function = None if example.function is None else example.function.__name__
         examples.append({"name": example.name, "function": function, "arguments": arguments, "outputs": outputs})
     save_file(tensors, directory / "example.safetensors")
     paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    # All but the list itself.
     files = [path for path in paths if path.name != "example.json"]
     proof = {
         "format": FORMAT,
@@ -146,6 +149,7 @@ def _run(script: Path) -> str:
     # -I leaves out the working directory and PYTHONPATH, and so a checkout of the library.
     command = [sys.executable, "-I", "-B", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # A fresh process, as on the machine of whoever gets the export.
     if done.returncode:
         raise ProofError(
             f"{script.parent}: verify.py of the export failed; nothing was exported:\n{done.stdout}{done.stderr}"

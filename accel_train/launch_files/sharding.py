@@ -82,6 +82,7 @@ def read_fsdp(section: Section, mesh: Section, processes: int | None) -> FsdpSet
         )
     policy = section.choice("fsdp_auto_wrap_policy", FSDP_AUTO_WRAP_POLICY, "NO_WRAP")
     layers = _transformer_layers(section, str(policy))
+    # Accelerate reads it under that policy alone, and drops it without a word under any other.
     if "fsdp_min_num_params" in section.values and policy != "SIZE_BASED_WRAP":
         raise section.refuse(
             "fsdp_min_num_params",
@@ -119,6 +120,7 @@ def _require_version_2(section: Section) -> None:
     version = section.values.get("fsdp_version", 1)
     file = shlex.quote(str(section.file))
     convert = f"`accelerate to-fsdp2 --config_file {file} --overwrite`"
+    # True would pass for 1.
     if isinstance(version, bool) or str(version) not in ("1", "2"):
         raise section.refuse("fsdp_version", "1 or 2, of which 2 is supported here", "write `fsdp_version: 2`")
     if str(version) == "1":
@@ -155,6 +157,7 @@ def _transformer_layers(section: Section, policy: str) -> tuple[str, ...]:
             f"absent unless the policy is TRANSFORMER_BASED_WRAP (here {policy})",
             "write `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`, or delete the line",
         )
+    # Split as Accelerate does: "A, B" would name a class that begins with a space.
     names = value.split(",") if isinstance(value, str) else []
     if not names or not all(name.isidentifier() for name in names):
         raise section.refuse(
@@ -178,6 +181,7 @@ def _mesh_sizes(mesh: Section, processes: int | None) -> tuple[int | None, int |
             "2 or more: FSDP has nothing to shard over otherwise",
             "delete parallelism_config to shard over all processes, or use `distributed_type: MULTI_GPU`",
         )
+    # torch would say it too, but on every process and after minutes in a queue.
     if processes is not None and replicate * shard != processes:
         key = _SHARD if _SHARD in mesh.values else _REPLICATE
         raise mesh.refuse(
@@ -293,6 +297,7 @@ def _number_or_none(section: Section, key: str) -> float | None:
     value = section.values.get(key)
     if isinstance(value, bool):
         raise section.refuse(key, "a number", "correct it, or delete it")
+    # Text is `auto`, which DeepSpeed fills in from Accelerate.
     if isinstance(value, int | float):
         return float(value)
     return None

@@ -126,6 +126,7 @@ def _refuse_ignored(config: DistributedConfig, strategy: str) -> None:
 
 
 def _ddp_handler(config: DistributedConfig) -> DistributedDataParallelKwargs:
+    # Accelerate passes it on to whatever hook is set, and other hooks take no such state.
     state: dict[str, int] = {}
     if config.comm_hook == "powersgd":
         state = {
@@ -134,6 +135,7 @@ def _ddp_handler(config: DistributedConfig) -> DistributedDataParallelKwargs:
         }
     return DistributedDataParallelKwargs(
         bucket_cap_mb=config.bucket_cap_mb or BUCKET_MIB,
+        # None is the default, which is True.
         gradient_as_bucket_view=config.gradient_as_bucket_view is not False,
         static_graph=config.static_graph,
         comm_hook=_HOOKS[config.comm_hook],
@@ -149,6 +151,7 @@ def verify_ddp(model: nn.parallel.DistributedDataParallel, asked: DistributedDat
     if asked is None:
         return "torch's own settings"
     wrapped: Any = model
+    # DDP has no public list of its hooks. Without it a hook that was not registered would go unnoticed.
     hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in wrapped._comm_hooks]
     expected_hooks = 0 if asked.comm_hook == DDPCommunicationHookType.NO else 1
     checks = (
@@ -176,6 +179,7 @@ def verify_ddp(model: nn.parallel.DistributedDataParallel, asked: DistributedDat
 def _refuse_several_buckets(model: nn.Module, asked: DistributedDataParallelKwargs) -> None:
     """Refuse powersgd on gloo with more gradients than fit into one bucket."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Gradients have the dtype of their parameters.
     gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     needed = gradient_bytes / 2**20
     if needed > asked.bucket_cap_mb:

@@ -148,6 +148,7 @@ def cached_latents(
         )
     background = list(dataset.view.background)
     cache = TensorCache(root, identity.about("latents", pixels=PIXELS, background=background), cap_bytes)
+    # A mirrored picture has a latent of its own: a VAE does not commute with flips.
     mirrors = (False, True) if dataset.view.flip else (False,)
     jobs: list[_Job] = []
     for index, sample in enumerate(dataset.samples):
@@ -188,6 +189,7 @@ def cached_texts(
     Every process calls it (three barriers), as `cached_latents`.
     """
     cache = TensorCache(root, identity.about("texts"), cap_bytes)
+    # Each once and in order: a set would give every process other shares.
     unique = dict.fromkeys(["", *texts])
     jobs = [_Job(text_key(text), repr(text[:60]), (0, 0), text) for text in unique]
 
@@ -210,6 +212,7 @@ def _fill(
     filling: Filling,
     label: str,
 ) -> None:
+    # Two samples of one picture and frame are one entry.
     by_key = {job.key: job for job in jobs}
     _leases.append(cache.lease(list(by_key)))
     missing = cache.missing(by_key)
@@ -220,6 +223,7 @@ def _fill(
         own = [by_key[key] for key in cache.missing(keys)]
         _compute_all(cache, own, compute, filling, label, sum(map(_cost, by_key.values())))
         filling.barrier()
+    # The last entries may have gone over it.
     cache.keep_within_cap()
 
 
@@ -256,6 +260,7 @@ def _batches(jobs: Sequence[_Job], batch_size: int) -> Iterator[list[_Job]]:
     by_shape: dict[Size, list[_Job]] = {}
     for job in jobs:
         by_shape.setdefault(job.shape, []).append(job)
+    # Pictures of one size only: a batch has one shape.
     for alike in by_shape.values():
         for start in range(0, len(alike), batch_size):
             yield alike[start : start + batch_size]

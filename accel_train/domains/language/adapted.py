@@ -44,6 +44,7 @@ def read_description(directory: Path) -> dict[str, Any]:
 def base_reference(directory: Path) -> Mapping[str, Any] | None:
     """Return the files of the base as the checkpoint or the export names them. None where nothing does."""
     if (directory / manifest.MANIFEST).is_file():
+        # A checkpoint: its manifest is what was verified.
         return manifest.read(directory).get("base")
     base = _described_base(directory)
     return base if "files" in base else None
@@ -80,12 +81,14 @@ def load_adapted(directory: Path, device: torch.device = CPU, *, plain: bool = F
     if embeds_base(directory):
         model = _embedded_base(directory)
         add_adapter(model, ADAPTER, directory)
+        # The base and the adapters at once: an embedded base is in the same files.
         weights.load_weights(directory, "model", model)
         if has_ema(directory):
             weights.load_weights(directory, "ema", model, required=())
         return model.eval()
     model = _referenced_base(directory)
     precision = base_precision(directory)
+    # Rounded as in training, or the adapters would correct another base.
     freeze_base(model, precision, "fp32", device)
     if plain:
         quantised.dequantise(model)
@@ -154,6 +157,7 @@ def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, referenc
             )
         recorded = base_reference(directory)
         if recorded is None or reference is None:
+            # As peft writes them. To refuse these would refuse most adapters that there are.
             logger.warning("%s: nothing says which files its base is, so it is not compared with %s", directory, owner)
         else:
             refuse_other_base(recorded, reference, directory)
@@ -166,12 +170,14 @@ def save_whole(model: nn.Module, directory: Path, precision: Precision) -> None:
     Raises ``UsageError`` for values that are out of its range.
     """
     narrow: Any = model.to(dtype_of(precision))
+    # After the cast: a weight that is finite in fp32 may be out of fp16's range.
     for name, parameter in narrow.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise UsageError(
                 f"{name}: has values that are not finite in {precision} once the adapter is merged; use another "
                 "precision, or an earlier checkpoint"
             )
+    # By it transformers and the Hub find the class.
     narrow.config.architectures = [type(narrow).__name__]
     narrow.save_pretrained(directory, max_shard_size=planning.SHARD_BYTES)
 

@@ -83,6 +83,7 @@ class DataAssets:
 
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "tokenizer.json").write_text(self.tokenizer.to_json(), "utf-8")
+        # Beside the ids in assets.json: AutoTokenizer reads masks and padding from here.
         settings = self.tokenizer.settings(self.max_length)
         (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), "utf-8")
         save_file({"mean": self.latent_mean}, directory / "latent.safetensors")
@@ -248,6 +249,7 @@ def statistics(table: LatentRows) -> tuple[Tensor, float]:
     for _, block in table.blocks():
         flat = block.double().flatten(0, 1)  # (n * L, Dz)
         count += len(flat)
+        # Sums and not means of blocks, because the last block is smaller.
         total = total + flat.sum(0)
         squares += float((flat**2).sum())
     mean = total / count
@@ -269,6 +271,7 @@ def dataset_fingerprint(texts: Sequence[str], table: LatentTable, assets: DataAs
     """
     digest = hashlib.sha256(f"{texts_hash(texts)} {assets.max_length} {assets.tokenizer.to_json()}".encode())
     if assets.encoder is not None:
+        # It tells weights, pooling and length, from which the latents follow. Millions of them need not be hashed.
         digest.update(assets.encoder.identity.encode())
     else:
         for _, block in table.blocks():
@@ -324,6 +327,7 @@ class PreparedData:
         for start, block in self.train.table.blocks():
             keys = F.normalize(self.assets.normalise(block).flatten(1), dim=1)
             cosine, index = (queries @ keys.T).max(1)
+            # Strictly above, so that the first of equal rows wins whatever the size of a block.
             nearest = torch.where(cosine > best, index + start, nearest)
             best = torch.maximum(best, cosine)
         return nearest.tolist(), best.tolist()

@@ -125,8 +125,10 @@ def apply_library_attention(
         _refuse_unable(name, parts, calls, device, dtype, compiled=compiled)
         _set(name, parts)
         if name in RESTRICTED:
+            # By identity, because modules are compared by nothing else and one may attend several times.
             for module in {id(call.module): call.module for call in calls}.values():
                 restrict_kernels(module, name)
+        # Recorded again: what was set may have reached only some of the modules.
         calls = run()
         _refuse_other_calls(name, parts, calls)
     return _proven(name, parts, calls, _references(parts, calls, run), device, dtype)
@@ -266,6 +268,7 @@ def _refuse_other_calls(name: str, parts: Parts, calls: Sequence[AttentionCall])
 def _own_example(parts: Parts) -> Example | None:
     """transformers' example of token ids, for a model that takes them."""
     library, part = parts[0]
+    # Inputs of several models, or of pictures and sound, cannot be guessed.
     if len(parts) > 1 or library != "transformers" or part.main_input_name != "input_ids":
         return None
     if "input_ids" not in inspect.signature(part.forward).parameters:
@@ -281,6 +284,7 @@ def _record(model: nn.Module, example: Example, dtype: torch.dtype) -> list[Atte
     try:
         with (
             torch.no_grad(),
+            # The example may draw inputs, and the run's own draws must not depend on the proof.
             torch.random.fork_rng(devices=[]),
             in_precision(kind, dtype),
             recorded_calls() as calls,
@@ -316,6 +320,7 @@ def _references(
 ) -> list[AttentionCall]:
     """The same calls as their library defines them."""
     if all(call.definition is not None for call in calls):
+        # No second forward is needed where each call carries its own definition.
         return [replace(call, attend=call.definition or call.attend) for call in calls]
     with _eager(parts):
         return run()
@@ -329,6 +334,7 @@ def _proven(
     device: torch.device,
     dtype: torch.dtype,
 ) -> LibraryAttention:
+    # Call by call: results can only be compared where both attend to the same.
     if [call.inputs[0].shape for call in calls] != [call.inputs[0].shape for call in references]:
         return _unproven(name, parts, "with eager it attends to other shapes")
     chosen = _described(name, calls)

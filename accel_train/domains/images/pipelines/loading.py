@@ -126,6 +126,7 @@ class DiffusersBase:
         library, class_name = _index(self.directory)[component]
         kind: Any = getattr(import_module(library), class_name)
         folder = self.directory / component
+        # Where parameters are counted before anything is read. from_pretrained would read the weights for it.
         if torch.get_default_device().type == "meta":
             if library == "diffusers":
                 return kind.from_config(kind.load_config(folder)).train()
@@ -295,6 +296,7 @@ def find_base(config: BaseConfig) -> Base:
         revision = path.name
     index = _index(path, config.source)
     family = _family(index, config.source)
+    # diffusers would import such a class from the repository, and run its code.
     strangers = {name: kind for name, kind in index.items() if _is_strange(kind)}
     if strangers:
         name, kind = next(iter(strangers.items()))
