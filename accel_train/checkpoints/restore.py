@@ -56,6 +56,7 @@ def _load_into(
     elsewhere: set[str] = set()
     if "base" in described:
         pretrained_base.refuse_other_base(described["base"], base, directory)
+        # They came with the base, which was just compared by its hashes.
         elsewhere = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     required = {name for name, _ in model.named_parameters()} - elsewhere
     weights.load_weights(directory, "model", model, required=required.union(buffers))
@@ -71,6 +72,7 @@ def restore(run: Run, accelerator: Accelerator, shards: Shards, ema: Ema | None)
         return 0
     with run.loading(last=True):
         _restore(checkpoint, accelerator, shards, ema)
+    # After the load, which has succeeded on any layout: what is left are notices.
     _compare_layouts(checkpoint, accelerator, run.saved["experiment"])
     return checkpoint.step
 

@@ -39,9 +39,11 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     x = matrix.to(dtype)
     if tall:  # the gram matrix has the size of the shorter side
         x = x.T
+    # The iteration converges for singular values up to 1, and the Frobenius norm bounds the largest.
     x = x / x.norm().clamp(min=EPS)
     for _ in range(STEPS):
-        gram = x @ x.T
+        gram = x @ x.T  # (m, m), m the shorter side
+        # a x + b x x^T x + c (x x^T)^2 x, with two products that are fused with their sums.
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, polynomial, x, beta=a)
     return x.T if tall else x
@@ -107,6 +109,7 @@ class MuonAdamW(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         gradient = _local(parameter.grad)
         buffer = _local(state["momentum_buffer"])
+        # A shard needs no other rank: the momentum is taken value by value.
         buffer.lerp_(gradient, 1 - group["momentum"])
         return _Matrix(parameter, gradient, buffer, group)
 
@@ -134,6 +137,7 @@ class _Matrix:
         """Decay, then step along this rank's shard of the orthogonal factor."""
         group = self.group
         local = _local(self.parameter)
+        # Decoupled, before the step, as torch's AdamW does.
         local.mul_(1 - group["lr"] * group["weight_decay"])
         ratio = learning_rate_ratio(group["adjust_lr_fn"], self.parameter.shape)
         local.add_(orthogonal, alpha=-group["lr"] * ratio)
@@ -183,6 +187,7 @@ class _Round:
                 results.append(empty)
         waits: list[Any] = []
         for owner, result in enumerate(results):
+            # All at once, so that small matrices do not wait for each other's latency.
             wait = dist.broadcast(result, owner, async_op=True)
             waits.append(wait)
         for wait in waits:
@@ -201,6 +206,7 @@ class _Round:
         if owns_matrix:
             rows, columns = self.matrices[self.rank].parameter.shape
         received = [n * columns for n in _rows_of_ranks(rows, self.world)]
+        # One exchange for the whole round instead of one for each matrix.
         outgoing = torch.cat([piece.flatten() for piece in pieces])
         whole = self._exchange(outgoing, sent, received)
         dtype = self.matrices[0].dtype  # the same for all of them, see `_by_mesh`

@@ -85,6 +85,7 @@ class Buckets:
         def order(size: Size) -> tuple[float, int]:
             # A cover scaled to one side loses exp(-|difference|) of the other.
             loss = abs(math.log(original[1] / original[0]) - math.log(size[1] / size[0]))
+            # Rounded, or the last bit of a logarithm would decide between a bucket and its mirror image.
             return round(loss, 9), -math.prod(size)
 
         return min(self.sizes(resolution), key=order)
@@ -98,6 +99,7 @@ class Buckets:
 @lru_cache(maxsize=64)
 def _sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, ...]:
     area = resolution * resolution
+    # At the largest ratio and the full area, the longer side is the root of both.
     longest = int(resolution * math.sqrt(max_aspect))
     found: set[Size] = set()
     for side in range(step, longest + 1, step):
@@ -117,7 +119,9 @@ def frame(original: Size, target: Size, *, place: tuple[float, float] = CENTRE, 
 
     `place` in [0, 1] tells where the target lies in the scaled picture, from top to bottom and from left to right.
     """
+    # The larger of the two, because the picture has to cover the target.
     scale = max(target[0] / original[0], target[1] / original[1])
+    # Rounding may fall a pixel short of the target.
     scaled = (max(target[0], round(original[0] * scale)), max(target[1], round(original[1] * scale)))
     top = round(place[0] * (scaled[0] - target[0]))
     left = round(place[1] * (scaled[1] - target[1]))
@@ -149,6 +153,7 @@ def render(image: Image.Image, seen: Frame) -> Tensor:
 def to_tensor(image: Image.Image) -> Tensor:
     """Return an RGB image as (3, H, W) float32 from -1 to 1."""
     pixels = torch.from_numpy(np.array(image, np.uint8))  # (H, W, 3)
+    # 0 and 255 are -1 and 1 exactly, as VAEs are trained.
     return pixels.permute(2, 0, 1).float().div_(127.5).sub_(1.0).contiguous()
 
 

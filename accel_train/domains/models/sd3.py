@@ -59,7 +59,7 @@ class Conditioning(nn.Module):
     def forward(self, time: Tensor, pooled: Tensor) -> Tensor:
         half = TIME_FEATURES // 2
         frequencies = torch.exp(-math.log(MAX_PERIOD) * torch.arange(half, device=time.device) / half)
-        angles = time[:, None].float() * frequencies
+        angles = time[:, None].float() * frequencies  # (B, TIME_FEATURES / 2)
         features = torch.cat([angles.cos(), angles.sin()], dim=-1)
         return self.time(features.to(pooled.dtype)) + self.text(pooled)
 
@@ -76,6 +76,7 @@ class SD3(nn.Module):
         self.config = config
         self.patches = nn.Conv2d(config.channels, width, config.patch, config.patch)
         whole = (config.max_side, config.max_side)
+        # Not in the weights, because they follow from the shape.
         self.register_buffer("positions", sincos_2d(width, whole, config.base_side), persistent=False)
         self.context = nn.Linear(config.text_width, width)
         self.conditioning = Conditioning(width, config.pooled_width)
@@ -92,14 +93,15 @@ class SD3(nn.Module):
         image = self.patches(latents)  # (B, D, h, w)
         height, width = image.shape[-2:]
         image = image.flatten(2).transpose(1, 2).contiguous()  # (B, h w, D)
+        # Positions may be wider than the weights, and then the sum is as well.
         image = (image + self._positions(height, width)).to(image.dtype)
         conditioning = nn.functional.silu(self.conditioning(time, pooled)).to(image.dtype)
-        tokens = [image, self.context(text)]
+        tokens = [image, self.context(text)]  # (B, h w, D) and (B, n, D)
         for block in self.blocks:
             tokens = block(tokens, conditioning, None)
         scale, shift = self.modulation(conditioning).chunk(2, dim=1)
         image = self.out(self.norm(tokens[0]) * (1 + scale)[:, None] + shift[:, None])
-        image = image.unflatten(-1, (patch, patch, -1)).unflatten(1, (height, width))
+        image = image.unflatten(-1, (patch, patch, -1)).unflatten(1, (height, width))  # (B, h, w, p, p, C)
         return torch.einsum("nhwpqc->nchpwq", image).flatten(4, 5).flatten(2, 3)
 
     def _positions(self, height: int, width: int) -> Tensor:
@@ -191,6 +193,7 @@ def _block(block: dict[str, Tensor], last: bool) -> dict[str, Tensor]:
         # diffusers has scale before shift here.
         found[f"1.modulation.linear.{kind}"] = modulation.roll(len(modulation) // 2, 0)
         found[f"1.qkv.{kind}"] = torch.cat([block.pop(f"{key}.{kind}"), block.pop(f"{value}.{kind}")])
+        # Not in every file, and read by nothing.
         block.pop(f"{query}.{kind}", None)
     _, key_norm = NORMS["text"]
     block.pop("attn.norm_added_q.weight", None)
@@ -205,6 +208,7 @@ def _stream(block: dict[str, Tensor], prefix: str, layers: Mapping[str, str], st
         for ours, theirs in layers.items():
             found[f"{prefix}{ours}.{kind}"] = block.pop(f"{theirs}.{kind}")
         parts = [block.pop(f"{name}.{kind}") for name in QKV[stream]]
+        # One product for the three of them.
         found[f"{prefix}qkv.{kind}"] = torch.cat(parts)
     for ours, theirs in zip(("q_norm", "k_norm"), NORMS[stream], strict=True):
         if f"{theirs}.weight" in block:

@@ -47,6 +47,7 @@ class ResidualSize(nn.Module):
         self.deviation = nn.Parameter(torch.zeros(sum(channels)))
 
     def forward(self, task: int) -> Tensor:
+        # One parameter for all tasks, so that every forward reaches it.
         first = sum(self.channels[:task])
         deviation = self.deviation[first : first + self.channels[task]].float()
         return LOG_SIZE_START + LOG_SIZE_RATE * deviation
@@ -90,8 +91,8 @@ class FieldResidual(nn.Module):
 
     def forward(self, fields: ResidualGuess, conditioning: Tensor, task: int) -> Tensor:
         """Correct a guess. conditioning (B, width) is before SiLU. Fields may have any number of whole tokens."""
-        given = torch.cat((fields.guess, fields.prediction, fields.input), dim=1)
-        x = self.encoders[task](given)
+        given = torch.cat((fields.guess, fields.prediction, fields.input), dim=1)  # (B, 2 C' + C, H, W)
+        x = self.encoders[task](given)  # (B, N, D)
         conditioning = F.silu(self.time(fields.time) + conditioning).to(x.dtype)
         for block in self.blocks:
             x = block(x, conditioning, None)
@@ -101,8 +102,8 @@ class FieldResidual(nn.Module):
         rows = fields.guess.shape[2] // p
         points = points.unflatten(2, (-1, p, q))
         points = points.unflatten(1, (rows, -1))  # (B, rows, columns, C', p, q)
-        points = points.permute(0, 3, 1, 4, 2, 5)
-        return points.flatten(4).flatten(2, 3)
+        points = points.permute(0, 3, 1, 4, 2, 5)  # (B, C', rows, p, columns, q)
+        return points.flatten(4).flatten(2, 3)  # (B, C', H, W)
 
     def idle(self, ran: int | None, like: Tensor) -> Iterator[Tensor]:
         """Run the modules left idle by task `ran` on a few zeros and yield their outputs. None: all were idle."""

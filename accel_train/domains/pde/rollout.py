@@ -60,6 +60,7 @@ def conditioned_rollout(
                 for _ in range(min(config.horizon, steps - number) - 1):
                     ahead.append(step(ahead[-1]))
                 scores.append(score(state, torch.stack(ahead, dim=1)).float())
+                # Only the candidate is kept. The steps ahead of it were taken for its score.
                 longer.append(torch.cat((path, candidate[:, None]), dim=1))
         paths = _best(longer, torch.stack(scores), config.beam)
     return paths[0][:, 1:]
@@ -67,9 +68,10 @@ def conditioned_rollout(
 
 def _best(paths: list[Tensor], scores: Tensor, beam: int) -> list[Tensor]:
     """Select the `beam` paths of each sample with the lowest scores (paths, B), best first. NaN is the worst."""
+    # A diverged candidate must not win, and NaN is sorted differently by different devices.
     scores = scores.nan_to_num(nan=torch.inf)
     order = scores.argsort(dim=0, stable=True)[:beam]  # (beam, B)
-    stacked = torch.stack(paths)
+    stacked = torch.stack(paths)  # (paths, B, steps, C, H, W)
     rows = torch.arange(scores.shape[1], device=scores.device)
     return [stacked[chosen, rows] for chosen in order]
 
@@ -104,6 +106,7 @@ def perturbed(step: Step, scale: float, seed: int, sample: Tensor) -> Proposal:
         # A stream for each scale: with one for all, the candidates would be multiples of the same noise.
         keys = rng.sample_keys(seed, f"rollout/{scale!r}", number, sample)
         noise = rng.normal(keys, state.shape[1:])
+        # Of each sample, because fields of one batch may differ in size.
         mean_square = state.float().square().flatten(1).mean(1)
         root_mean_square = mean_square.sqrt()[:, None, None, None]
         perturbation = scale * root_mean_square * noise

@@ -86,6 +86,7 @@ class PdeModelConfig:
     trained from `objective.residual_from` on. 0: none."""
 
     def __post_init__(self) -> None:
+        # 1 instead of 0: more heads than channels is refused below, and not by a division.
         head, group = max(1, self.head_width), self.group
         faults = (
             (
@@ -179,6 +180,7 @@ class PdeTransformerConfig:
     def attention_needs(self, device: torch.device, precision: Precision, batch: int) -> AttentionNeeds:
         """Describe the operator's attention for the largest task, to choose a kernel."""
         model = self.model
+        # A kernel is chosen once, for the task that needs it most.
         tokens = max(math.prod(self.grid(task).cells) for task in self.tasks)
         head = model.head_width
         heads = model.group // head

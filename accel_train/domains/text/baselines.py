@@ -93,6 +93,7 @@ def _training_rows(total: int) -> Tensor:
 def _feature_columns(counts: Tensor) -> Tensor:
     """Map each token to a column: (V,) counts -> (V,) int64. The rarest tokens share the last one."""
     features = min(MAX_FEATURES, int((counts > 0).sum()))
+    # Stable: among tokens that are equally frequent the order must not depend on the machine.
     kept = counts.argsort(descending=True, stable=True)[:features]
     columns = torch.full((len(counts),), features)
     columns[kept] = torch.arange(features)
@@ -107,7 +108,7 @@ def fits_log_linear(train: Rows, vocabulary_size: int) -> bool:
 def bags(tokens: Tensor, maskable: Tensor, columns: Tensor) -> Tensor:
     """Count the tokens of each text and append 1: (B, S) -> (B, F + 1) float32."""
     features = int(columns.max())
-    bag = torch.zeros(len(tokens), features + 1)
+    bag = torch.zeros(len(tokens), features + 1)  # (B, F + 1)
     bag.scatter_add_(1, columns[tokens], maskable.float())
     # Uncounted tokens fell into the last column, so the constant is written over them.
     bag[:, features] = 1.0
@@ -117,6 +118,7 @@ def bags(tokens: Tensor, maskable: Tensor, columns: Tensor) -> Tensor:
 def _fit_linear(train: Rows, rows: Tensor, columns: Tensor) -> Tensor:
     """Solve the normal equations in about N F^2 + 2 F^3 operations. Counts are exact in fp32, the solution is fp64."""
     validation = len(rows) // 8
+    # The moments of both parts are kept, so that the last fit on all rows reads nothing again.
     gram, cross = _moments(train, rows[validation:], columns)
     validation_gram, validation_cross = _moments(train, rows[:validation], columns)
 
@@ -146,6 +148,7 @@ def _moments(train: Rows, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor
 
 
 def _solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
+    # Positive definite by the ridge, so that Cholesky is possible, at half the cost of a general solver.
     damped = gram + ridge * torch.eye(len(gram), dtype=gram.dtype)
     return torch.cholesky_solve(cross, torch.linalg.cholesky(damped))
 
@@ -156,6 +159,7 @@ def _fit_log_linear(train: Rows, rows: Tensor, unigram: Tensor) -> Tensor:
     Adam is written out because the gradient is known in closed form. The learning rate decays linearly to 0.
     """
     width = train.batch([0])["latent"].numel() + 1
+    # Zero: the fit starts as the unigram distribution, whatever the latent.
     weights = torch.zeros(width, len(unigram))
     # The weights of the appended 1.
     weights[-1] = unigram
@@ -180,7 +184,7 @@ def _log_linear_gradient(weights: Tensor, batch: Batch) -> Tensor:
     maskable = batch["maskable"].float()
     # For the sum over a text's tokens, the gradient of the logits is tokens * probabilities - counts.
     probabilities = F.softmax(latents @ weights, dim=-1)
-    error = maskable.sum(1, keepdim=True) * probabilities
+    error = maskable.sum(1, keepdim=True) * probabilities  # (B, V)
     error.scatter_add_(1, batch["tokens"], -maskable)
     return latents.T @ error / maskable.sum().clamp(min=1)
 

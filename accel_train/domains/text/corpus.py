@@ -79,6 +79,7 @@ def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, w
         if reason:
             bad.add(place, reason)
             continue
+        # Space at the ends of a text is a habit of files, and no word of it.
         texts.append(row[text_column].strip())
         if with_references:
             references.append((row["shard"], row["idx"]))
@@ -99,6 +100,7 @@ def _rows(
         return itertools.chain.from_iterable(json_rows(_lines(file, bad), bad) for file in files)
     if path == "demo":
         return _text_rows(DEMO_FILE, text_column, bad)
+    # Asked before the path is, because an id of the Hub looks like a relative one.
     if is_hub_id(path, NO_ID):
         return dataset_rows(hub_dataset(path, split), path, text_column)
     source = resolve_path("--data.path", path)
@@ -147,6 +149,7 @@ def _line_files(source: Path) -> list[Path]:
         )
     files = [source]
     if source.is_dir():
+        # Sorted: the index of a sample must be the same on every machine.
         files = sorted(file for file in source.iterdir() if file.suffix in LINE_FILES and file.is_file())
     if not files or files[0].suffix not in LINE_FILES:
         raise UsageError(
@@ -245,6 +248,7 @@ def dataset_rows(dataset: Any, name: str, text_column: str) -> Iterator[tuple[st
 
 def _dataset_texts(dataset: Any, name: str, text_column: str) -> Iterator[tuple[str, dict[str, Any]]]:
     index = 0
+    # In batches, because `datasets` is slow row by row.
     for batch in dataset.iter(batch_size=1000):
         for text in batch[text_column]:
             yield f"sample {index} of {name}", {text_column: text}
@@ -263,6 +267,7 @@ def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]
     seen: set[bytes] = set()
     for index, text in enumerate(corpus.texts):
         key = content_key(text)
+        # Ready-made latents belong to rows, and equal texts may have different ones.
         if key in seen and not corpus.references:
             continue
         seen.add(key)

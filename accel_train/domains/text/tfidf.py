@@ -55,6 +55,7 @@ class TfidfSvdEncoder:
             starts = indptr[:-1][filled]
             latents[filled] = np.add.reduceat(products, starts, axis=0)
         if self.normalise:
+            # A text without a known word stays zeros, and must not become NaN.
             lengths = np.linalg.norm(latents, axis=1, keepdims=True)
             latents /= np.maximum(lengths, 1e-12)
         return latents.astype(np.float32)

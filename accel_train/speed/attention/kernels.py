@@ -48,6 +48,7 @@ class Attention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
         """(B, H, N, D) three times and a mask of `self.mask` -> (B, H, N, D). Also takes a `key_mask`, at the cost of
         preparing it in each call."""
+        # Two axes are a key mask that nobody has prepared. Prepared masks have others, or are no tensors.
         if isinstance(mask, Tensor) and mask.dim() == 2:
             mask = self.mask(mask)
         return self.kernel(q, k, v, mask)
@@ -122,9 +123,10 @@ def pack_mask(key_mask: Tensor) -> Packing:
     """(B, N) bool -> Packing. The keys of a row keep their order."""
     rows, length = key_mask.shape
     first = torch.arange(0, rows * length, length, device=key_mask.device)[:, None]  # (B, 1)
+    # Stable, so that keys and padding each keep their order.
     order = key_mask.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)  # (B, N)
     inverse = order.argsort(dim=-1)
-    keys = key_mask.sum(dim=-1)
+    keys = key_mask.sum(dim=-1)  # (B,)
     lengths = torch.stack((keys, length - keys), dim=-1).flatten()  # (2 B,)
     boundaries = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     return Packing((order + first).flatten(), (inverse + first).flatten(), boundaries)
@@ -157,7 +159,7 @@ def _packed(
     rows = q.shape[0]
     longest = q.shape[2]
     ends = mask.boundaries
-    q, k, v = (pack(x, mask) for x in (q, k, v))
+    q, k, v = (pack(x, mask) for x in (q, k, v))  # (B * N, H, D) each
     attended = variable(q, k, v, ends, ends, longest, longest)
     return unpack(attended, mask, rows)
 
@@ -177,6 +179,7 @@ def _flash_dense(
 
 
 def _build_flash(name: str) -> Attention:
+    # By name: it cannot be installed without a GPU, and type checkers would miss it.
     module = importlib.import_module("flash_attn")
     return Attention(name, flash_attention(module, torch.are_deterministic_algorithms_enabled()), pack_mask)
 
@@ -262,6 +265,7 @@ def flex_mask(key_mask: Tensor) -> Any:
     def may_attend(b: Tensor, _h: Tensor, _q: Tensor, k: Tensor) -> Tensor:
         return key_mask[b, k]
 
+    # None: one mask for all heads.
     return create_block_mask(may_attend, rows, None, length, length, device=key_mask.device)
 
 
