@@ -88,6 +88,7 @@ def _about(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / tensor_cache.ABOUT).read_text("utf-8"))
     except (OSError, ValueError):
+        # A missing or damaged description hides no entries: they are listed with kind "?".
         return {}
 
 
@@ -110,6 +111,7 @@ def _clear(root: Path, unused_days: float) -> int:
     before = time.time() - unused_days * DAY_SECONDS
     deleted, in_use = tensor_cache.clear(root, before)
     for folder in root.glob("*"):
+        # Leases of live runs have a folder without entries, which must stay.
         if folder.is_dir() and folder.name != tensor_cache.LEASES and not any(folder.glob("??/*")):
             shutil.rmtree(folder, ignore_errors=True)
     print(f"{len(deleted):,} entries deleted, {sum(entry.size for entry in deleted) / 2**30:.2f} GiB")

@@ -62,10 +62,8 @@ def export(
     # Beside the target, because a rename must not cross file systems.
     temporary = target.with_name(f".tmp-export-{target.name}-{os.getpid()}")
     is_adapter = lora.CONFIG_FILE in found.manifest["files"]
-    if merged and not is_adapter:
-        raise UsageError(f"{found.path}: holds no adapters, so there is nothing to merge; leave --merged out")
-    if merged and not hasattr(loading.pipeline_of(found.path), "write_merged"):
-        raise UsageError(f"{found.path}: its recipe merges no adapters; leave --merged out, and merge them with peft")
+    if merged:
+        _refuse_unmergeable(found, is_adapter)
     with temporary_directory(temporary):
         if merged:
             _write_merged(found, temporary, tensors, precision)
@@ -77,6 +75,7 @@ def export(
             _copy_extras(found, temporary)
         atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
         lines = _write_for_others(temporary)
+        # Proven under the temporary name: an export that fails its proof never appears.
         has_pipeline = (temporary / "config.json").is_file()
         proof = _prove(temporary) if has_pipeline or not is_adapter else _prove_adapter(found, temporary)
         _flush(temporary)
@@ -95,6 +94,15 @@ def export(
     for line in [*lines, proof]:
         print(line)
     return 0
+
+
+def _refuse_unmergeable(checkpoint: Checkpoint, is_adapter: bool) -> None:
+    if not is_adapter:
+        raise UsageError(f"{checkpoint.path}: holds no adapters, so there is nothing to merge; leave --merged out")
+    if not hasattr(loading.pipeline_of(checkpoint.path), "write_merged"):
+        raise UsageError(
+            f"{checkpoint.path}: its recipe merges no adapters; leave --merged out, and merge them with peft"
+        )
 
 
 def _write_merged(
@@ -130,6 +138,7 @@ def _describe_base(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
 def _prove_adapter(checkpoint: Checkpoint, directory: Path) -> str:
     """Write the base and the sha256 of every file into the description of adapters, and return a line for the user."""
     described = _describe_base(checkpoint, directory)
+    # The description cannot hold its own hash.
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != ADAPTER_DESCRIPTION]
     hashes = {path.relative_to(directory).as_posix(): commit.hash_file(path) for path in files}
     atomic_files.write_json(directory / ADAPTER_DESCRIPTION, described | {"files": hashes})

@@ -52,6 +52,7 @@ class NoiseLevels:
 
     def level(self, time: Tensor) -> Tensor:
         """Return the level floor(N t) of times in [0, 1], int64 in their shape."""
+        # Time 1 falls into the last level, since there is no level N.
         return (time.double() * len(self)).long().clamp_(max=len(self) - 1)
 
     def add_noise(self, latents: Tensor, noise: Tensor, level: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ class NoiseLevels:
         return (self.a[level] / self.b[level]).square()
 
     def _factors(self, latents: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-        shape = (-1, *[1] * (latents.dim() - 1))
+        shape = (-1, *[1] * (latents.dim() - 1))  # (B, 1, ..., 1)
         return self.a[level].view(shape), self.b[level].view(shape)
 
 
@@ -88,6 +89,7 @@ def ddpm_levels(alphas_cumprod: Tensor, prediction: Prediction) -> NoiseLevels:
 
 def flow_levels(sigmas: Tensor, timesteps: Tensor) -> NoiseLevels:
     """Return the levels of rectified flow with ``sigmas`` (N,) in (0, 1] in any order."""
+    # Levels ascend in noise, whichever way a scheduler lists its sigmas.
     order = sigmas.argsort()
     ascending = sigmas[order].float()
     return NoiseLevels(1 - ascending, ascending, timesteps[order].float(), "flow")

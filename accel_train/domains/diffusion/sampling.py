@@ -114,8 +114,10 @@ def sample_latents(
         if config.guidance != 1 and unconditional is not None:
             unconditional_x0 = predicted_x0(unconditional(x, time).float(), x, time, diffusion)
             x0 = guided(x0, unconditional_x0, config.guidance)
+        # All rows share the time, so one pair of factors serves the batch.
         a, b = coefficients(time[0], diffusion)
         next_a, next_b = coefficients(next_time[0], diffusion)
+        # Here b is above 0: only next_time reaches 0.
         noise = (x - a * x0) / b
         x = next_a * x0 + next_b * noise
     return x
@@ -129,6 +131,7 @@ def _draw_tokens(
 ) -> Tensor:
     """Draw one token per row of logits (N, V), never MASK."""
     logits[:, mask_id] = MASK_LOGIT
+    # The limit of a low temperature, where the division below would give NaN.
     if temperature == 0:
         return logits.argmax(-1)
     probabilities = (logits / temperature).softmax(-1, dtype=torch.float64)

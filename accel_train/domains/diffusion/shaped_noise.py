@@ -37,7 +37,7 @@ def shaped_noise(
     ``iterations`` above 0 add upsampled noise of as many coarser resolutions, each ``discount`` times weaker, and
     divide by the standard deviation of each sample (Whitaker 2023, "Multi-resolution noise").
     """
-    noise = key.normal("noise", shape)
+    noise = key.normal("noise", shape)  # (B, C, H, W)
     if offset > 0:
         noise = noise + offset * key.normal("offset", (shape[0], 1, 1))
     if iterations > 0:
@@ -53,10 +53,12 @@ def _with_coarser(noise: Tensor, key: NoiseKey, iterations: int, discount: float
         factor = (COARSEST_FACTOR + COARSEST_FACTOR * draw) ** number
         rows = max(1, int(height / factor))
         columns = max(1, int(width / factor))
-        coarse = key.normal(f"coarse{number}", (channels, rows, columns))
+        coarse = key.normal(f"coarse{number}", (channels, rows, columns))  # (B, C, rows, columns)
         noise = noise + discount**number * F.interpolate(coarse, size=(height, width), mode="bilinear")
+        # A level that is one value high or wide has no coarser one.
         if rows == 1 or columns == 1:
             break
+    # Each level added variance, but a noise level assumes that of its noise is 1.
     return noise / noise.flatten(1).std(1).view(-1, 1, 1, 1)
 
 

@@ -34,6 +34,7 @@ def write_pictures(
     """
     from PIL import Image
 
+    # A latent token is a square patch: D = patch * patch * channels.
     patch = round((latents.shape[2] / CHANNELS) ** 0.5)
     folder = expand_path(output or FOLDER)
     folder.mkdir(parents=True, exist_ok=True)

@@ -79,6 +79,7 @@ def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float, rows: 
         rows = torch.arange(len(table))
     step = -(-len(rows) // MOST_ROWS)
     rows = rows[::step]
+    # The range is that of all texts, so it is taken before the sample.
     shortest, longest = int(lengths.min()), int(lengths.max())
     lengths = lengths[::step]
     blocks: list[Tensor] = []
@@ -86,12 +87,15 @@ def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float, rows: 
         normalised = (table.rows(block) - mean) / std
         blocks.append(_features(normalised))
     x = torch.cat(blocks)  # (n, Dz + 1)
+    # In logarithms, so that every estimate is a positive length.
     y = lengths.double().log()
     centre = x.mean(0)
     bias = float(y.mean())
+    # Centred, so that the penalty does not shrink the bias.
     x = x - centre
     gram = x.T @ x
     size = float(gram.diagonal().mean())
+    # The 1e-9 keeps the system solvable where all features are constant.
     gram.diagonal().add_(x.shape[1] * size / len(x) + 1e-9)
     weights = torch.linalg.solve(gram, x.T @ (y - bias))
     found = (x @ weights + bias).exp()
@@ -102,5 +106,5 @@ def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float, rows: 
 def _features(latents: Tensor) -> Tensor:
     """Return the mean over the latent tokens and the root mean square: (B, L, Dz) -> (B, Dz + 1) float64."""
     values = latents.double().cpu()
-    size = values.square().mean(dim=(1, 2)).sqrt()
+    size = values.square().mean(dim=(1, 2)).sqrt()  # (B,)
     return torch.cat((values.mean(1), size[:, None]), dim=1)

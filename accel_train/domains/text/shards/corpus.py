@@ -248,6 +248,7 @@ def _scan_block(table: ShardedTable, rules: SplitRules, number: int) -> _Scanned
             ids[row] = text_id(text)
             keys[row] = word_key(text)
             characters += len(text)
+        # A blank line has the fault "": it is no text, and not a bad row either.
         elif fault:
             faults.append((row, fault))
     return _ScannedBlock(ids, keys, ids != 0, short, characters, faults)
@@ -314,9 +315,11 @@ def _choose_sides(keys_file: Path, usable: NDArray[np.bool_], rules: SplitRules)
     """Return the side of each row, and the first held-out rows by hash. Of equal texts the first is kept."""
     sides = np.zeros(len(usable), np.uint8)
     keys: Any = np.zeros(0, np.uint64)
+    # An empty file cannot be mapped.
     if len(usable):
         keys = np.memmap(keys_file, np.uint64, "r")
     partitions = max(1, math.ceil(len(usable) / ROWS_PER_PARTITION))
+    # Hashes are uniform, so this share of the distinct texts lies below the threshold.
     threshold = np.uint64(math.ceil(rules.fraction * 2**64))
     excluded = np.array(rules.heldout_keys, np.uint64)
     heldout_keys = np.zeros(0, np.uint64)
