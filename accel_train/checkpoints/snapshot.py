@@ -154,6 +154,7 @@ class Snapshot:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._whole[first:end].copy_(clone[first - base :], non_blocking=True)
+        # Kept until then: the allocator would give its memory to the next step.
         self._clones.append(clone)
 
     def _exchange(self, bucket: Sequence[TensorSlot]) -> None:
@@ -214,6 +215,7 @@ def _buckets(tensors: Sequence[TensorSlot]) -> Iterator[list[TensorSlot]]:
     bucket: list[TensorSlot] = []
     filled = 0
     for slot in tensors:
+        # An empty bucket takes any tensor, however large.
         if bucket and filled + slot.bytes > BUCKET_BYTES:
             yield bucket
             bucket = []

@@ -70,10 +70,12 @@ def window_of(runs: Sequence[Run]) -> Window:
     If no common line follows the first quarter, the last one before the end is the start.
     """
     logged = [{int(line["step"]) for line in run.lines} for run in runs]
+    # Only steps that every run has logged can be compared: a variant may log at other steps.
     common = sorted(set.intersection(*logged))
     last = common[-1] if common else 0
     warmup = math.ceil(WARMUP_SHARE * last)
     earlier = [p for p in common if p < last] or [0]
+    # Compilation, warm caches and growing buffers are behind the first quarter.
     first = next((p for p in earlier if p >= warmup), earlier[-1])
     if first == 0:
         # No common line before the last: the whole run is measured.
@@ -120,6 +122,7 @@ def run_metrics(run: Run, window: Window, equal_seconds: float) -> dict[str, flo
     for name in ("data_wait_fraction", "mfu"):
         column = _column(measured, name)
         if column:
+            # A median, because one save or one evaluation in an interval would move a mean.
             values[name] = median(column)
     # Over the whole run, because the warm-up must fit into memory too.
     for name in ("memory_peak_gib", "process_rss_gib"):
@@ -142,6 +145,7 @@ def _step_times(run: Run, lines: Mapping[int, Line], window: Window) -> dict[str
         total = training_seconds(run.lines)
         step_seconds = (total[window.last] - total[window.first]) / steps
         values["step_seconds"] = step_seconds
+        # From the log and not the options: a recipe may derive it.
         batch = lines[window.last].get("global_batch_size")
         if batch is not None:
             values["samples_per_second"] = ratio(float(batch), step_seconds)
@@ -188,6 +192,7 @@ def observations(rounds: Sequence[Sequence[Run]], window: Window) -> list[Observ
     per_round: list[list[dict[str, float]]] = []
     for runs in rounds:
         last_lines = [run.lines[-1] for run in runs]
+        # The fastest run's end: beyond it there is no loss of that run to compare with.
         equal_seconds = min(float(line.get("elapsed_seconds", 0.0)) for line in last_lines)
         per_round.append([run_metrics(run, window, equal_seconds) for run in runs])
     every_run = [metrics for of_round in per_round for metrics in of_round]

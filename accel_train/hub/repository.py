@@ -54,8 +54,10 @@ def push_checkpoint(path: Path, entry: Entry, run: Path) -> dict[str, str]:
     """
     manifest, _ = pushed_manifest(path, entry.include_state)
     place = _Place(hub_api(), entry, _digest(manifest))
+    # Asked before anything is uploaded: after a lost answer there is nothing left to do.
     oid = place.find(place.main)
     if oid is None:
+        # The step may have been committed on a branch of its own before the answer was lost.
         branch, commits = place.branch()
         oid = place.find(commits)
         if oid is None:
@@ -114,6 +116,7 @@ class _Place:
         A step older than the newest on main gets a branch of its own, because main never goes back.
         """
         newest = next((match for match in map(_parse_title, self.main) if match), None)
+        # Another run on main is followed, not replaced: its commits stay in the history.
         if newest is None or newest["run"] != self.entry.run_id or int(newest["step"]) <= self.entry.step:
             return None, self.main
         branches, tags = self._targets()
@@ -235,6 +238,7 @@ def _operations(
     texts["README.md"] = build_card(checkpoint, texts, card, _description(checkpoint)).encode()
     adds += [CommitOperationAdd(name, content) for name, content in texts.items()]
     added = {add.path_in_repo for add in adds}
+    # A model that was pushed in two files and now has one would otherwise be both.
     obsolete = [name for name in existing if OURS.fullmatch(name) and name not in added]
     return [*adds, *(CommitOperationDelete(name) for name in obsolete)]
 
@@ -244,6 +248,7 @@ def _files_of_run(run: Path) -> list[str]:
 
     They change over time, so the manifest does not list them.
     """
+    # Hidden names are those of files that are being written.
     report = [path for path in sorted((run / REPORT).rglob("*")) if not path.name.startswith(".")]
     return [str(path.relative_to(run)) for path in (run / CONFIG_FILE, *report) if path.is_file()]
 
@@ -271,6 +276,7 @@ def _command(run: Path) -> str | None:
         with (run / METRICS_FILE).open(encoding="utf-8") as lines:
             for line in lines:
                 if line.startswith('{"event": "environment"'):
+                    # No break: each start writes a line, and the last one counts.
                     command = json.loads(line).get("command")
     except (OSError, ValueError):
         return None

@@ -40,6 +40,7 @@ def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpoin
         key = (type(module), name)
         if key not in functions:
             functions[key] = _checkpointed(getattr(type(module), name), config.mode)
+        # On the instance: other models of the class in this process stay as they are.
         setattr(module, name, types.MethodType(functions[key], module))
     count = f"{len(chosen)} of {len(blocks)} blocks ({type(blocks[0]).__name__})"
     return f"activation checkpointing: {config.mode}, {count}"
@@ -63,6 +64,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     module_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     lists = [modules for modules in module_lists if _has_one_class(modules)]
     if lists:
+        # Heads and embeddings may be lists too, and are the smaller ones.
         largest = max(lists, key=_count_parameters)
         return list(largest)
     raise UsageError(
@@ -75,6 +77,7 @@ def _outermost(module: nn.Module, names: set[str]) -> list[nn.Module]:
     """Modules of these classes that lie in no other one of them."""
     found: list[nn.Module] = []
     for child in module.children():
+        # By name, as `_no_split_modules` has them, which may be of a class that is not imported here.
         if type(child).__name__ in names:
             found.append(child)
         else:
@@ -145,6 +148,7 @@ def _checkpointed(method: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def recomputed(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        # Nothing is kept for a backward, so there is nothing to recompute.
         if not torch.is_grad_enabled():
             return method(self, *arguments, **named)
         extra = compiled if torch.compiler.is_compiling() else eager

@@ -52,6 +52,7 @@ class Shards:
         self.buffers = persistent_buffers(self.module)
         """Names of the buffers in the module's state."""
         self._has_warned = False
+        # One strategy shards all of them alike, so that the first tells how.
         first = next(iter(self.parameters.values()))
         self._sharding = sharding_of(model, self.module, first, optimizer)
         for name, whole in (masters or {}).items():
@@ -101,6 +102,7 @@ class Shards:
         differs: list[Tensor] = []
         for name in self.buffers:
             buffer = self.module.get_buffer(name)
+            # A copy, because the rank's own values are compared with it.
             received = buffer.detach().contiguous().clone()
             dist.broadcast(received, 0)
             differs.append((received != buffer).any())
@@ -203,6 +205,7 @@ class Shards:
         for group in optimizer.param_groups:
             kept: dict[str, Any] = {}
             for key, value in group.items():
+                # As text, in which Python writes floats exactly.
                 number = encode_number(value)
                 if key not in options and number is not None:
                     kept[key] = number
@@ -258,6 +261,7 @@ def persistent_buffers(module: nn.Module) -> list[str]:
     for path, owner in module.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             is_persistent = name not in owner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            # A buffer of two modules is saved once.
             if is_persistent and id(buffer) not in seen:
                 seen.add(id(buffer))
                 names.append(f"{path}.{name}".lstrip("."))
@@ -292,6 +296,7 @@ def decode_number(number: Sequence[str], device: torch.device) -> Any:
         return _NUMBERS[kind](text)
     dtype = _DTYPES[kind]
     value = float(text) if dtype.is_floating_point else int(text)
+    # In its own dtype and on its own device: some optimizers count steps in a tensor of the GPU.
     return torch.tensor(value, dtype=dtype, device=device)
 
 
