@@ -27,6 +27,7 @@ def check(request: Launch) -> str:
     path_of_recipe = find_recipe(request.recipe)
     recipe = import_recipe(path_of_recipe)
     processes = machine.num_processes or 1
+    # The recipe asks for it while it reads its options.
     with _world_size(processes):
         loaded = config_of(recipe.main, request.arguments)
     if loaded is None:
@@ -35,6 +36,7 @@ def check(request: Launch) -> str:
             "accel_train.options.loading.load_config"
         )
     config: Any = loaded.config
+    # Refuses a global batch that is smaller than the number of processes.
     accumulation = accumulation_steps(config.global_batch_size, processes, config.micro_batch_size)
     _refuse_contradictions(machine, config, accumulation, str(machine.path))
     notes = notices(machine, os.environ) + _multi_cpu_note(machine)
@@ -50,6 +52,7 @@ def check(request: Launch) -> str:
         f"  global batch {config.global_batch_size} = {processes} process(es) x {accumulation} micro-batch(es) of "
         f"{size}; precision {config.precision}",
     ]
+    # Two hundred defaults would hide the ten options that somebody has set.
     chosen = loaded.describe(with_defaults=False).splitlines()
     lines += [f"  {line}" for line in chosen]
     command = shlex.join(["python", str(path_of_recipe), *request.arguments, "--print_config"])
@@ -66,6 +69,7 @@ def _world_size(processes: int) -> Generator[None]:
     try:
         yield
     finally:
+        # As it was, for a caller that goes on: tests, and a notebook.
         del os.environ["WORLD_SIZE"]
         if before is not None:
             os.environ["WORLD_SIZE"] = before

@@ -55,6 +55,7 @@ def attention_report() -> str:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines: list[str] = []
+    # Kernels differ by dtype: flash attention has no fp32.
     for dtype in (torch.float32, torch.bfloat16):
         needs = AttentionNeeds(device, dtype, head_size=64, heads=8, length=256, batch=2)
         lines += [f"{needs}: time of forward and backward, error against fp64, what ran"]
@@ -128,6 +129,7 @@ def _zero_problem(gpus: int) -> str | None:
     if _installed("deepspeed") is None:
         return "no: pip install 'accel-train[deepspeed]'"
     compiler = shutil.which("c++") or shutil.which("g++")
+    # On a GPU DeepSpeed communicates by NCCL, and compiles nothing for it.
     if gpus == 0 and compiler is None:
         return "no: a rehearsal compiles DeepSpeed's CPU communication and finds no C++ compiler (apt install g++)"
     return None
@@ -143,6 +145,7 @@ def _precisions(gpus: int) -> list[str]:
 
 
 def _settings() -> list[str]:
+    # A build of torch without distributed has no such number.
     timeout = None
     if torch.distributed.is_available():
         timeout = torch.distributed.distributed_c10d.default_pg_timeout

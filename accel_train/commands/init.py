@@ -26,12 +26,14 @@ def init(directory: str | Path, name: str = "mmdit", *, scaffold: bool = False) 
         hint = did_you_mean(nearest(name, names))
         raise UsageError(f"--recipe {name}: no such recipe is bundled; there are {', '.join(names)}{hint}")
     target = expand_path(directory)
+    # Nothing of the user's is ever overwritten.
     _refuse_used(target)
     recipes = bundled.folder("recipes")
     source = recipes / f"{name}.py"
     if scaffold:
         recipes = recipes / "scaffold"
         source = recipes / SCAFFOLD
+    # Only those that this recipe takes: the folder has presets of all of them.
     presets = preset_names(bundled.import_recipe(source).Config, recipes / "presets")
     _copy([source], target)
     _copy([recipes / "presets" / f"{preset}.yaml" for preset in presets], target / "presets")

@@ -134,6 +134,7 @@ def _read_steps(
 
 
 def _copy(steps: Generator[StepBatches, None, None], device: torch.device) -> Generator[StepBatches, None, None]:
+    # A loop that ends early must end the workers too, and not when Python finds the time.
     with contextlib.closing(steps):
         for host in steps:
             batches = [_to_device(batch, device) for batch in host.micro_batches]
@@ -155,6 +156,7 @@ def _copy_ahead(steps: Generator[StepBatches, None, None], device: torch.device)
             wait_seconds += host.data_wait_seconds
             following = _start_copy(host, stream, device)
             if ahead is not None:
+                # The step after it is on its way by now.
                 yield _await_copy(*ahead, device, wait_seconds)
                 wait_seconds = 0.0
             ahead = following
@@ -168,6 +170,7 @@ def _start_copy(
     with torch.cuda.stream(stream):
         batches = [_to_device(batch, device, non_blocking=True) for batch in host.micro_batches]
         copied = torch.cuda.Event()
+        # Recorded behind the copies: whoever waits for it waits for all of them.
         copied.record(stream)
     return StepBatches(host.step, batches, 0.0), copied
 

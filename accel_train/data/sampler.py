@@ -155,7 +155,9 @@ class StepSampler:
         else:
             share = self._draws(step, start, start + shortest)
             if longer:
+                # Repeated rather than left out, because a forward of a sharded model is a collective.
                 share.append(share[-1]._replace(weight=0.0))
+        # Even cuts: a short last micro-batch would cost as much time as a full one.
         bounds = [len(share) * k // count for k in range(count + 1)]
         return [share[start:stop] for start, stop in itertools.pairwise(bounds)]
 
@@ -168,6 +170,7 @@ class StepSampler:
             epoch, offset = divmod(first + start, self.dataset_size)
             samples = self._samples(epoch, offset, min(stop - start, self.dataset_size - offset))
             for position, sample in enumerate(samples, start):
+                # Another number in each epoch: noise of a sample differs from epoch to epoch, and nowhere else.
                 occurrence = epoch * self.dataset_size + sample
                 draws.append(Draw(sample, occurrence, position, weight=1.0))
             start += len(samples)
@@ -179,6 +182,7 @@ class StepSampler:
             return range(offset, offset + count)
         if self.blocks is not None:
             return self.blocks.rows(self.seed, epoch, offset, count)
+        # Without a list of the whole epoch: a billion samples would be 8 GB on every process.
         block, block_offset = divmod(offset, BLOCK)
         return _shuffled_block(self.dataset_size, self.seed, epoch, block)[block_offset : block_offset + count]
 
@@ -210,6 +214,7 @@ def notices(global_batch_size: int, world_size: int, micro_batch_size: int) -> l
     settings = even_settings(global_batch_size, world_size, micro_batch_size)
     if not settings:
         return []
+    # Uneven settings are allowed, so this is advice: they cost some time and change nothing.
     proposals = "; ".join(
         f"--global_batch_size {s.global_batch_size} --micro_batch_size {s.micro_batch_size}" for s in settings
     )

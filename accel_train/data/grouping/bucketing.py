@@ -60,6 +60,7 @@ class Buckets(NamedTuple):
         bounds = [per_process * k // count * world_size for k in range(count + 1)]
         micro_batches: list[tuple[list[Draw], int]] = []
         for start, stop in itertools.pairwise(bounds):
+            # Dealt in turn: each process gets long and short ones of the slice alike.
             own = ordered[start:stop][shard.rank :: world_size]
             # Of all processes, not only this one.
             longest = self.length(ordered[start].sample)
@@ -83,6 +84,7 @@ def resolve_buckets(
             f"bucket_by_length=True: {type(dataset).__name__} does not know the lengths of its samples. Give it the "
             "methods length(index) and trim(batch, length), or set bucket_by_length to False."
         )
+    # Of the whole dataset: a longer sample than any shape would have no place to go.
     longest = max(map(dataset.length, range(sampler.dataset_size)))
     counts = _count_lengths(dataset.length, longest, sampler, shard)
     chosen = choose_shapes(counts, shapes or DEFAULT_SHAPES)
@@ -101,9 +103,11 @@ def _count_lengths(
 ) -> dict[int, int]:
     """Count the samples of the first steps by the length of their micro-batch. The longest length is always a key."""
     multiples = range(LENGTH_MULTIPLE, max(1, longest) + LENGTH_MULTIPLE, LENGTH_MULTIPLE)
+    # As if every length were allowed, to see where samples would end up.
     finest = Buckets(length, tuple(multiples))
     # The longest sample may be beyond the probed steps, but must still fit.
     counts = {finest.shapes[-1]: 0}
+    # The first steps are the same on every process and after every resume, and so are the lengths.
     steps = min(PROBED_STEPS, 1 + PROBED_SAMPLES // sampler.global_batch_size)
     for step in range(steps):
         for draws, padded in finest.micro_batches(sampler.draws(step), shard):

@@ -25,12 +25,14 @@ class Float8Linear(nn.Linear):
     @classmethod
     def of(cls, layer: nn.Linear, device: torch.device) -> Float8Linear:
         """Round the weight of ``layer`` to float8 on ``device``. One on the meta device stays there."""
+        # On the meta device, because its weight is replaced at once.
         made = cls(layer.in_features, layer.out_features, bias=False, device="meta")
         weight = layer.weight.detach()
         if not weight.is_meta:
             weight = weight.to(device)
         scale, bits = encode(weight)
         made.weight = nn.Parameter(bits, requires_grad=False)
+        # Not in checkpoints: it follows from the base, which they name.
         made.register_buffer("scale", scale, persistent=False)
         made.bias = layer.bias
         return made
@@ -47,7 +49,8 @@ class Float8Linear(nn.Linear):
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scale of each row, (out, 1) in fp32, and the bits of the rounded weight, (out, in) int8."""
     weight = weight.float()
-    largest = weight.abs().amax(dim=1, keepdim=True)
+    largest = weight.abs().amax(dim=1, keepdim=True)  # (out, 1)
+    # The largest value of a row is the largest of the format. A row of zeros has no scale, and 1 keeps it finite.
     scale = torch.where(largest > 0, largest / LARGEST, 1.0)
     return scale, (weight / scale).to(FLOAT8).view(STORED)
 
@@ -72,4 +75,5 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
         (gradient,) = gradients
         bits, scale = ctx.saved_tensors
+        # Decoded again, which costs less than the memory of keeping it.
         return gradient @ decode(bits, scale, gradient.dtype), None, None, None

@@ -26,13 +26,13 @@ def from_patches(patches: Tensor, grid: tuple[int, int], patch: int) -> Tensor:
 def cut(pixels: Tensor, patch: int) -> Tensor:
     """Cut pixels (B, 3, H, W) into a grid of patches (B, patch * patch * 3, h, w). Both sides are multiples of it."""
     parts = pixels.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, 3, h, P, w, P)
-    return parts.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
+    return parts.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)  # (B, P P 3, h, w)
 
 
 def joined(grid: Tensor, patch: int) -> Tensor:
     """Return the pixels (B, 3, H, W) of a grid of patches (B, patch * patch * 3, h, w)."""
     parts = grid.unflatten(1, (patch, patch, 3))  # (B, P, P, 3, h, w)
-    return parts.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
+    return parts.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)  # (B, 3, h P, w P)
 
 
 def as_tokens(grid: Tensor) -> Tensor:

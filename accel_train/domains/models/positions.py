@@ -30,16 +30,17 @@ def sincos_2d(width: int, grid: tuple[int, int], base: int | None = None, interp
     `interpolation` divides the units further. The width is a multiple of 4.
     """
     quarter = width // 4
+    # In fp64 as in diffusers: the largest angles lose digits in fp32.
     frequencies = MAX_PERIOD ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
     axes: list[Tensor] = []
     for count in grid:
         unit = 1.0 if base is None else count / base
         # In float32 as in diffusers, so that coordinates that are no whole numbers round alike.
         coordinates = torch.arange(count, dtype=torch.float32) / unit / interpolation
-        angles = torch.outer(coordinates.double(), frequencies)
+        angles = torch.outer(coordinates.double(), frequencies)  # (n, width / 4)
         axes.append(torch.cat((angles.sin(), angles.cos()), dim=1))  # (n, width / 2)
     rows, columns = axes
     height, across = grid
-    by_column = columns[None].expand(height, -1, -1)
-    by_row = rows[:, None].expand(-1, across, -1)
+    by_column = columns[None].expand(height, -1, -1)  # (h, w, width / 2)
+    by_row = rows[:, None].expand(-1, across, -1)  # (h, w, width / 2)
     return torch.cat((by_column, by_row), dim=-1).flatten(0, 1).float()

@@ -29,6 +29,7 @@ def load_both_ways(directory: Path, device: str = "cpu") -> tuple[BothWays, Data
     """
     diffusion, text, latent, seed = _settings(directory)
     model = MultimodalMMDiT.from_pretrained(directory)
+    # from_pretrained has read the trained weights, over which these are laid.
     if any(directory.glob("ema*.safetensors")):
         load_directory(model, directory, "ema")
     assets = load_assets(directory / "assets", device)
@@ -86,6 +87,7 @@ def _options(directory: Path) -> dict[str, Any]:
         if path.is_file():
             written = json.loads(path.read_text("utf-8"))
             options: dict[str, Any] = written.get(key) or {}
+            # A manifest of another recipe has options as well.
             if "latent.kind" in options and "seed" in options:
                 return options
             raise UsageError(f"{path}: names no objective (latent.kind); a checkpoint of recipes/mmdit.py is required")

@@ -23,12 +23,13 @@ def solve_burgers(spectrum: Spectrum, viscosity: Float, dt: float, snapshots: in
     points = 2 * (spectrum.shape[1] - 1)
     number = np.arange(spectrum.shape[1])
     resolved = number <= points // 3
-    state = spectrum * resolved
+    state = spectrum * resolved  # (B, X / 2 + 1)
     fields = [np.fft.irfft(state, points)]
+    # At least 1, so that still fields take a step of finite length.
     speed = max(1.0, float(np.abs(fields[0]).max()))
     steps = math.ceil(dt * speed * points / courant)
     # The viscous decay over half a step. Two of them make the whole one.
-    decay = -viscosity[:, None] * (2 * np.pi * number) ** 2
+    decay = -viscosity[:, None] * (2 * np.pi * number) ** 2  # (B, X / 2 + 1)
     half = np.exp(decay * (dt / steps / 2))
     slope = -1j * np.pi * number * resolved * (dt / steps)
 
@@ -64,6 +65,7 @@ def gaussian_fields(noise: Float, points: int) -> Float:
     modes = min(points, noise.shape[-1])
     square = np.arange(modes) ** 2
     spectrum = np.zeros((len(noise), points, points))
+    # Of 9 - Laplace for the cosine modes. Divided by once: the covariance is its square.
     eigenvalues = np.pi**2 * (square[:, None] + square) + 9.0
     spectrum[:, :modes, :modes] = noise[:, :modes, :modes] / eigenvalues
     return cast(Float, idctn(spectrum, axes=(1, 2), norm="ortho"))
@@ -82,7 +84,7 @@ def solve_darcy(coefficient: Float, source: Float) -> Float:
     # The flux through a face is proportional to its length over the distance of the two centres.
     across = _face_coefficients(coefficient) * (width / height)
     down = _face_coefficients(coefficient.T).T * (height / width)
-    sides = across[:, 1:] + across[:, :-1]
+    sides = across[:, 1:] + across[:, :-1]  # (H, W)
     diagonal = (sides + down[1:] + down[:-1]).ravel()
     # The last cell of a row has no neighbour on the right.
     has_neighbour = np.arange(width) < width - 1
@@ -107,6 +109,7 @@ def _face_coefficients(coefficient: Float) -> Float:
     """Average cells (H, W) to faces (H, W + 1) along the last axis."""
     left = coefficient[:, :-1]
     right = coefficient[:, 1:]
+    # Two half cells in series: their resistances add up.
     harmonic_mean = 2.0 * left * right / (left + right)
     ends = 2.0 * coefficient[:, [0, -1]]  # the boundary is half a cell away
     return np.concatenate([ends[:, :1], harmonic_mean, ends[:, 1:]], axis=1)
