@@ -27,6 +27,7 @@ def evaluating(model: nn.Module, ema: Ema) -> Generator[None]:
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
+        # Metrics must not depend on the rank whose running statistics are used.
         ema.view.agree_on_buffers()
         with ema.applied(), torch.no_grad():
             yield
@@ -76,6 +77,7 @@ def weighted_sums(
         for batch in batches:
             stopping_point()  # before the forward, which no process may be left alone in
             for name, value in sums_of(batch).items():
+                # fp64 where the device has it: a mean over a million samples loses digits in fp32.
                 wide = widest(value)
                 totals[name] = totals[name] + wide if name in totals else wide
     if not totals:
@@ -103,6 +105,7 @@ _stop_requested: Callable[[], bool] | None = None
 def stoppable(stop_requested: Callable[[], bool]) -> Generator[None]:
     """Have ``stopping_point`` raise ``EvaluationStopped`` once ``stop_requested()`` is true on every process."""
     global _stop_requested
+    # What was there comes back: evaluations of two runs in one process may be nested.
     before = _stop_requested
     _stop_requested = stop_requested
     try:

@@ -144,6 +144,7 @@ class Recorder:
 
     def due(self, step: int) -> bool:
         """Return True if ``step`` is a log point. It depends on the step alone, so all processes agree."""
+        # The first as well, so that a run that goes wrong at once shows it, and the last for its curves.
         return step % self._every == 0 or step in (1, self._max_steps)
 
     def advance(self, step: int) -> None:
@@ -210,11 +211,13 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
+            # The class alone: a message may have paths and data in it, and this file is shared.
             reason = kind.__name__
         elif self._step >= self._max_steps:
             reason = "finished"
         else:
             reason = "stopped"  # a stop request, after its save
+        # Written also on the way out of an error, so that a log without it is of a run that was killed.
         self.record("end", {"reason": reason}, step=self._step)
         self.close()
 

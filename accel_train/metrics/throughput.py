@@ -44,6 +44,7 @@ class LocalCounts:
     def add(self, **counts: Count) -> None:
         """Count one step of this process. Every step must have the same names."""
         for name, count in counts.items():
+            # A sum on the device, if it is a tensor: reading it would wait in every step.
             self._counts[name] = self._counts.get(name, 0.0) + count
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
@@ -166,11 +167,13 @@ class Throughput:
             metrics[f"{name}_per_second_per_device"] = per_second / self._world_size
         metrics["step_seconds"] = seconds / steps
         waited = sum(i.data_wait_seconds for i in self._intervals)
+        # The wait for the first step may lie before the clock was started.
         metrics["data_wait_fraction"] = min(waited / seconds, 1.0)
         flops_per_second = sum(i.flops for i in self._intervals) / seconds
         return metrics | self._flop_metrics(flops_per_second) | memory_in_use(self._device)
 
     def _flop_metrics(self, flops_per_second: float) -> dict[str, float]:
+        # A recipe that counts no FLOPs has no MFU, instead of one of 0.
         if flops_per_second <= 0:
             return {}
         per_device = flops_per_second / self._world_size
@@ -204,6 +207,7 @@ class Throughput:
         self._intervals.append(interval)
         self._restart(now)
         steps = sum(interval.steps for interval in self._intervals)
+        # Whole intervals only: between two reads there is no point where time and counts belong together.
         while steps - self._intervals[0].steps >= self._window_steps:
             steps -= self._intervals.popleft().steps
 

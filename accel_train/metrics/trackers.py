@@ -50,6 +50,7 @@ def resolve_trackers(names: Sequence[str]) -> tuple[str, ...]:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     available = {str(tracker) for tracker in get_available_trackers()}
+    # All of them before the first is started: one that cannot start leaves no half-started ones behind.
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise UsageError(
@@ -62,6 +63,7 @@ def resolve_trackers(names: Sequence[str]) -> tuple[str, ...]:
                 f"log.trackers: {name!r} needs a package that is not installed, or not in a version that "
                 f"Accelerate takes; pip install {INSTALL[name]}, or leave {name!r} out"
             )
+    # Twice in the list would log every value twice.
     return tuple(dict.fromkeys(names))
 
 

@@ -79,6 +79,7 @@ class CompiledBlocks:
         # An error of the C++ compiler may have the word in a path, such as that of the environment.
         if "deepspeed" in cause.lower() and not compiler_error(str(_innermost(error))):
             cause = f"ZeRO-3 fetches weights in hooks inside the block, which cannot be compiled as one graph ({cause})"
+        # A later start would meet the same half, because the cache takes a file that is there for whole.
         torn = _torn_library(error)
         if torn:
             cause = f"a process was killed while it compiled and left half a library: delete {torn} ({cause})"
@@ -115,6 +116,7 @@ def apply_compile(
         return CompiledBlocks(config, 0, f"compile: off (auto: {reason})")
     blocks = blocks_of(model)
     names = f"{len(blocks)} blocks ({type(blocks[0]).__name__})"
+    # One for all blocks, because they share their code: a recompilation belongs to none of them.
     watch = CompiledBlocks(config, len(blocks), f"compile: {names} in place, {backend}, {config.optimize}")
     _set_torch(config)
     for block in blocks:
@@ -146,11 +148,13 @@ class _Watched:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self.watch.failure is not None or not torch.is_grad_enabled():
             return self.plain(*arguments, **named)
+        # A counter of torch, read on the host: it costs nothing where no graph was compiled.
         before = _graphs()
         started = time.perf_counter()
         try:
             result = self.compiled(*arguments, **named)
         except _compile_errors() as error:
+            # Returns with mode auto. From here on every block takes its plain call.
             self.watch.fail(error)
             return self.plain(*arguments, **named)
         compiled = _graphs() - before
@@ -179,6 +183,7 @@ def _why_not(device: torch.device, backend: str) -> str | None:
 
     if dynamo.disable:
         return "it is switched off in the environment (unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE)"
+    # torch would go on uncompiled without a word, and the option would be ignored.
     if dynamo.suppress_errors:
         return "failures would be silent (unset TORCHDYNAMO_SUPPRESS_ERRORS)"
     if backend != "inductor":

@@ -32,6 +32,7 @@ class Size(NamedTuple):
 def size_of(build: Callable[[], nn.Module]) -> Size:
     """Return the size of the model of ``build``, which is built on the meta device and so without memory."""
     with torch.device("meta"):
+        # Built whole, because only the recipe's own code knows what it builds.
         parameters = list(build().parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -60,6 +61,7 @@ def refuse_what_cannot_fit(
     model = f"{', '.join(given) or 'the model'}: {size.parameters:,} parameters"
     if size.trained < size.parameters:
         model += f", {size.trained:,} of them trained,"
+    # Before they are sharded or moved, all processes of a host have the weights in its memory.
     built = local * size.weight_bytes
     if built > host:
         raise UsageError(
@@ -71,6 +73,7 @@ def refuse_what_cannot_fit(
     required = size.weight_bytes + size.trained * state_bytes
     parts = ", ".join([f"weights {_gib(size.weight_bytes)}", *state_parts])
     if sharded:
+        # At best: what FSDP2 and ZeRO gather for a moment is not counted.
         required /= world_size
         parts += f"; divided by {world_size} processes"
     if device.type == "cpu":
@@ -98,6 +101,7 @@ def _state_of_trained(optimizer: str, *, training: bool, has_average: bool) -> t
         bytes_each += FP32_BYTES
         parts.append("EMA")
     if training:
+        # The gradient is fp32, as the masters are.
         bytes_each += FP32_BYTES + OPTIMIZER_BYTES.get(optimizer, 0)
         parts += ["gradient", f"state of {optimizer}"]
     if parts:

@@ -104,6 +104,7 @@ def gains(recipe: Float8, outputs: int, inputs: int) -> bool:
     if outputs % MULTIPLE or inputs % MULTIPLE:
         return False
     if recipe == "tensorwise":
+        # Below, the rounding of the operands takes longer than the product saves.
         return outputs > 1024 or inputs > 4096
     return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
 
@@ -130,8 +131,10 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
         once: set[nn.Module] = set()
         for module in block.modules():
             if getattr(module, "once_per_sample", False):
+                # Modulations run on one row for each sample, and a product that small gains nothing.
                 once.update(module.modules())
         for module in block.modules():
+            # Not a subclass, which computes in a dtype of its own for a reason.
             if type(module) is nn.Linear and module not in once:
                 yield module
 
@@ -165,6 +168,7 @@ def _refuse_device(recipe: str, device: torch.device) -> None:
             f"float8: {recipe} needs an NVIDIA GPU of compute capability {_dotted(CAPABILITY[recipe])}, the device is "
             f"{kind}; use --float8 none"
         )
+    # Asked of this device: GPUs of one host may differ.
     found = torch.cuda.get_device_capability(device)
     if found < CAPABILITY[recipe]:
         other = ""

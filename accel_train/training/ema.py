@@ -41,9 +41,11 @@ class Ema:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
         if self.config.decay == 0:
             return
+        # Asked for in every step, because FSDP2 and DeepSpeed may replace the tensors behind the names.
         masters = [self.view.master(name) for name in self.shards]
         lerp = torch._foreach_lerp_  # pyright: ignore[reportPrivateUsage]
         decay = decay_at(self.config.decay, step)
+        # One kernel for many tensors: a loop over them would be bound by launches.
         lerp(list(self.shards.values()), masters, 1 - decay)
 
     @contextmanager

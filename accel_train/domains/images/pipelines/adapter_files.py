@@ -52,6 +52,7 @@ def write_diffusers(directory: Path, tensors: Mapping[str, Tensor], settings: Ma
     below: dict[str, Tensor] = {}
     packed: dict[str, Any] = {}
     for part, of_part in by_component(tensors, component).items():
+        # diffusers finds the component by the first word of a key.
         below |= {f"{part}.{path}": tensor for path, tensor in of_part.items()}
         values = kept
         if is_joint(tensors):
@@ -122,6 +123,7 @@ def write_kohya(
     for name, layer in renamed_layers.items():
         named[f"{name}.lora_down.weight"] = layer.down.contiguous()
         named[f"{name}.lora_up.weight"] = layer.up.contiguous()
+        # A tensor for each layer: kohya's format has no other place for it.
         named[f"{name}.alpha"] = torch.tensor(layer.alpha)
     metadata = written(facts) | {"ss_network_dim": str(rank), "ss_network_alpha": str(alpha)}
     save_file(named, directory / KOHYA_FILE, metadata={"format": "pt", **metadata})
@@ -174,18 +176,21 @@ def _adapter_of_checkpoint(directory: Path) -> dict[str, Tensor]:
     stem = "ema" if any(directory.glob("ema*.safetensors")) else "model"
     tensors = lora.by_key_of_peft(weights.find_tensors(directory, stem))
     with TensorReader(tensors) as reader:
+        # Copies, because the files are closed behind them.
         return {name: reader.read(name).clone() for name in tensors}
 
 
 def load_into(pipeline: Any, component: str, file: Path) -> None:
     """Load ``pytorch_lora_weights.safetensors`` by diffusers. Raises ``UsageError`` if it leaves a layer out."""
     with quiet():
+        # By the same function that others use, so that what we write is tried whenever it is read.
         pipeline.load_lora_weights(file.parent, weight_name=file.name)
     model: Any = getattr(pipeline, component)
     parts = [model, *text_encoders(pipeline).values()]
     loaded = sum(1 for part in parts for name, _ in part.named_parameters() if LAYER in name)
     with safe_open(file, "pt") as opened:
         expected = sum(1 for key in opened.keys() if LAYER in key)  # noqa: SIM118, an opened file is no dict
+    # diffusers warns of keys that it does not know and goes on without them.
     if loaded != expected:
         raise UsageError(
             f"{file}: diffusers found {loaded} of its {expected} layers in {type(model).__name__}; give the base that "

@@ -25,6 +25,7 @@ def encode_texts(pipeline: Any, base: Base, captions: Sequence[str]) -> dict[str
     encoded = base.family.encode(pipeline, captions, length)
     if "prompt_mask" in encoded:
         assert length is not None, "families with a mask have a default length"
+        # Pipelines pad to the longest prompt of a call, and cached rows need one length.
         missing = length - encoded["prompt_mask"].shape[1]
         encoded["prompt"] = F.pad(encoded["prompt"], (0, 0, 0, missing))
         encoded["prompt_mask"] = F.pad(encoded["prompt_mask"], (0, missing))
@@ -63,6 +64,7 @@ def _hash_of_tokenizers(base: DiffusersBase) -> str:
     found = hashlib.sha256()
     for file in sorted(base.directory.glob("tokenizer*/*")):
         if file.is_file():
+            # With its name: two files that were exchanged would hash alike.
             found.update(f"{file.parent.name}/{file.name}".encode())
             found.update(file.read_bytes())
     return found.hexdigest()
@@ -72,7 +74,9 @@ def drop_text_encoders(pipeline: Any) -> int:
     """Remove the text encoders from a pipeline, and return the bytes of their weights. Its VAE stays."""
     freed = 0
     for name, encoder in text_encoders(pipeline).items():
+        # Counted before it is gone, for the notice of the log.
         freed += sum(weight.numel() * weight.element_size() for weight in encoder.parameters())
         pipeline.register_modules(**{name: None})
+    # Modules refer to each other in circles, which only a collection takes apart.
     gc.collect()
     return freed

@@ -93,6 +93,7 @@ def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "s
             f"text_encoders.rank {options.rank} under zero3: transformers cannot build CLIP there; use FSDP2, which "
             "shards as much, DDP, ZeRO-1 or ZeRO-2"
         )
+    # As the pipeline has them: XL's refiner has the second one alone.
     names = tuple(base.text_encoders())
     for name in names:
         found = strict_json.read_object(base.directory / name / "config.json")
@@ -102,6 +103,7 @@ def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "s
                 f"{asked}, and its {name} is {kinds[0]} (use_attention_mask: {found.get('use_attention_mask')}); "
                 f"required is one of {' and '.join(CLIP)}, without a mask. Leave text_encoders.rank out"
             )
+    # The same family, but its conditioning are tokens: caches, loader and dropout need not know.
     family = replace(base.family, encode=joint.tokenise, predict=joint.predict, embed=_embed)
     return replace(base, family=family, trained_text=names)
 
@@ -139,6 +141,7 @@ def apply_adapters(
     if not isinstance(model, DenoiserWithText):
         apply_lora(model, replace(adapters, targets=targets), precision, device)
         return
+    # Whole paths, because denoiser and encoders have layers of the same names.
     paths = [f"{model.component}.{path}" for path in sorted(target_layers(denoiser, targets))]
     parts: list[PartOfModel] = []
     for number, (name, encoder) in enumerate(model.encoders.items()):
@@ -174,6 +177,7 @@ def set_rate(optimizer: HasParameterGroups, rate: float, options: TextEncoderCon
     """Give the groups of the text encoders ``lr_factor`` times the peak learning rate ``rate``."""
     for group in optimizer.param_groups:
         if group["part"] == PART:
+            # The base rate, which the schedule multiplies like that of all others.
             group["base_lr"] = rate * options.lr_factor
 
 

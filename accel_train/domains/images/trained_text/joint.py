@@ -82,6 +82,7 @@ class DenoiserWithText(nn.Module):
         if tokens is None:
             return self.denoiser(*given, **named)
         conditioning = self.way.embed(self.encoders, tokens)
+        # For pictures of an evaluation, whose sampler calls the denoiser many times with the same embeddings.
         if not given:
             return conditioning
         noisy, timestep = given
@@ -124,6 +125,7 @@ def tokenise(pipeline: Any, captions: Sequence[str], length: int | None) -> dict
         tokenizer = getattr(pipeline, tokenizer_name, None)
         if tokenizer is None or getattr(pipeline, name, None) is None:
             continue
+        # All to one length, as the pipelines do, so that batches need no mask.
         longest = tokenizer.model_max_length
         encoded = tokenizer(
             list(captions), padding="max_length", max_length=longest, truncation=True, return_tensors="pt"

@@ -124,6 +124,7 @@ class StoredFields(NamedTuple):
         _, _, height, width = Fields((self.part,)).shape
         space = 1 if height == 1 else 2
         points = resolution[space] or width
+        # Every n-th point and no averages: a value of the solution stays one.
         stride = max(1, width // points)
         if points * stride != width or (space == 2 and height % stride):
             raise UsageError(
@@ -159,6 +160,7 @@ def write_fields(
             content["fields"][kept] = fields[: samples - done]
             content["parameters"][kept] = parameters[: samples - done]
             written(kept.stop - done)
+            # Blocks are whole, and the last one may have more samples than are wanted.
             done = kept.stop
 
 
@@ -177,6 +179,7 @@ def read_stored(file: Path, content: Any) -> StoredFields:
         problem = f"no attribute {missing[0]!r}" if missing else f"schema {attributes['schema']!r}"
         raise UsageError(f"--data.path: {file} has {problem}; {SCHEMA!r} with {', '.join(names)} is required.")
     shape = content["fields"].shape
+    # A few numbers for each sample, which fit into memory where fields do not.
     parameters = content["parameters"][...]
     header = FieldHeader(
         str(attributes["task"]),
@@ -252,6 +255,7 @@ class Fields:
 
     def snapshots(self, sample: int, times: slice) -> Array:
         """Copy the snapshots (times, C, H, W) of a sample."""
+        # Ends of the files, so that no list of samples is needed.
         number = bisect_right(self._ends, sample)
         first = self._ends[number] - self.parts[number].samples
         row = sample - first
@@ -297,6 +301,7 @@ def field_facts(data: Fields) -> FieldFacts:
         if not finite.all():
             wrong_rows = (~finite).any(axis=(1, 2, 3, 4))
             row = int(wrong_rows.argmax())
+            # Its number in the file, which is what the user can look at.
             wrong = part.first + start + row
             raise UsageError(
                 f"--data.path: sample {wrong} of {part.file} holds NaN or infinity in {' or '.join(part.datasets)}. "
@@ -304,6 +309,7 @@ def field_facts(data: Fields) -> FieldFacts:
             )
         digest.update(block.tobytes())
         values = block.astype(np.float64)
+        # In fp64: sums of squares of 10^9 values lose all digits of a small variance in fp32.
         total += values.sum((0, 1, 3, 4))
         squares += (values**2).sum((0, 1, 3, 4))
         count += block.size // channels

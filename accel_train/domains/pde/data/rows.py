@@ -130,6 +130,7 @@ class JoinedRows:
     def batch(self, indices: list[int]) -> Batch:
         """Stack rows of one task. Rows of different tasks have different shapes and are refused."""
         parts, rows = zip(*map(self._place, indices), strict=True)
+        # Grids of different tasks have different shapes.
         if len(set(parts)) > 1:
             raise ValueError(f"rows {indices[:8]} are of several tasks, which no batch can hold: use TaskSampler")
         return self.parts[parts[0]].batch(list(rows))
@@ -189,6 +190,7 @@ def build_field_data(
         data[name] = {}
         for split, files in splits.items():
             data[name][split] = join_files(name, files, time_stride, cache_bytes)
+    # The only pass over all contents. Later starts read its result.
     facts = {name: cached_facts(both, cache, rank, barrier) for name, both in data.items()}
     tasks: list[FieldTask] = []
     for name, splits in stored.items():
@@ -201,6 +203,7 @@ def build_field_data(
     for task in assets.tasks:
         for split, fields in data[task.name].items():
             values = _parameters(stored[task.name][split])
+            # Parameters are inputs of the model as well.
             digest.update(values.tobytes())
             parameters = assets.normalise_parameters(task.name, torch.from_numpy(values))
             rows[split][task.name] = FieldRows(task, fields, parameters, time_stride)
@@ -262,6 +265,7 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
         )
     has_time = header.dt > 0
     input_channels = target_channels = channels
+    # With time they are the same fields, and a step must map one scale to itself.
     input = target = Scale(facts.mean, facts.std)
     if not has_time:  # the channels hold the input and then the target, each with a scale of its own
         input_channels = header.input_channels
