@@ -112,6 +112,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
         raise UsageError(f"output_dir: {directory} is a file; give a directory")
     try:
         atomic_files.make_directory(directory)
+        # Tried and not asked: rights on network disks say little about what will work.
         probe = directory / f".probe-{os.getpid()}"
         probe.write_text("writable")
         probe.unlink()
@@ -257,6 +258,7 @@ def _check_fetched(checkpoint: Checkpoint, options: RunOptions, experiment: Json
 
     Deletes the checkpoint and raises ``UsageError`` if it is of another experiment.
     """
+    # The schedule goes on as long as the first start of the checkpoint had planned it.
     resolved = dict(checkpoint.manifest.get("resolved", resolved))
     saved = {"experiment": checkpoint.manifest["experiment"], "resolved": resolved}
     try:
@@ -328,6 +330,7 @@ def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: A
         marker.touch()
         return marker
 
+    # A file of this very start: an old one could have been copied to every host.
     marker = on_main(accelerator, create_marker)
     required = [marker]
     if checkpoint is not None:
@@ -337,6 +340,7 @@ def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: A
     if not _wait_until_visible(required):
         host = socket.gethostname()
     blind = [name for name in gather_object([host]) if name]
+    # Before the marker goes: another host may not have looked for it yet.
     accelerator.wait_for_everyone()
     on_main(accelerator, lambda: marker.unlink(missing_ok=True))
     if blind:
@@ -365,9 +369,11 @@ def newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | 
     if checkpoint is None or run.attempts(directory, checkpoint) < LOADING_ATTEMPTS:
         return checkpoint, reasons
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.bad")
+    # Kept, because the fault may be the machine's and not the checkpoint's.
     os.rename(checkpoint.path, aside)
     atomic_files.delete_file(directory / names.LOADING_FILE)
     reason = f"{aside}: {LOADING_ATTEMPTS} starts ended while it was being loaded; it is set aside"
+    # The one before, which has a count of its own.
     checkpoint, more = newest_loadable(directory, with_state=with_state)
     return checkpoint, [reason, *reasons, *more]
 

@@ -85,12 +85,14 @@ class Run:
 
         Returns it and the names of these files. Raises whatever ``write_extras`` raises, and leaves nothing then.
         """
+        # A name of its own for each attempt, so that what a killed save left is never written into.
         temporary = self.checkpoints / commit.temporary_name(step, atomic_files.new_nonce())
         try:
             self._restore_directory()
             folder = temporary / "optimizer" if state else temporary
             folder.mkdir(parents=True)
             failpoints.hit("after_mkdir")
+            # Code of the recipe, which may fail in any way. Nothing else has been written by then.
             write_extras(temporary)
             files = [path for path in temporary.rglob("*") if path.is_file()]
         except Exception:
@@ -151,6 +153,7 @@ def attempts(directory: Path, checkpoint: Checkpoint) -> int:
         # A damaged count says nothing against the checkpoint, which was verified.
         return 0
     count = note.get("attempts")
+    # A count of another checkpoint says nothing of this one.
     if isinstance(count, int) and note.get("checkpoint") == checkpoint.path.name:
         return count
     return 0

@@ -120,6 +120,7 @@ class Pusher:
         if self._worker is not None:
             if self._worker.stdin is not None:
                 self._worker.stdin.close()
+            # Not asked to end: a push goes on after the next start from what the Hub has by then.
             self._worker.kill()
             self._worker.wait()
             self._worker = None
@@ -140,6 +141,7 @@ class Pusher:
         name = checkpoint.path.name
         offers = self._queue.offers(str(checkpoint.manifest.get("run_id")))
         if offers.get("last") != name:
+            # Counted over all starts of the run, so that every n-th stays every n-th.
             offers["committed"] = int(offers["committed"]) + 1
             offers["last"] = name
             if self._due(checkpoint, offers):
@@ -185,6 +187,7 @@ class Pusher:
 
     def _finish(self, asked_to_stop: Callable[[], bool]) -> None:
         queue = self._queue
+        # Only now is it known which one was the last.
         if self._config.push == "last" and self._newest is not None:
             queue.add(new_entry(self._newest, self._config, "last"))
         minutes = self._config.finish_minutes
@@ -196,6 +199,7 @@ class Pusher:
         while queue.names() and time.monotonic() < deadline:
             if self._worker is None or self._worker.poll() is not None:
                 starts += 1
+                # A worker that cannot even start would be started until the time is over.
                 if starts > LAST_STARTS:
                     break
                 self._wake()
@@ -203,6 +207,7 @@ class Pusher:
                 self.broken_off = True
                 logger.info("hub: asked to stop; what still waits is pushed by the next start")
                 break
+            # The queue is a folder, and nothing tells of its change.
             time.sleep(0.05)
 
     def _status(self) -> HubStatus:

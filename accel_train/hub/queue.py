@@ -81,10 +81,12 @@ class HubQueue:
             except (FileNotFoundError, ValueError) as error:
                 if not os.path.lexists(path):
                     continue  # pushed in the meantime
+                # Renamed and not deleted: somebody may want to see what it was.
                 aside = atomic_files.set_aside(path).name
                 reason = f"its file in the queue cannot be read ({error}) and is set aside as {aside}"
                 self._write("failed", path.stem, {"reason": reason})
                 self.log("unreadable", checkpoint=path.stem, reason=reason)
+        # By step and not by date: a checkpoint that is pushed again by hand does not overtake others.
         return sorted(found, key=lambda entry: entry.step)
 
     def next(self) -> Entry | None:
@@ -145,6 +147,7 @@ class HubQueue:
         saved = _read(self.directory / "offers.json")
         if saved.get("run_id") == run_id and _are_offers(saved):
             return saved
+        # After `--overwrite` the directory holds another run, whose pushes are counted anew.
         return {"run_id": run_id, "committed": 0}
 
     def save_offers(self, offers: Mapping[str, Any]) -> None:

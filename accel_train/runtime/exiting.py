@@ -64,6 +64,7 @@ def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     Until there is something to save, a stop (SIGTERM, SIGUSR1, Ctrl-C, the launcher's death) ends the process at once
     with exit code 75.
     """
+    # Late, so that a command that trains nothing does not pay for it.
     from accel_train.runtime.early_stop import leave_when_asked
 
     # Overwritten by the real code. Without it the launcher takes a crash for a stop during the imports.
@@ -82,6 +83,7 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         code = main(sys.argv[1:])
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0" and not _processes_are_connected():
+            # Long enough for local rank 0 to be heard first, and short beside any start.
             time.sleep(SECONDS_TO_BE_HEARD)
         _report(f"error (wrong usage, exit code 2): {error}")
         code = 2
@@ -155,6 +157,7 @@ def _launcher() -> str | None:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
         return None
+    # As the kernel has them: the command and its arguments, each ended by a zero byte.
     words = command.decode(errors="replace").split("\0")
     if "-q" in words or "--quiet" in words:
         return None
@@ -169,6 +172,7 @@ def _log(text: str) -> None:
     """Write to the log of this process, or to its file in an existing output directory if logging is not set up."""
     root = logging.getLogger()
     handlers = [handler for handler in root.handlers if isinstance(handler, logging.FileHandler)]
+    # By name: a notebook or a test may have file handlers of its own, which are none of ours.
     own = [h for h in handlers if Path(h.baseFilename).name.startswith("rank_")]
     if own:
         record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (text,), None)
@@ -209,10 +213,12 @@ def reported_exit_code(path: Path, *, stopped: bool) -> int | None:
     # A later report of a rank replaces its earlier one.
     by_rank = dict(line.split() for line in path.read_text().splitlines())
     codes = {int(code) for code in by_rank.values()}
+    # Wrong usage explains everything else. After a stop the failures of the others are its consequences.
     preference = (2, 75, 1) if stopped else (2, 1, 75)
     for code in preference:
         if code in codes:
             return code
+    # A code of the recipe's own.
     return max(codes, default=None)
 
 

@@ -95,6 +95,7 @@ class StopRequests:
         """True once this process has been asked to stop. The main process looks for the file once a second."""
         now = time.monotonic()
         if self.reason is None and self._file is not None and now - self._looked > 1.0:
+            # Not at every step: the directory may be on a slow network disk.
             self._looked = now
             if self._file.exists():
                 self.reason = f"the file {self._file}"
@@ -145,12 +146,14 @@ class Agreement:
 
         Returns None at the first call. One process gets its own ``values`` back.
         """
+        # The vector has no names, and all ranks must mean the same by each place.
         assert values.keys() == self._signs.keys()
         if self._world_size == 1:
             return values
         agreed: dict[str, int] | None = None
         if self._pending is not None:
             work, reduced = self._pending
+            # Begun a step ago, so that it has long been done: this waits for nobody.
             work.wait()
             agreed = {}
             values_of_all = reduced.tolist()

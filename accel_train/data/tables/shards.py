@@ -53,6 +53,7 @@ def index_shards(
     Rank 0 reads the footers of parquet, the metadata of Arrow, and all of JSONL, unless the index is cached. Refuses
     an empty glob, a folder of several formats, one file under two names, unreadable files and tables without rows.
     """
+    # On every rank: a host without the files is named here and not in the first step.
     files, kind = find_shards(option, value)
     stats = [file.stat() for file in files]
     identities = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
@@ -125,6 +126,7 @@ def find_shards(option: str, value: str) -> tuple[list[Path], str]:
         nothing = ""
     else:
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        # A glob may match folders too.
         found = [file for file in found if file.is_file()]
         nothing = f"{path} matches no file"
     if not found:

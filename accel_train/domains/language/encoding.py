@@ -47,6 +47,7 @@ class BlockEncoder:
                 block.faults.append(row)
                 continue
             found.append(row)
+            # The tokenizer takes many texts at a time, on several threads.
             if len(found) == TEXTS_AT_ONCE:
                 block.add_all(found)
                 found = []
@@ -60,6 +61,7 @@ class _Block:
     def __init__(self, encoder: BlockEncoder) -> None:
         self.faults: list[Fault] = []
         self._encoder = encoder
+        # A hash below it is held out: the side of a row depends on its words and on nothing else.
         self._limit = math.ceil(encoder.fraction * 2**64)
         self._texts: list[Tokens] = []
         self._keys: list[bytes] = []
@@ -83,9 +85,11 @@ class _Block:
         is_heldout = int.from_bytes(key[:8], "big") < self._limit
         self._counts["heldout" if is_heldout else "train"] += 1
         is_plain = row.text is not None
+        # Counted for training alone, of which the notice speaks.
         if length > limit and not is_heldout:
             self._counts["split" if is_plain else "cut"] += 1
         pieces = packing.fit(encoded, limit, split=is_plain)
+        # A piece without a token to learn would only take place.
         kept = [packing.marked(piece) for piece in pieces if any(piece.trained)]
         self._texts += kept
         self._keys += [key[:KEY_BYTES]] * len(kept)

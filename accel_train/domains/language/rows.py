@@ -65,11 +65,13 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
     # Tables fill the columns that a row does not have with None.
     fields = {name: value for name, value in fields.items() if value is not None}
     tools = fields.get("tools")
+    # A chat first: such rows often have a plain text of the same chat beside it.
     if "messages" in fields:
         return _messages_fault(fields["messages"]) or Row(place, messages=fields["messages"], tools=tools)
     if "prompt" in fields and "completion" in fields:
         return _pair(place, fields["prompt"], fields["completion"], tools)
     if text_column not in fields:
+        # A name to try, even if none is alike: most files have one column of text.
         near = nearest(text_column, fields) or next(iter(fields), None)
         hint = f"; set --data.text_column {near}" if near else ""
         return f"no field {text_column!r}, 'messages', or 'prompt' and 'completion' among {sorted(fields)}{hint}"

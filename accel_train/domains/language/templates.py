@@ -22,6 +22,7 @@ def encode(row: Row, tokenizer: Any) -> Encoded:
         return encode_texts([row], tokenizer)[0]
     if row.prompt is not None:
         whole = f"{row.prompt}{row.completion}"
+        # The prompt is read, and the completion is learned.
         completion = (len(row.prompt), len(whole))
         ids, trained = _tokenise(tokenizer, whole, [completion], special=True)
         return _with_end(ids, trained, tokenizer)
@@ -82,6 +83,7 @@ def _with_end(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> En
     if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
         ids.append(tokenizer.eos_token_id)
         trained.append(True)
+    # Nothing comes before the first token, so it is never a target.
     trained[0] = False
     return Encoded(ids, trained)
 

@@ -66,6 +66,7 @@ class TokenCache:
     def __init__(self, root: Path, tokenizer: str, facts: Sequence[Any], layout: Layout) -> None:
         about = {"kind": "tokens", "source": "tokenizer", "weights": tokenizer, **layout._asdict()}
         self.tensors = TensorCache(root, about)
+        # All that decides the tokens: any other value is another entry.
         described = json.dumps([FORMAT, SHARD_TOKENS, tokenizer, layout, list(facts)])
         self.key = hashlib.sha256(described.encode()).hexdigest()
         self.layout = layout
@@ -76,6 +77,7 @@ class TokenCache:
 
         Raises ``UsageError`` for one too many of them, and for a disk without room.
         """
+        # The encoder is made only if something is missing: it may have to load a tokenizer.
         found = self._load() or self._computed(source, encoder, bad.limit - bad.count)
         bad.count += found.counts["bad"]
         return found
@@ -142,6 +144,7 @@ class TokenCache:
 
 
 def _combined(shards: Sequence[dict[str, Any]]) -> str:
+    # In the order of the shards, which is that of the source.
     hashes = [shard["fingerprint"] for shard in shards if shard["texts"]]
     if len(hashes) == 1:
         return hashes[0]
@@ -213,6 +216,7 @@ class _Preparation:
             last = int(np.searchsorted(ends, before + SHARD_TOKENS - self._tokens))
             stop = min(last + 1, len(ends))
             self._keep(block, first, stop, before, int(ends[stop - 1]))
+            # Full by tokens and not by texts, so that shards are alike in size whatever the texts are.
             if self._tokens >= SHARD_TOKENS:
                 self._write_shard((number, stop))
             first = stop
@@ -261,6 +265,7 @@ class _Preparation:
         lengths: list[Ints] = [files[number].read_all("heldout_lengths") for number in range(count)]
         keys = [files[number].read_all("heldout_keys").reshape(-1, 2) for number in range(count)]
         of_file = np.repeat(np.arange(count), [len(part) for part in lengths])
+        # Where each text begins in the tokens of its file.
         starts = [np.cumsum(part) - part for part in lengths]
         first = np.concatenate([np.zeros(0, np.int64), *starts])
         length = np.concatenate([np.zeros(0, np.int64), *lengths])
@@ -284,6 +289,7 @@ class _Preparation:
         for shard in self.record["train"]:
             tokens: Tokens = ShardFile(self.cache.file(shard["name"])).read_all("tokens")
             targets = tokens[(tokens & packing.TARGET) != 0] & packing.IDS
+            # Shard by shard, so that only one is in memory.
             counts += np.bincount(targets, minlength=vocabulary)
         self.cache.tensors.write(self.cache.entry_key("targets"), {"targets": torch.from_numpy(counts)})
 

@@ -167,6 +167,7 @@ class PdeTransformerConfig:
         tasks = tuple(TaskShape(**task) if isinstance(task, dict) else task for task in tasks)
         object.__setattr__(self, "tasks", tasks)
         if isinstance(model, dict):
+            # JSON knows no tuples, and a config is compared and hashed.
             values: dict[str, Any] = {**model, "depths": tuple(model["depths"])}
             object.__setattr__(self, "model", PdeModelConfig(**values))
         for task in tasks:

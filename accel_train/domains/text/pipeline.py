@@ -26,7 +26,7 @@ from accel_train.domains.text.both_ways import (
     tokens_from_latents,
 )
 from accel_train.domains.text.dataset import DataAssets
-from accel_train.domains.text.drawn import picture_grid, write_pictures
+from accel_train.domains.text.latents.drawn import picture_grid, write_pictures
 from accel_train.domains.text.modes import ModeConfig, Part, learned_conditions
 from accel_train.domains.text.trained_model import learned_modes, load_both_ways
 from accel_train.pipeline import Example, describe, read_lines

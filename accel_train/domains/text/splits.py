@@ -137,6 +137,7 @@ def _read_texts(config: DataConfig) -> Splits:
     corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:
         heldout_corpus = corpus
+        # Before repeated texts are left out, so that the notice can tell how many they are.
         total = len(corpus.texts)
         train_rows, heldout_rows = split_heldout(corpus, config.heldout_fraction)
     else:
@@ -171,6 +172,7 @@ def _read(config: DataConfig, path: str, split: str) -> tuple[Corpus, int]:
         max_bad_rows=config.max_bad_rows,
         with_references=config.latents is not None,
     )
+    # Words and not characters, because the option counts words.
     words = [len(text.split()) for text in corpus.texts]
     long = [index for index, count in enumerate(words) if count >= config.min_words]
     return corpus.select(long), len(corpus.texts) - len(long)
@@ -208,5 +210,6 @@ def tokenise_corpus(corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig
             f"--data.path: tokenizer {config.tokenizer!r} leaves no token of {shortened(samples, 1)}. Correct them, or "
             f"raise --data.max_bad_rows (now {config.max_bad_rows})."
         )
+    # Tokenised again without them, so that rows and tokens have the same numbers.
     corpus = corpus.select((counts > 0).nonzero().flatten().tolist())
     return corpus, tokenizer.tokenise(corpus.texts, config.max_length)
