@@ -25,6 +25,7 @@ TEXT = (
     # AdamW's first steps are signs of gradients, and those of gradients near zero are chance.
     *("--evaluation.heldout_prompts", "1", "--optimizer.eps", "1e-4"),
 )
+IN_BF16 = [(name, ()) for name in tiny.PIPELINES] + [("sdxl", TEXT)]
 WEIGHTED = ("--data.mask.source", "alpha", "--data.mask.outside", "0.5", "--data.prior.path", "{folder}/photos")
 
 
@@ -39,11 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow  # tests/domains/images/test_objective.py casts the same inputs in one process
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
-@pytest.mark.parametrize("flags", [(), TEXT], ids=["denoiser", "text encoders"])
-def test_bf16_without_autocast_trains_the_same(strategy: str, flags: tuple[str, ...], tmp_path: Path) -> None:
-    tiny.save("sdxl", tmp_path / "base")
+@pytest.mark.parametrize(("name", "flags"), IN_BF16, ids=[f"{name}{' text' * bool(flags)}" for name, flags in IN_BF16])
+def test_bf16_without_autocast_trains_the_same(
+    strategy: str, name: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    tiny.save(name, tmp_path / "base")
     pictures(tmp_path / "photos")
-    settings(tmp_path, "sdxl")
+    settings(tmp_path, name)
     options = [*flags, "--precision", "bf16", "--max_steps", "2"]
     alone = train(Layout("single", 1, "lora"), tmp_path, "alone", *options)
     together = train(Layout(strategy, 2, "lora"), tmp_path, strategy, *options)

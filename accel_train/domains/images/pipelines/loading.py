@@ -17,6 +17,7 @@ from accel_train.config import PositiveFloat, PositiveInt, UsageError, expand_pa
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, ddpm_levels, flow_levels
 from accel_train.domains.images.pipelines import flow_transformers, unets
 from accel_train.domains.images.pipelines.family import Family
+from accel_train.domains.models.input_dtypes import cast_inputs
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import strict_json
 from accel_train.store.pretrained_base import PretrainedBase
@@ -112,8 +113,7 @@ class DiffusersBase:
         With text encoders that are trained it is a ``DenoiserWithText``.
         """
         model = self._model(self.family.denoiser, precision)
-        if self.family.denoiser == "unet":
-            model.register_forward_pre_hook(unets.cast_inputs, with_kwargs=True)
+        model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
         if not self.trained_text:
             return model
         # It knows the families, which know nothing of bases.

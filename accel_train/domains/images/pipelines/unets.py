@@ -45,22 +45,6 @@ def _predict_xl(model: nn.Module, inputs: Predicting) -> Tensor:
     )[0]
 
 
-def cast_inputs(model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Cast latents and embeddings to the dtype of the weights, as a forward pre-hook of a UNet. Times stay fp32.
-
-    Under FSDP2 and DeepSpeed there is no autocast, and a UNet multiplies its inputs as they come.
-    """
-    noisy = given[0]
-    dtype = next(model.parameters()).dtype
-    if noisy.dtype == dtype or torch.is_autocast_enabled(noisy.device.type):
-        return None
-    cast = {**named, "encoder_hidden_states": named["encoder_hidden_states"].to(dtype)}
-    added = named.get("added_cond_kwargs")
-    if added:
-        cast["added_cond_kwargs"] = {**added, "text_embeds": added["text_embeds"].to(dtype)}
-    return (noisy.to(dtype), *given[1:]), cast
-
-
 def _sample(prompt: Mapping[str, Tensor], empty: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"prompt_embeds": prompt["prompt"], "negative_prompt_embeds": empty["prompt"]}
 
