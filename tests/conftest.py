@@ -18,11 +18,16 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
 from accel_train.cores import usable_cores
+from accel_train.runtime import tested_versions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "of the tests that -m selects, those of part DAY of PARTS; with -m slow, a part each day"
     parser.addoption("--part", metavar="DAY/PARTS", type=part, help=text)
+
+
+def pytest_report_header() -> str | None:
+    return tested_versions.notice()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -97,7 +97,7 @@ TESTED: Mapping[str, Tested] = {
         },
     ),
     "transformers": Tested(
-        "5.23",
+        "5.24",
         {
             "_commit_hash": "config: the revision of a base on the Hub",
             "_attn_implementation": "config: the attention that a model chose",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from accel_train.runtime import tested_versions
@@ -15,6 +15,7 @@ from accel_train.runtime.tested_versions import TESTED
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "accel_train").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
+COMMENT_LINES = 2
 DOCUMENTED = {"_exit", "_asdict", "_make", "_replace", "_no_split_modules"}
 """Of os and of named tuples; what transformers asks of a model."""
 
@@ -83,21 +84,24 @@ def test_a_dotted_name_exists(name: str) -> None:
     pytest.fail(f"no module of {name}")
 
 
-def test_these_tests_run_with_tested_versions() -> None:
-    """A newer package that passes the whole suite is entered into the table."""
+def test_the_table_agrees_with_the_constraints_of_ci() -> None:
+    """A release is raised in both: ``.ci/run`` passes with the one, users are told of the other."""
+    lines = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
+    constraints = {r.name.replace("_", "-"): r.specifier for r in map(Requirement, lines[COMMENT_LINES:])}
     for name, tested in TESTED.items():
-        try:
-            installed = Version(version(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        assert installed.release[:2] <= Version(tested.newest).release[:2], f"{name} {installed}: raise TESTED"
+        newest = Version(tested.newest)
+        following = f"{newest.major}.{newest.minor + 1}"
+        assert not constraints[name].contains(following), f"{name}: raise TESTED or lower .ci/constraints.txt"
+        pinned = [clause.version for clause in constraints[name] if clause.operator == "=="]
+        assert all(Version(one).release[:2] == newest.release[:2] for one in pinned), name
 
 
 def test_a_newer_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = {name: tested.newest for name, tested in TESTED.items()}
+    monkeypatch.setattr(tested_versions, "version", newest.__getitem__)
     assert tested_versions.notice() is None
-    monkeypatch.setattr(tested_versions, "version", lambda name: "99.1.0" if name == "torch" else version(name))
-    newest = TESTED["torch"].newest
-    assert tested_versions.newer_than_tested() == [f"torch 99.1.0 (tested up to {newest})"]
+    monkeypatch.setitem(newest, "torch", "99.1.0")
+    assert tested_versions.newer_than_tested() == [f"torch 99.1.0 (tested up to {TESTED['torch'].newest})"]
     assert "torch 99.1.0" in str(tested_versions.notice())
 
 
