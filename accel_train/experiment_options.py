@@ -34,6 +34,7 @@ FREE_TO_CHANGE = (
     "attention",
     "activation_checkpointing",
     "compile",
+    "offload_frozen",
     "distributed.gradient_as_bucket_view",
     "distributed.bucket_cap_mb",
     "distributed.static_graph",
@@ -116,6 +117,11 @@ class ExperimentConfig:
     """Run the matrix products of the blocks' large linear layers in float8 (torchao), the rest in bf16. Weights,
     optimizer and checkpoints stay fp32. tensorwise: one scale per tensor, the fastest, needs compute capability 8.9.
     rowwise: one scale per row, needs 9.0; an outlier coarsens its own row only. Use with compile.mode on."""
+    offload_frozen: bool = False
+    """Keep the frozen weights of the blocks in host memory, and two blocks at a time on the device: while one computes,
+    the next is copied. Changes no result. For adapters on a base that does not fit; every micro-batch reads the base
+    twice over the bus, so prefer few large ones. One process or DDP, without compile.mode. Its speed: not yet measured
+    on a GPU."""
     sync: SyncPolicy = "auto"
     """When to reduce gradients: on the last micro-batch, on every one, or whichever suits the strategy (auto)."""
     resume: str = "auto"

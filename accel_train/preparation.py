@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_train.checkpoints.restore import load_initial_weights, restore
+from accel_train.config import UsageError
 from accel_train.frozen_weights import resolve_base
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import RunInfo
@@ -26,6 +27,7 @@ from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.speed.attention.other_libraries import Example
 from accel_train.speed.attention.table import AttentionNeeds
+from accel_train.speed.frozen_offload import offload_frozen_blocks
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.training.accumulation import resolve_sync
 from accel_train.training.ema import Ema
@@ -46,7 +48,7 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
     config = opened.config
     accelerator = opened.accelerator
     fitting.refuse_what_cannot_fit(
-        fitting.size_of(lambda: model(*shape, **named)),
+        fitting.size_of(lambda: model(*shape, **named), offload_frozen=config.offload_frozen),
         config.optimizer.name,
         training=not config.evaluate_only,
         has_average=config.ema.decay > 0,
@@ -102,6 +104,7 @@ def prepare(
     applied = _apply_speed_options(opened, model, needs, example)
     # Accelerate points the optimizer's groups to the sharded parameters, so it must hold the whole ones before.
     optimizer, optimizer_reason = _build_optimizer(opened, model, freezable)
+    notices += _offload(opened, model)
     # Copied before `accelerator.prepare`, because DeepSpeed rounds the weights there.
     masters = exact_masters(model, config.precision)
     with embeddings_optional(model):
@@ -134,6 +137,21 @@ def _apply_speed_options(
         strategy_of(opened.accelerator),
         example,
     )
+
+
+def _offload(opened: Opened, model: nn.Module) -> list[str]:
+    config = opened.config
+    if not config.offload_frozen:
+        return []
+    if opened.run.base is None:
+        raise UsageError(
+            "offload_frozen: checkpoints would hold the frozen weights (checkpoints.base embed, or a model without a "
+            "base), and they are not on the device; give a base and leave checkpoints.base out"
+        )
+    notice = offload_frozen_blocks(
+        model, opened.accelerator.device, strategy_of(opened.accelerator), config.compile.mode
+    )
+    return [notice]
 
 
 def _build_optimizer(

@@ -34,6 +34,7 @@ OF_THE_MACHINE = (
     "lora.base_precision",
     "data.resolutions",
     "activation_checkpointing",
+    "offload_frozen",
     "evaluation.batch_size",
 )
 """Options that a preset by memory gives to an intent. In all others it is the balanced one."""
@@ -91,22 +92,38 @@ def make(
             f"{presets[smallest].stem}. Use a larger device"
         )
     reasons: list[str] = []
-    # From the largest down: more memory buys a larger micro-batch or less recomputation, and so speed.
-    for gb in sorted(meant, reverse=True):
-        # The user's own flags come last, and are part of what has to fit.
-        tree = overlaid(with_machine(experiment, read_tree(presets[gb])), flags)
-        needed, reason = _need(recipe, tree, base)
-        fits = needed <= machine.gib
-        reasons.append(f"  {presets[gb].stem}: {reason}{'' if fits else ', too much'}")
-        if fits:
-            chosen = f"chosen: {presets[gb].stem}, {_why(gb, meant)}"
-            advice = _advised(tree, intent, flags, base)
-            return tree, [*lines, *reasons, chosen, *advice]
+    for offloads in (False, True):
+        # From the largest down: more memory buys a larger micro-batch or less recomputation, and so speed.
+        for gb in sorted(meant, reverse=True):
+            # The user's own flags come last, and are part of what has to fit.
+            tree = overlaid(with_machine(experiment, read_tree(presets[gb])), flags)
+            name = presets[gb].stem
+            if offloads:
+                tree = _with_offload(tree, flags)
+                name += " with offload_frozen"
+            needed, reason = _need(recipe, tree, base)
+            fits = needed <= machine.gib
+            reasons.append(f"  {name}: {reason}{'' if fits else ', too much'}")
+            if fits:
+                chosen = f"chosen: {name}, {_why(gb, meant)}"
+                advice = _advised(tree, intent, flags, base)
+                return tree, [*lines, *reasons, chosen, *advice]
+        if "offload_frozen" in flags:
+            break
     listed = "\n".join(reasons)
     raise UsageError(
         f"{machine.name}: {machine.gib:.1f} GiB of memory, and no preset fits:\n{listed}\nTake a smaller base, or "
         "lower --data.resolutions"
     )
+
+
+def _with_offload(tree: Tree, flags: Mapping[str, Any]) -> Tree:
+    """Return the options with the base's blocks in host memory: the last resort, because they cross the bus."""
+    values: dict[str, Any] = {"offload_frozen": True}
+    # Weights of bitsandbytes cannot be offloaded. fp8 takes as many bytes as int8 over the bus.
+    if tree.get("lora", {}).get("base_precision") in ("int8", "nf4") and "lora.base_precision" not in flags:
+        values["lora.base_precision"] = "fp8"
+    return overlaid(tree, values)
 
 
 def _why(gb: int, meant: list[int]) -> str:
@@ -165,7 +182,9 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase) -> tuple[float, 
     try:
         trained = with_trained_text(base, text)
         # Counted on the meta device: neither the weights nor the memory have to be there.
-        size = fitting.size_of(lambda: build(trained, config.lora, text, config.precision, device))
+        size = fitting.size_of(
+            lambda: build(trained, config.lora, text, config.precision, device), offload_frozen=config.offload_frozen
+        )
     except UsageError as error:
         return float("inf"), str(error)
     # The largest resolution needs the most memory, and one step of it is enough to run out.

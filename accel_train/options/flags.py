@@ -92,6 +92,9 @@ NAMES_OF_OTHER_SCRIPTS = {
     "masked_loss": "--data.mask.source files",
     "alpha_mask": "--data.mask.source alpha",
     "attn_implementation": "--attention (eager, sdpa, flash for flash_attention_2, flex for flex_attention)",
+    "blocks_to_swap": "--offload_frozen (all frozen blocks, two at a time on the device)",
+    "enable_model_cpu_offload": "--offload_frozen",
+    "enable_group_offload": "--offload_frozen",
     "hub_token": "the HF_TOKEN environment variable (a flag is readable by every user of the machine)",
 }
 """Options of the diffusers, transformers and kohya scripts, refused with the name used here and not with a guess."""

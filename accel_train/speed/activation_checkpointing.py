@@ -54,11 +54,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     such a name, the `nn.ModuleList` with most parameters whose elements have
     one class. Raises `UsageError` where there is neither.
     """
-    names: set[str] = set()
-    for module in model.modules():
-        names.update(_names(module, "_no_split_modules"))
-        names.update(_names(module, "_repeated_blocks"))
-    found = _outermost(model, names)
+    found = _outermost(model, _block_names(model))
     if found:
         return found
     module_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -71,6 +67,33 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         f"{type(model).__name__}: has no list of blocks to checkpoint or compile one by one. Name the class of its "
         'blocks in an attribute _no_split_modules = ["MyBlock"], or keep them in one nn.ModuleList.'
     )
+
+
+def innermost_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of `blocks_of`, and in place of one that holds others of the named classes, those."""
+    names = _block_names(model)
+    found: list[nn.Module] = []
+    for block in blocks_of(model):
+        found.extend(_innermost(block, names))
+    return found
+
+
+def _innermost(block: nn.Module, names: set[str]) -> list[nn.Module]:
+    nested = _outermost(block, names)
+    if not nested:
+        return [block]
+    found: list[nn.Module] = []
+    for inner in nested:
+        found.extend(_innermost(inner, names))
+    return found
+
+
+def _block_names(model: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(_names(module, "_no_split_modules"))
+        names.update(_names(module, "_repeated_blocks"))
+    return names
 
 
 def _outermost(module: nn.Module, names: set[str]) -> list[nn.Module]:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
+from accel_train.speed.frozen_offload import GIB, offloaded_bytes
 
-GIB = 1 << 30
 FP32_BYTES = 4
 OPTIMIZER_BYTES = {"adamw": 8, "muon": 4, "adamw8bit": 2, "adamw_offload": 0}
 """Bytes of optimizer state per parameter on the training device: a lower bound. Unknown for module:Class, hence 0."""
@@ -27,16 +27,20 @@ class Size(NamedTuple):
     trained: int
     """Parameters that are trained."""
     weight_bytes: int
+    offloaded_bytes: int = 0
+    """Weights that stay in host memory."""
 
 
-def size_of(build: Callable[[], nn.Module]) -> Size:
+def size_of(build: Callable[[], nn.Module], *, offload_frozen: bool = False) -> Size:
     """Return the size of the model of ``build``, which is built on the meta device and so without memory."""
     with torch.device("meta"):
         # Built whole, because only the recipe's own code knows what it builds.
-        parameters = list(build().parameters())
+        model = build()
+    parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    return Size(sum(p.numel() for p in parameters), trained, weight_bytes)
+    offloaded = offloaded_bytes(model) if offload_frozen else 0
+    return Size(sum(p.numel() for p in parameters), trained, weight_bytes, offloaded)
 
 
 def refuse_what_cannot_fit(
@@ -70,14 +74,16 @@ def refuse_what_cannot_fit(
         )
 
     state_bytes, state_parts = _state_of_trained(optimizer, training=training, has_average=has_average)
-    required = size.weight_bytes + size.trained * state_bytes
-    parts = ", ".join([f"weights {_gib(size.weight_bytes)}", *state_parts])
+    on_device = size.weight_bytes - size.offloaded_bytes
+    required = on_device + size.trained * state_bytes
+    parts = ", ".join([f"weights {_gib(on_device)}", *state_parts])
     if sharded:
         # At best: what FSDP2 and ZeRO gather for a moment is not counted.
         required /= world_size
         parts += f"; divided by {world_size} processes"
     if device.type == "cpu":
-        required *= local
+        # There is no other memory to keep them in.
+        required = (required + size.offloaded_bytes) * local
         available = host
         place = f"this host with {local} process(es)"
     else:

@@ -90,10 +90,25 @@ def test_a_plan_takes_the_largest_preset_that_fits(
     with pytest.raises(
         UsageError, match=r"no preset fits:\n  lora_8gb: needs 2.*too much\n  lora_6gb: .*\nTake a smaller"
     ):
-        plan(flux, tmp_path / "small", "--memory_gib", "8", "--lora.base_precision", "bf16")
+        plan(flux, tmp_path / "small", "--memory_gib", "8", "--lora.base_precision", "bf16", "--no_offload_frozen")
     with pytest.raises(UsageError, match=r"4.0 GiB of memory; at least 5.4 GiB are required, for lora_6gb"):
         plan(flux, tmp_path / "small", "--memory_gib", "4")
     assert not (tmp_path / "small").exists()
+
+
+def test_a_base_that_does_not_fit_is_offloaded(flux: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bitsandbytes")
+    made = plan(flux, tmp_path / "run", "--memory_gib", "6")
+    shown = capsys.readouterr().out
+    tried = [line.split(":")[0].strip() for line in shown.splitlines() if line.startswith("  lora_")]
+    assert tried == ["lora_6gb", "lora_6gb with offload_frozen"]
+    # 4 bits of 11.9 billion values, and what stays on the device of 8: two of 57 blocks, and what is no block.
+    assert "weights 5.6," in shown
+    assert "weights 0.8," in shown
+    assert made["offload_frozen"] is True
+    assert made["lora"]["base_precision"] == "fp8"
+    plan(flux, tmp_path / "other", "--memory_gib", "8", "--lora.base_precision", "bf16")
+    assert "chosen: lora_8gb with offload_frozen" in capsys.readouterr().out
 
 
 def test_memory_is_the_sum_of_its_parts(made: Path) -> None:

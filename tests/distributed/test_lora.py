@@ -127,3 +127,24 @@ def test_text_encoders_train_the_same_on_two_processes(name: str, tmp_path: Path
         assert found.keys() == expected.keys()
         for key, tensor in found.items():
             torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4, msg=f"{label}, {key}")
+
+
+@pytest.mark.slow  # tests/domains/images/test_lora_recipe.py has one process, and tests/speed every denoiser
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_offloaded_blocks_give_the_same_bits_on_two_processes(mode: str, folder: Path) -> None:
+    flags = ("--max_steps", "4", "--activation_checkpointing.mode", mode)
+    layout = Layout("ddp", 2, "lora")
+    plain = train(layout, folder, f"plain-{mode}", *flags)
+    offloaded = train(layout, folder, f"offloaded-{mode}", *flags, "--offload_frozen")
+    assert "blocks in host memory" in offloaded.output
+    assert offloaded.losses() == plain.losses()
+    expected = plain.tensors(4, "model")
+    found = offloaded.tensors(4, "model")
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    layout = Layout("fsdp2", 2, "lora")
+    done = fork(
+        layout,
+        command(layout, [str(folder / "tiny.yaml"), "--output_dir", str(folder / "no"), "--offload_frozen"], folder),
+    )
+    assert done.returncode == 2
+    assert "offload_frozen: fsdp2 divides or moves the weights itself" in done.stdout

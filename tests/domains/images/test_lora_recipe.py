@@ -121,8 +121,8 @@ def test_a_family_is_trained_resumed_exported_and_loaded(
     untrained = [key for key, value in trained.items() if ".lora_B." in key and not value.abs().max() > 0]
     assert untrained == WITHOUT_EFFECT.get(name, [])
 
-    # A run that was ended after five steps goes on to the same bits.
-    resumed = train(tmp_path, "halves", "--max_steps", "5")
+    # A run that was ended after five steps goes on to the same bits, wherever the frozen weights lay.
+    resumed = train(tmp_path, "halves", "--max_steps", "5", "--offload_frozen")
     train(tmp_path, "halves")
     again = weights_of(resumed)
     assert all(torch.equal(again[key], value) for key, value in trained.items())
@@ -224,6 +224,8 @@ def test_pictures_of_all_steps_are_in_one_grid(tmp_path: Path) -> None:
         (("--data.bucket_step", "3"), r"data.bucket_step 3: Stable Diffusion 1.x and 2.x takes sides that are mult"),
         (("--times.weighting", "cosmap"), r"times.weighting cosmap: .* predicts epsilon"),
         (("--network_dim", "8"), r"network_dim.*--lora.rank"),
+        (("--blocks_to_swap", "8"), r"blocks_to_swap.*--offload_frozen"),
+        (("--offload_frozen", "--checkpoints.base", "embed"), r"offload_frozen: checkpoints would hold the frozen"),
     ],
 )
 def test_wrong_options(flags: tuple[str, ...], message: str, made: Path) -> None:

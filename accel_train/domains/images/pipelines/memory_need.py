@@ -89,7 +89,7 @@ def estimate(base: DiffusersBase, load: Load) -> Need:
     size = load.size
     # Gradient and state of the optimizer; the adapters themselves are among the weights.
     state = size.trained * (FP32_BYTES + OPTIMIZER_BYTES.get(load.optimizer, 2 * FP32_BYTES)) / GIB
-    weights = size.weight_bytes / GIB
+    weights = (size.weight_bytes - size.offloaded_bytes) / GIB
     activations = _activations(base.family.name, load)
     parts = f"weights {weights:.1f}, optimizer {state:.1f}, activations {activations:.1f}, VAE {vae:.1f}"
     pictures = vae + VAE_GIB * load.megapixels * base.config.encoder_batch_size
