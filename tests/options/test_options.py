@@ -35,6 +35,7 @@ max_epochs
 precision
 attention
 float8
+offload_frozen
 sync
 resume
 allow
