@@ -20,6 +20,7 @@ from accel_train.domains.language.pretrained import ModelConfig as LanguageModel
 from accel_train.domains.language.samples import EvaluationConfig as LanguageEvaluation
 from accel_train.domains.models.lora import LoraConfig
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
+from accel_train.domains.models.vae import VaeReference
 from accel_train.domains.pde import pipeline as pde_pipeline
 from accel_train.domains.pde.data.assets import FieldAssets, FieldTask
 from accel_train.domains.pde.fields import Scale
@@ -107,14 +108,21 @@ CAPTIONS = ["red apple, food fruit", "dog face, animal mammal", "fire engine, tr
 
 
 def picture_run(
-    run: Path, latent: LatentDiffusionConfig | None = None, side: int = 8, times: dict[str, Any] | None = None
+    run: Path,
+    latent: LatentDiffusionConfig | None = None,
+    side: int = 8,
+    times: dict[str, Any] | None = None,
+    vae: VaeReference | None = None,
 ) -> Path:
-    """Write a run of recipes/mmdit.py on pictures of ``side`` pixels in patches of 4. ``times`` are options of it."""
+    """Write a run of recipes/mmdit.py on pictures of ``side`` pixels in patches of 4. ``times`` are options of it.
+
+    With ``vae``, of 12 channels and a reduction of 2, in patches of 2 latents.
+    """
     tokenizer = train_tokenizer(CAPTIONS, 300)
     grid = (side // 4, side // 4)
     tokens = grid[0] * grid[1]
     torch.manual_seed(2)
-    assets = DataAssets(tokenizer, None, 12, 0.3 * torch.randn(48), 0.6, tokens)
+    assets = DataAssets(tokenizer, None, 12, 0.3 * torch.randn(48), 0.6, tokens, vae=vae)
     shape = ModelConfig(width=16, depth=2, heads=2).multimodal(tokenizer.vocab_size, 12, (tokens, 48), grid)
     model = MultimodalMMDiT(shape)
     randomise(model)

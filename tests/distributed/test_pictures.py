@@ -9,6 +9,7 @@ import pytest
 
 from accel_train.domains.images.picture_scores import DISTANCES, ERRORS
 from tests.distributed.launching import Layout, run_recipe
+from tests.domains.images import tiny_pipelines as tiny
 
 pytestmark = pytest.mark.distributed
 PICTURES = (
@@ -19,8 +20,13 @@ PICTURES = (
 ).split()
 
 
-def test_pictures_are_trained_alike_on_two_processes_and_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("latents", ["pixels", pytest.param("vae", marks=pytest.mark.slow)])
+def test_pictures_are_trained_alike_on_two_processes_and_shown(latents: str, tmp_path: Path) -> None:
     flags = (*PICTURES, "--max_steps", "6", "--data.cache_dir", str(tmp_path / "cache"))
+    if latents == "vae":
+        # Of one process it is in tests/domains/images/test_captioned.py.
+        tiny.vae(4).save_pretrained(tmp_path / "vae")
+        flags += ("--pictures.latents", "vae", "--pictures.vae", str(tmp_path / "vae"), "--pictures.patch", "2")
     one = run_recipe(Layout("single", 1), tmp_path / "one" / "run", *flags)
     two = run_recipe(Layout("ddp", 2), tmp_path / "two" / "run", *flags, "--micro_batch_size", "4")
     assert two.losses() == pytest.approx(one.losses(), rel=1e-5)

@@ -148,6 +148,9 @@ data.encoder_batch_size
 data.latents
 data.cache_dir
 pictures.latents
+pictures.vae
+pictures.vae_revision
+pictures.vae_batch_size
 pictures.size
 pictures.patch
 pictures.samples

@@ -17,9 +17,17 @@ from accel_train.config import PositiveInt, UsageError
 from accel_train.data.artifacts import cache_directory, cached_folder
 from accel_train.domains.images.decoding import decode_picture
 from accel_train.domains.images.demo import emoji, shapes
-from accel_train.domains.images.picture_rows import ROWS_PER_SHARD, Captioned, CaptionedPictures, Parts, write_rows
+from accel_train.domains.images.picture_rows import (
+    ROWS_PER_SHARD,
+    Captioned,
+    CaptionedPictures,
+    Parts,
+    Patching,
+    write_rows,
+)
 from accel_train.domains.images.scanning import Picture, Pictures, read_pictures
 from accel_train.domains.images.sources import Source
+from accel_train.domains.models.vae import IDENTITY_FILE, PictureVae, load_vae
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -36,15 +44,23 @@ SHAPES = "shapes"
 class PictureConfig:
     """Pictures in place of latents of text."""
 
-    latents: Literal["none", "pixels"] = "none"
+    latents: Literal["none", "pixels", "vae"] = "none"
     """none: data.path holds texts. pixels: it holds captioned pictures, and their patches are the latents: 'emoji'
     (bundled), 'shapes' (generated), or a folder, parquet files, a saved dataset or a Hub id of your own, cut to squares
-    at the centre."""
+    at the centre. vae: the same, encoded once by the autoencoder pictures.vae; for pictures of 256 pixels and more."""
+    vae: str | None = None
+    """Autoencoder of diffusers (AutoencoderKL, AutoencoderDC, AutoencoderTiny): Hub id or folder of its own, or of a
+    pipeline that has one, such as stabilityai/stable-diffusion-xl-base-1.0. It stays frozen, in fp32."""
+    vae_revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+    vae_batch_size: PositiveInt = 8
+    """Pictures that it encodes or decodes at once. Affects speed and memory only."""
     size: PositiveInt = 32
-    """Pixels of a side, a multiple of patch. Bundled emoji have 32 or 64."""
+    """Pixels of a side, a multiple of patch, and with a vae of patch times its reduction. Bundled emoji have 32 or
+    64."""
     patch: PositiveInt = 4
-    """Pixels of a patch's side. A picture has (size / patch)^2 tokens of 3 patch^2 values: half the patch is four times
-    the compute."""
+    """Pixels of a patch's side, with a vae its latents: 2 is usual there. A picture has (size / patch)^2 tokens of 3
+    patch^2 values: half the patch is four times the compute."""
     samples: PositiveInt = 8192
     """data.path shapes: training pictures to draw."""
     leave_out: tuple[str, ...] = ()
@@ -53,6 +69,13 @@ class PictureConfig:
     def __post_init__(self) -> None:
         if self.latents == "none":
             self._refuse(("size", "patch", "samples", "leave_out"), "--pictures.latents none")
+        if self.latents != "vae":
+            self._refuse(("vae", "vae_revision", "vae_batch_size"), f"--pictures.latents {self.latents}")
+        elif self.vae is None:
+            raise UsageError(
+                "--pictures.vae: --pictures.latents vae needs an autoencoder, and none is given; give a Hub id or a "
+                "folder, such as --pictures.vae stabilityai/stable-diffusion-xl-base-1.0"
+            )
         if self.size % self.patch:
             nearest = max(1, round(self.size / self.patch)) * self.patch
             raise UsageError(
@@ -95,14 +118,16 @@ def prepare_pictures(
     config: PictureConfig,
     data: DataOptions,
     *,
+    device: str = "cpu",
     rank: int = 0,
     world_size: int = 1,
     barrier: Callable[[], None] = lambda: None,
 ) -> CaptionedPictures | None:
     """Write the rows of `data.path` into the cache unless they are there. Every rank calls it (two barriers).
 
-    About `heldout_fraction` of the emoji's names are held out; of shapes it is the pairs of colour and form that no
-    training picture shows. Returns None where the data are texts. Raises ``UsageError``.
+    With an autoencoder rank 0 encodes the pictures on `device`, and every rank keeps it there to decode samples. About
+    `heldout_fraction` of the emoji's names are held out; of shapes it is the pairs of colour and form that no training
+    picture shows. Returns None where the data are texts. Raises ``UsageError``.
     """
     if config.latents == "none":
         return None
@@ -113,8 +138,10 @@ def prepare_pictures(
             f"--data.heldout_path {data.heldout_path!r} has no effect with --pictures.latents {config.latents}: "
             "pictures are held out from --data.path. Leave it out, or set --data.heldout_fraction."
         )
+    patching = _patching(config, device)
     cache = cache_directory(data.cache_dir)
     notices: tuple[str, ...] = ()
+    total = 0
     if path == SHAPES:
         facts: tuple[Any, ...] = (SHAPES, SHAPES_SEED, config.samples, HELDOUT_SHAPES)
         parts = partial(_shapes, config)
@@ -129,15 +156,45 @@ def prepare_pictures(
         notices = _own_notices(found, len(own), path)
         facts = (*((picture.content, picture.caption) for picture in own),)
         parts = partial(_own, config, own)
-    key = hashlib.sha256(f"{FORMAT} {config.size} {config.patch} {facts}".encode()).hexdigest()
+        total = len(own)
+    key = hashlib.sha256(f"{FORMAT} {config.size} {patching.identity} {facts}".encode()).hexdigest()
 
     def write(directory: Path) -> None:
-        write_rows(directory, parts(), config.patch)
+        write_rows(directory, parts(), patching, total)
+        if patching.vae is not None:
+            # Another machine's autoencoder rounds otherwise, and the data are the same.
+            (directory / IDENTITY_FILE).write_text(key)
 
     folder = cached_folder(cache / "pictures" / key, write, rank=rank, barrier=barrier)
-    side = config.size // config.patch
+    side = config.size // patching.side
     notices += (f"pictures of {config.size} x {config.size} pixels in {side} x {side} patches ({path})",)
-    return CaptionedPictures(folder, (side, side), config.patch, path == SHAPES, notices)
+    if patching.vae is not None:
+        notices += (_about_vae(patching.vae),)
+    return CaptionedPictures(folder, (side, side), patching, path == SHAPES, notices)
+
+
+def _patching(config: PictureConfig, device: str) -> Patching:
+    """Load the autoencoder of the options, if there is one. Raises ``UsageError``, also for a size that it cuts."""
+    if config.vae is None:
+        return Patching(config.patch)
+    vae = load_vae(config.vae, config.vae_revision, "--pictures.vae")
+    patching = Patching(config.patch, vae.to(device), config.vae_batch_size)
+    if config.size % patching.side:
+        nearest = max(1, round(config.size / patching.side)) * patching.side
+        raise UsageError(
+            f"--pictures.size {config.size} with --pictures.patch {config.patch}: a multiple of {patching.side} is "
+            f"required, because the autoencoder reduces by {vae.reference.reduction}. Set size {nearest}, or another "
+            "patch"
+        )
+    return patching
+
+
+def _about_vae(vae: PictureVae) -> str:
+    reference = vae.reference
+    return (
+        f"latents of {type(vae.module).__name__} ({reference.source}): {reference.channels} channels, 1 for "
+        f"{reference.reduction} x {reference.reduction} pixels"
+    )
 
 
 def _shapes(config: PictureConfig) -> Parts:

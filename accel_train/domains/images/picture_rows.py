@@ -16,7 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel_train.domains.models.patches import from_patches, to_patches
+from accel_train.data.progress import Progress
+from accel_train.domains.models.patches import (
+    as_grid,
+    as_tokens,
+    cut,
+    from_patches,
+    from_values,
+    joined,
+    to_patches,
+    to_values,
+)
+from accel_train.domains.models.vae import PictureVae, VaeReference
 
 ROWS_PER_SHARD = 2048
 D = TypeVar("D")
@@ -30,6 +41,45 @@ class Captioned(NamedTuple):
     """(N, size, size, 3) uint8"""
 
 
+@dataclass(frozen=True)
+class Patching:
+    """How pictures become tokens: patches of pixels, or of the latents of an autoencoder."""
+
+    patch: int
+    """Pixels, or latents, along a side of a patch."""
+    vae: PictureVae | None = None
+    batch_size: int = 8
+    """Pictures that the autoencoder encodes or decodes at once."""
+
+    @property
+    def identity(self) -> str:
+        """What the tokens of a picture depend on."""
+        return f"{self.patch}" if self.vae is None else f"{self.patch} {self.vae.reference.sha256}"
+
+    @property
+    def side(self) -> int:
+        """Pixels along a side of a token."""
+        return self.patch if self.vae is None else self.patch * self.vae.reference.reduction
+
+    def tokens(self, pictures: Tensor) -> Tensor:
+        """Return tokens (N, L, D) in fp32 on the CPU of pictures (N, H, W, 3) uint8."""
+        if self.vae is None:
+            return to_patches(pictures, self.patch)
+        device = next(self.vae.parameters()).device
+        tokens: list[Tensor] = []
+        for part in pictures.split(self.batch_size):
+            latents = self.vae.encode(to_values(part).to(device)).cpu()
+            tokens.append(as_tokens(cut(latents, self.patch)))
+        return torch.cat(tokens)
+
+    def pictures(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Return pictures (N, H, W, 3) uint8 on the CPU of tokens (N, L, D)."""
+        if self.vae is None:
+            return from_patches(tokens.cpu(), grid, self.patch)
+        latents = joined(as_grid(tokens.float(), grid), self.patch)
+        return from_values(self.vae.decode_all(latents, self.batch_size))
+
+
 Parts = Iterable[tuple[str, Captioned]]
 """Pieces of train and heldout, in order."""
 
@@ -41,7 +91,7 @@ class CaptionedPictures:
     folder: Path
     grid: tuple[int, int]
     """Rows and columns of patches."""
-    patch: int
+    patching: Patching
     exact: bool
     """The captions can be read back from the pixels (generated shapes)."""
     notices: tuple[str, ...]
@@ -56,21 +106,36 @@ class CaptionedPictures:
         return replace(cast(Any, data), **options)
 
     def pixels(self, latents: Tensor) -> Tensor:
-        """Return pictures (B, H, W, 3) uint8 on the CPU, from latents (B, L, D) in [-1, 1]."""
-        return from_patches(latents.cpu(), self.grid, self.patch)
+        """Return pictures (B, H, W, 3) uint8 on the CPU, from latents (B, L, D) as the rows have them."""
+        return self.patching.pictures(latents, self.grid)
+
+    @property
+    def vae(self) -> VaeReference | None:
+        """The autoencoder that a checkpoint names. None: latents are patches of pixels."""
+        vae = self.patching.vae
+        return None if vae is None else vae.reference
 
 
-def write_rows(directory: Path, parts: Parts, patch: int) -> None:
-    """Write the rows of each part, and the latents of every ROWS_PER_SHARD pictures into a shard."""
+def write_rows(directory: Path, parts: Parts, patching: Patching, total: int = 0) -> None:
+    """Write the rows of each part, and the latents of every ROWS_PER_SHARD pictures into a shard.
+
+    With a ``total`` it shows how many of the pictures are done.
+    """
+    with Progress("pictures", total, enabled=total > 0 and patching.vae is not None) as progress:
+        _write_shards(directory, parts, patching, progress)
+
+
+def _write_shards(directory: Path, parts: Parts, patching: Patching, progress: Progress) -> None:
     shard = 0
     for part, piece in parts:
         with (directory / f"{part}.jsonl").open("a", encoding="utf-8") as rows:
             for start in range(0, len(piece.captions), ROWS_PER_SHARD):
                 stop = start + ROWS_PER_SHARD
-                latents = to_patches(piece.pictures[start:stop], patch)
+                latents = patching.tokens(piece.pictures[start:stop])
                 np.save(directory / f"shard_{shard:04d}.npy", latents.to(torch.float16).numpy())
                 rows.writelines(_lines(piece.captions[start:stop], shard))
                 shard += 1
+                progress.update(len(latents))
 
 
 def _lines(captions: Sequence[str], shard: int) -> Iterator[str]:

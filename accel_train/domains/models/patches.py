@@ -1,4 +1,4 @@
-"""Pictures as sequences of patches, and back."""
+"""Pictures, or latents of an autoencoder, as sequences of patches, and back."""
 
 from __future__ import annotations
 
@@ -13,26 +13,38 @@ def to_patches(pictures: Tensor, patch: int) -> Tensor:
 
     Both sides are multiples of `patch`.
     """
-    values = pictures.permute(0, 3, 1, 2).float() / HALF_RANGE - 1
-    return as_tokens(cut(values, patch)).contiguous()
+    return as_tokens(cut(to_values(pictures), patch)).contiguous()
 
 
 def from_patches(patches: Tensor, grid: tuple[int, int], patch: int) -> Tensor:
     """Return pictures (N, H, W, 3) uint8 of patches (N, h * w, patch * patch * 3). Values outside [-1, 1] are cut."""
-    values = joined(as_grid(patches.float(), grid), patch).permute(0, 2, 3, 1)
-    return ((values + 1) * HALF_RANGE).round().clamp(0, 255).to(torch.uint8)
+    return from_values(joined(as_grid(patches.float(), grid), patch))
 
 
-def cut(pixels: Tensor, patch: int) -> Tensor:
-    """Cut pixels (B, 3, H, W) into a grid of patches (B, patch * patch * 3, h, w). Both sides are multiples of it."""
-    parts = pixels.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, 3, h, P, w, P)
-    return parts.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)  # (B, P P 3, h, w)
+def to_values(pictures: Tensor) -> Tensor:
+    """Return pictures (N, H, W, 3) uint8 as pixels (N, 3, H, W) fp32 in [-1, 1]."""
+    return pictures.permute(0, 3, 1, 2).float() / HALF_RANGE - 1
+
+
+def from_values(pixels: Tensor) -> Tensor:
+    """Return pixels (N, 3, H, W) as pictures (N, H, W, 3) uint8. Values outside [-1, 1] are cut."""
+    levels = (pixels.permute(0, 2, 3, 1) + 1) * HALF_RANGE
+    return levels.round().clamp(0, 255).to(torch.uint8)
+
+
+def cut(values: Tensor, patch: int) -> Tensor:
+    """Cut pixels or latents (B, C, H, W) into a grid of patches (B, patch * patch * C, h, w).
+
+    Both sides are multiples of `patch`.
+    """
+    parts = values.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, C, h, P, w, P)
+    return parts.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)  # (B, P P C, h, w)
 
 
 def joined(grid: Tensor, patch: int) -> Tensor:
-    """Return the pixels (B, 3, H, W) of a grid of patches (B, patch * patch * 3, h, w)."""
-    parts = grid.unflatten(1, (patch, patch, 3))  # (B, P, P, 3, h, w)
-    return parts.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)  # (B, 3, h P, w P)
+    """Return the pixels or latents (B, C, H, W) of a grid of patches (B, patch * patch * C, h, w)."""
+    parts = grid.unflatten(1, (patch, patch, -1))  # (B, P, P, C, h, w)
+    return parts.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)  # (B, C, h P, w P)
 
 
 def as_tokens(grid: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from accel_train.data.datasets import Batch
 from accel_train.data.tables.block_order import BlockOrder
 from accel_train.data.tables.ledger import Span, continued, write_ledger
 from accel_train.data.tables.text_sources import texts_hash
+from accel_train.domains.models.vae import VaeReference
 from accel_train.domains.text.encoders import LatentEncoder, load_encoder
 from accel_train.domains.text.latents.cache import BatchMemory, LatentRows, LatentTable
 from accel_train.domains.text.lengths import LengthEstimate, load_length
@@ -40,6 +41,8 @@ class DataAssets:
     """L"""
     length: LengthEstimate | None = None
     """Length of a text from its latent. None in assets of an older version."""
+    vae: VaeReference | None = None
+    """Autoencoder of pictures whose latents these are, cut into patches."""
 
     @property
     def latent_shape(self) -> tuple[int, int]:
@@ -95,6 +98,8 @@ class DataAssets:
             "latent_tokens": self.latent_tokens,
             "encoder": self.encoder is not None,
         }
+        if self.vae is not None:
+            facts["vae"] = asdict(self.vae)
         (directory / "assets.json").write_text(json.dumps(facts, indent=1), "utf-8")
         if self.length is not None:
             self.length.save(directory)
@@ -116,6 +121,7 @@ def load_assets(directory: Path, device: str = "cpu") -> DataAssets:
         encoder = None
         if facts["encoder"]:
             encoder = load_encoder(directory, device)
+        vae = facts.get("vae")
         return DataAssets(
             tokenizer=tokenizer,
             encoder=encoder,
@@ -124,6 +130,7 @@ def load_assets(directory: Path, device: str = "cpu") -> DataAssets:
             latent_std=facts["latent_std"],
             latent_tokens=facts["latent_tokens"],
             length=load_length(directory),
+            vae=None if vae is None else VaeReference(**vae),
         )
     except UsageError:  # names its remedy already
         raise
@@ -267,12 +274,14 @@ def statistics(table: LatentRows) -> tuple[Tensor, float]:
 def dataset_fingerprint(texts: Sequence[str], table: LatentTable, assets: DataAssets) -> str:
     """Hash texts, tokenizer, length and latents with sha256.
 
-    Latents enter by the encoder's identity, ready-made ones by their bytes.
+    Latents enter by the encoder's identity, ready-made ones by theirs if they have one, else by their bytes.
     """
     digest = hashlib.sha256(f"{texts_hash(texts)} {assets.max_length} {assets.tokenizer.to_json()}".encode())
     if assets.encoder is not None:
         # It tells weights, pooling and length, from which the latents follow. Millions of them need not be hashed.
         digest.update(assets.encoder.identity.encode())
+    elif table.identity:
+        digest.update(table.identity.encode())
     else:
         for _, block in table.blocks():
             digest.update(block.numpy().tobytes())
@@ -343,6 +352,10 @@ class PreparedData:
         indices, _ = self.nearest_rows(latents)
         rows = [self.train.table.row(index) for index in indices]
         return self.assets.normalise(torch.stack(rows))
+
+    def with_vae(self, vae: VaeReference | None) -> "PreparedData":
+        """Return the data with the autoencoder of its pictures, which checkpoints then name."""
+        return replace(self, assets=replace(self.assets, vae=vae))
 
     def save_assets(self, directory: Path, start_step: int = 0) -> None:
         """Write the assets, and the ledger of a run that was started or resumed at `start_step`."""

@@ -26,7 +26,7 @@ from accel_train.domains.text.both_ways import (
     tokens_from_latents,
 )
 from accel_train.domains.text.dataset import DataAssets
-from accel_train.domains.text.latents.drawn import picture_grid, write_pictures
+from accel_train.domains.text.latents.drawn import decoded, picture_grid, write_pictures
 from accel_train.domains.text.modes import ModeConfig, Part, learned_conditions
 from accel_train.domains.text.trained_model import learned_modes, load_both_ways
 from accel_train.pipeline import Example, describe, read_lines
@@ -213,7 +213,8 @@ class TextLatentPipeline:
         if options.prompt:
             grid = picture_grid(self.model.config)
             drawn = self.latents_from_texts(options.prompt, seed=options.seed)
-            return write_pictures(drawn, grid, options.prompt, options.seed, options.output)
+            pictures = decoded(drawn, grid, self.assets.vae, options.device)
+            return write_pictures(pictures, options.prompt, options.seed, options.output)
         if options.latents is not None:
             return self._written(
                 self.texts_from_latents(_read_latents(options.latents), seed=options.seed, length=options.length),

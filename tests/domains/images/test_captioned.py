@@ -10,8 +10,11 @@ from accel_train.config import UsageError
 from accel_train.domains.images.captioned import PictureConfig, prepare_pictures
 from accel_train.domains.images.demo import emoji, shapes
 from accel_train.domains.models.patches import from_patches, to_patches
+from accel_train.domains.text.dataset import load_assets
+from accel_train.domains.text.latents.drawn import decoded
 from accel_train.domains.text.options import DataConfig
 from accel_train.domains.text.prepare import prepare_data
+from tests.domains.images import tiny_pipelines as tiny
 
 SHAPES = PictureConfig(latents="pixels", size=16, patch=4, samples=20)
 
@@ -64,6 +67,100 @@ def test_a_folder_of_pictures_of_your_own(tmp_path):
     shown = pictures.pixels(prepared.assets.denormalise(prepared.train.batch([0])["latent"]))
     # Beside its edges, which the filter sharpens.
     assert (shown[0, :, 3:5].int() - torch.tensor([30 * first, 200, 50])).abs().max() <= 3
+
+
+def save_vae(folder, *, in_pipeline=False):
+    """A tiny autoencoder of 4 channels that halves the sides, with random weights."""
+    torch.manual_seed(0)
+    vae = tiny.vae(4)
+    vae.save_pretrained(folder / "vae" if in_pipeline else folder)
+    return vae.eval()
+
+
+def vae_config(folder, **options):
+    return PictureConfig(latents="vae", vae=str(folder), size=16, patch=2, samples=20, **options)
+
+
+def test_latents_are_the_means_of_the_autoencoder(tmp_path):
+    vae = save_vae(tmp_path / "vae")
+    data = DataConfig(path="shapes", cache_dir=str(tmp_path / "cache"), vocab_size=300, max_length=40)
+    pictures = prepare_pictures(vae_config(tmp_path / "vae", vae_batch_size=3), data)
+    assert pictures is not None
+    assert pictures.grid == (4, 4)
+    assert any("4 channels, 1 for 2 x 2 pixels" in notice for notice in pictures.notices)
+    prepared = prepare_data(pictures.rows(data)).with_vae(pictures.vae)
+    _, pixels = shapes.pictures(0, 20, 16)
+    values = pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        mean = vae.encode(values).latent_dist.mean  # (20, 4, 8, 8)
+        shown = vae.decode(mean[:2]).sample
+    latents = prepared.assets.denormalise(prepared.train.batch(list(range(20)))["latent"])
+    assert latents.shape == (20, 16, 16)
+    # A token holds 2 x 2 latents of 4 channels, the channels last.
+    token = latents[3, 6].view(2, 2, 4)
+    assert torch.allclose(token, mean[3, :, 2:4, 4:6].permute(1, 2, 0), atol=2e-3)
+    levels = (shown.permute(0, 2, 3, 1).clamp(-1, 1) + 1) * 127.5
+    assert (pictures.pixels(latents[:2]).float() - levels).abs().max() < 1.5
+    prepared.save_assets(tmp_path / "assets")
+    reference = load_assets(tmp_path / "assets").vae
+    assert reference == pictures.vae
+    assert reference is not None
+    assert (reference.source, reference.channels, reference.reduction) == (str(tmp_path / "vae"), 4, 2)
+    drawn_again = decoded(latents[:2], (4, 4), reference, "cpu")
+    assert torch.equal(drawn_again, pictures.pixels(latents[:2]))
+
+
+def test_the_rows_of_an_autoencoder_are_the_same_data_on_any_machine(tmp_path):
+    """Its last bits differ there, which must not look like other data."""
+    save_vae(tmp_path / "vae", in_pipeline=True)
+    fingerprints = []
+    for name in ("here", "there"):
+        data = DataConfig(path="shapes", cache_dir=str(tmp_path / name), vocab_size=300, max_length=40)
+        pictures = prepare_pictures(vae_config(tmp_path / "vae"), data)
+        assert pictures is not None
+        if name == "there":
+            for shard in pictures.folder.glob("*.npy"):
+                np.save(shard, np.load(shard) * np.float16(1.001))
+        fingerprints.append(prepare_data(pictures.rows(data)).fingerprint)
+    assert fingerprints[0] == fingerprints[1]
+    torch.manual_seed(1)
+    tiny.vae(4).save_pretrained(tmp_path / "vae" / "vae")
+    data = DataConfig(path="shapes", cache_dir=str(tmp_path / "here"), vocab_size=300, max_length=40)
+    pictures = prepare_pictures(vae_config(tmp_path / "vae"), data)
+    assert pictures is not None
+    assert prepare_data(pictures.rows(data)).fingerprint != fingerprints[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vae": None}, "vae needs an autoencoder, and none is given"),
+        ({"size": 18}, "size 18 with --pictures.patch 2: a multiple of 4 is required.* Set size 16"),
+        ({"vae": "nothing"}, r"--pictures.vae 'nothing' cannot be loaded .*autoencoder of diffusers"),
+        ({"vae_revision": "main"}, "is a folder and has no revision 'main'"),
+        ({"latents": "pixels"}, "--pictures.vae .* has no effect with --pictures.latents pixels"),
+    ],
+)
+def test_autoencoders_that_cannot_be_used(options, message, tmp_path):
+    save_vae(tmp_path / "vae")
+    given = {"latents": "vae", "vae": str(tmp_path / "vae"), "size": 16, "patch": 2} | options
+    with pytest.raises(UsageError, match=message):
+        prepare_pictures(PictureConfig(**given), DataConfig(path="shapes", cache_dir=str(tmp_path)))
+
+
+def test_an_autoencoder_of_videos_and_another_one_are_refused(tmp_path):
+    from diffusers import AutoencoderKLQwenImage
+
+    from accel_train.domains.models.vae import load_vae
+
+    folder = tmp_path / "video"
+    made = AutoencoderKLQwenImage(base_dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False])
+    made.save_pretrained(folder)
+    with pytest.raises(UsageError, match="a AutoencoderKLQwenImage encodes no picture of 64 x 64"):
+        load_vae(str(folder), None, "--pictures.vae")
+    save_vae(tmp_path / "vae")
+    with pytest.raises(UsageError, match="the model was trained on latents of 123456"):
+        load_vae(str(tmp_path / "vae"), None, "the autoencoder", "123456")
 
 
 def test_flags_can_be_left_out(tmp_path):

@@ -7,7 +7,7 @@ from PIL import Image
 
 from accel_train.domains.images.demo import shapes
 from accel_train.domains.images.grids import CELL, GAP, HEADER, LABEL, report_pictures
-from accel_train.domains.images.picture_rows import CaptionedPictures
+from accel_train.domains.images.picture_rows import CaptionedPictures, Patching
 from accel_train.domains.images.picture_scores import ERRORS, PictureScores, metric_names, rms_distance, shape_scores
 from accel_train.domains.models.patches import to_patches
 
@@ -51,7 +51,7 @@ def _property(caption, name):
 
 def test_sums_are_weighted_and_divided(drawn, tmp_path):
     captions, pictures = drawn
-    rows = CaptionedPictures(tmp_path, (6, 6), 4, True, ())
+    rows = CaptionedPictures(tmp_path, (6, 6), Patching(4), True, ())
     texts = dict(enumerate(captions))
     latents = to_patches(pictures, 4)
     # The training pictures are those drawn, each nearest to the one after it.

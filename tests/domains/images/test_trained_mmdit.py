@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -27,10 +28,12 @@ from accel_train.domains.images.trained_mmdit.finding import MAKE_DEMO
 from accel_train.domains.images.trained_mmdit.run_base import LEVELS, MMDiTBase
 from accel_train.domains.models import adapters
 from accel_train.domains.models.lora import ADAPTER, LoraConfig, apply_lora, with_effect
-from accel_train.domains.models.patches import as_grid, from_patches, to_patches
+from accel_train.domains.models.patches import as_grid, from_patches, joined, to_patches
+from accel_train.domains.models.vae import load_vae
 from accel_train.domains.text.dataset import load_assets
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.store import commit
+from tests.domains.images import tiny_pipelines as tiny
 from tests.trained import CAPTIONS, picture_run, text_run
 
 pytest.importorskip("peft")
@@ -57,6 +60,58 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def conditioning(base: MMDiTBase, captions: list[str]) -> dict[str, Tensor]:
     return base.family.encode(base.components(CPU), captions, None)
+
+
+@pytest.fixture(scope="module")
+def latent_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the latents of an autoencoder: 12 channels, half the sides, patches of 2 x 2."""
+    folder = tmp_path_factory.mktemp("latent")
+    torch.manual_seed(5)
+    tiny.vae(12).save_pretrained(folder / "vae")
+    return picture_run(folder / "run", vae=load_vae(str(folder / "vae"), None, "vae").reference)
+
+
+def test_a_base_on_latents_has_the_autoencoder_of_its_training(latent_run: Path, tmp_path: Path) -> None:
+    from diffusers import AutoencoderKL
+
+    base = base_of(latent_run)
+    assert base.patch == 2
+    assert base.largest == (8, 8)
+    parts = base.components(CPU)
+    assert parts.vae_scale_factor == 4
+    vae: Any = AutoencoderKL.from_pretrained(latent_run.parent / "vae")
+    pixels = some_pictures().permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        mean = vae.encode(pixels).latent_dist.mean
+        decoded = vae.decode(mean).sample
+    encoded = parts.vae.encode(pixels).latent  # (B, 48, 2, 2)
+    assert encoded.shape == (COUNT, 48, 2, 2)
+    assert torch.allclose(joined(encoded, 2), mean, atol=1e-6)
+    assert torch.allclose(parts.vae.decode(encoded), decoded, atol=1e-5)
+    # The picture of a prompt is that of its latents, which are tested against the recipe.
+    drawn = tmp_path / "drawn"
+    assert cli._main(["sample", str(latent_run), "--prompt", PROMPTS[0], "--seed", "3", "--output", str(drawn)]) == 0
+    (file,) = drawn.glob("*.png")
+    pipeline: Any = accel_train.load(latent_run)
+    latents = pipeline.latents_from_texts(PROMPTS[:1], seed=3)
+    with torch.no_grad():
+        expected = vae.decode(joined(as_grid(latents, (2, 2)), 2)).sample
+    levels = (expected[0].permute(1, 2, 0).clamp(-1, 1) + 1) * 127.5
+    found = torch.from_numpy(np.array(Image.open(file), np.float32))
+    assert (found - levels).abs().max() < 0.6
+
+
+def test_adapters_on_a_base_on_latents(latent_run: Path, tmp_path: Path) -> None:
+    recipe: Any = import_recipe(find_recipe("lora"))
+    options = settings(tmp_path, latent_run)
+    assert recipe.main([*options, "--output_dir", str(tmp_path / "tuned")]) == 0
+    tuned: Any = accel_train.load(tmp_path / "tuned")
+    assert tuned(PROMPTS[0], seed=1).size == (8, 8)
+    # Other weights under the same name are another autoencoder.
+    torch.manual_seed(6)
+    tiny.vae(12).save_pretrained(latent_run.parent / "vae")
+    with pytest.raises(UsageError, match="the model was trained on latents of"):
+        base_of(latent_run).components(CPU)
 
 
 def test_captions_have_the_tokens_of_training(run: Path) -> None:

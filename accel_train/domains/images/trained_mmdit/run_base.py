@@ -23,6 +23,7 @@ from accel_train.domains.models.adapters import add_adapter
 from accel_train.domains.models.lora import ADAPTER
 from accel_train.domains.models.mmdit import MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.domains.models.pretrained import load_directory
+from accel_train.domains.models.vae import VaeReference, load_vae
 from accel_train.precision import Precision
 from accel_train.store import strict_json
 from accel_train.store.pretrained_base import PretrainedBase
@@ -80,15 +81,17 @@ class MMDiTBase:
 
     @property
     def patch(self) -> int:
-        """Pixels along a side of a patch."""
-        return round((self.shape.latent_dim / 3) ** 0.5)
+        """Pixels, or latents of its autoencoder, along a side of a patch."""
+        channels = 3 if self._vae is None else self._vae.channels
+        return round((self.shape.latent_dim / channels) ** 0.5)
 
     @property
     def largest(self) -> tuple[int, int]:
         """Height and width of the largest picture, in pixels."""
         assert self.shape.latent_grid is not None, "refused when it was found"
         rows, columns = self.shape.latent_grid
-        return rows * self.patch, columns * self.patch
+        side = self.patch if self._vae is None else self.patch * self._vae.reduction
+        return rows * side, columns * side
 
     def components(self, device: torch.device) -> MMDiTPipeline:
         """Return everything but the denoiser on ``device``."""
@@ -96,7 +99,10 @@ class MMDiTBase:
         folder = self.directory / ASSETS
         captions = CaptionTokens(folder / "tokenizer.json", self.prompt_tokens, **facts["tokenizer"])
         mean = load_file(folder / "latent.safetensors")["mean"]
-        patches = Patches(self.patch, mean, facts["latent_std"])
+        vae = None
+        if self._vae is not None:
+            vae = load_vae(self._vae.source, self._vae.revision, "the base's autoencoder", self._vae.sha256)
+        patches = Patches(self.patch, mean, facts["latent_std"], vae)
         return MMDiTPipeline(captions.to(device), patches.to(device), None, self.diffusion, self.sampler)
 
     def pipeline(self, device: torch.device) -> MMDiTPipeline:
@@ -152,6 +158,11 @@ class MMDiTBase:
     def _stem(self) -> str:
         # Averaged weights draw better pictures, and are what the base itself was evaluated with.
         return "ema" if any(self.directory.glob("ema*.safetensors")) else "model"
+
+    @property
+    def _vae(self) -> VaeReference | None:
+        found = self._assets.get("vae")
+        return None if found is None else VaeReference(**found)
 
     @cached_property
     def _assets(self) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from accel_train.domains.images.pipelines.family import Conditioning, Family, Pr
 from accel_train.domains.models.adapters import choose_adapter
 from accel_train.domains.models.lora import ADAPTER
 from accel_train.domains.models.patches import as_grid, as_tokens, cut, joined
+from accel_train.domains.models.vae import PictureVae
 
 NAME = "MMDiT of recipes/mmdit.py"
 TARGETS = (
@@ -80,24 +81,40 @@ class CaptionTokens(nn.Module):
 
 
 class Patches(nn.Module):
-    """Patches of pixels in place of a VAE: (B, 3, H, W) to (B, 3 P^2, H / P, W / P), in units of pixels."""
+    """Patches of pixels in place of a VAE: (B, 3, H, W) to (B, 3 P^2, H / P, W / P), in units of pixels.
 
-    def __init__(self, patch: int, mean: Tensor, std: float) -> None:
+    With an autoencoder, patches of its latents.
+    """
+
+    def __init__(self, patch: int, mean: Tensor, std: float, vae: PictureVae | None = None) -> None:
         super().__init__()
         self.patch = patch
-        self.register_buffer("mean", mean)  # (3 P^2,)
+        self.vae = vae
+        self.register_buffer("mean", mean)  # (C P^2,)
         self.register_buffer("std", torch.tensor(std))
 
     @property
     def device(self) -> torch.device:
         return next(self.buffers()).device
 
+    @property
+    def side(self) -> int:
+        """Pixels along a side of a patch."""
+        return self.patch if self.vae is None else self.patch * self.vae.reference.reduction
+
+    @property
+    def channels(self) -> int:
+        """Values of a patch."""
+        return dict(self.named_buffers())["mean"].numel()
+
     def encode(self, pixels: Tensor) -> Encoded:
-        return Encoded(cut(pixels, self.patch))
+        values = pixels if self.vae is None else self.vae.encode(pixels)
+        return Encoded(cut(values, self.patch))
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return the pixels (B, 3, H, W) of latents as ``encode`` returns them."""
-        return joined(latents, self.patch)
+        values = joined(latents, self.patch)
+        return values if self.vae is None else self.vae.decode(values)
 
     def normalise(self, latents: Tensor) -> Tensor:
         """Return latents as the denoiser counts them."""
@@ -140,7 +157,7 @@ class MMDiTPipeline:
     @property
     def vae_scale_factor(self) -> int:
         """Pixels along a side of one latent."""
-        return self.vae.patch
+        return self.vae.side
 
     def register_modules(self, **modules: Any) -> None:
         """Replace components by name."""
@@ -171,7 +188,7 @@ class MMDiTPipeline:
     ) -> Drawn:
         """Draw a picture for each row of ``conditioning``, from the noise of the seed of its generator."""
         assert output_type == "np", "other forms have no use here"
-        grid = (height // self.vae.patch, width // self.vae.patch)
+        grid = (height // self.vae.side, width // self.vae.side)
         given = {name: value.to(self.vae.device) for name, value in conditioning.items()}
         generators = [generator] if isinstance(generator, torch.Generator) else generator
         # The generators of diffusers' interface stand for their seeds: noise here is keyed and not drawn in turn.
@@ -179,7 +196,7 @@ class MMDiTPipeline:
         options = LatentSamplingConfig(num_inference_steps, guidance_scale, self.sampler.shift)
         drawn = sample_latents(
             self._predictor(given, grid),
-            (grid[0] * grid[1], self._channels),
+            (grid[0] * grid[1], self.vae.channels),
             self.diffusion,
             options,
             0,
@@ -189,10 +206,6 @@ class MMDiTPipeline:
         pixels = self.vae.decode(self.vae.denormalise(as_grid(drawn, grid)))  # (B, 3, H, W)
         images = (pixels.clamp(-1, 1) + 1) / 2
         return Drawn(images.permute(0, 2, 3, 1).cpu().numpy())
-
-    @property
-    def _channels(self) -> int:
-        return 3 * self.vae.patch**2
 
     def _predictor(self, conditioning: Conditioning, grid: tuple[int, int]) -> Predict:
         def predict(tokens: Tensor, time: Tensor) -> Tensor:

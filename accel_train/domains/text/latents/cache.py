@@ -42,6 +42,8 @@ class LatentTable:
     shard_of: Tensor  # (N,) int64
     row_of: Tensor  # (N,) int64
     opener: Callable[[Path], Tensor]
+    identity: str = ""
+    """Of ready-made latents whose bytes depend on the machine that encoded them: what they were made of, and by."""
     _open: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:

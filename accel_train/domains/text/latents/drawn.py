@@ -1,4 +1,4 @@
-"""Pictures sampled for captions, by a model whose latents are patches of pixels, as PNG files."""
+"""Pictures sampled for captions, by a model whose latents are patches of pixels or of an autoencoder, as PNG files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from torch import Tensor
 
 from accel_train.config import UsageError, expand_path
 from accel_train.domains.models.mmdit import MultimodalMMDiTConfig
-from accel_train.domains.models.patches import from_patches
+from accel_train.domains.models.patches import as_grid, from_patches, from_values, joined
+from accel_train.domains.models.vae import VaeReference, load_vae
 
 FOLDER = "pictures"
 CHANNELS = 3
+BATCH = 8
+"""Pictures that an autoencoder decodes at once."""
 
 
 def picture_grid(shape: MultimodalMMDiTConfig) -> tuple[int, int]:
@@ -20,26 +23,36 @@ def picture_grid(shape: MultimodalMMDiTConfig) -> tuple[int, int]:
     if shape.latent_grid is None:
         raise UsageError(
             "prompt: this model has learned latents of texts and no pictures; give --text, or a run of "
-            "recipes/mmdit.py with --pictures.latents pixels"
+            "recipes/mmdit.py with --pictures.latents pixels or vae"
         )
     return shape.latent_grid
 
 
-def write_pictures(
-    latents: Tensor, grid: tuple[int, int], prompts: Sequence[str], seed: int, output: str | None
-) -> list[str]:
-    """Write a PNG file for each of the latents (B, L, D), in units of pixels from -1 to 1, and return lines about them.
+def decoded(latents: Tensor, grid: tuple[int, int], reference: VaeReference | None, device: str) -> Tensor:
+    """Return pictures (B, H, W, 3) uint8 of latents (B, L, D), in units of pixels from -1 to 1 or of an autoencoder.
+
+    Raises ``UsageError`` if the autoencoder is gone, or is another one.
+    """
+    channels = CHANNELS if reference is None else reference.channels
+    # A latent token is a square patch: D = patch * patch * channels.
+    patch = round((latents.shape[2] / channels) ** 0.5)
+    if reference is None:
+        return from_patches(latents, grid, patch)
+    vae = load_vae(reference.source, reference.revision, "the autoencoder of this model,", reference.sha256).to(device)
+    return from_values(vae.decode_all(joined(as_grid(latents, grid), patch), BATCH))
+
+
+def write_pictures(pictures: Tensor, prompts: Sequence[str], seed: int, output: str | None) -> list[str]:
+    """Write a PNG file for each of the pictures (B, H, W, 3) uint8, and return lines about them.
 
     Files are named by prompt and seed, so that the same ones are written again. ``output`` None: the folder pictures.
     """
     from PIL import Image
 
-    # A latent token is a square patch: D = patch * patch * channels.
-    patch = round((latents.shape[2] / CHANNELS) ** 0.5)
     folder = expand_path(output or FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
-    for prompt, picture in zip(prompts, from_patches(latents, grid, patch), strict=True):
+    for prompt, picture in zip(prompts, pictures, strict=True):
         name = hashlib.blake2b(prompt.encode(), digest_size=4).hexdigest()
         file = folder / f"{name}-{seed}.png"
         Image.fromarray(picture.numpy()).save(file)

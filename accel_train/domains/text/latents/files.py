@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.domains.models.vae import IDENTITY_FILE
 from accel_train.domains.text.latents.cache import LatentTable
 
 SUFFIXES = (".npy", ".safetensors")
@@ -38,7 +39,9 @@ def read_latents(folder: Path, references: Sequence[tuple[str | int, int]]) -> L
             )
         shard_of.append(shard)
         row_of.append(row)
-    return LatentTable(files, torch.tensor(shard_of), torch.tensor(row_of), open_latents)
+    known_by = folder / IDENTITY_FILE
+    identity = known_by.read_text() if known_by.is_file() else ""
+    return LatentTable(files, torch.tensor(shard_of), torch.tensor(row_of), open_latents, identity)
 
 
 def _shard_file(folder: Path, shard: str | int) -> Path:
