@@ -64,9 +64,10 @@ def export(
     is_adapter = lora.CONFIG_FILE in found.manifest["files"]
     if merged:
         _refuse_unmergeable(found, is_adapter)
+    merging = None
     with temporary_directory(temporary):
         if merged:
-            _write_merged(found, temporary, tensors, precision)
+            merging = _write_merged(found, temporary, tensors, precision)
         elif is_adapter:
             write_collection(temporary, lora.WEIGHTS_STEM, lora.by_key_of_peft(tensors), precision)
             _copy_extras(found, temporary)
@@ -76,8 +77,7 @@ def export(
         atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
         lines = _write_for_others(temporary)
         # Proven under the temporary name: an export that fails its proof never appears.
-        has_pipeline = (temporary / "config.json").is_file()
-        proof = _prove(temporary) if has_pipeline or not is_adapter else _prove_adapter(found, temporary)
+        proof = merging or _proof(found, temporary, is_adapter)
         _flush(temporary)
         os.rename(temporary, target)  # also replaces an empty directory
         fsync_directory(target.parent)
@@ -86,14 +86,16 @@ def export(
     stored = sorted({info.dtype for info in tensors.values() if info.dtype in FLOATS} - {"F32"})
     if precision == "fp32" and stored:
         print(f"note: the checkpoint has these weights in {', '.join(stored)}; fp32 adds no digits to them")
-    label = "weights" if source == "model" else "EMA weights"
-    if merged:
-        label = f"base and merged {label}"
     size = places.readable_size(places.disk_bytes(target))
-    print(f"{target}: {label} of {found.path} (step {found.step}) in {precision}, {size}")
+    print(f"{target}: {_label(source, merged)} of {found.path} (step {found.step}) in {precision}, {size}")
     for line in [*lines, proof]:
         print(line)
     return 0
+
+
+def _label(source: Source, merged: bool) -> str:
+    label = "weights" if source == "model" else "EMA weights"
+    return f"base and merged {label}" if merged else label
 
 
 def _refuse_unmergeable(checkpoint: Checkpoint, is_adapter: bool) -> None:
@@ -107,8 +109,8 @@ def _refuse_unmergeable(checkpoint: Checkpoint, is_adapter: bool) -> None:
 
 def _write_merged(
     checkpoint: Checkpoint, directory: Path, tensors: Mapping[str, TensorInfo], precision: Precision
-) -> None:
-    """Write the model that adapters make of their base."""
+) -> str | None:
+    """Write the model that adapters make of their base. Return a line about it, None if it is to be proven."""
     kind: Any = loading.pipeline_of(checkpoint.path)
     staged = directory / "adapters"
     staged.mkdir()
@@ -117,11 +119,12 @@ def _write_merged(
     _copy_extras(checkpoint, staged)
     _describe_base(checkpoint, staged)
     try:
-        kind.write_merged(staged, directory, precision)
+        line = kind.write_merged(staged, directory, precision)
     except UsageError as error:
         # The staged folder is gone when the message is read.
         raise UsageError(str(error).replace(str(staged), str(checkpoint.path))) from None
     shutil.rmtree(staged)
+    return line
 
 
 def _describe_base(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
@@ -133,6 +136,14 @@ def _describe_base(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
     described["base"] = described.get("base", {}) | (checkpoint.manifest.get("base") or {})
     atomic_files.write_json(path, described)
     return described
+
+
+def _proof(checkpoint: Checkpoint, directory: Path, is_adapter: bool) -> str:
+    """Prove the export as it can be proven, and return a line about it for the user."""
+    has_pipeline = (directory / "config.json").is_file()
+    if has_pipeline or not is_adapter:
+        return _prove(directory)
+    return _prove_adapter(checkpoint, directory)
 
 
 def _prove_adapter(checkpoint: Checkpoint, directory: Path) -> str:

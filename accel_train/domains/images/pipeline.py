@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
@@ -19,9 +21,12 @@ from accel_train.domains.images.kohya.metadata import kohya_facts
 from accel_train.domains.images.pipelines import adapter_files
 from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
+from accel_train.domains.images.trained_mmdit.run_base import ASSETS, MMDiTBase
 from accel_train.domains.images.trained_mmdit.text_to_picture import MMDIT
 from accel_train.domains.models import lora
+from accel_train.domains.models.adapters import merge_adapter, refuse_out_of_range
 from accel_train.pipeline import Example, describe, read_lines, settings
+from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, manifest
 from accel_train.store.pretrained_base import refuse_other_base
 
@@ -88,9 +93,12 @@ class PicturePipeline:
     @classmethod
     def from_directory(cls, directory: Path, device: str = "cpu") -> PicturePipeline:
         """Read a checkpoint or an export. Raises ``UsageError``, also if the base is not on this machine."""
-        described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
-        assert described is not None, "every version of this pipeline has written a description"
-        base = find_base(BaseConfig(**described["base"]))
+        described = _described(directory)
+        return cls._load(BaseConfig(**described["base"]), described, directory, device)
+
+    @classmethod
+    def _load(cls, config: BaseConfig, described: Mapping[str, Any], directory: Path, device: str) -> PicturePipeline:
+        base = find_base(config)
         if isinstance(base, DiffusersBase):
             base = replace(base, trained_text=tuple(described.get("text_encoders", ())))
         # Before the pipeline is loaded, which takes minutes for a large base.
@@ -98,6 +106,36 @@ class PicturePipeline:
         pipeline = base.pipeline(torch.device(device))
         base.attach(pipeline, directory)
         return cls(base, pipeline, described["sampler"])
+
+    @classmethod
+    def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> str | None:
+        """Write what the adapter of a checkpoint makes of its base, and return a line about it, None for our own MMDiT.
+
+        It is a pipeline as diffusers saves it, or an export of recipes/mmdit.py. Merged in fp32 and rounded once.
+        Raises ``UsageError`` for a base that is gone or another one, and for values out of the range of ``precision``.
+        """
+        described = _described(adapters)
+        # Text encoders too: what training has rounded for its embeddings would stay rounded.
+        whole = BaseConfig(**described["base"] | {"encoder_precision": "fp32"})
+        if isinstance(find_base(whole), DiffusersBase):
+            found = cls._load(whole, described, adapters, "cpu")
+            pipeline = found.pipeline
+            pipeline.fuse_lora(safe_fusing=True)
+            # What has been fused stays in the weights.
+            pipeline.unload_lora_weights()
+            parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+            for name, part in parts.items():
+                refuse_out_of_range(part.to(dtype_of(precision)), name, precision)
+            pipeline.save_pretrained(directory)
+            return f"a pipeline of diffusers: {type(pipeline).__name__}.from_pretrained reads it"
+        found = cls.from_directory(adapters)
+        merge_adapter(found.model, lora.ADAPTER)
+        refuse_out_of_range(found.model.to(dtype_of(precision)), found.base.family.denoiser, precision)
+        assert isinstance(found.base, MMDiTBase)
+        save_file(found.model.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
+        shutil.copyfile(found.base.directory / "config.json", directory / "config.json")
+        shutil.copytree(found.base.directory / ASSETS, directory / ASSETS)
+        return None
 
     def __call__(
         self,
@@ -200,6 +238,12 @@ class PicturePipeline:
             except UsageError as error:
                 reason = str(error)
         return [*lines, f"without {adapter_files.KOHYA_FILE}: {reason}"]
+
+
+def _described(directory: Path) -> Mapping[str, Any]:
+    described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
+    assert described is not None, "every version of this pipeline has written a description"
+    return described
 
 
 def _refuse_other_files(base: Base, described: Mapping[str, Any], directory: Path) -> None:

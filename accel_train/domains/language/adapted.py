@@ -16,7 +16,7 @@ from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.language import pretrained
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.models import quantised
-from accel_train.domains.models.adapters import add_adapter, embeds_base, has_ema, is_adapter
+from accel_train.domains.models.adapters import add_adapter, embeds_base, has_ema, is_adapter, refuse_out_of_range
 from accel_train.domains.models.lora import ADAPTER, CPU, BasePrecision, freeze_base
 from accel_train.pipeline import ADAPTER_DESCRIPTION
 from accel_train.precision import Precision, dtype_of
@@ -170,13 +170,7 @@ def save_whole(model: nn.Module, directory: Path, precision: Precision) -> None:
     Raises ``UsageError`` for values that are out of its range.
     """
     narrow: Any = model.to(dtype_of(precision))
-    # After the cast: a weight that is finite in fp32 may be out of fp16's range.
-    for name, parameter in narrow.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise UsageError(
-                f"{name}: has values that are not finite in {precision} once the adapter is merged; use another "
-                "precision, or an earlier checkpoint"
-            )
+    refuse_out_of_range(narrow, type(narrow).__name__, precision)
     # By it transformers and the Hub find the class.
     narrow.config.architectures = [type(narrow).__name__]
     narrow.save_pretrained(directory, max_shard_size=planning.SHARD_BYTES)

@@ -177,7 +177,7 @@ class LanguagePipeline:
             choose_adapter(self.model, self.adapters[0])
 
     @classmethod
-    def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> None:
+    def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> str | None:
         """Write the whole model that the adapters of a checkpoint make of their base, for ``from_pretrained``.
 
         A base of 8 or 4 bits counts with the values that it stood for in training. Raises ``UsageError`` for a base

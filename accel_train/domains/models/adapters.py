@@ -11,6 +11,7 @@ from torch import nn
 
 from accel_train.config import UsageError
 from accel_train.domains.models.lora import CONFIG_FILE, WEIGHTS_STEM, adapter_key, by_key_of_peft, import_peft, inject
+from accel_train.precision import Precision
 from accel_train.store import strict_json, weights
 from accel_train.store.weights import TensorInfo, TensorReader
 from accel_train.wording import shortened
@@ -150,6 +151,17 @@ def merge_adapter(model: nn.Module, name: str) -> None:
         model.set_submodule(path, layer.get_base_layer())
     adapted: Any = model
     del adapted.peft_config
+
+
+def refuse_out_of_range(model: nn.Module, name: str, precision: Precision) -> None:
+    """Raise ``UsageError`` if a weight of ``model``, which has been cast to ``precision``, is not finite."""
+    # After the cast: a weight that is finite in fp32 may be out of fp16's range.
+    for path, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise UsageError(
+                f"{name}.{path}: has values that are not finite in {precision} once the adapter is merged; use another "
+                "precision, or an earlier checkpoint"
+            )
 
 
 def _adapted_layers(model: nn.Module) -> Sequence[Any]:

@@ -75,13 +75,13 @@ def weights_of(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"checkpoint_{step:08d}" / "model.safetensors")
 
 
-def drawn_by_diffusers(folder: Path, name: str, file: str | None) -> np.ndarray[Any, Any]:
+def drawn_by_diffusers(folder: Path, name: str, file: str | None, base: str = "base") -> np.ndarray[Any, Any]:
     """What a stranger gets from the base and the exported file, with diffusers alone and the prompt as a text."""
     from diffusers import DiffusionPipeline
 
     from accel_train import rng
 
-    pipeline: Any = DiffusionPipeline.from_pretrained(folder / "base")
+    pipeline: Any = DiffusionPipeline.from_pretrained(folder / base)
     pipeline.set_progress_bar_config(disable=True)
     if file is not None:
         pipeline.load_lora_weights(folder / "out", weight_name=file)
@@ -142,6 +142,11 @@ def test_a_family_is_trained_resumed_exported_and_loaded(
         assert f"without {file}: Sana has no names in kohya's scripts; use {adapter_files.DIFFUSERS_FILE}" in printed
     else:
         assert f"{file}: {len(adapter) // 2} layers" in printed
+    # And the whole pipeline that the adapter makes of its base, without the base.
+    assert cli._main(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0
+    assert "a pipeline of diffusers" in capsys.readouterr().out
+    assert not (tmp_path / "merged" / "adapters").exists()
+    assert np.abs(drawn_by_diffusers(tmp_path, name, None, "merged") - exported).max() < 0.6
     if name in READ_BY_DIFFUSERS:
         assert np.abs(drawn_by_diffusers(tmp_path, name, file) - exported).max() < 1e-2
 

@@ -327,6 +327,13 @@ def test_an_export_draws_as_the_run_and_merged_as_apart(
     assert pixels(exported(PROMPTS[0], steps=2)) == pixels(expected)
 
     apart = of_run.draw(PROMPTS[0], steps=2)
+    assert cli._main(["export", str(trained), str(tmp_path / "merged"), "--weights", "ema", "--merged"]) == 0
+    assert "model.py with torch alone repeats" in capsys.readouterr().out
+    whole = base_of(tmp_path / "merged")
+    parts = whole.pipeline(CPU)
+    given = whole.family.sample(conditioning(whole, PROMPTS[:1]), {})
+    drawn = draw_picture(parts, whole.family, given, 0, 8, 2, None)
+    assert (drawn - apart).abs().max() < 1e-4
     adapters.merge_adapter(of_run.model, ADAPTER)
     merged = of_run.draw(PROMPTS[0], steps=2)
     torch.testing.assert_close(merged, apart, rtol=0, atol=1e-4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import accel_train
@@ -185,6 +186,12 @@ def test_text_encoders_are_trained_resumed_exported_and_loaded(
     assert np.abs(of_run - exported).max() < 0.6
     assert np.abs(drawn_by_diffusers(tmp_path, name, adapter_files.KOHYA_FILE) - exported).max() < 1e-2
     assert np.abs(drawn_by_diffusers(tmp_path, name, None) - exported).max() > 3
+    assert cli._main(["export", str(run), str(tmp_path / "merged"), "--merged", "--precision", "bf16"]) == 0
+    half = load_file(tmp_path / "merged" / "text_encoder" / "model.safetensors")
+    assert {value.dtype for value in half.values() if value.is_floating_point()} == {torch.bfloat16}
+    assert not [key for key in half if "lora" in key]
+    assert cli._main(["export", str(run), str(tmp_path / "whole"), "--merged"]) == 0
+    assert np.abs(drawn_by_diffusers(tmp_path, name, None, "whole") - exported).max() < 0.6
 
     loaded = accel_train.load(run)
     mine = np.asarray(loaded("a cat", seed=7), np.float64)
