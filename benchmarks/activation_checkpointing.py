@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig
-from accel_train.speed.activation_checkpointing import apply_activation_checkpointing, blocks_of
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
+from accel_train.speed.blocks import blocks_of
 from accel_train.speed.options import ActivationCheckpointingConfig
 from benchmarks.method import ROOT, Rounds, Row, in_turns, parser_of, row, write_results
 

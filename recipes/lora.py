@@ -52,7 +52,7 @@ class Config(experiment.ExperimentConfig):
     """LoRA adapters on a text-to-image pipeline of diffusers, or on our own MMDiT."""
 
     recipe: ClassVar = experiment.Recipe(
-        free_to_change=("evaluation", "data.cache_dir", "base.encoder_batch_size"),
+        free_to_change=("evaluation", "data.cache_dir", "base.encoder_batch_size", "base.offload_encoders"),
         labels=Labels(units=dict.fromkeys(objective.METRICS, "mean squared error")),
         first_options=(
             "base.source",

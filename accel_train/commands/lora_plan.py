@@ -118,8 +118,10 @@ def make(
 
 
 def _with_offload(tree: Tree, flags: Mapping[str, Any]) -> Tree:
-    """Return the options with the base's blocks in host memory: the last resort, because they cross the bus."""
+    """Return the options with blocks of the base in host memory: the last resort, because they cross the bus."""
     values: dict[str, Any] = {"offload_frozen": True}
+    if not tree.get("text_encoders", {}).get("rank"):
+        values["base.offload_encoders"] = True
     # Weights of bitsandbytes cannot be offloaded. fp8 takes as many bytes as int8 over the bus.
     if tree.get("lora", {}).get("base_precision") in ("int8", "nf4") and "lora.base_precision" not in flags:
         values["lora.base_precision"] = "fp8"

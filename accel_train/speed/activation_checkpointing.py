@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from accel_train.config import UsageError
+from accel_train.speed.blocks import blocks_of
 from accel_train.speed.options import ActivationCheckpointingConfig
 
 
@@ -44,80 +45,6 @@ def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpoin
         setattr(module, name, types.MethodType(functions[key], module))
     count = f"{len(chosen)} of {len(blocks)} blocks ({type(blocks[0]).__name__})"
     return f"activation checkpointing: {config.mode}, {count}"
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, in order. They are checkpointed and compiled one by one.
-
-    Modules of the classes named in `_no_split_modules` (transformers, this project) or `_repeated_blocks` (diffusers)
-    of the model or a part of it, outermost: an up block of a UNet counts, and its residual blocks then do not. Without
-    such a name, the `nn.ModuleList` with most parameters whose elements have
-    one class. Raises `UsageError` where there is neither.
-    """
-    found = _outermost(model, _block_names(model))
-    if found:
-        return found
-    module_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    lists = [modules for modules in module_lists if _has_one_class(modules)]
-    if lists:
-        # Heads and embeddings may be lists too, and are the smaller ones.
-        largest = max(lists, key=_count_parameters)
-        return list(largest)
-    raise UsageError(
-        f"{type(model).__name__}: has no list of blocks to checkpoint or compile one by one. Name the class of its "
-        'blocks in an attribute _no_split_modules = ["MyBlock"], or keep them in one nn.ModuleList.'
-    )
-
-
-def innermost_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of `blocks_of`, and in place of one that holds others of the named classes, those."""
-    names = _block_names(model)
-    found: list[nn.Module] = []
-    for block in blocks_of(model):
-        found.extend(_innermost(block, names))
-    return found
-
-
-def _innermost(block: nn.Module, names: set[str]) -> list[nn.Module]:
-    nested = _outermost(block, names)
-    if not nested:
-        return [block]
-    found: list[nn.Module] = []
-    for inner in nested:
-        found.extend(_innermost(inner, names))
-    return found
-
-
-def _block_names(model: nn.Module) -> set[str]:
-    names: set[str] = set()
-    for module in model.modules():
-        names.update(_names(module, "_no_split_modules"))
-        names.update(_names(module, "_repeated_blocks"))
-    return names
-
-
-def _outermost(module: nn.Module, names: set[str]) -> list[nn.Module]:
-    """Modules of these classes that lie in no other one of them."""
-    found: list[nn.Module] = []
-    for child in module.children():
-        # By name, as `_no_split_modules` has them, which may be of a class that is not imported here.
-        if type(child).__name__ in names:
-            found.append(child)
-        else:
-            found.extend(_outermost(child, names))
-    return found
-
-
-def _has_one_class(blocks: nn.ModuleList) -> bool:
-    return len({type(block) for block in blocks}) == 1
-
-
-def _count_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _names(module: nn.Module, attribute: str) -> Sequence[str]:
-    return cast("Sequence[str]", getattr(module, attribute, None) or ())
 
 
 def _refuse_wrong_order(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.speed.activation_checkpointing import blocks_of
+from accel_train.speed.blocks import blocks_of
 from accel_train.speed.compiler import compiler_error, paths_with_a_space
 from accel_train.speed.options import CompileConfig
 

@@ -21,7 +21,7 @@ from packaging.version import Version
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.speed.activation_checkpointing import blocks_of
+from accel_train.speed.blocks import blocks_of
 from accel_train.speed.options import Float8
 
 CAPABILITY: dict[str, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (9, 0)}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.speed.activation_checkpointing import innermost_blocks
+from accel_train.speed.blocks import innermost_blocks
 
 GIB = 1 << 30
 PIECE_BYTES = 64 << 20
@@ -30,7 +30,9 @@ BUFFERS = 2
 REPLACED_BY_BITSANDBYTES = ("Params4bit", "Int8Params")
 
 
-def offload_frozen_blocks(model: nn.Module, device: torch.device, strategy: str, compile_mode: str) -> str:
+def offload_frozen_blocks(
+    model: nn.Module, device: torch.device, strategy: str = "single", compile_mode: str = "off"
+) -> str:
     """Move the frozen parameters of the model's blocks to host memory, in place, and return a notice.
 
     Call it after the weights are loaded and the speed options are applied, before ``prepare`` moves the rest of the

@@ -106,6 +106,7 @@ def test_a_base_that_does_not_fit_is_offloaded(flux: Path, tmp_path: Path, capsy
     assert "weights 5.6," in shown
     assert "weights 0.8," in shown
     assert made["offload_frozen"] is True
+    assert made["base"]["offload_encoders"] is True
     assert made["lora"]["base_precision"] == "fp8"
     plan(flux, tmp_path / "other", "--memory_gib", "8", "--lora.base_precision", "bf16")
     assert "chosen: lora_8gb with offload_frozen" in capsys.readouterr().out

@@ -25,7 +25,8 @@ from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import MMDiTBlock, MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.domains.models.token_blocks import BlockShape, ModulatedBlock
 from accel_train.domains.pde.tokens import DecoderLayer, DecoderShape
-from accel_train.speed.activation_checkpointing import apply_activation_checkpointing, blocks_of
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
+from accel_train.speed.blocks import blocks_of
 from accel_train.speed.options import ActivationCheckpointingConfig
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,8 @@ from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.pipelines.objective import ObjectiveConfig
 from accel_train.domains.models.lora import LoraConfig, apply_lora
 from accel_train.speed import fitting, frozen_offload
-from accel_train.speed.activation_checkpointing import apply_activation_checkpointing, innermost_blocks
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
+from accel_train.speed.blocks import innermost_blocks
 from accel_train.speed.frozen_offload import blocks_in_order, offload_frozen_blocks, offloaded_bytes
 from accel_train.speed.options import ActivationCheckpointingConfig
 from tests.domains.images import tiny_pipelines as tiny

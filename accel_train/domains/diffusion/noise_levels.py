@@ -7,14 +7,18 @@ a = 1 - sigma, b = sigma. The signal-to-noise ratio is SNR = (a / b)^2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from accel_train.config import UsageError
+
 Prediction = Literal["epsilon", "v_prediction", "sample", "flow"]
 SnrWeighting = Literal["none", "min_snr", "soft_min_snr", "debiased"]
 
+SCHEDULED = ("epsilon", "v_prediction", "sample")
+"""Values of ``prediction_type`` in a scheduler with ``alphas_cumprod``."""
 LARGEST_DEBIASED_SNR = 1000.0
 """Above it the weight of ``debiased`` stays as it is, as in kohya's sd-scripts."""
 
@@ -114,3 +118,31 @@ def snr_weight(snr: Tensor, prediction: Prediction, weighting: SnrWeighting, gam
         return of_epsilon
     of_sample = snr.clamp(max=gamma) if weighting == "min_snr" else snr * of_epsilon
     return of_sample if prediction == "sample" else of_sample / (snr + 1)
+
+
+def levels_of(scheduler: Any, source: str) -> NoiseLevels:
+    """Return the levels that a scheduler of diffusers trains on. Raises ``UsageError`` if it does not say them."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    name = type(scheduler).__name__
+    prediction = scheduler.config.get("prediction_type")
+    if prediction == "flow_prediction":
+        # Sampled with a solver of its own, trained as diffusers' script does.
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        if scheduler.config.get("stochastic_sampling") or scheduler.config.get("invert_sigmas"):
+            raise UsageError(
+                f"base.source {source!r}: its {name} inverts its sigmas, which this recipe does not train; use a base "
+                "with the usual ones"
+            )
+        flow: Any = scheduler
+        # Behind the last timestep is sigma 0.
+        return flow_levels(flow.sigmas[: len(flow.timesteps)], flow.timesteps)
+    alphas = getattr(scheduler, "alphas_cumprod", None)
+    if alphas is None or prediction not in SCHEDULED:
+        raise UsageError(
+            f"base.source {source!r}: its {name} has prediction_type {prediction!r} and "
+            f"{'no ' if alphas is None else ''}alphas_cumprod; one of {', '.join(SCHEDULED)} with alphas_cumprod, or "
+            "flow matching, is required. Replace its scheduler"
+        )
+    return ddpm_levels(alphas, prediction)

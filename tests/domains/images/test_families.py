@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.diffusion.noise_levels import snr_weight
+from accel_train.domains.images.pipelines.encoding import identity_of_texts
 from accel_train.domains.images.pipelines.family import Predicting
-from accel_train.domains.images.pipelines.loading import Base, BaseConfig, find_base
+from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
+from accel_train.domains.images.pipelines.memory_need import encoder_bytes
 from tests.domains.images import tiny_pipelines as tiny
 
 pytest.importorskip("diffusers")
@@ -124,7 +128,7 @@ def test_a_solver_of_flow_is_trained_as_flow(bases: dict[str, Base]) -> None:
     """Sana's own scheduler; diffusers' script makes a FlowMatchEulerDiscreteScheduler of its config."""
     from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
-    from accel_train.domains.images.pipelines.loading import levels_of
+    from accel_train.domains.diffusion.noise_levels import levels_of
 
     solver = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     expected = FlowMatchEulerDiscreteScheduler.from_config(solver.config)
@@ -134,7 +138,7 @@ def test_a_solver_of_flow_is_trained_as_flow(bases: dict[str, Base]) -> None:
 def test_a_scheduler_that_does_not_say_is_refused() -> None:
     from diffusers import EDMEulerScheduler
 
-    from accel_train.domains.images.pipelines.loading import levels_of
+    from accel_train.domains.diffusion.noise_levels import levels_of
 
     with pytest.raises(UsageError, match=r"EDMEulerScheduler has prediction_type 'epsilon' and no alphas_cumprod"):
         levels_of(EDMEulerScheduler(), "x")
@@ -177,3 +181,46 @@ def test_options_without_effect_are_refused(bases: dict[str, Base]) -> None:
         find_base(BaseConfig(source=source, prompt_tokens=8))
     with pytest.raises(UsageError, match="has no revisions"):
         find_base(BaseConfig(source=source, revision="main"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_offloaded_text_encoders_give_the_same_embeddings(name: str, bases: dict[str, Base]) -> None:
+    base = bases[name]
+    assert isinstance(base, DiffusersBase)
+    offloading = replace(base, config=replace(base.config, offload_encoders=True))
+    plain = base.components(torch.device("cpu"))
+    pipeline = offloading.components(torch.device("cpu"))
+    for _ in range(2):
+        expected = conditioning(base, plain, CAPTIONS)
+        found = conditioning(offloading, pipeline, CAPTIONS)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+    # Cached embeddings are those of either.
+    assert identity_of_texts(pipeline, offloading) == identity_of_texts(plain, base)
+    # That two blocks are held is in tests/speed/test_frozen_offload.py.
+    assert encoder_bytes(offloading) <= encoder_bytes(base)
+
+
+def test_memory_of_offloaded_text_encoders_is_that_of_two_blocks(bases: dict[str, Base], tmp_path: Path) -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    base = bases["flux"]
+    assert isinstance(base, DiffusersBase)
+    folder = tmp_path / "deep"
+    shutil.copytree(base.directory, folder)
+    T5EncoderModel(T5Config(vocab_size=300, d_model=64, d_kv=16, d_ff=128, num_layers=12, num_heads=4)).save_pretrained(
+        folder / "text_encoder_2"
+    )
+    config = BaseConfig(source=str(folder), encoder_precision="bf16")
+    plain = find_base(config)
+    offloading = find_base(replace(config, offload_encoders=True))
+    assert isinstance(plain, DiffusersBase)
+    assert isinstance(offloading, DiffusersBase)
+    each = 2 * (4 * 64 * 64 + 2 * 64 * 128 + 2 * 64)
+    saved = encoder_bytes(plain) - encoder_bytes(offloading)
+    # The first block has the table of positions too.
+    assert saved == pytest.approx(10 * each, rel=0.05)
+    encoder = offloading.components(torch.device("cpu")).text_encoder_2
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in encoder.parameters()}
+    whole = sum(p.nbytes for p in plain.components(torch.device("cpu")).text_encoder_2.parameters())
+    assert whole - sum(held.values()) == pytest.approx(saved, rel=0.05)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
+from accel_train.domains.diffusion.noise_levels import levels_of
 from accel_train.domains.images.kohya.metadata import kohya_facts
 from accel_train.domains.images.pipelines import adapter_files, loading
 from tests.domains.images import tiny_pipelines as tiny
@@ -66,7 +67,7 @@ def changes(tensors: Adapter) -> dict[str, Tensor]:
 
 def write(folder: Path, pipeline: Any, tensors: Adapter) -> dict[str, str]:
     """Write the file, and return its metadata."""
-    levels = loading.levels_of(pipeline.scheduler, "base")
+    levels = levels_of(pipeline.scheduler, "base")
     family = type(pipeline).__name__
     facts = kohya_facts(family, levels.prediction, denoiser_of(pipeline).config, "base", tiny.SIDE)
     assert facts is not None

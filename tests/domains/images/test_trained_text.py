@@ -22,7 +22,7 @@ from accel_train.domains.images.pipelines import adapter_files, encoding, loadin
 from accel_train.domains.images.pipelines.adapter_files import PREFIX
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig
 from accel_train.domains.images.trained_text import adapters
-from accel_train.domains.images.trained_text.adapters import TextEncoderConfig, with_trained_text
+from accel_train.domains.images.trained_text.adapters import TextEncoderConfig, with_frozen_text, with_trained_text
 from accel_train.domains.images.trained_text.joint import DenoiserWithText
 from accel_train.domains.models import lora
 from accel_train.domains.models.lora import LoraConfig
@@ -235,7 +235,7 @@ def test_diffusers_reads_every_layer_of_every_encoder(name: str, variant: str, t
         adapter_files.write_kohya(tmp_path, tensors, about, facts)
         files.append(adapter_files.KOHYA_FILE)
     for file in files:
-        pipeline = loading.with_frozen_text(base).pipeline(CPU)
+        pipeline = with_frozen_text(base).pipeline(CPU)
         with loading.quiet():
             pipeline.load_lora_weights(tmp_path, weight_name=file)
         for part in ("unet", *ENCODERS[name]):

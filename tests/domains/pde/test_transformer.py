@@ -20,9 +20,10 @@ from accel_train.domains.pde.losses import predict, stepper
 from accel_train.domains.pde.residual_network import ResidualGuess
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
 from accel_train.domains.pde.transformer import ALL_PARTS, PREDICTION, Parts, PdeOutput, PdeTransformer
-from accel_train.speed.activation_checkpointing import apply_activation_checkpointing, blocks_of
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.attention.kernels import build_attention
 from accel_train.speed.attention.selection import apply_attention
+from accel_train.speed.blocks import blocks_of
 from accel_train.speed.options import ActivationCheckpointingConfig
 from accel_train.training.parameters import kinds
 from tests import zygote

@@ -19,8 +19,9 @@ from accel_train.domains.images.dataset import PictureDataset, prepare_pictures
 from accel_train.domains.images.latent_cache import CachedPictures, Filling, cached_latents, cached_texts, text_key
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
-from accel_train.domains.images.pipelines.loading import Base, DiffusersBase, with_frozen_text
+from accel_train.domains.images.pipelines.loading import Base, DiffusersBase
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
+from accel_train.domains.images.trained_text.adapters import with_frozen_text
 from accel_train.domains.images.weighting.class_pictures import draw_missing
 from accel_train.domains.images.weighting.masks import Masks, describe_masks, find_masks
 from accel_train.domains.images.weighting.prior import ROWS, PairedPictures, joined, prepare_prior

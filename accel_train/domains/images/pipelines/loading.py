@@ -1,10 +1,10 @@
-"""Bases by path or Hub id. Pipelines of diffusers: their family, components, noise levels and files."""
+"""Bases by path or Hub id. Pipelines of diffusers: their family, components and files."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from accel_train.config import PositiveFloat, PositiveInt, UsageError, expand_path
-from accel_train.domains.diffusion.noise_levels import NoiseLevels, ddpm_levels, flow_levels
+from accel_train.domains.diffusion.noise_levels import NoiseLevels, levels_of
 from accel_train.domains.images.pipelines import flow_transformers, unets
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.domains.models.input_dtypes import cast_inputs
 from accel_train.precision import Precision, dtype_of
+from accel_train.speed.frozen_offload import offload_frozen_blocks
 from accel_train.store import strict_json
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.store.weights import find_tensors
@@ -43,7 +44,6 @@ FAMILIES = (
 LIBRARIES = ("diffusers", "transformers")
 """Whose classes a component may have. A pipeline with code of its own is not loaded."""
 UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
-PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,9 @@ class BaseConfig:
     """Variant of the weight files, such as fp16."""
     encoder_precision: Precision = "fp32"
     """Dtype of the text encoders. They and the VAE are only needed until captions and pictures are encoded."""
+    offload_encoders: bool = False
+    """Keep the blocks of the text encoders in host memory and two at a time on the device, while captions are encoded.
+    For a T5 or language model that does not fit. Each batch of captions reads them over the bus."""
     encoder_batch_size: PositiveInt = 8
     """Pictures or captions that are encoded at once, per process. Affects speed and memory only."""
     prompt_tokens: PositiveInt | None = None
@@ -112,17 +115,18 @@ class DiffusersBase:
 
         With text encoders that are trained it is a ``DenoiserWithText``.
         """
-        model = self._model(self.family.denoiser, precision)
+        model = self.component(self.family.denoiser, precision)
         model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
         if not self.trained_text:
             return model
         # It knows the families, which know nothing of bases.
         from accel_train.domains.images.trained_text.joint import DenoiserWithText
 
-        encoders = {name: self._model(name, precision) for name in self.trained_text}
+        encoders = {name: self.component(name, precision) for name in self.trained_text}
         return DenoiserWithText(self.family.name, self.family.denoiser, model, encoders)
 
-    def _model(self, component: str, precision: Precision) -> nn.Module:
+    def component(self, component: str, precision: Precision) -> nn.Module:
+        """Load a component in training mode. On the meta device it has no weights."""
         library, class_name = _index(self.directory)[component]
         kind: Any = getattr(import_module(library), class_name)
         folder = self.directory / component
@@ -215,6 +219,10 @@ class DiffusersBase:
             except (OSError, ValueError, RuntimeError, ImportError) as error:
                 raise UsageError(_not_loaded(self.source, error)) from None
         pipeline.set_progress_bar_config(disable=True)
+        if self.config.offload_encoders:
+            for encoder in text_encoders(pipeline).values():
+                # Before they would be moved as a whole.
+                offload_frozen_blocks(encoder.requires_grad_(False), device)
         pipeline.to(device)
         _take_any_dtype(pipeline.vae)
         return pipeline
@@ -227,14 +235,6 @@ def text_encoders(pipeline: Any) -> dict[str, nn.Module]:
     """Return the text encoders of a pipeline by name."""
     found = {name: getattr(pipeline, name) for name in pipeline.components if name.startswith("text_encoder")}
     return {name: encoder for name, encoder in found.items() if encoder is not None}
-
-
-def with_frozen_text(base: Base) -> Base:
-    """Return the base as it was found: its text encoders belong to the pipeline."""
-    if not isinstance(base, DiffusersBase):
-        return base
-    (family,) = [family for family in FAMILIES if family.name == base.family.name]
-    return replace(base, family=family, trained_text=())
 
 
 def _stem(component: str) -> str:
@@ -370,31 +370,3 @@ def _family(index: dict[str, Sequence[Any]], source: str) -> Family:
     raise UsageError(
         f"base.source {source!r} is a {class_name}: what its denoiser takes is not known here{lacks}. Known are {known}"
     )
-
-
-def levels_of(scheduler: Any, source: str) -> NoiseLevels:
-    """Return the levels that a scheduler of diffusers trains on. Raises ``UsageError`` if it does not say them."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    name = type(scheduler).__name__
-    prediction = scheduler.config.get("prediction_type")
-    if prediction == "flow_prediction":
-        # Sampled with a solver of its own, trained as diffusers' script does.
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
-    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        if scheduler.config.get("stochastic_sampling") or scheduler.config.get("invert_sigmas"):
-            raise UsageError(
-                f"base.source {source!r}: its {name} inverts its sigmas, which this recipe does not train; use a base "
-                "with the usual ones"
-            )
-        flow: Any = scheduler
-        # Behind the last timestep is sigma 0.
-        return flow_levels(flow.sigmas[: len(flow.timesteps)], flow.timesteps)
-    alphas = getattr(scheduler, "alphas_cumprod", None)
-    if alphas is None or prediction not in PREDICTIONS:
-        raise UsageError(
-            f"base.source {source!r}: its {name} has prediction_type {prediction!r} and "
-            f"{'no ' if alphas is None else ''}alphas_cumprod; one of {', '.join(PREDICTIONS)} with alphas_cumprod, or "
-            "flow matching, is required. Replace its scheduler"
-        )
-    return ddpm_levels(alphas, prediction)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from accel_train.domains.images.pipelines.loading import DiffusersBase
 from accel_train.precision import dtype_of
 from accel_train.speed.fitting import FP32_BYTES, GIB, OPTIMIZER_BYTES, Size
+from accel_train.speed.frozen_offload import offloaded_bytes
 
 MEGAPIXEL = 1 << 20
 RESERVED_GIB = 1.0
@@ -83,8 +86,7 @@ class Need(NamedTuple):
 
 def estimate(base: DiffusersBase, load: Load) -> Need:
     """Return the memory that a run needs. Reads headers of files, no weights."""
-    encoder_bytes = dtype_of(base.config.encoder_precision).itemsize
-    texts = sum(base.values_of(name) for name in base.text_encoders()) * encoder_bytes / GIB
+    texts = encoder_bytes(base) / GIB
     vae = base.values_of("vae") * FP32_BYTES / GIB
     size = load.size
     # Gradient and state of the optimizer; the adapters themselves are among the weights.
@@ -94,6 +96,19 @@ def estimate(base: DiffusersBase, load: Load) -> Need:
     parts = f"weights {weights:.1f}, optimizer {state:.1f}, activations {activations:.1f}, VAE {vae:.1f}"
     pictures = vae + VAE_GIB * load.megapixels * base.config.encoder_batch_size
     return Need(texts + vae, pictures, weights + state + activations + vae, parts)
+
+
+def encoder_bytes(base: DiffusersBase) -> int:
+    """Return the bytes of the text encoders on a device, from headers and configs. Reads no tensor."""
+    found = 0
+    for name in base.text_encoders():
+        values = base.values_of(name)
+        if base.config.offload_encoders:
+            with torch.device("meta"):
+                encoder = base.component(name, "fp32").requires_grad_(False)
+            values -= offloaded_bytes(encoder) // FP32_BYTES
+        found += values * dtype_of(base.config.encoder_precision).itemsize
+    return found
 
 
 def _activations(family: str, load: Load) -> float:

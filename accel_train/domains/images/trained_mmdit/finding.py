@@ -61,7 +61,7 @@ def find(config: BaseConfig) -> MMDiTBase:
 
 def _refuse_options(config: BaseConfig) -> None:
     defaults = BaseConfig()
-    for name in ("revision", "variant", "encoder_precision", "prompt_tokens", "guidance"):
+    for name in ("revision", "variant", "encoder_precision", "offload_encoders", "prompt_tokens", "guidance"):
         value = getattr(config, name)
         if value != getattr(defaults, name):
             raise UsageError(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
-from accel_train.domains.images.pipelines.loading import Base, DiffusersBase
+from accel_train.domains.images.pipelines.loading import FAMILIES, Base, DiffusersBase
 from accel_train.domains.images.trained_text import joint
 from accel_train.domains.images.trained_text.joint import DenoiserWithText
 from accel_train.domains.models.lora import (
@@ -87,6 +87,11 @@ def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "s
             f"base.encoder_precision {base.config.encoder_precision}: with text_encoders.rank {options.rank} the text "
             "encoders are trained, and lora.base_precision is their dtype as well; leave it out"
         )
+    if base.config.offload_encoders:
+        raise UsageError(
+            f"base.offload_encoders: with text_encoders.rank {options.rank} the text encoders are trained, and "
+            "--offload_frozen is for their blocks as well; leave it out"
+        )
     if strategy == "zero3":
         # It gathers parameters of a model that is only counted, on the meta device.
         raise UsageError(
@@ -106,6 +111,14 @@ def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "s
     # The same family, but its conditioning are tokens: caches, loader and dropout need not know.
     family = replace(base.family, encode=joint.tokenise, predict=joint.predict, embed=_embed)
     return replace(base, family=family, trained_text=names)
+
+
+def with_frozen_text(base: Base) -> Base:
+    """Return the base as it was found: its text encoders belong to the pipeline."""
+    if not isinstance(base, DiffusersBase):
+        return base
+    (family,) = [family for family in FAMILIES if family.name == base.family.name]
+    return replace(base, family=family, trained_text=())
 
 
 @torch.no_grad()
