@@ -1,4 +1,4 @@
-"""Frozen parameters of a model: whether checkpoints hold them or name the files that they were loaded from."""
+"""Frozen parameters of a model: held by checkpoints or named by their files, on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from accel_train.data.artifacts import cache_if_usable
 from accel_train.precision import Precision
 from accel_train.runtime.main_alone import failing_together
 from accel_train.runtime.strategy import strategy_of
+from accel_train.speed.frozen_offload import offload_frozen_blocks
 from accel_train.store.pretrained_base import PretrainedBase
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -70,6 +71,20 @@ def resolve_base(
     return reference, [
         f"{values} of {base.source}: checkpoints name its {len(files)} file(s), {gib:.2f} GiB, with their sha256"
     ]
+
+
+def offload_frozen(accelerator: Accelerator, run: Run, model: nn.Module, compile_mode: str) -> str:
+    """Move the frozen weights of the blocks to host memory, in place, and return a notice. Before ``prepare``.
+
+    Raises ``UsageError`` for frozen weights that a save would have to read, and for what ``offload_frozen_blocks`` does
+    not take.
+    """
+    if run.base is None:
+        raise UsageError(
+            "offload_frozen: checkpoints would hold the frozen weights (checkpoints.base embed, or a model without a "
+            "base), and they are not on the device; give a base and leave checkpoints.base out"
+        )
+    return offload_frozen_blocks(model, accelerator.device, strategy_of(accelerator), compile_mode)
 
 
 def _refuse_without_base(frozen: list[nn.Parameter], base: PretrainedBase | None) -> None:

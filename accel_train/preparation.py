@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from accel_train.checkpoints.restore import load_initial_weights, restore
-from accel_train.config import UsageError
-from accel_train.frozen_weights import resolve_base
+from accel_train.frozen_weights import offload_frozen, resolve_base
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import RunInfo
 from accel_train.opened import Opened, Prepared
@@ -27,7 +26,6 @@ from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.speed.attention.other_libraries import Example
 from accel_train.speed.attention.table import AttentionNeeds
-from accel_train.speed.frozen_offload import offload_frozen_blocks
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.training.accumulation import resolve_sync
 from accel_train.training.ema import Ema
@@ -104,7 +102,8 @@ def prepare(
     applied = _apply_speed_options(opened, model, needs, example)
     # Accelerate points the optimizer's groups to the sharded parameters, so it must hold the whole ones before.
     optimizer, optimizer_reason = _build_optimizer(opened, model, freezable)
-    notices += _offload(opened, model)
+    if config.offload_frozen:
+        notices.append(offload_frozen(accelerator, opened.run, model, config.compile.mode))
     # Copied before `accelerator.prepare`, because DeepSpeed rounds the weights there.
     masters = exact_masters(model, config.precision)
     with embeddings_optional(model):
@@ -137,21 +136,6 @@ def _apply_speed_options(
         strategy_of(opened.accelerator),
         example,
     )
-
-
-def _offload(opened: Opened, model: nn.Module) -> list[str]:
-    config = opened.config
-    if not config.offload_frozen:
-        return []
-    if opened.run.base is None:
-        raise UsageError(
-            "offload_frozen: checkpoints would hold the frozen weights (checkpoints.base embed, or a model without a "
-            "base), and they are not on the device; give a base and leave checkpoints.base out"
-        )
-    notice = offload_frozen_blocks(
-        model, opened.accelerator.device, strategy_of(opened.accelerator), config.compile.mode
-    )
-    return [notice]
 
 
 def _build_optimizer(
