@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from accel_train.checkpoints.opening import kept, open_run
 from accel_train.checkpoints.policy import refuse_unknown_metric
 from accel_train.checkpoints.run import Run
-from accel_train.config import UsageError, origin_of
+from accel_train.config import UsageError, expand_path, origin_of
 from accel_train.data import sampler
 from accel_train.experiment_options import ExperimentConfig as ExperimentConfig
 from accel_train.experiment_options import Recipe as Recipe
@@ -132,11 +132,12 @@ def open_experiment(
     # Only now, because the length of an epoch needs the data.
     length = _resolve_length(config, accelerator, dataset_size)
     max_steps = length.max_steps
-    run = _open_run(config, accelerator, fingerprint, length)
+    micro_batch_size, size_notices = _agree_on_micro_batch(config, accelerator)
+    run = _open_run(config, accelerator, fingerprint, length, micro_batch_size)
     # A resume keeps the schedule of the first start.
     decay_steps = run.resolved("schedule.decay_steps")
-    batch_sizes = (config.global_batch_size, accelerator.num_processes, config.micro_batch_size)
-    info(logger, *notices, *length.notices, *sampler.notices(*batch_sizes))
+    batch_sizes = (config.global_batch_size, accelerator.num_processes, micro_batch_size)
+    info(logger, *notices, *length.notices, *size_notices, *sampler.notices(*batch_sizes))
     info(logger, *schedules.notices(length.schedule, decay_steps, max_steps), run.decision)
     _keep_threads(run, accelerator)
     finished = run.start_step >= max_steps and not config.evaluate_only
@@ -149,14 +150,28 @@ def open_experiment(
         schedule=length.schedule,
         max_steps=max_steps,
         decay_steps=decay_steps,
+        micro_batch_size=micro_batch_size,
         accumulation_steps=sampler.accumulation_steps(*batch_sizes),
         finished=finished,
     )
 
 
-def _open_run(config: ExperimentConfig, accelerator: Accelerator, fingerprint: str, length: _Length) -> Run:
-    # The run is saved with the schedule that it trains with.
-    options = replace(config, schedule=length.schedule).run_options()
+def _agree_on_micro_batch(config: ExperimentConfig, accelerator: Accelerator) -> tuple[int, list[str]]:
+    """Return the micro-batch size of this start, the same on every process, and notices. Collective."""
+    smaller = config.smaller_micro_batch()
+    sizes: list[int] = [smaller.used if smaller else config.micro_batch_size]
+    if accelerator.num_processes > 1:
+        # A process that looked a moment earlier may have missed a record that is being written.
+        sizes = gather_object(sizes)
+    notices = [smaller.notice(expand_path(config.output_dir))] if smaller else []
+    return min(sizes), notices
+
+
+def _open_run(
+    config: ExperimentConfig, accelerator: Accelerator, fingerprint: str, length: _Length, micro_batch_size: int
+) -> Run:
+    # The run is saved with the schedule and the micro-batch that it trains with.
+    options = replace(config, schedule=length.schedule, micro_batch_size=micro_batch_size).run_options()
     run = open_run(options, accelerator, fingerprint, length.resolved)
     # The lock is released however this run ends, so that a notebook can open the directory again.
     current_run.callback(run.close)

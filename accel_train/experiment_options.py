@@ -18,7 +18,9 @@ from accel_train.options.tree import config_text, defaults_tree, experiment_tree
 from accel_train.pipeline import Pipeline
 from accel_train.precision import Precision
 from accel_train.runtime.distributed_options import DistributedConfig
+from accel_train.runtime.exiting import started_again
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
+from accel_train.speed.out_of_memory import OutOfMemory, SmallerMicroBatch, recorded
 from accel_train.store.names import REPORT
 from accel_train.training.accumulation import SyncPolicy
 from accel_train.training.ema import EmaConfig
@@ -35,6 +37,7 @@ FREE_TO_CHANGE = (
     "activation_checkpointing",
     "compile",
     "offload_frozen",
+    "out_of_memory",
     "distributed.gradient_as_bucket_view",
     "distributed.bucket_cap_mb",
     "distributed.static_graph",
@@ -122,6 +125,11 @@ class ExperimentConfig:
     the next is copied. Changes no result. For adapters on a base that does not fit; every micro-batch reads the base
     twice over the bus, so prefer few large ones. One process or DDP, without compile.mode. Its speed: not yet measured
     on a GPU."""
+    out_of_memory: OutOfMemory = "halve"
+    """halve: after a training step that does not fit, start again from the newest checkpoint with half of
+    micro_batch_size and the same global batch. Without a checkpoint from step 0. Several processes need
+    `accel-train launch`, torchrun's --max-restarts or a scheduler that starts them again (exit code 75). stop: end with
+    the error."""
     sync: SyncPolicy = "auto"
     """When to reduce gradients: on the last micro-batch, on every one, or whichever suits the strategy (auto)."""
     resume: str = "auto"
@@ -152,6 +160,17 @@ class ExperimentConfig:
     def report_directory(self) -> Path:
         """Directory for curves, metrics and samples, to be looked at. May not exist yet."""
         return expand_path(self.output_dir) / REPORT
+
+    def smaller_micro_batch(self) -> SmallerMicroBatch | None:
+        """Return the micro-batch that an earlier start of the run has fallen back to. None: ``micro_batch_size``."""
+        if self.out_of_memory == "stop" or self.deletes_earlier_run:
+            return None
+        return recorded(expand_path(self.output_dir), self.micro_batch_size)
+
+    @property
+    def deletes_earlier_run(self) -> bool:
+        """``overwrite``, but for a start that continues what this command has begun."""
+        return self.overwrite and not started_again()
 
     @classmethod
     def first_options(cls) -> list[str]:
@@ -205,9 +224,9 @@ class ExperimentConfig:
             config_text=config_text(self),
             free_to_change=(*FREE_TO_CHANGE, *self.recipe.free_to_change),
             loads_with=None if loader is None else f"{loader.__module__}.{loader.__qualname__}",
-            resume=self.resume,
+            resume="auto" if started_again() else self.resume,
             allow=self.allow,
-            overwrite=self.overwrite,
+            overwrite=self.deletes_earlier_run,
             evaluate_only=self.evaluate_only,
             init_from=self.init_from,
             hub=self.hub,

@@ -6,6 +6,7 @@ It owns neither model nor optimizer nor loss: these and the order of a step are 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,9 @@ from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.opened import Opened, Prepared
 from accel_train.options.tree import to_tree
 from accel_train.runtime import step_overhead
-from accel_train.runtime.exiting import EXIT_PREEMPTED
+from accel_train.runtime.exiting import EXIT_PREEMPTED, StartAgain
+from accel_train.speed import out_of_memory
+from accel_train.speed.out_of_memory import is_out_of_memory
 from accel_train.store.manifest import checkpoint_name
 from accel_train.store.names import REPORT
 from accel_train.training.step_guard import StepResult
@@ -79,7 +82,7 @@ def training(
     steps = iterate_steps(
         dataset,
         order,
-        sampler.BatchShard(accelerator.process_index, accelerator.num_processes, config.micro_batch_size),
+        sampler.BatchShard(accelerator.process_index, accelerator.num_processes, opened.micro_batch_size),
         start_step=opened.start_step,
         max_steps=opened.max_steps,
         device=accelerator.device,
@@ -89,7 +92,12 @@ def training(
     made = Training(opened, order, prepared.run_info, log, saver, steps, throughput)
     # Left from the right: the saver's last commit is still recorded in the log.
     with step_overhead.garbage_frozen(), log, closing(steps), saver:
-        yield made
+        try:
+            yield made
+        except Exception as error:
+            if is_out_of_memory(error):
+                made.run_out_of_memory(error)
+            raise
     # A request may have ended the saver's wait for the Hub, after the last step.
     made.stopped = made.stopped or saver.stopping
 
@@ -124,6 +132,7 @@ class Training:
     stopped: bool = False
     """The run was asked to stop, and its work is saved."""
     _ended: bool = False
+    _is_evaluating: bool = False
     _result: StepResult | None = None
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of an evaluation after the current step."""
@@ -204,6 +213,7 @@ class Training:
             return {}
         with self.throughput.pause():
             self.saver.finish()
+            self._is_evaluating = True
             try:
                 # All processes must leave it at the same forward, so they ask each other there.
                 with stoppable(self.saver.asked_to_stop):
@@ -213,10 +223,37 @@ class Training:
                 self.stopped = True
                 self._save()  # does nothing if a due save has written this step
                 return {}
+            self._is_evaluating = False
             self.log.evaluation(self.done, metrics)
             self.saver.add_metrics(self.done, metrics)
         self._metrics = metrics
         return metrics
+
+    def run_out_of_memory(self, error: Exception) -> None:
+        """Raise ``StartAgain`` with half of the micro-batch, or add to ``error`` what a person can do.
+
+        Not collective: the other processes fail in their next reduction, or are ended by the launcher.
+        """
+        config = self.opened.config
+        share = math.ceil(config.global_batch_size / self.opened.accelerator.num_processes)
+        # What a forward really held: half of a larger number would not be less.
+        used = min(self.opened.micro_batch_size, share)
+        if self._is_evaluating:
+            # A smaller micro-batch of training would not help, and this step is saved.
+            error.add_note(
+                f"the evaluation after step {self.done} ran out of memory; let it take fewer samples at once"
+            )
+            return
+        if config.out_of_memory == "stop" or used == 1:
+            error.add_note(out_of_memory.explain(used, self.done, global_batch_size=config.global_batch_size))
+            return
+        directory = self.opened.run.directory
+        smaller = out_of_memory.record_half(directory, config.micro_batch_size, used, self.done)
+        # Without the error as its cause, whose frames hold the tensors of the step.
+        raise StartAgain(
+            f"step {self.done} ran out of memory with micro_batch_size {used}; the next start goes on from the newest "
+            f"checkpoint with {smaller.used} and the same global batch of {config.global_batch_size}"
+        ) from None
 
     def end(self) -> None:
         """Make this step the last: save it and leave the loop. The same on every process."""

@@ -32,6 +32,8 @@ class Opened:
     decay_steps: int
     """Length of the schedule, resolved by the first start. Steps beyond it, after ``max_steps`` was raised, train with
     the final learning rate."""
+    micro_batch_size: int
+    """Samples per process and forward: that of the config, or a smaller one after running out of memory."""
     accumulation_steps: int
     """Micro-batches per process and step."""
     finished: bool

@@ -46,10 +46,11 @@ def start(config: ExperimentConfig) -> Accelerator:
     directory = expand_path(config.output_dir)
     # Listed before the processes first meet: none of them has created anything yet.
     before = refused.present(directory)
+    smaller = config.smaller_micro_batch()
     accelerator = build_accelerator(
         precision=config.precision,
         global_batch_size=config.global_batch_size,
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=smaller.used if smaller else config.micro_batch_size,
         max_grad_norm=config.optimizer.max_grad_norm,
         collective_timeout_seconds=config.collective_timeout_seconds,
         distributed=config.distributed,
@@ -91,7 +92,7 @@ def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Acc
 def earlier_assets(config: ExperimentConfig) -> Path | None:
     """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, or None for a run without one."""
     directory = expand_path(config.output_dir)
-    if config.overwrite:
+    if config.deletes_earlier_run:
         return None
     folders = [path / "assets" for _, path in committed(directory / "checkpoints")]
     saved = [folder for folder in folders if folder.is_dir()]

@@ -50,6 +50,7 @@ NEIGHBOURS_ALLOWED = {
     ("options", "wording"): "parts of messages that every package writes",
     ("runtime", "data.sampler"): "the number of micro-batches, which is refused and derived in one place",
     ("runtime", "speed.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
+    ("speed", "store"): "the smaller micro-batch after running out of memory is recorded in the run directory",
     ("checkpoints", "hub"): "a saver hands what it committed to the Hub, and a start may fetch a checkpoint from there",
     ("compare", "commands.bundled"): "a recipe is found by its path or name in one place",
     ("loading", "commands.places"): "a checkpoint is found by the path of its run in one place",

@@ -36,6 +36,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -395,6 +396,8 @@ class Ranks:
                     if signal.getsignal(number) is not signal.SIG_IGN:
                         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
                 preexec_fn()
+                # They would delete the launcher's temporary folder when this rank ends.
+                weakref.finalize._registry.clear()  # type: ignore[attr-defined]
                 become(words, environment)
             self._pids.add(pid)
 

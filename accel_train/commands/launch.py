@@ -35,7 +35,13 @@ from accel_train.launch_files.requested import (
     THREADS_UNASKED_VARIABLE,
     THREADS_VARIABLE,
 )
-from accel_train.runtime.exiting import EXIT_CODE_VARIABLE, EXIT_PREEMPTED, reported_exit_code
+from accel_train.runtime.exiting import (
+    EXIT_AGAIN,
+    EXIT_CODE_VARIABLE,
+    EXIT_PREEMPTED,
+    STARTED_AGAIN_VARIABLE,
+    reported_exit_code,
+)
 
 # Received signal -> forwarded signal. SIGUSR1 would end torchrun and leave its workers running.
 FORWARDED: dict[signal.Signals, signal.Signals] = {
@@ -67,7 +73,15 @@ def launch(request: Launch, *, rehearsal: bool = False) -> int:
     # Entered before the slow import of Accelerate, so that a signal meanwhile gives exit code 75.
     with _SignalRelay() as relay:
         command, environment = _prepare(request, rehearsal=rehearsal)
-        return _run(command, environment, relay)
+        code = _run(command, environment, relay)
+        while code == EXIT_AGAIN:
+            # A stop that came meanwhile has ended nothing.
+            if relay.stopped:
+                return EXIT_PREEMPTED
+            print("accel-train launch: starting again", file=sys.stderr, flush=True)
+            relay.begin_again()
+            code = _run(command, environment | {STARTED_AGAIN_VARIABLE: "1"}, relay)
+        return code
 
 
 def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, str]]:
@@ -249,6 +263,10 @@ class _SignalRelay:
         """Return the exit code of the child."""
         self._child = child
         return child.wait()
+
+    def begin_again(self) -> None:
+        """Forget the child that has ended. Until the next one starts, a signal ends the launcher."""
+        self._child = None
 
     def _on_signal(self, number: int, _: object) -> None:
         self.stopped = True

@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
+from torch.distributed import PrefixStore, TCPStore
 
 from accel_train.config import UsageError
 from accel_train.data.sampler import accumulation_steps
@@ -227,7 +228,30 @@ def _connect(requested: Requested, timeout: timedelta) -> None:
         rehearsal.connect(requested.strategy, timeout)
         return
     # `InitProcessGroupKwargs` would drop a timeout that equals its own default (accelerate#2611).
-    PartialState(cpu=_on_cpu(), timeout=timeout)
+    store: dict[str, Any] = {}
+    # DeepSpeed connects by itself.
+    if not (requested.strategy or "").startswith("zero"):
+        store = _store_of_this_attempt(timeout)
+    PartialState(cpu=_on_cpu(), timeout=timeout, **store)
+
+
+def _store_of_this_attempt(timeout: timedelta) -> dict[str, Any]:
+    """Return arguments of ``init_process_group`` for processes that torchrun has started again, else none.
+
+    torchrun's store still holds the addresses of the processes that have ended, and torch 2.13 reads them again: new
+    ones would wait for those, until the timeout.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    world_size = int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    return {
+        "store": PrefixStore(f"attempt_{attempt}", shared),
+        "rank": int(os.environ["RANK"]),
+        "world_size": world_size,
+    }
 
 
 def _on_cpu() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import logging
 import os
@@ -25,8 +26,25 @@ EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: saved, start again to go on."""
 
+EXIT_AGAIN = 76
+"""Reported to ``accel-train launch`` in place of 75 by a process that asks for a new start at once."""
+STARTED_AGAIN_VARIABLE = "ACCEL_TRAIN_STARTED_AGAIN"
+"""Set for a start that continues the run of the same command."""
+
 current_run = ExitStack()
 """Cleanup of the run in this process."""
+
+
+class StartAgain(RuntimeError):
+    """The run cannot go on in this process. What it needs for a new start is in its directory.
+
+    ``one_run`` starts it again if there is one process. Several processes end with exit code 75.
+    """
+
+
+def started_again() -> bool:
+    """Return True in a start that continues the run of its own command, which has obeyed ``--overwrite`` already."""
+    return STARTED_AGAIN_VARIABLE in os.environ
 
 
 def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
@@ -38,10 +56,39 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
 
     @functools.wraps(main)
     def run(argv: Sequence[str]) -> int:
-        with current_run:
-            return main(argv)
+        asked_for = started_again()
+        try:
+            while True:
+                code = _run_once(main, argv)
+                if code is not None:
+                    return code
+                # Here the error is gone, and with it the frames that held the model.
+                _free_memory()
+                os.environ[STARTED_AGAIN_VARIABLE] = "1"
+        finally:
+            if not asked_for:
+                os.environ.pop(STARTED_AGAIN_VARIABLE, None)
 
     return run
+
+
+def _run_once(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int | None:
+    """Return the exit code of a run, or None if its only process has to start it again."""
+    try:
+        with current_run:
+            return main(argv)
+    except StartAgain as again:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise
+        print(f"{again}: starting again", file=sys.stderr, flush=True)
+        return None
+
+
+def _free_memory() -> None:
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def begin_run() -> ExitStack:
@@ -79,6 +126,7 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     Launchers turn a child's 2 into 1, so the text names the code. Before the processes are connected all of them meet
     the same error, and torchrun ends all when the first one exits: local rank 0 reports first, the others wait.
     """
+    asks_again = False
     try:
         code = main(sys.argv[1:])
     except UsageError as error:
@@ -92,6 +140,10 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         if not isinstance(left.code, int):
             raise
         code = left.code
+    except StartAgain as again:
+        _report(f"{again} (exit code {EXIT_PREEMPTED}: start the same command again)")
+        code = EXIT_PREEMPTED
+        asks_again = True
     except BrokenPipeError:
         # `recipe --help | head`: the reader of this output has left. Any other pipe is a real error.
         if not _stdout_is_closed():
@@ -104,7 +156,7 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         code = EXIT_PREEMPTED
     if code is None:
         code = 0
-    _leave(int(code))
+    _leave(int(code), reported=EXIT_AGAIN if asks_again else int(code))
 
 
 def _stdout_is_closed() -> bool:
@@ -213,8 +265,9 @@ def reported_exit_code(path: Path, *, stopped: bool) -> int | None:
     # A later report of a rank replaces its earlier one.
     by_rank = dict(line.split() for line in path.read_text().splitlines())
     codes = {int(code) for code in by_rank.values()}
-    # Wrong usage explains everything else. After a stop the failures of the others are its consequences.
-    preference = (2, 75, 1) if stopped else (2, 1, 75)
+    # Wrong usage explains everything else. After a stop the failures of the others are its consequences, as they are
+    # of a process that asks for a new start.
+    preference = (2, EXIT_PREEMPTED, EXIT_AGAIN, 1) if stopped else (2, EXIT_AGAIN, 1, EXIT_PREEMPTED)
     for code in preference:
         if code in codes:
             return code
@@ -222,10 +275,10 @@ def reported_exit_code(path: Path, *, stopped: bool) -> int | None:
     return max(codes, default=None)
 
 
-def _leave(code: int) -> NoReturn:
+def _leave(code: int, reported: int) -> NoReturn:
     """Exit. Several CPU processes exit at once, without tearing torch down."""
     _ignore_stops()
-    report_exit_code(code)
+    report_exit_code(reported)
     logging.shutdown()
     if _stdout_is_closed() and code == 0:
         code = 1

@@ -8,9 +8,11 @@ METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 LOADING_FILE = "loading.json"
 """Counts the starts that died while they read a checkpoint."""
+MICRO_BATCH_FILE = "micro_batch.json"
+"""The smaller micro-batch that a run goes on with after it ran out of memory."""
 OF_A_START = (METRICS_FILE, CONFIG_FILE, RUN_FILE, LOCK_FILE)
 """Files that the main process writes before the first step, in addition to its log."""
-OF_A_RUN = (LOADING_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE)
+OF_A_RUN = (LOADING_FILE, MICRO_BATCH_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE)
 """Files that ``overwrite`` deletes, in addition to checkpoints, report and what waits for the Hub."""
 REPORT = "report"
 """Directory for people: pushed to the Hub as a whole, and emptied by ``overwrite``."""

@@ -36,6 +36,7 @@ precision
 attention
 float8
 offload_frozen
+out_of_memory
 sync
 resume
 allow

@@ -1,0 +1,87 @@
+"""Out of memory: the micro-batch size that a run goes on with after it did not fit.
+
+The gradient does not depend on the micro-batch (``training/accumulation.py``), so half of it gives the same samples,
+noise and learning rate in half the activations. A process cannot go on where it ran out: the step is half done, the
+other processes wait for it in a reduction, and the allocator's memory is in pieces. So the size is recorded in the run
+directory, and the next start continues from the newest checkpoint with it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from accel_train.store import atomic_files, strict_json
+from accel_train.store.names import MICRO_BATCH_FILE
+
+OutOfMemory = Literal["halve", "stop"]
+MAX_BYTES = 1 << 16
+CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+"""In the ``RuntimeError`` of torch's allocator for host memory, which has no type of its own."""
+OTHER_MEANS = (
+    "--activation_checkpointing.mode full, --optimizer.name adamw_offload, or a launch file that shards "
+    "(docs/machines.md, When memory runs out)"
+)
+
+
+class SmallerMicroBatch(NamedTuple):
+    """Micro-batch size that was asked for, the one in use, and the step that ran out of memory."""
+
+    asked: int
+    used: int
+    step: int
+
+    def notice(self, directory: Path) -> str:
+        """Return the line that a start logs."""
+        return (
+            f"micro_batch_size: {self.used} instead of {self.asked}, because step {self.step} ran out of memory; "
+            "samples, noise and learning rate are the same. To try again, give another --micro_batch_size or delete "
+            f"{directory / MICRO_BATCH_FILE}"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an error of torch's allocator, of a device or of host memory."""
+    # Late, because the options of every recipe import this module, and `--help` needs no torch.
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error)
+
+
+def recorded(directory: Path, asked: int) -> SmallerMicroBatch | None:
+    """Return what an earlier start recorded for a micro-batch of ``asked`` samples, or None.
+
+    A record that cannot be read counts as none: the run then meets the same error once more, and records it again.
+    """
+    try:
+        found = strict_json.read_object(directory / MICRO_BATCH_FILE, MAX_BYTES)
+        record = SmallerMicroBatch(*(int(found[name]) for name in SmallerMicroBatch._fields))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    # Somebody who asks for another size has seen the record, and is obeyed.
+    if record.asked != asked or not 1 <= record.used < asked:
+        return None
+    return record
+
+
+def record_half(directory: Path, asked: int, used: int, step: int) -> SmallerMicroBatch:
+    """Record half of the micro-batch in ``used`` for the next start. Any process that ran out may call it."""
+    assert used > 1, "a micro-batch of one sample has no half"
+    record = SmallerMicroBatch(asked, used // 2, step)
+    # Processes that run out in the same step write the same bytes, and one of them may find the rename already done.
+    with suppress(FileNotFoundError):
+        atomic_files.replace_json(directory / MICRO_BATCH_FILE, record._asdict())
+    return record
+
+
+def explain(used: int, step: int, *, global_batch_size: int) -> str:
+    """Return what a person can do about step ``step`` that did not fit, for an error that ends the run."""
+    if used > 1:
+        return (
+            f"step {step} ran out of memory with micro_batch_size {used}: give --micro_batch_size {used // 2}, which "
+            f"keeps the global batch of {global_batch_size} and the curve, or --out_of_memory halve"
+        )
+    return f"step {step} ran out of memory with a micro-batch of one sample: use {OTHER_MEANS}"

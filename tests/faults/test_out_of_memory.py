@@ -1,0 +1,192 @@
+"""A training step that does not fit: the run goes on with half of the micro-batch, and its mathematics stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accel_train.metrics.records import read_metrics
+from accel_train.speed import out_of_memory
+from accel_train.store.names import MICRO_BATCH_FILE
+from tests import zygote
+from tests.distributed.launching import LAUNCH_FILES, ROOT, environment
+from tests.waiting import PATIENCE_SECONDS, free_port
+
+SMALL_DEVICE = ROOT / "tests" / "faults" / "small_device.py"
+SHORT = (
+    "--global_batch_size 16 --micro_batch_size 16 --max_steps 8 --log.log_every 1 --checkpoints.save_every 3 "
+    "--log.progress_bar off --schedule.warmup_steps 2"
+).split()
+
+
+def run(directory: Path, *flags: str, launcher: tuple[str, ...] = (), **room: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, *launcher, str(SMALL_DEVICE), *SHORT, *flags, "--output_dir", str(directory)]
+    return zygote.run(words, env=environment(PYTHONPATH=str(ROOT), **room))
+
+
+def weights(directory: Path, step: int = 8) -> dict[str, torch.Tensor]:
+    return load_file(directory / "checkpoints" / f"checkpoint_{step:08d}" / "model.safetensors")
+
+
+def losses(directory: Path) -> dict[int, float]:
+    lines = read_metrics(directory / "metrics.jsonl")
+    return {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
+
+
+def largest_difference(a: Path, b: Path) -> float:
+    one, other = weights(a), weights(b)
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.fixture(scope="module")
+def with_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that had small micro-batches from the start."""
+    directory = tmp_path_factory.mktemp("reference") / "four"
+    done = run(directory, "--micro_batch_size", "4", ROOM="16")
+    assert done.returncode == 0, done.stdout
+    return directory
+
+
+@pytest.mark.fault("F51", injected="out of memory in forward", outcome="half the micro-batch, twice; same weights")
+def test_before_the_first_save_it_is_the_run_with_small_micro_batches(tmp_path: Path, with_four: Path) -> None:
+    directory = tmp_path / "a run"
+    done = run(directory, ROOM="4")
+    assert done.returncode == 0, done.stdout
+    assert "step 1 ran out of memory with micro_batch_size 16; the next start" in done.stdout
+    assert "step 1 ran out of memory with micro_batch_size 8; the next start" in done.stdout
+    assert "micro_batch_size: 4 instead of 16, because step 1 ran out of memory" in done.stdout
+    # From step 0 again, so there is no rounding to tell the two apart.
+    assert largest_difference(directory, with_four) == 0
+    assert losses(directory) == losses(with_four)
+
+
+@pytest.mark.fault("F51", injected="out of memory after a save", outcome="goes on from the newest checkpoint")
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_after_a_save_it_goes_on_from_there(tmp_path: Path, with_four: Path, place: str) -> None:
+    directory = tmp_path / "run"
+    done = run(directory, ROOM="4", ROOM_FROM="5", ROOM_IN=place)
+    assert done.returncode == 0, done.stdout
+    assert "step 6 ran out of memory with micro_batch_size 16" in done.stdout
+    assert "resuming" in done.stdout
+    found, expected = losses(directory), losses(with_four)
+    assert found.keys() == expected.keys()
+    assert max(abs(found[step] - expected[step]) for step in found) < 1e-6
+    assert 0 < largest_difference(directory, with_four) < 1e-6
+    # The next start knows it, and somebody who asks for another size is obeyed.
+    assert out_of_memory.recorded(directory, 16) == (16, 4, 6)
+    assert out_of_memory.recorded(directory, 12) is None
+
+
+def test_overwrite_is_obeyed_once(tmp_path: Path, with_four: Path) -> None:
+    directory = tmp_path / "run"
+    run(directory, ROOM="16")
+    done = run(directory, "--overwrite", ROOM="4", ROOM_FROM="5")
+    assert done.returncode == 0, done.stdout
+    assert "resuming" in done.stdout, "the second start deleted what the first had saved"
+    # A later start with --overwrite begins with the size that it asks for.
+    again = run(directory, "--overwrite", ROOM="16")
+    assert "instead of 16" not in again.stdout
+    assert not (directory / MICRO_BATCH_FILE).exists()
+
+
+def test_a_used_directory_is_refused_once(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    done = run(directory, "--resume", "never", ROOM="8", ROOM_FROM="5")
+    assert done.returncode == 0, done.stdout
+    assert run(directory, "--resume", "never", ROOM="8").returncode == 2
+
+
+@pytest.mark.fault("F51", injected="out of memory with one sample", outcome="exit code 1, with other means")
+def test_one_sample_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
+    done = run(tmp_path / "run", ROOM="0")
+    assert done.returncode == 1
+    assert (
+        "step 1 ran out of memory with a micro-batch of one sample: use --activation_checkpointing.mode" in done.stdout
+    )
+
+
+def test_stop_ends_with_the_error_and_a_remedy(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    done = run(directory, "--out_of_memory", "stop", ROOM="8", ROOM_FROM="5")
+    assert done.returncode == 1
+    assert "step 6 ran out of memory with micro_batch_size 16: give --micro_batch_size 8" in done.stdout
+    assert not (directory / MICRO_BATCH_FILE).exists()
+
+
+@pytest.mark.fault("F51", injected="out of memory in an evaluation", outcome="exit code 1; the step is saved")
+def test_an_evaluation_that_does_not_fit_leaves_the_micro_batch(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    done = run(directory, ROOM="8", ROOM_IN="evaluation")
+    assert done.returncode == 1
+    assert "the evaluation after step 8 ran out of memory" in done.stdout
+    assert not (directory / MICRO_BATCH_FILE).exists()
+    assert weights(directory)
+
+
+@pytest.mark.distributed
+@pytest.mark.fault("F52", injected="out of memory on one rank of two", outcome="accel-train launch starts again")
+@pytest.mark.parametrize("place", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_one_of_two_processes(tmp_path: Path, with_four: Path, strategy: str, place: str) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(f"num_machines: 1\nnum_processes: 2\n{LAUNCH_FILES[strategy]}")
+    launcher = ("-m", "accel_train.cli", "rehearse", "--config_file", str(file))
+    directory = tmp_path / "run"
+    room = {"ROOM": "4", "ROOM_FROM": "5", "ROOM_RANK": "1", "ROOM_IN": place}
+    done = run(directory, launcher=launcher, **room)
+    assert done.returncode == 0, done.stdout
+    assert "accel-train launch: starting again" in done.stdout
+    assert "micro_batch_size: 4 instead of 16, because step 6 ran out of memory" in done.stdout
+    found, expected = losses(directory), losses(with_four)
+    assert max(abs(found[step] - expected[step]) for step in expected) < 1e-6
+    assert largest_difference(directory, with_four) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.fault("F52", injected="the same under torchrun --max-restarts", outcome="torchrun starts again")
+def test_torchrun_starts_again(tmp_path: Path, with_four: Path) -> None:
+    directory = tmp_path / "run"
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1")
+    room = {"ROOM": "4", "ROOM_FROM": "5", "ROOM_RANK": "1", "ACCELERATE_USE_CPU": "true"}
+    words = [sys.executable, *launcher, "--master_port", str(free_port()), str(SMALL_DEVICE), *SHORT]
+    done = subprocess.run(
+        [*words, "--output_dir", str(directory)],
+        env=environment(PYTHONPATH=str(ROOT), **room),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert largest_difference(directory, with_four) < 1e-6
+
+
+def test_a_record_that_cannot_be_read_counts_as_none(tmp_path: Path) -> None:
+    file = tmp_path / MICRO_BATCH_FILE
+    assert out_of_memory.recorded(tmp_path, 8) is None
+    assert out_of_memory.record_half(tmp_path, 8, 8, 3) == (8, 4, 3)
+    assert out_of_memory.record_half(tmp_path, 8, 4, 5) == (8, 2, 5)
+    assert out_of_memory.recorded(tmp_path, 8) == (8, 2, 5)
+    for text in ("", "[]", "{}", json.dumps({"asked": 8, "used": 0, "step": 1}), json.dumps({"asked": 8, "used": "a"})):
+        file.write_text(text)
+        assert out_of_memory.recorded(tmp_path, 8) is None
+    file.unlink()
+    os.mkfifo(file)
+    assert out_of_memory.recorded(tmp_path, 8) is None
+
+
+def test_the_error_of_the_cpu_allocator_is_recognised() -> None:
+    size = 1 << 60
+    with pytest.raises(RuntimeError) as failed:
+        torch.empty(size, dtype=torch.uint8)
+    assert out_of_memory.is_out_of_memory(failed.value)
+    assert not out_of_memory.is_out_of_memory(RuntimeError("out of luck"))
