@@ -27,7 +27,15 @@ from accel_train.store import atomic_files, commit, manifest, names
 from accel_train.store import lock as locks
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import OF_A_RUN, REPORT
-from accel_train.store.run_file import has_trained, new_run, read_run, recall, refuse_changes, with_changes
+from accel_train.store.run_file import (
+    has_trained,
+    new_run,
+    options_since,
+    read_run,
+    recall,
+    refuse_changes,
+    with_changes,
+)
 from accel_train.store.strict_json import Json
 
 PATIENCE_SECONDS = 5.0
@@ -180,6 +188,7 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
         )
     saved = read_run(directory)
     allowed = _refuse_changes(options, saved, experiment, directory)
+    added = options_since(saved["experiment"], experiment)
     if options.resume not in POLICIES:
         _refuse_another_origin(options.resume, saved, directory)
     # An evaluation needs no optimizer state, and leaves the run unchanged.
@@ -196,6 +205,7 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
         decision = f"resuming {directory} at step {checkpoint.step}"
     if allowed:
         decision += "; changed as --allow says: " + "; ".join(allowed)
+    decision += added
     if reasons:
         decision += "; newer checkpoints were refused: " + "; ".join(reasons)
     if checkpoint is not None:

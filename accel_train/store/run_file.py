@@ -15,6 +15,7 @@ from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import CONFIG_FILE, RUN_FILE
 from accel_train.store.strict_json import Json
+from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,21 @@ def refuse_changes(
             f"--allow {keys}"
         )
     return allowed
+
+
+def options_since(before: Mapping[str, Any], experiment: Mapping[str, Any]) -> str:
+    """Name the options that the recipe has got since the run began.
+
+    Their defaults are taken for what the run did before. That is so for options of this package, and for one of your
+    own only if its default changes nothing.
+    """
+    added = [f"{name} {experiment[name]!r}" for name in sorted(experiment.keys() - before.keys())]
+    if not added:
+        return ""
+    return (
+        f"; the run began without {shortened(added, 5)}. If one of these changes training, the curve bends at this "
+        "step: set it to what the run did before, or give another --output_dir"
+    )
 
 
 def _is_covered(key: str, names: Sequence[str]) -> bool:

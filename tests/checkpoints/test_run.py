@@ -121,7 +121,13 @@ def test_an_option_added_since_the_run_began_counts_as_its_default(accelerator: 
         open_run(changed, accelerator, "d" * 8)
     resumed = open_run(options, accelerator, "d" * 8)
     assert resumed.run_id == first.run_id
+    # Its default may change training, which only the person who added it can know.
+    assert "; the run began without optimizer.lr 0.1. If one of these changes training" in resumed.decision
+    resumed.note_training()
     resumed.close()
+    again = open_run(options, accelerator, "d" * 8)
+    assert "began without" not in again.decision
+    again.close()
 
 
 def test_a_resume_that_is_refused_before_its_first_step_changes_nothing(
