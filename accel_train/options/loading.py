@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from accel_train.config import UsageError, expand_path, set_origins, set_requested_output_dir
-from accel_train.options import completion, help_text
+from accel_train.options import completion, help_cache, help_text
 from accel_train.options.flags import (
     NAMES_OF_OTHER_SCRIPTS,
     FlagError,
@@ -81,7 +81,8 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     base = from_tree(cls, tree, str(path), places)
     topic = help_text.requested_topic(arguments)
     if topic is not None:
-        help_text.print_help(cls, base, names, topic)
+        with help_cache.recording([presets, *presets.glob("*.yaml"), path]):
+            help_text.print_help(cls, base, names, topic)
     if completion.FLAG in arguments:
         completion.print_completion(cls, names, arguments)
     try:

@@ -73,6 +73,20 @@ def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     exit_with(main)
 
 
+def answer_help() -> None:
+    """Print the help that the command line asks for and exit with code 0, if an earlier start has written the text.
+
+    A recipe calls it before its other imports, which take seconds. Without such a text it does nothing, and
+    ``load_config`` writes one.
+    """
+    # Late: a command that trains nothing does not pay for it.
+    from accel_train.options import help_cache
+
+    text = help_cache.find()
+    if text is not None:
+        exit_with(lambda _: print(text, end=""))
+
+
 def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Call ``main(argv)`` and exit with its code. A ``UsageError`` is reported as text and becomes exit code 2.
 
