@@ -9,10 +9,10 @@ functions of (seed, step, picture), alike on any number of processes.
 
 from __future__ import annotations
 
-from accel_train.runtime.exiting import answer_help, one_run, run_main
+from accel_train.runtime.exiting import before_imports, one_run, run_main
 
 if __name__ == "__main__":
-    answer_help()  # before the other imports, which take seconds
+    before_imports()  # --help needs none of them
 
 import logging
 from collections.abc import Sequence

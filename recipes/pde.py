@@ -8,10 +8,10 @@ A transformer advances the tokens of a field by one step in time, or solves the 
 
 from __future__ import annotations
 
-from accel_train.runtime.exiting import answer_help, one_run, run_main
+from accel_train.runtime.exiting import before_imports, one_run, run_main
 
 if __name__ == "__main__":
-    answer_help()  # before the other imports, which take seconds
+    before_imports()  # --help needs none of them
 
 import logging
 import math

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -41,7 +41,7 @@ def find() -> str | None:
 
 
 @contextmanager
-def recording(sources: Sequence[Path]) -> Iterator[None]:
+def recording(sources: Sequence[Path]) -> Generator[None]:
     """Keep what is printed before an exit with code 0, if this process was started for a help text.
 
     ``sources`` are files and folders that the text depends on, besides loaded modules.
