@@ -128,6 +128,11 @@ def test_a_help_text_follows_its_sources(recipe: Path, cache: Path) -> None:
     assert ("Length." in text, known) == (True, False)
     assert shown() == (text, True)
 
+    # The recipe itself.
+    recipe.write_text(RECIPE + "# changed\n")
+    assert shown() == (text, False)
+    assert shown() == (text, True)
+
     # The values of the preset, and the list of presets.
     (recipe.parent / "presets" / "demo.yaml").write_text("steps: 20\n")
     text, known = shown()

@@ -35,7 +35,7 @@ def find() -> str | None:
         if entry["packages"] != _packages() or any(_hash(name) != known for name, known in sources.items()):
             return None
         return str(entry["text"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         # None yet, or a source that no longer exists, or a damaged file.
         return None
 
@@ -121,7 +121,7 @@ def _module_files() -> list[str]:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         # torch has modules with the name of a file that does not exist.
-        if file is None or not os.path.isabs(file):
+        if not isinstance(file, str) or not os.path.isabs(file):
             continue
         is_installed = file.startswith(standard_library) or any(folder in file for folder in INSTALLED)
         # Where this package is installed, it may still be edited in place.
