@@ -62,6 +62,11 @@ def requested_output_dir() -> Path | None:
     return None
 
 
+def default_cache() -> str:
+    """Return the directory for what can be computed again, unless an option names another one."""
+    return os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
+
+
 def expand_path(text: str | os.PathLike[str]) -> Path:
     """Expand ``~`` and ``$VAR``, and make the path absolute against the working directory."""
     expanded = os.path.expandvars(os.path.expanduser(os.fspath(text)))

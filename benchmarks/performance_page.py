@@ -99,6 +99,7 @@ def page(folder: Path) -> str:
     parts += ["## Scaling", "", *scaling(results), "", "## Random numbers", "", *table_of("rng", results)]
     parts += ["", "## Pictures", "", *table_of("pictures", results)]
     parts += ["", "## Language models", "", *table_of("causal_lm", results)]
+    parts += ["", "## The first second", "", STARTUP_WORDS, "", *table_of("startup", results)]
     parts += ["", "## Where these numbers come from", "", *origins(results)]
     return "\n".join(parts) + "\n"
 
@@ -127,6 +128,13 @@ Purpose and risks of each option: [optimizations.md](optimizations.md)."""
 
 GPU_WORDS = """`python -m benchmarks.gpu` measures these on one device, with one file per part; `--only PART` repeats
 one part. `python -m benchmarks.one_gpu` runs every launch file that one GPU can run."""
+
+
+STARTUP_WORDS = """Processor time (user and system) of whole processes, with a warm cache. Every start of a training
+imports torch, imports `torch._dynamo` with torch's first optimizer, and under `accelerate launch` pays for a launcher
+that imports torch as well: the rows of the raw loop and of the empty script are its lower bound. A recipe answers
+`--help` before its imports, with a text from the cache. The first `--help` after a change of sources, presets or
+packages imports everything."""
 
 
 def summary(results: Sequence[Result]) -> list[str]:

@@ -9,6 +9,11 @@ processes and any micro-batch.
 
 from __future__ import annotations
 
+from accel_train.runtime.exiting import before_imports, one_run, run_main
+
+if __name__ == "__main__":
+    before_imports()  # --help needs none of them
+
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +32,6 @@ from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
-from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate
 from accel_train.training.shards import plain_module

@@ -9,6 +9,11 @@ functions of (seed, step, picture), alike on any number of processes.
 
 from __future__ import annotations
 
+from accel_train.runtime.exiting import before_imports, one_run, run_main
+
+if __name__ == "__main__":
+    before_imports()  # --help needs none of them
+
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,7 +38,6 @@ from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
-from accel_train.runtime.exiting import one_run, run_main
 from accel_train.runtime.strategy import strategy_of
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate

@@ -10,6 +10,11 @@ its text (t2l), and both from nothing. The curve is the same on any number of pr
 
 from __future__ import annotations
 
+from accel_train.runtime.exiting import before_imports, one_run, run_main
+
+if __name__ == "__main__":
+    before_imports()  # --help needs none of them
+
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +33,6 @@ from accel_train.domains.text import baseline_scores, both_ways, dataset, modes,
 from accel_train.metrics import evaluation, logs, records
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
-from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training import optimizers
 from accel_train.training.accumulation import Batch
 
@@ -117,11 +121,7 @@ def loss_sums(config: Config, model: nn.Module, inputs: Batch, mask_id: int) -> 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
-    config: Config,
-    prepared: Prepared,
-    data: dataset.PreparedData,
-    scores: Scores,
-    step: int,
+    config: Config, prepared: Prepared, data: dataset.PreparedData, scores: Scores, step: int
 ) -> dict[str, float]:
     """Compute held-out metrics, the same on any layout, and write the report, with the EMA weights. Collective."""
     options = config.evaluation

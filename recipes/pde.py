@@ -8,6 +8,11 @@ A transformer advances the tokens of a field by one step in time, or solves the 
 
 from __future__ import annotations
 
+from accel_train.runtime.exiting import before_imports, one_run, run_main
+
+if __name__ == "__main__":
+    before_imports()  # --help needs none of them
+
 import logging
 import math
 from collections.abc import Sequence
@@ -43,7 +48,6 @@ from accel_train.metrics import evaluation, logs, records
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
-from accel_train.runtime.exiting import one_run, run_main
 from accel_train.training import optimizers
 from accel_train.training.accumulation import Batch
 

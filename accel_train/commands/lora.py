@@ -120,7 +120,7 @@ def _read(dataset: str, arguments: Sequence[str]) -> _Request:
     recipe = import_recipe(find_recipe(RECIPE))
     own = option_types(LoraOptions)
     try:
-        flags = read_flags(option_types(recipe.Config) | own, arguments, ())
+        flags = read_flags(option_types(recipe.Config) | own, arguments, list)
     except FlagError as error:
         raise UsageError(str(error)) from None
     options = from_tree(LoraOptions, {name: value for name, value in flags.items() if name in own}, "command line")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import cast
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, default_cache, expand_path
 
 SEAL = "sha256.json"
 """Hashes of the other files of a folder. Written last."""
@@ -23,7 +23,7 @@ def cache_directory(option: str | None) -> Path:
 
     Refuses a folder that cannot be created or written.
     """
-    value = option or os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
+    value = option or default_cache()
     folder = expand_path(value)
     try:
         folder.mkdir(parents=True, exist_ok=True)

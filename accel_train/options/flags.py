@@ -7,7 +7,7 @@ text. ``refusal`` checks the values of files and flags alike against the type of
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from accel_train.strict_yaml import read_number
@@ -110,10 +110,12 @@ class FlagError(ValueError):
     """The command line cannot be read. The text names the word and its correction."""
 
 
-def read_flags(kinds: Mapping[str, Any], arguments: Sequence[str], presets: Sequence[str]) -> dict[str, Any]:
+def read_flags(
+    kinds: Mapping[str, Any], arguments: Sequence[str], presets: Callable[[], Sequence[str]]
+) -> dict[str, Any]:
     """Parse flags to a mapping from dotted option to value. The last of equal options wins.
 
-    ``kinds`` has the type of every option.
+    ``kinds`` has the type of every option. ``presets`` lists the presets for a message, which takes 0.1 s.
     """
     values: dict[str, Any] = {}
     words = list(arguments)
@@ -316,7 +318,7 @@ def stray(
     word: str,
     after: Sequence[str],
     known: Sequence[str],
-    presets: Sequence[str],
+    presets: Callable[[], Sequence[str]],
 ) -> str:
     """Return the error for a word that belongs to no flag, with the probable meaning."""
     name, equals, value = word.partition("=")
@@ -329,7 +331,7 @@ def stray(
             value = after[0]
         flag = f"--{meant} {shlex.quote(value)}" if value else f"--{meant}"
         return f"{word!r}: an option begins with two dashes; write {flag}"
-    if word in presets or word.endswith((".yaml", ".yml")):
+    if word in presets() or word.endswith((".yaml", ".yml")):
         first = shlex.quote(word)
         return f"{word!r}: the preset or file comes first, before every flag; write {first} --flag value ..."
     return (

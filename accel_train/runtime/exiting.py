@@ -1,4 +1,5 @@
-"""End the process of a recipe or command: its exit code, and the text of a usage error where a person reads it."""
+"""Begin and end the process of a recipe or command: what precedes its imports, its exit code, and the text of a usage
+error where a person reads it."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ STARTED_AGAIN_VARIABLE = "ACCEL_TRAIN_STARTED_AGAIN"
 
 current_run = ExitStack()
 """Cleanup of the run in this process."""
+_imports = ExitStack()
+"""What ends once a recipe has imported everything."""
 
 
 class StartAgain(RuntimeError):
@@ -114,10 +117,30 @@ def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     # Late, so that a command that trains nothing does not pay for it.
     from accel_train.runtime.early_stop import leave_when_asked
 
+    _imports.close()
+    # What was imported stays until the end, so collections need not look at it: 0.5 s of CPU before the first step.
+    gc.freeze()
     # Overwritten by the real code. Without it the launcher takes a crash for a stop during the imports.
     report_exit_code(1)
     leave_when_asked()
     exit_with(main)
+
+
+def before_imports() -> None:
+    """Print the help that the command line asks for and exit with code 0, if an earlier start has written the text.
+
+    A recipe calls it before its other imports, which take seconds. Without such a text ``load_config`` writes one. The
+    garbage collector is off until ``run_main``: nothing that modules create is garbage.
+    """
+    # Late, so that a command of another kind does not pay for it.
+    from accel_train.options import help_cache
+
+    text = help_cache.find()
+    if text is not None:
+        exit_with(lambda _: print(text, end=""))
+    if gc.isenabled():
+        gc.disable()
+        _imports.callback(gc.enable)
 
 
 def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:

@@ -76,7 +76,8 @@ class DataConfig:
     """Folder of ready-made latent shards (.npy or safetensors), instead of an encoder. The rows of `path` are then
     JSONL objects with the fields shard and idx in addition to the text."""
     cache_dir: str | None = None
-    """Cache of tokenizers, encoders and latents between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+    """Cache of tokenizers, tokens, encoders and latents between runs. null: $ACCEL_TRAIN_CACHE, else
+    ~/.cache/accel_train."""
 
     def __post_init__(self) -> None:
         if self.read == "shards":

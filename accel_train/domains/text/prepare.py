@@ -66,8 +66,8 @@ def prepare_data(
     splits = read_splits(config, cache, processes)
     saved = load_assets(assets, device) if assets else None
     tokenizer = saved.tokenizer if saved else build_tokenizer(config, splits.train.texts, cache, processes)
-    train, train_tokens = tokenise_corpus(splits.train, tokenizer, config)
-    heldout, heldout_tokens = tokenise_corpus(splits.heldout, tokenizer, config)
+    train, train_tokens = tokenise_corpus(splits.train, tokenizer, config, cache, processes)
+    heldout, heldout_tokens = tokenise_corpus(splits.heldout, tokenizer, config, cache, processes)
     encoder = saved.encoder if saved else _build_encoder(config, train.texts, cache, processes)
     if splits.shards is None:
         table = _latents(config, train, encoder, cache, processes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,9 @@ from accel_train.domains.text.tokenizer import TextTokenizer, Tokens, train_toke
 from accel_train.wording import shortened
 
 SPLIT = "split="
+TOKENS = "tokens-1"
+"""Changes with what a cached file of tokens holds, so that no run reads another version's."""
+TOKENS_FILE = "tokens.safetensors"
 DEFAULT_SHUFFLE_BLOCKS = 16
 DEFAULT_CACHE_MIB = 256
 
@@ -194,9 +198,14 @@ def build_tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, proce
     return TextTokenizer.from_json(saved, pad_id=0, mask_id=1, special_ids=())
 
 
-def tokenise_corpus(corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig) -> tuple[Corpus, Tokens]:
-    """Tokenise the texts. Those without a real token (control characters only) are bad rows and left out."""
-    tokens = tokenizer.tokenise(corpus.texts, config.max_length)
+def tokenise_corpus(
+    corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig, cache: Path, processes: Processes
+) -> tuple[Corpus, Tokens]:
+    """Tokenise the texts. Those without a real token (control characters only) are bad rows and left out.
+
+    Every rank calls it (two barriers, or four where texts are left out).
+    """
+    tokens = cached_tokens(corpus.texts, tokenizer, config.max_length, cache, processes)
     # A running count over all texts at once, because a loop over millions of them would take minutes.
     real_tokens = tokenizer.maskable()[tokens.ids].long().cumsum(0)
     running = torch.cat([torch.zeros(1, dtype=torch.int64), real_tokens])
@@ -212,4 +221,18 @@ def tokenise_corpus(corpus: Corpus, tokenizer: TextTokenizer, config: DataConfig
         )
     # Tokenised again without them, so that rows and tokens have the same numbers.
     corpus = corpus.select((counts > 0).nonzero().flatten().tolist())
-    return corpus, tokenizer.tokenise(corpus.texts, config.max_length)
+    return corpus, cached_tokens(corpus.texts, tokenizer, config.max_length, cache, processes)
+
+
+def cached_tokens(
+    texts: Sequence[str], tokenizer: TextTokenizer, max_length: int, cache: Path, processes: Processes
+) -> Tokens:
+    """Return the tokens of the texts, cut to `max_length` and kept in the cache. Every rank calls it (two barriers)."""
+    about = [TOKENS, tokenizer.identity(), max_length, texts_hash(texts)]
+    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+    def write(directory: Path) -> None:
+        tokenizer.tokenise(texts, max_length).save(directory / TOKENS_FILE)
+
+    folder = cached_folder(cache / "tokens" / key, write, rank=processes.rank, barrier=processes.barrier)
+    return Tokens.load(folder / TOKENS_FILE)

@@ -1,8 +1,11 @@
 """Text to token ids and back, by a tokenizer trained on the corpus or taken from a transformers model."""
 
+import hashlib
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +35,20 @@ class Tokens:
     def row(self, index: int) -> Tensor:
         start, stop = self.offsets[index : index + 2].tolist()
         return self.ids[start:stop]
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file."""
+        from safetensors.torch import save_file
+
+        save_file({"ids": self.ids, "offsets": self.offsets, "truncated": torch.tensor(self.truncated)}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokens":
+        """Read what `save` wrote."""
+        from safetensors.torch import load_file
+
+        saved = load_file(path)
+        return cls(saved["ids"], saved["offsets"], int(saved["truncated"]))
 
 
 class TextTokenizer:
@@ -96,6 +113,13 @@ class TextTokenizer:
     def ids(self) -> dict[str, int | tuple[int, ...]]:
         """Return the ids missing from `tokenizer.json`. Together they are the arguments of `from_json`."""
         return {"pad_id": self.pad_id, "mask_id": self.mask_id, "special_ids": self.special_ids}
+
+    def identity(self) -> str:
+        """Hash all that decides the ids of a text: the tokenizer, and the library that applies it."""
+        import tokenizers
+
+        about = [tokenizers.__version__, self.to_json(), self.ids()]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
     def settings(self, max_length: int) -> dict[str, object]:
         """Return the standard `tokenizer_config.json`, with which transformers knows mask and padding."""

@@ -18,7 +18,9 @@ from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData, load_assets
 from accel_train.domains.text.latents.files import write_latents
 from accel_train.domains.text.prepare import DataConfig, prepare_data
+from accel_train.domains.text.splits import Processes, cached_tokens
 from accel_train.domains.text.tfidf import TfidfSvdEncoder, words_of
+from accel_train.domains.text.tokenizer import TextTokenizer
 from tests import tiny_encoders, zygote
 
 LINES = DEMO_FILE.read_text().splitlines()[:600]
@@ -70,12 +72,30 @@ def test_prepared_again_and_elsewhere_it_is_the_same(tmp_path: Path, monkeypatch
     monkeypatch.setattr(TfidfSvdEncoder, "encode", None)  # from the cache: nothing is computed
     monkeypatch.setattr("accel_train.domains.text.tfidf.fit", None)
     monkeypatch.setattr("accel_train.domains.text.splits.train_tokenizer", None)
+    monkeypatch.setattr(TextTokenizer, "tokenise", None)
     again = prepare_data(config)
     for other in (elsewhere, again):
         assert same(first, other)
         assert other.fingerprint == first.fingerprint
         assert torch.equal(first.latent_mean, other.latent_mean)
         assert first.latent_std == other.latent_std
+
+
+def test_cached_tokens_are_those_of_the_texts_and_options(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    tokenizer = prepare_data(config).tokenizer
+    processes = Processes(0, 1, lambda: None, progress=False, device="cpu")
+    asked = [(LINES, 32), (LINES, 8), (LINES[1:], 32), ([], 32)]
+    # Each pair is computed, then read; neither takes what another one has written.
+    for texts, length in (*asked, *asked):
+        expected = tokenizer.tokenise(texts, length)
+        found = cached_tokens(texts, tokenizer, length, tmp_path / "cache", processes)
+        assert (found.ids.tolist(), found.offsets.tolist()) == (expected.ids.tolist(), expected.offsets.tolist())
+        assert (found.ids.dtype, found.offsets.dtype) == (expected.ids.dtype, expected.offsets.dtype)
+        assert found.truncated == expected.truncated
+    another = prepare_data(replace(config, vocab_size=300)).tokenizer
+    found = cached_tokens(LINES, another, 32, tmp_path / "cache", processes)
+    assert found.ids.tolist() == another.tokenise(LINES, 32).ids.tolist()
 
 
 def test_nothing_fitted_sees_held_out_text(tmp_path: Path) -> None:
