@@ -20,8 +20,9 @@ from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
 from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
+from accel_train.runtime.strategy import strategy_of
 from accel_train.store import atomic_files, commit
-from accel_train.training.accumulation import GradientWindow
+from accel_train.training.accumulation import GradientWindow, SyncPolicy
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.health.evidence import NonFiniteError
 from accel_train.training.health.options import HealthConfig, refuse_inexact
@@ -31,11 +32,14 @@ from accel_train.training.optimizers import OptimizerConfig, build_optimizer, se
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepResult, resolve_step_guard
 from benchmarks.reads import HostReads
-from tests.distributed.worker import Toy, Wide, loss_sums, micro_batches
+from tests.distributed.worker import GLOBAL_BATCH, Toy, Wide, loss_sums, micro_batches
 
 pytestmark = pytest.mark.usefixtures("fresh")
 SKIP = HealthConfig(non_finite="skip")
 STEPS = 8
+MICRO_BATCH = 6
+BAD_SAMPLE = 13
+"""Sample whose micro-batch is spoiled, on the last process of several."""
 
 
 class Counting(torch.optim.SGD):
@@ -48,23 +52,46 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
+def spoil_sums(sums: dict[str, Tensor], how: str) -> None:
+    """Make the loss NaN, or only its gradient, or its gradient large."""
+    if how == "loss":
+        # In a part without gradient: the gradient alone would not tell.
+        sums["main"] = sums["main"] + float("nan")
+    if how == "gradient":
+        sums["main"].register_hook(lambda gradient: gradient * float("nan"))
+    if how == "spike":
+        sums["main"] = 1e4 * sums["main"]
+
+
 class Training:
     """A toy of the workers, in micro-batches, with EMA, schedule and the optimizer of ``options``."""
 
     def __init__(
-        self, options: OptimizerConfig, health: HealthConfig = SKIP, *, on_device: bool = False, scale: float = 0.0
+        self,
+        options: OptimizerConfig,
+        health: HealthConfig = SKIP,
+        *,
+        on_device: bool = False,
+        scale: float = 0.0,
+        accelerator: Accelerator | None = None,
+        sync: SyncPolicy = "auto",
+        resume: Run | None = None,
     ) -> None:
-        AcceleratorState._reset_state(True)
-        self.accelerator = Accelerator(cpu=True)
+        if accelerator is None:
+            AcceleratorState._reset_state(True)
+            accelerator = Accelerator(cpu=True)
+        self.accelerator, self.sync = accelerator, sync
         if scale:
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
         torch.manual_seed(0)
         model: nn.Module = Toy(Wide)
+        if resume is not None:
+            restore.load_initial_weights(model, resume)
         if options.name == "adamw_offload":  # refused on a CPU, where it saves nothing; its arithmetic is the same
             plain, _ = build_optimizer(model, OptimizerConfig(), torch.device("cpu"))
             built: Any = HostAdamW(plain.param_groups, betas=options.betas, eps=options.eps)
         else:
-            built, _ = build_optimizer(model, options, torch.device("cpu"))
+            built, _ = build_optimizer(model, options, torch.device("cpu"), strategy=strategy_of(accelerator))
         self.model: Any
         self.optimizer: Any
         self.model, self.optimizer = self.accelerator.prepare(model, built)
@@ -72,24 +99,22 @@ class Training:
         assert self.guard.on_device == on_device
         self.shards = Shards(self.model, self.optimizer)
         self.average = Ema(EmaConfig(0.5), self.shards, self.guard)
+        if resume is not None:
+            restore.restore(resume, accelerator, self.shards, self.average)
 
     def step(self, step: int, spoil: str = "") -> StepResult:
-        batches = micro_batches(self.accelerator, step, size=6)
+        batches = micro_batches(self.accelerator, step, MICRO_BATCH)
         set_learning_rate(self.optimizer, 1 / (1 + step))
-        window = GradientWindow(
-            self.accelerator, self.model, batches, {"main": 1.0, "aux": 0.5}, step, "auto", self.guard
-        )
-        weight = self.shards.module.get_parameter("blocks.1.up.weight")
-        hook = weight.register_hook(lambda gradient: gradient * (float("nan") if spoil == "gradient" else 1.0))
+        coefficients = {"main": 1.0, "aux": 0.5}
+        window = GradientWindow(self.accelerator, self.model, batches, coefficients, step, self.sync, self.guard)
+        share = GLOBAL_BATCH // self.accelerator.num_processes
+        place = BAD_SAMPLE - share * self.accelerator.process_index
         for inputs in window:
             sums = loss_sums(self.model, inputs)
-            if spoil == "loss" and 5 in inputs["sample"]:
-                # In a part without gradient: the gradient alone would not tell.
-                sums["main"] = sums["main"] + float("nan")
-            if spoil == "spike":
-                sums["main"] = 1e4 * sums["main"]
+            # Reckoned, because a look at the sample numbers would be a read of the device.
+            if 0 <= place < share and inputs is batches[place // MICRO_BATCH][0]:
+                spoil_sums(sums, spoil)
             window.backward(sums)
-        hook.remove()
         result = window.finish(0.5)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -151,7 +176,7 @@ def test_a_skipped_step_equals_one_that_was_never_taken(name: str, where: str) -
     spoiled.guard.check()
     ((bad, skipped),) = spoiled.guard.history.take_unreported()
     assert (bad.step, bad.reason, skipped, spoiled.guard.history.skipped) == (3, where, True, 1)
-    assert bad.samples == ([[0, 1, 2, 3, 4, 5]] if where == "loss" else [list(range(16))])
+    assert bad.samples == ([[12, 13, 14, 15]] if where == "loss" else [list(range(16))])
 
 
 @pytest.mark.parametrize("on_device", [True, False])
@@ -211,7 +236,7 @@ def test_more_in_a_row_than_allowed_end_the_run_with_the_samples(on_device: bool
     assert str(raised.value).startswith("3 steps in a row were skipped, and health.max_skipped allows 2;")
     for step in (6, 7, 8):
         assert f"loss of step {step} is not finite" in str(raised.value)
-    assert str(raised.value).count("rank 0: [0, 1, 2, 3, 4, 5]") == 3
+    assert str(raised.value).count("rank 0: [12, 13, 14, 15]") == 3
 
 
 @pytest.mark.parametrize("window", [4, 5])
@@ -262,10 +287,12 @@ def test_a_spike_that_is_only_reported_is_trained(on_device: bool) -> None:
     assert bad.grad_norm > 50
 
 
-def _saver(training: Training, folder: Path) -> tuple[Run, Saver]:
+def saver_of(training: Training, folder: Path) -> tuple[Run, Saver]:
     run = Run(folder, "toy", None, "", {"experiment": {"global_batch_size": 16}, "resolved": {}})
-    run.checkpoints.mkdir(parents=True)
-    atomic_files.write_json(folder / "run.json", {})
+    if training.accelerator.is_main_process:
+        run.checkpoints.mkdir(parents=True)
+        atomic_files.write_json(folder / "run.json", {})
+    training.accelerator.wait_for_everyone()
 
     def write_extras(place: Path) -> None:
         (place / "config.json").write_text("{}")
@@ -276,6 +303,12 @@ def _saver(training: Training, folder: Path) -> tuple[Run, Saver]:
     )
 
 
+def resumed_from(run: Run, step: int) -> Run:
+    """The run as the next start finds it."""
+    saved = commit.verify(run.checkpoints / f"checkpoint_{step:08d}")
+    return Run(run.directory, "toy", saved, "", {"experiment": {}, "resolved": {}})
+
+
 @pytest.mark.parametrize("name", ["fused AdamW, on the device", "Muon", "AdamW in 8 bits", "a class"])
 def test_a_resume_after_a_skip_is_the_same_as_no_interruption(name: str, tmp_path: Path) -> None:
     """The optimizer's own count is behind the run's by the skipped steps, and bias correction reads it."""
@@ -284,14 +317,12 @@ def test_a_resume_after_a_skip_is_the_same_as_no_interruption(name: str, tmp_pat
         pytest.importorskip("bitsandbytes")
     health = HealthConfig(non_finite="skip", max_skipped=3, spike_factor=50.0, spike="skip", spike_window=3)
     whole = Training(options, health, on_device=on_device).train(range(5), spoil="gradient", at=(1, 4))
-    run, saver = _saver(whole, tmp_path / "run")
+    run, saver = saver_of(whole, tmp_path / "run")
     with saver:
         saver.save(5)
-    saved = commit.verify(run.checkpoints / "checkpoint_00000005")
-    assert json.loads((saved.path / "optimizer" / "index.json").read_text())["step"] == 3
-    other = Training(options, health, on_device=on_device)
-    other_run = Run(run.directory, "toy", saved, "", {"experiment": {}, "resolved": {}})
-    assert restore.restore(other_run, other.accelerator, other.shards, other.average) == 5
+    index = run.checkpoints / "checkpoint_00000005" / "optimizer" / "index.json"
+    assert json.loads(index.read_text())["step"] == 3
+    other = Training(options, health, on_device=on_device, resume=resumed_from(run, 5))
     for training in (whole, other):
         training.train(range(5, 12), spoil="spike", at=(7,))
         training.guard.check()
@@ -304,17 +335,10 @@ def test_a_resume_after_a_skip_is_the_same_as_no_interruption(name: str, tmp_pat
 def test_a_row_of_skips_is_counted_over_a_resume(tmp_path: Path) -> None:
     health = HealthConfig(non_finite="skip", max_skipped=2)
     first = Training(OptimizerConfig(), health).train(range(3), spoil="loss", at=(1, 2))
-    run, saver = _saver(first, tmp_path / "run")
+    run, saver = saver_of(first, tmp_path / "run")
     with saver:
         saver.save(3)
-    saved = commit.verify(run.checkpoints / "checkpoint_00000003")
-    second = Training(OptimizerConfig(), health)
-    restore.restore(
-        Run(run.directory, "toy", saved, "", {"experiment": {}, "resolved": {}}),
-        second.accelerator,
-        second.shards,
-        second.average,
-    )
+    second = Training(OptimizerConfig(), health, resume=resumed_from(run, 3))
     with pytest.raises(NonFiniteError, match="3 steps in a row"):
         second.step(3, "loss")
 
