@@ -107,7 +107,7 @@ def test_nothing_moves_from_the_step_on_that_is_not_finite(where: str) -> None:
     samples = r"\[4, 5, 6, 7\]" if where == "loss" else r"\[0, 1, 2, 3, 4, 5, 6, 7, 8, 9\]"
     assert training.guard is not None
     for _ in range(2):  # it is not forgotten
-        with pytest.raises(NonFiniteError, match=rf"{where} of step 3 is not finite .*rank 0: {samples}"):
+        with pytest.raises(NonFiniteError, match=rf"{where} of step 4 is not finite .*rank 0: {samples}"):
             training.guard.check()
 
 
@@ -115,7 +115,7 @@ def test_a_log_point_raises_before_it_reports() -> None:
     training = Training(True)
     training.step(0)
     result = training.step(1, spoil="loss")
-    with pytest.raises(NonFiniteError, match=r"loss of step 1[\s\S]*, or lengthen the warm-up$"):
+    with pytest.raises(NonFiniteError, match=r"loss of step 2[\s\S]*, or lengthen the warm-up$"):
         result.fields()
 
 

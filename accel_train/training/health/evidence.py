@@ -23,6 +23,7 @@ class BadStep:
     """A step that was not finite, or a spike. The same on every rank."""
 
     step: int
+    """0-based, as the loop counts."""
     reason: Literal["loss", "gradient", "spike"]
     """``loss``: a sum of a term is not finite. ``gradient``: the sums are finite and the norm is not."""
     loss_sums: dict[str, float]
@@ -42,11 +43,12 @@ class BadStep:
 
     @property
     def finding(self) -> str:
-        """What was found, for messages."""
+        """What was found, for messages. Counts the step as training lines do, from 1."""
+        number = self.step + 1
         if self.reason == "spike":
-            return f"gradient norm {self.grad_norm} of step {self.step} is a spike"
+            return f"gradient norm {self.grad_norm} of step {number} is a spike"
         value = self.loss_sums if self.reason == "loss" else f"norm {self.grad_norm}"
-        return f"{self.reason} of step {self.step} is not finite ({value})"
+        return f"{self.reason} of step {number} is not finite ({value})"
 
     @property
     def explanation(self) -> str:
