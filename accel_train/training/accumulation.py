@@ -20,14 +20,9 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from accel_train.training.health.evidence import Evidence
+from accel_train.training.health.leaving_out import leave_out
 from accel_train.training.parameters import clear_gradients, without_gradients
-from accel_train.training.step_guard import (
-    StepGuard,
-    StepResult,
-    read_loss_scale,
-    term_factor,
-    write_loss_scale,
-)
+from accel_train.training.step_guard import StepGuard, StepResult, read_loss_scale, term_factor
 
 SyncPolicy = Literal["auto", "last", "every"]
 Batch = dict[str, Tensor]
@@ -125,6 +120,7 @@ class GradientWindow:
         self._is_last = False
         self._overflows = 0
         self._loss_scale: Mapping[str, Any] | None = None
+        """fp16: the loss scale before this step, once it was lowered."""
         accelerator.sync_gradients = True  # a step that was left out has set it to False
 
     def _factors_of_terms(self) -> list[Tensor]:
@@ -255,7 +251,7 @@ class GradientWindow:
         evidence = self._evidence(norm)
         value = self.guard.watch(evidence, norm, max_grad_norm)
         if self.guard.skips_this_step:
-            self._leave_out()
+            leave_out(self.accelerator, self.model, self.step, self._loss_scale)
         elif value is not None and 0 < max_grad_norm < value and self._zero_stage == 0:
             # With the norm at hand, since `clip_grad_norm_` would measure it a second time.
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
@@ -268,23 +264,6 @@ class GradientWindow:
             guard=self.guard,
             all_overflows=self._count_overflows(),
         )
-
-    def _leave_out(self) -> None:
-        """Drop the gradient and let the optimizer's next step do nothing. For a step refused on the host."""
-        if self._zero_stage > 0:
-            engine: Any = self.model
-            if engine.was_step_applied():
-                raise RuntimeError(f"step {self.step} is not finite, and DeepSpeed has stepped all the same")
-            return
-        self.model.zero_grad(set_to_none=True)
-        # While it is False, Accelerate's optimizer skips its step without a word. An optimizer that finds no gradient
-        # would do nothing either, but one of the user's own may count the step.
-        self.accelerator.sync_gradients = False
-        scaler: Any = self.accelerator.scaler
-        if scaler is not None:
-            scaler.update(float(scaler.get_scale()))  # permits the `unscale_` of the next step
-            if self._loss_scale is not None:
-                write_loss_scale(self.accelerator, self.model, self._loss_scale)
 
     def _count_overflows(self) -> int | None:
         if self.accelerator.scaler is None and self.accelerator.mixed_precision != "fp16":

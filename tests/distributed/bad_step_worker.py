@@ -1,4 +1,4 @@
-"""A recipe of one loss term, NaN on the last process in some steps: ``bad_step_worker.py 2,5 causal_lm PRESET --flag``."""
+"""A recipe of one loss term, NaN on the last process in some steps: ``bad_step_worker.py 2,5 causal_lm PRESET``."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ BEGIN, END = "<!-- faults: written by python -m tests.faults.table -->", "<!-- e
 ELSEWHERE = {
     "F51": "running out of memory is not recovered from yet",
     "F52": "the same, in a backward pass that synchronises",
-    "F53": "a loss that is not finite stops the run; skipping such a step is not built yet",
     "F54": "a loader worker that dies or hangs is not injected yet",
 }
 """Rows without a line, and why."""
