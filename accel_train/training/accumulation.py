@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from accel_train.training.health.evidence import Evidence
 from accel_train.training.health.leaving_out import leave_out
 from accel_train.training.parameters import clear_gradients, without_gradients
-from accel_train.training.step_guard import StepGuard, StepResult, read_loss_scale, term_factor
+from accel_train.training.step_guard import StepGuard, StepResult, read_loss_scale, term_factor, write_loss_scale
 
 SyncPolicy = Literal["auto", "last", "every"]
 Batch = dict[str, Tensor]
@@ -251,7 +251,9 @@ class GradientWindow:
         evidence = self._evidence(norm)
         value = self.guard.watch(evidence, norm, max_grad_norm)
         if self.guard.skips_this_step:
-            leave_out(self.accelerator, self.model, self.step, self._loss_scale)
+            leave_out(self.accelerator, self.model, self.step)
+            if self._loss_scale is not None:
+                write_loss_scale(self.accelerator, self.model, self._loss_scale)
         elif value is not None and 0 < max_grad_norm < value and self._zero_stage == 0:
             # With the norm at hand, since `clip_grad_norm_` would measure it a second time.
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)

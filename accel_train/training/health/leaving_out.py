@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from accel_train.training.step_guard import write_loss_scale
 
-
-def leave_out(accelerator: Accelerator, model: nn.Module, step: int, loss_scale: Mapping[str, Any] | None) -> None:
+def leave_out(accelerator: Accelerator, model: nn.Module, step: int) -> None:
     """Drop the gradient and let the optimizer's next step do nothing. All ranks.
 
-    ``loss_scale`` is that before the step, if attempts at it lowered the scale. Under ZeRO the engine has discarded
-    the step already. Raises ``RuntimeError`` if it has not.
+    Under ZeRO the engine has discarded the step already. Raises ``RuntimeError`` if it has not.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         engine: Any = model
@@ -30,5 +26,3 @@ def leave_out(accelerator: Accelerator, model: nn.Module, step: int, loss_scale:
     scaler: Any = accelerator.scaler
     if scaler is not None:
         scaler.update(float(scaler.get_scale()))  # permits the `unscale_` of the next step
-        if loss_scale is not None:
-            write_loss_scale(accelerator, model, loss_scale)
