@@ -24,6 +24,7 @@ from accel_train.speed.out_of_memory import OutOfMemory, SmallerMicroBatch, reco
 from accel_train.store.names import REPORT
 from accel_train.training.accumulation import SyncPolicy
 from accel_train.training.ema import EmaConfig
+from accel_train.training.health.options import HealthConfig
 from accel_train.training.optimizers import OptimizerConfig
 from accel_train.training.schedules import ScheduleConfig
 
@@ -43,6 +44,7 @@ FREE_TO_CHANGE = (
     "distributed.static_graph",
     "distributed.fsdp2_prefetch",
     "collective_timeout_seconds",
+    "health",
     "loader",
     "log",
     "checkpoints",
@@ -151,6 +153,7 @@ class ExperimentConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     hub: HubConfig = field(default_factory=HubConfig)

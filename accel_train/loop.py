@@ -33,7 +33,7 @@ from accel_train.speed import out_of_memory
 from accel_train.speed.out_of_memory import is_out_of_memory
 from accel_train.store.manifest import checkpoint_name
 from accel_train.store.names import REPORT
-from accel_train.training.step_guard import StepResult
+from accel_train.training.step_guard import StepGuard, StepResult
 
 logger = logging.getLogger(__name__)
 CALLS = ("report", "save_if_due")
@@ -89,7 +89,7 @@ def training(
         config=config.loader,
     )
     throughput = Throughput(accelerator.device, world_size=accelerator.num_processes, precision=config.precision)
-    made = Training(opened, order, prepared.run_info, log, saver, steps, throughput)
+    made = Training(opened, order, prepared.run_info, log, saver, steps, throughput, prepared.guard)
     # Left from the right: the saver's last commit is still recorded in the log.
     with step_overhead.garbage_frozen(), log, closing(steps), saver:
         try:
@@ -98,6 +98,9 @@ def training(
             if is_out_of_memory(error):
                 made.run_out_of_memory(error)
             raise
+        finally:
+            # Those of a step that ends the run as well.
+            made.record_bad_steps()
     # A request may have ended the saver's wait for the Hub, after the last step.
     made.stopped = made.stopped or saver.stopping
 
@@ -127,6 +130,7 @@ class Training:
     saver: Saver
     steps: Iterator[StepBatches]
     throughput: Throughput
+    guard: StepGuard
     done: int = field(init=False)
     """Optimizer steps done, including those of earlier starts."""
     stopped: bool = False
@@ -194,6 +198,15 @@ class Training:
             line = result.fields() | self.throughput.read()
             line |= self.run_info.fields(self.order.epoch(self.done))
             self.log.train(self.done, line | fields)
+        self.record_bad_steps()
+
+    def record_bad_steps(self) -> None:
+        """Write an event and a warning for each bad step that the host knows of by now."""
+        for bad, skipped in self.guard.history.take_unreported():
+            self.log.record("bad_step", bad.fields() | {"skipped": skipped}, step=bad.step + 1)
+            if self.opened.accelerator.is_main_process:
+                action = "skipped: nothing has moved" if skipped else "trained all the same"
+                logger.warning("%s; %s. Samples concerned: %s", bad.finding, action, bad.suspects)
 
     def save_if_due(self, result: StepResult) -> None:
         """Save if a save is due or a stop was requested. All processes learn of it at the same step."""
@@ -261,7 +274,8 @@ class Training:
 
     def _save(self) -> None:
         assert self._result is not None, "save_if_due comes first"
-        self._result.check()  # raises after a non-finite step, which no checkpoint may follow
+        self._result.check()  # raises after a step that ends the run, which no checkpoint may follow
+        self.record_bad_steps()
         with self.throughput.pause():
             self.stopped = self.saver.save(self.done, self._metrics) or self.stopped
 

@@ -62,7 +62,7 @@ class Prepared:
     ema: Ema
     run_info: RunInfo
     sync: SyncPolicy
-    guard: StepGuard | None
+    guard: StepGuard
 
     def window(
         self,

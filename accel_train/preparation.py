@@ -29,6 +29,7 @@ from accel_train.speed.attention.table import AttentionNeeds
 from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.training.accumulation import resolve_sync
 from accel_train.training.ema import Ema
+from accel_train.training.health.options import refuse_inexact
 from accel_train.training.optimizers import build_optimizer
 from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import resolve_step_guard
@@ -93,6 +94,7 @@ def prepare(
     """
     config = opened.config
     accelerator = opened.accelerator
+    refuse_inexact(config.health, model, strategy_of(accelerator), config.precision, config.distributed.comm_hook)
     reference, base_notices = resolve_base(
         accelerator, opened.run, model, base, option=config.checkpoints.base, precision=config.precision
     )
@@ -109,14 +111,15 @@ def prepare(
     with embeddings_optional(model):
         model, optimizer = accelerator.prepare(model, optimizer)
     weights = Shards(model, optimizer, masters)
+    guard, guard_reason = resolve_step_guard(accelerator, optimizer, config.health)
     # The EMA of a fresh start begins at these weights. A restore then overwrites both.
-    ema = Ema(config.ema, weights)
+    ema = Ema(config.ema, weights, guard)
     restore(opened.run, accelerator, weights, ema)
     wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
     prefetch = apply_fsdp2_prefetch(config.distributed, model)
-    guard, guard_reason = resolve_step_guard(accelerator, optimizer)
     _, sync_reason = resolve_sync(config.sync, accelerator)
-    info(logger, wrapped, *notices, *prefetch, *applied.notices, optimizer_reason, sync_reason, guard_reason)
+    reasons = [optimizer_reason, sync_reason, guard_reason, *config.health.describe()]
+    info(logger, wrapped, *notices, *prefetch, *applied.notices, *reasons)
     run_info = _run_info(opened, applied, optimizer)
     return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard)
 

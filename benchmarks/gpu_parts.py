@@ -20,9 +20,10 @@ from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.speed.attention.selection import resolve_attention
 from accel_train.speed.attention.table import AttentionNeeds, able, machine_of
 from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.health.evidence import Evidence
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
 from accel_train.training.shards import Shards
-from accel_train.training.step_guard import Evidence, StepGuard
+from accel_train.training.step_guard import StepGuard
 from benchmarks.device import Machine
 from benchmarks.gpu_contenders import Found, Options, Ours
 from benchmarks.gpu_training import ratios

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.health.evidence import Evidence
 from accel_train.training.offload import HostAdamW
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
 from accel_train.training.shards import Shards
-from accel_train.training.step_guard import Evidence, StepGuard
+from accel_train.training.step_guard import StepGuard
 from benchmarks.method import Row, in_turns, parser_of, row, write_results
 
 CPU = torch.device("cpu")

@@ -109,6 +109,7 @@ def indices(planned: planning.Plan) -> Json:
 def state_index(planned: planning.Plan, step: int, numbers: Mapping[str, Any]) -> Json:
     """Build the index of the optimizer state: tensor names to files, for each key of the state.
 
+    ``step`` counts the optimizer's own steps.
     ``numbers`` are those of ``Shards.numbers``, empty for the built-in optimizers.
     """
     state: dict[str, dict[str, str]] = {}
@@ -127,14 +128,21 @@ def texts(
     random_states: Sequence[Any] | None,
     numbers: Mapping[str, Any],
     loss_scale: Mapping[str, Any] | None,
+    health: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Build the small JSON files by name. ``random_states`` of all ranks are None for a save without state."""
+    """Build the small JSON files by name. ``random_states`` of all ranks are None for a save without state.
+
+    ``health`` is that of ``StepGuard.state``.
+    """
     found = indices(planned)
     if random_states is not None:
-        found["optimizer/index.json"] = state_index(planned, step, numbers)
+        # The optimizer has not counted the steps that were left out.
+        found["optimizer/index.json"] = state_index(planned, step - int(health.get("skipped", 0)), numbers)
         trainer_state: Json = {"step": step, "random_state": random_states}
         if loss_scale is not None:
             trainer_state["loss_scale"] = loss_scale
+        if health:
+            trainer_state["health"] = health
         found["trainer_state.json"] = trainer_state
     return {name: atomic_files.to_json(value) for name, value in found.items()}
 

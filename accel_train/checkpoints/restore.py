@@ -96,6 +96,8 @@ def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, e
         _restore_ema(checkpoint, shards, ema, exact=exact, exact_ema=exact_ema)
     if has_state:
         trainer_state = checkpoint.json("trainer_state.json")
+        if ema is not None:
+            ema.guard.load(trainer_state.get("health", {}))
         if "loss_scale" in trainer_state:
             write_loss_scale(accelerator, shards.model, trainer_state["loss_scale"])
         # Last, because building an iterator draws from these generators.

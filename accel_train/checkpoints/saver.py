@@ -134,8 +134,10 @@ class Saver:
 
         Finishes the previous save first. ``metrics`` go into the manifest, for ``keep_best``. Returns True to stop now,
         like ``boundary``: a request during a synchronous save needs no second save. Raises ``CheckpointWriteError`` on
-        every rank if any rank could not begin, or if the previous save failed.
+        every rank if any rank could not begin, or if the previous save failed, and ``NonFiniteError`` after a step that
+        ends the run.
         """
+        self._ema.guard.check()
         self.finish()
         if step == self._saved_step:
             return self._stopping
@@ -292,7 +294,7 @@ class Saver:
         loss_scale = read_loss_scale(self._accelerator, shards.model)
         state = random_states if self._config.save_state else None
         numbers = shards.numbers() if step > 0 else {}  # without a step there is no state yet
-        return contents.texts(planned, step, state, numbers, loss_scale)
+        return contents.texts(planned, step, state, numbers, loss_scale, self._ema.guard.state())
 
     # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:

@@ -18,7 +18,7 @@ from accel_train.store.atomic_files import replace_file
 
 logger = logging.getLogger(__name__)
 
-EVENTS = ("environment", "config", "resume", "train", "evaluation", "checkpoint", "warning", "end")
+EVENTS = ("environment", "config", "resume", "train", "evaluation", "checkpoint", "bad_step", "warning", "end")
 
 # Required fields of a training line, beside event, step and time.
 TRAIN_FIELDS = (
@@ -34,7 +34,7 @@ TRAIN_FIELDS = (
 )
 
 # Events written again by a run resumed at an earlier step.
-REPEATED = ("train", "evaluation")
+REPEATED = ("train", "evaluation", "bad_step")
 
 # Numbers missing from JSON. They are written as these strings, and float() reads them back.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -129,9 +129,9 @@ def _ends_torn(path: Path) -> bool:
 def repair_metrics(path: Path, step: int) -> int:
     """Rewind the file to ``step`` and return the number of dropped lines.
 
-    Drops torn lines, and training and evaluation lines beyond ``step``, since the run will write them again. All other
-    lines stay byte for byte. A changed file is replaced atomically (temporary file, fsync, rename). Main process only.
-    Raises ``OSError`` if the file cannot be written.
+    Drops torn lines, and lines of training, evaluations and bad steps beyond ``step``, since the run will write them
+    again. All other lines stay byte for byte. A changed file is replaced atomically (temporary file, fsync, rename).
+    Main process only. Raises ``OSError`` if the file cannot be written.
     """
     if not path.exists():
         return 0

@@ -80,6 +80,7 @@ TESTED: Mapping[str, Tested] = {
             "param_group_index": "ZeRO-1 and -2: the group of a parameter",
             "single_partition_of_fp32_groups": "ZeRO-1 and -2: fp32 masters",
             "overflow": "fp16: whether the last step was skipped",
+            "was_step_applied": "engine: whether a step that is not finite was discarded",
             "zero_optimization_stage": "engine: told apart from other models by it",
         },
     ),

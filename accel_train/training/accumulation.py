@@ -19,8 +19,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from accel_train.training.health.evidence import Evidence
+from accel_train.training.health.leaving_out import leave_out
 from accel_train.training.parameters import clear_gradients, without_gradients
-from accel_train.training.step_guard import Evidence, StepGuard, StepResult, term_factor
+from accel_train.training.step_guard import StepGuard, StepResult, read_loss_scale, term_factor, write_loss_scale
 
 SyncPolicy = Literal["auto", "last", "every"]
 Batch = dict[str, Tensor]
@@ -79,8 +81,8 @@ class GradientWindow:
     Each micro-batch is (inputs, {term: weight}). Coefficients, weights and sums name the same terms, or ``ValueError``.
     A single weight tensor applies to every term, and a single sum tensor needs a single term. Every rank must run the
     same number of micro-batches. Costs two small reductions a step (weights, losses). A non-finite step must not move
-    the optimizer: ``guard`` stops it on the device (``resolve_step_guard``), and without a guard ``finish`` waits for
-    the device in every step.
+    the optimizer: ``guard`` stops it on the device (``resolve_step_guard``). Without one, ``finish`` waits for the
+    device in every step, and a non-finite one ends the run.
 
     In fp16 the loop over the window ends with another wait. After an overflow the loss scale is lowered and the same
     micro-batches are repeated. A scale that is too high therefore costs time but no step: schedule, EMA and data stay
@@ -102,7 +104,7 @@ class GradientWindow:
         self._parameters = _parameters(accelerator, model)
         self._optimizers: list[Any] = accelerator._optimizers  # pyright: ignore[reportPrivateUsage]
         self.step = step
-        self.guard = guard
+        self.guard = guard or StepGuard()
         self.inputs = [inputs for inputs, _ in micro_batches]
         self.coefficients = dict(coefficients)
         self._zero_stage = _zero_stage(accelerator)
@@ -117,6 +119,9 @@ class GradientWindow:
         self._forget_losses()
         self._is_last = False
         self._overflows = 0
+        self._loss_scale: Mapping[str, Any] | None = None
+        """fp16: the loss scale before this step, once it was lowered."""
+        accelerator.sync_gradients = True  # a step that was left out has set it to False
 
     def _factors_of_terms(self) -> list[Tensor]:
         """Factors of the sums of a micro-batch, in the order of the coefficients."""
@@ -172,7 +177,6 @@ class GradientWindow:
                     yield inputs
         # The context above reduced on its exit, and the engine refuses to step inside of it.
         if self._coalesced:
-            self._evidence(None).read()  # raises before a non-finite loss moves the weights
             engine.step()
 
     def _overflowed(self) -> bool:
@@ -189,6 +193,8 @@ class GradientWindow:
         scale = float(scaler.get_scale())
         if norm_is_finite or not loss_is_finite or scale <= 1:
             return False  # finite, or beyond the help of a lower scale: finish raises
+        if self._loss_scale is None:
+            self._loss_scale = read_loss_scale(self.accelerator, self.model)
         # It lowers the scale where `unscale_` found an overflow, and permits the `unscale_` of the next attempt.
         scaler.update()
         if float(scaler.get_scale()) >= scale:  # the values are finite but their norm is not
@@ -213,10 +219,13 @@ class GradientWindow:
         by_term = self._by_term(sums, "sums")
         terms = [by_term[k].float() for k in self.coefficients]
         self._sums.append([term.detach() for term in terms])
-        if self._is_last and self._steps_in_backward:
-            self._evidence(None).read()  # this backward steps, so the losses must be finite before it
         parts = [term * factor for term, factor in zip(terms, self._factors, strict=True)]
         loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+        # ZeRO's engine steps right after this backward, so the losses must be known before it.
+        if self._is_last and self._zero_stage > 0 and self.guard.refuses(self._evidence(None)):
+            # The engine discards a step by itself if its gradient is not finite. This makes sure that it is not: a loss
+            # can be NaN in a part that has no gradient.
+            loss = loss * math.nan
         self.accelerator.backward(loss)
 
     def _by_term(self, found: Mapping[str, Tensor] | Tensor, kind: str) -> Mapping[str, Tensor]:
@@ -232,20 +241,22 @@ class GradientWindow:
     def finish(self, max_grad_norm: float) -> StepResult:
         """Clip the global gradient to ``max_grad_norm`` (0: only measure it), and check that the step is finite.
 
-        Without a guard it raises ``NonFiniteError`` on every rank. With a guard, ``guard.check`` raises later. Under
-        ZeRO the engine has clipped already, by the same number, and skips a step with a non-finite gradient.
+        A guard on the host raises ``NonFiniteError`` on every rank, one on the device later, in ``guard.check``. Under
+        ZeRO the engine has clipped already, by the same number, and skips a step with a non-finite gradient. If the
+        guard leaves out this step, the optimizer's next ``step`` does nothing.
         """
         norm = self._norm  # fp16 has measured it before the loss scale was decided
         if norm is None:
             norm = self._measure()
         evidence = self._evidence(norm)
-        if self.guard is not None:
-            self.guard.watch(evidence, norm, max_grad_norm)
-        else:
-            value = evidence.read()
+        value = self.guard.watch(evidence, norm, max_grad_norm)
+        if self.guard.skips_this_step:
+            leave_out(self.accelerator, self.model, self.step)
+            if self._loss_scale is not None:
+                write_loss_scale(self.accelerator, self.model, self._loss_scale)
+        elif value is not None and 0 < max_grad_norm < value and self._zero_stage == 0:
             # With the norm at hand, since `clip_grad_norm_` would measure it a second time.
-            if 0 < max_grad_norm < value and self._zero_stage == 0:
-                torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
         return StepResult(
             coefficients=self.coefficients,
             sums=evidence.totals,

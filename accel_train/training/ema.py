@@ -10,6 +10,7 @@ import torch
 
 from accel_train.config import FractionBelowOne
 from accel_train.training.shards import Shards
+from accel_train.training.step_guard import StepGuard
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class Ema:
     """EMA of the weights. Elementwise on shards, so it costs no communication under any strategy.
 
     Every rank builds and updates it. ``shards`` are fp32 even under bf16, because a difference of 1 - decay is lost in
-    bf16's 8 bits. With decay 0 there are no shards and no cost: the EMA is the weights.
+    bf16's 8 bits. With decay 0 there are no shards and no cost: the EMA is the weights. A step that ``guard`` leaves
+    out does not move it.
     """
 
-    def __init__(self, config: EmaConfig, shards: Shards) -> None:
+    def __init__(self, config: EmaConfig, shards: Shards, guard: StepGuard | None = None) -> None:
         self.config = config
+        self.guard = guard or StepGuard()
         self.view = shards
         """The averaged parameters, with their optimizer's state."""
         self.shards: dict[str, torch.Tensor] = {}
@@ -39,14 +42,26 @@ class Ema:
 
     def update(self, step: int) -> None:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
-        if self.config.decay == 0:
+        if self.config.decay == 0 or self.guard.skips_this_step:
             return
         # Asked for in every step, because FSDP2 and DeepSpeed may replace the tensors behind the names.
         masters = [self.view.master(name) for name in self.shards]
-        lerp = torch._foreach_lerp_  # pyright: ignore[reportPrivateUsage]
         decay = decay_at(self.config.decay, step)
+        weight_of_step = self.guard.weight_of_step
+        if weight_of_step is not None:
+            self._update_on_device(masters, weight_of_step * (1 - decay))
+            return
+        lerp = torch._foreach_lerp_  # pyright: ignore[reportPrivateUsage]
         # One kernel for many tensors: a loop over them would be bound by launches.
         lerp(list(self.shards.values()), masters, 1 - decay)
+
+    def _update_on_device(self, masters: list[torch.Tensor], weight: torch.Tensor) -> None:
+        """Move by a weight that the host does not know: 0 for a step left out, which changes no bit.
+
+        A kernel for each tensor, because torch's kernel for many takes the weight from the host. The same values.
+        """
+        for shard, master in zip(self.shards.values(), masters, strict=True):
+            shard.lerp_(master, weight)
 
     @contextmanager
     def applied(self) -> Generator[None]:

@@ -1,15 +1,15 @@
-"""Guard against non-finite steps, without a device wait in every step.
+"""Guard against bad steps: not finite, or a spike of the gradient. Without a device wait in every step where possible.
 
 torch's fused optimizers accept two tensors made for loss scaling: ``found_inf`` = 1 skips the update, and
 ``grad_scale`` divides the gradient. ``StepGuard`` owns both. A non-finite loss or norm sets the first on the device,
-and clipping sets the second. The host reads them at log points and saves.
+and clipping sets the second. The host reads what was found at log points and saves. Other optimizers are guarded by the
+host, which then waits for the device in every step.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,126 +18,168 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from accel_train.training.health.evidence import BadStep, Evidence, NonFiniteError
+from accel_train.training.health.history import History
+from accel_train.training.health.options import HealthConfig
+from accel_train.training.health.spikes import Spikes
+
 KERNEL_DEVICES = ("cpu", "cuda", "xpu")
 """Devices with torch's kernel for the detection of non-finite values."""
-
-
-class NonFiniteError(RuntimeError):
-    """Non-finite loss or gradient on some rank. Raised on every rank, with the optimizer as it was before."""
-
-
-_ADVICE = {"bf16": "try --precision fp32", "fp16": "try --precision bf16, which overflows later, or fp32"}
-"""Further remedy by precision. A run in fp32 has no finer precision to go to."""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Small device tensors of one step, enough to find and explain a non-finite value later."""
-
-    step: int
-    terms: tuple[str, ...]
-    totals: Tensor
-    """(K,) sums of the terms, the same on every rank."""
-    norm: Tensor | None
-    """Norm of the global gradient. None before it is known."""
-    sums: Sequence[Sequence[Tensor]]
-    """The K sums of each micro-batch of this rank."""
-    samples: Sequence[Tensor | None]
-    """Sample numbers of each micro-batch of this rank, None where the batch has none."""
-    precision: str = "fp32"
-
-    def read(self) -> float:
-        """Return the norm (without one, the last total) on the host. Waits for the device.
-
-        Raises ``NonFiniteError`` on every rank or on none, because all ranks read the same reduced values.
-        """
-        reduced = self.totals
-        if self.norm is not None:
-            # One tensor, so that the host waits once.
-            norm = self.norm.reshape(1).to(self.totals)
-            reduced = torch.cat([self.totals, norm])
-        values: list[float] = reduced.tolist()
-        if all(map(math.isfinite, values)):
-            return values[-1]
-        losses = values[: len(self.terms)]
-        if all(map(math.isfinite, losses)):
-            everything = range(len(self.samples))
-            raise NonFiniteError(self._explain("gradient", f"norm {values[-1]}", everything))
-        # A wait for each micro-batch, which only a run that ends can afford.
-        non_finite: list[int] = []
-        for index, sums in enumerate(self.sums):
-            if not bool(torch.isfinite(torch.stack(list(sums))).all()):
-                non_finite.append(index)
-        by_term = dict(zip(self.terms, losses, strict=True))
-        raise NonFiniteError(self._explain("loss", by_term, non_finite))
-
-    def _explain(self, quantity: str, value: object, micro_batches: Sequence[int]) -> str:
-        suspects: set[int] = set()
-        for index in micro_batches:
-            samples = self.samples[index]
-            if samples is not None:
-                suspects.update(samples.tolist())
-        local = sorted(suspects)
-        by_rank = [local]
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            # Every rank is here: all have read the same reduced values.
-            by_rank = [[] for _ in range(torch.distributed.get_world_size())]
-            torch.distributed.all_gather_object(by_rank, local)
-        found = "; ".join(f"rank {rank}: {samples}" for rank, samples in enumerate(by_rank) if samples)
-        return (
-            f"{quantity} of step {self.step} is not finite ({value}); the optimizer has not stepped and the last "
-            f"checkpoint is untouched. Samples of the micro-batches concerned: {found or 'unknown'}. Look at those "
-            f"samples, lower the learning rate, or {_ADVICE.get(self.precision, 'lengthen the warm-up')}"
-        )
+STOP = HealthConfig()
 
 
 class StepGuard:
-    """Stop the optimizer on the device at the first non-finite step, and raise on the host in ``check``.
+    """Decide about every step, and either leave out a bad one or end the run.
 
-    Build it on every rank with ``resolve_step_guard``, pass it to each ``GradientWindow``, and call ``check`` before
-    anything is saved (``StepResult.fields`` calls it at a log point). Steps between a non-finite step and the next
-    check are wasted. Weights, optimizer state and step counts stay as they were before the non-finite step.
+    Build it on every rank with ``resolve_step_guard``, pass it to each ``GradientWindow`` and to the ``Ema``, and call
+    ``check`` before anything is saved (``StepResult.fields`` calls it at a log point). With a fused optimizer the
+    device decides; without ``optimizer`` the host does, and waits in each step.
+
+    A step is left out entirely: weights, optimizer state, step counts and EMA stay as they were. With ``non_finite:
+    stop`` so do all steps after it. On the device those are computed in vain until the next check, which raises. The
+    limit of ``max_skipped`` is enforced by that check too.
     """
 
-    def __init__(self, optimizer: Any, device: torch.device) -> None:
-        self.found = torch.zeros((), device=device)
-        self.scale = torch.ones((), device=device)
-        self._one = torch.ones((), device=device)
+    def __init__(self, optimizer: Any = None, device: torch.device | None = None, config: HealthConfig = STOP) -> None:
+        self.config = config
+        self.on_device = optimizer is not None
+        self.history = History(config.max_skipped)
+        self.skips_this_step = False
+        """The host has decided to leave out the current step. Always False where the device decides."""
+        self._spikes: Spikes | None = None
+        if config.finds_spikes:
+            assert device is not None, "spikes are found on a device"
+            self._spikes = Spikes(config.spike_factor, config.spike_window, device)
         self._unread: list[Evidence] = []
+        self._verdicts: list[Tensor] = []
+        """(2,) of each unread step: not finite, spike."""
         self._error: NonFiniteError | None = None
-        # Attributes read by torch's fused optimizers, as set by ``GradScaler.step``.
-        optimizer.found_inf = self.found
-        optimizer.grad_scale = self.scale
+        if self.on_device:
+            self.found = torch.zeros((), device=device)
+            self.scale = torch.ones((), device=device)
+            self._one = torch.ones((), device=device)
+            self._non_finite = self.found
+            if config.skips_spikes:
+                # Apart, because a spike stops its own step only.
+                self._non_finite = torch.zeros((), device=device)
+            # Attributes read by torch's fused optimizers, as set by ``GradScaler.step``.
+            optimizer.found_inf = self.found
+            optimizer.grad_scale = self.scale
 
-    def watch(self, evidence: Evidence, norm: Tensor, max_grad_norm: float) -> None:
-        """Check one step on the device, without a wait. The optimizer's next step clips the gradient to
-        ``max_grad_norm`` (0: no clipping), or does nothing after a non-finite step."""
+    def watch(self, evidence: Evidence, norm: Tensor, max_grad_norm: float) -> float | None:
+        """Decide about one step, before the optimizer's. Returns the norm, or None where it is on the device only.
+
+        On the device nothing waits: the optimizer's next step clips the gradient to ``max_grad_norm`` (0: no clipping),
+        or does nothing. On the host, the caller clips, and asks ``skips_this_step``. Raises ``NonFiniteError``.
+        """
+        if self._spikes is not None:
+            evidence = replace(evidence, spike=self._spikes.exceeds(norm))
+        if self.on_device:
+            self._watch_on_device(evidence, norm, max_grad_norm)
+            return None
+        value, bad = evidence.examine()
+        self.skips_this_step = bad is not None and self._skips(bad)
+        self._note(bad)
+        if self._spikes is not None and not self.skips_this_step:
+            self._spikes.add(norm)
+        return value
+
+    def refuses(self, evidence: Evidence) -> bool:
+        """Return True if this step's losses are bad and it is to be left out. For engines that step in the backward.
+
+        Waits for the device. Raises ``NonFiniteError`` if the run is to stop. ``watch`` still has to follow.
+        """
+        bad = evidence.examine().bad
+        return bad is not None and self._skips(bad)
+
+    def _skips(self, bad: BadStep) -> bool:
+        """Return True if the update is left out, False if it is made. Raises ``NonFiniteError`` to stop."""
+        if bad.reason == "spike":
+            return self.config.skips_spikes
+        if self.config.non_finite == "stop":
+            raise NonFiniteError(bad.explanation)
+        return True
+
+    def _note(self, bad: BadStep | None) -> None:
+        if bad is None:
+            self.history.trained()
+        elif self._skips(bad):
+            self.history.skip(bad)
+        else:
+            self.history.warn(bad)
+
+    def _watch_on_device(self, evidence: Evidence, norm: Tensor, max_grad_norm: float) -> None:
         check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateUsage]
-        # The kernel sets `found` and never clears it, so the optimizer stays stopped in the steps that follow.
-        check_and_unscale([evidence.totals, norm], self.found, self._one)  # a scale of 1 changes neither
+        # The kernel sets its flag and never clears it, so with `stop` the optimizer stays stopped.
+        if self.config.non_finite == "skip":
+            self._non_finite.zero_()
+        check_and_unscale([evidence.totals, norm], self._non_finite, self._one)  # a scale of 1 changes neither
+        spike = evidence.spike
+        if spike is not None and self.config.skips_spikes:
+            torch.maximum(self._non_finite, spike, out=self.found)
         # The optimizer divides by it, and by 1 where the norm is below the limit.
         if max_grad_norm > 0:
             torch.clamp(norm / max_grad_norm, min=1.0, out=self.scale)
         else:
             self.scale.fill_(1.0)
+        if self._spikes is not None:
+            self._spikes.add(norm, trained=1 - self.found)
         self._unread.append(evidence)
+        if self._judges_each:
+            second = torch.zeros_like(self.found) if spike is None else spike
+            self._verdicts.append(torch.stack([self._non_finite, second]))
+
+    @property
+    def _judges_each(self) -> bool:
+        """True if a bad step does not end the run, so that each step needs a verdict of its own."""
+        return self.config.skips or self.config.finds_spikes
 
     def check(self) -> None:
-        """Wait for the device once and raise ``NonFiniteError`` for the first non-finite step since the last check.
+        """Wait for the device once, count the bad steps since the last check, and raise for one that ends the run.
 
-        All ranks call it at the same step. After an error, every later check raises it again, because the optimizer
-        stays stopped.
+        All ranks call it at the same step. After a ``NonFiniteError``, every later check raises it again. Does nothing
+        where the host decides, because it knows every step already.
         """
         unread = self._unread
+        verdicts = self._verdicts
         self._unread = []
-        if self._error is None and unread and bool(self.found):
+        self._verdicts = []
+        if self._error is None and unread:
             try:
-                for evidence in unread:
-                    evidence.read()
+                self._read(unread, verdicts)
             except NonFiniteError as error:
                 self._error = error
         if self._error is not None:
             raise self._error
+
+    def _read(self, unread: list[Evidence], verdicts: list[Tensor]) -> None:
+        if not self._judges_each:
+            # One flag tells of all steps: most often there is nothing to examine.
+            if bool(self.found):
+                for evidence in unread:
+                    self._note(evidence.examine().bad)
+            return
+        is_bad: list[bool] = torch.stack(verdicts).any(dim=1).tolist()
+        for evidence, bad in zip(unread, is_bad, strict=True):
+            self._note(evidence.examine().bad if bad else None)
+
+    @property
+    def weight_of_step(self) -> Tensor | None:
+        """0 on the device if the current step is left out there, else 1. None if the host knows that it is trained."""
+        return 1 - self.found if self.on_device and self.config.skips else None
+
+    def state(self) -> dict[str, Any]:
+        """Return counts and norms for a checkpoint, empty if there are none. Call it after ``check``."""
+        state = self.history.state()
+        if self._spikes is not None:
+            state["grad_norms"] = self._spikes.read()
+        return state
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Continue from ``state``."""
+        self.history.load(saved)
+        if self._spikes is not None:
+            self._spikes.write(saved.get("grad_norms", []))
 
 
 @dataclass(frozen=True)
@@ -193,6 +235,8 @@ class StepResult:
         numbers = dict(zip(tensors, values, strict=True))
         if self.all_overflows is not None:
             numbers["overflows"] = self.all_overflows
+        if self.guard is not None and self.guard.config.skips:
+            numbers["skipped_steps"] = self.guard.history.skipped
         return numbers
 
     def check(self) -> None:
@@ -218,16 +262,16 @@ def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def resolve_step_guard(
-    accelerator: Accelerator, optimizer: Any, *, on_cpu: bool = False
-) -> tuple[StepGuard | None, str]:
-    """Build the guard for a prepared optimizer, and return the reason of the decision.
+    accelerator: Accelerator, optimizer: Any, config: HealthConfig = STOP, *, on_cpu: bool = False
+) -> tuple[StepGuard, str]:
+    """Build the guard for a prepared optimizer, and return where it decides, with the reason.
 
-    Without a guard ``GradientWindow`` checks every step on the host. That is the choice on a CPU, where the check
-    costs nothing, and for optimizers that cannot be stopped on the device. ``on_cpu`` builds a guard on a CPU as
-    well: an error is then raised at the next log point, not at once.
+    It decides on the host on a CPU, where that costs nothing, and for optimizers that cannot be stopped on the device.
+    ``on_cpu`` lets the device decide on a CPU as well: an error is then raised at the next log point, not at once.
     """
     if accelerator.device.type == "cpu" and not on_cpu:
-        return None, "every step is known to be finite before the next: on a CPU there is nothing to wait for"
+        reason = "every step is known to be finite before the next: on a CPU there is nothing to wait for"
+        return StepGuard(None, accelerator.device, config), reason
     inner = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's wrapper
     because = None
     devices = [p.device for group in inner.param_groups for p in group["params"]]
@@ -241,8 +285,9 @@ def resolve_step_guard(
     elif device.type not in KERNEL_DEVICES or device.type != accelerator.device.type:  # an index may be left out
         because = f"the parameters are on {device}, the losses on {accelerator.device}"
     if because is not None:
-        return None, f"every step waits for the device, to know that it is finite: {because}"
-    return StepGuard(inner, device), "the device is waited for at log points and saves only"
+        reason = f"every step waits for the device, to know that it is finite: {because}"
+        return StepGuard(None, accelerator.device, config), reason
+    return StepGuard(inner, device, config), "the device is waited for at log points and saves only"
 
 
 def read_loss_scale(accelerator: Accelerator, model: nn.Module) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ class Training:
         self.reason = ""
         if guarded:
             self.guard, self.reason = resolve_step_guard(accelerator, self.optimizer, on_cpu=True)
+        self.on_device = self.guard is not None and self.guard.on_device
         self.shards = Shards(self.model, self.optimizer)
 
     def step(self, step: int, spoil: bool = False) -> Any:
@@ -58,7 +59,7 @@ def main(_: Any) -> None:
         losses = [training.step(step).fields()["loss"] for step in range(6)]
         found[name] = {"losses": losses, "weights": training.weights()}
         found["reason"] = training.reason
-        if training.guard is None and name == "guarded":
+        if not training.on_device and name == "guarded":
             break
         if name == "guarded":
             with HostReads() as reads:

@@ -103,7 +103,7 @@ def test_a_step_that_is_not_finite_stops_every_rank_before_the_optimizer(
     strategy: str, where: str, tmp_path: Path
 ) -> None:
     found = work(Layout(strategy, 2), tmp_path, "nonfinite", where)
-    assert all(m and f"{where} of step 3 is not finite" in m and "rank 1" in m for m in found["messages"])
+    assert all(m and f"{where} of step 4 is not finite" in m and "rank 1" in m for m in found["messages"])
     assert found["unmoved"]
 
 

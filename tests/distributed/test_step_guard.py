@@ -29,7 +29,7 @@ def test_guarded_training_on_several_processes(strategy: str, tmp_path: Path) ->
         assert guarded == pytest.approx(plain, rel=1e-4, abs=1e-6)
     assert found["reads"] == {}
     assert len(found["messages"]) == 2
-    assert all(m and "loss of step 7 is not finite" in m and "rank 1" in m for m in found["messages"])
+    assert all(m and "loss of step 8 is not finite" in m and "rank 1" in m for m in found["messages"])
     assert found["unmoved"]
 
 

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults: written by python -m tests.faults.table -->", "<!-- end of faults -->"
 ELSEWHERE = {
-    "F53": "a loss that is not finite stops the run; skipping such a step is not built yet",
     "F54": "a loader worker that dies or hangs is not injected yet",
 }
 """Rows without a line, and why."""

@@ -80,6 +80,11 @@ schedule.cycle_steps
 schedule.cycle_multiplier
 schedule.wsd_decay_fraction
 ema.decay
+health.non_finite
+health.max_skipped
+health.spike_factor
+health.spike
+health.spike_window
 loader.num_workers
 loader.prefetch_factor
 loader.pin_memory

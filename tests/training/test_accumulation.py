@@ -117,7 +117,7 @@ def test_a_non_finite_loss_names_step_and_samples(accelerator: Accelerator) -> N
     model = accelerator.prepare(nn.Linear(6, 2))
     window = window_over(accelerator, model, 4)
     window.inputs[1]["x"][0] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"loss of step 7 .*\[4, 5, 6, 7\]"):
+    with pytest.raises(NonFiniteError, match=r"loss of step 8 .*\[4, 5, 6, 7\]"):
         for inputs in window:
             window.backward(sums(model, inputs))
         window.finish(1.0)

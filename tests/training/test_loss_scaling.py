@@ -141,7 +141,7 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale() -> None:
     accelerator, model, _ = build(2.0**10)
     attempt = window(accelerator, model, 0, float("nan"))
     attempts = 0
-    with pytest.raises(NonFiniteError, match=r"loss of step 0 .*\[0, 1, 2, 3\]"):
+    with pytest.raises(NonFiniteError, match=r"loss of step 1 .*\[0, 1, 2, 3\]"):
         for inputs in attempt:
             attempts += 1
             attempt.backward(sums(model, inputs))
@@ -154,7 +154,7 @@ def test_a_gradient_that_no_scale_mends_stops_the_run() -> None:
     model[0].weight.register_hook(lambda g: g * float("inf"))
     before = [p.detach().clone() for p in model.parameters()]
     attempt = window(accelerator, model, 0)
-    with pytest.raises(NonFiniteError, match="gradient of step 0"):
+    with pytest.raises(NonFiniteError, match="gradient of step 1"):
         for inputs in attempt:
             attempt.backward(sums(model, inputs))
         attempt.finish(1.0)

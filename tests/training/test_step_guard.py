@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from accel_train.training.accumulation import GradientWindow
-from accel_train.training.step_guard import NonFiniteError, StepGuard, StepResult, resolve_step_guard
+from accel_train.training.step_guard import NonFiniteError, StepResult, resolve_step_guard
 from benchmarks.reads import HostReads
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -107,7 +107,7 @@ def test_nothing_moves_from_the_step_on_that_is_not_finite(where: str) -> None:
     samples = r"\[4, 5, 6, 7\]" if where == "loss" else r"\[0, 1, 2, 3, 4, 5, 6, 7, 8, 9\]"
     assert training.guard is not None
     for _ in range(2):  # it is not forgotten
-        with pytest.raises(NonFiniteError, match=rf"{where} of step 3 is not finite .*rank 0: {samples}"):
+        with pytest.raises(NonFiniteError, match=rf"{where} of step 4 is not finite .*rank 0: {samples}"):
             training.guard.check()
 
 
@@ -115,7 +115,7 @@ def test_a_log_point_raises_before_it_reports() -> None:
     training = Training(True)
     training.step(0)
     result = training.step(1, spoil="loss")
-    with pytest.raises(NonFiniteError, match=r"loss of step 1[\s\S]*, or lengthen the warm-up$"):
+    with pytest.raises(NonFiniteError, match=r"loss of step 2[\s\S]*, or lengthen the warm-up$"):
         result.fields()
 
 
@@ -147,10 +147,10 @@ def test_what_can_be_guarded_and_why_not(build: Any, scaler: bool, because: str 
         accelerator.scaler = torch.amp.GradScaler("cpu")
     guard, reason = resolve_step_guard(accelerator, optimizer, on_cpu=True)
     if because is None:
-        assert isinstance(guard, StepGuard)
+        assert guard.on_device
         assert reason == "the device is waited for at log points and saves only"
     else:
-        assert guard is None
+        assert not guard.on_device
         assert because in reason
         assert reason.startswith("every step waits for the device")
 

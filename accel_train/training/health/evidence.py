@@ -1,0 +1,146 @@
+"""Device tensors of a step, and what they say once the host has read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+_ADVICE = {"bf16": "try --precision fp32", "fp16": "try --precision bf16, which overflows later, or fp32"}
+"""Further remedy by precision. A run in fp32 has no finer precision to go to."""
+
+
+class NonFiniteError(RuntimeError):
+    """Non-finite loss or gradient on some rank. Raised on every rank, with the optimizer as it was before."""
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step that was not finite, or a spike. The same on every rank."""
+
+    step: int
+    """0-based, as the loop counts."""
+    reason: Literal["loss", "gradient", "spike"]
+    """``loss``: a sum of a term is not finite. ``gradient``: the sums are finite and the norm is not."""
+    loss_sums: dict[str, float]
+    """Sum of each term over the global batch."""
+    grad_norm: float | None
+    """Norm of the gradient before clipping. None if the losses are refused before there is one."""
+    samples: list[list[int]]
+    """Of each rank: sample numbers of its micro-batches with a sum that is not finite. If all sums are finite: of all
+    its micro-batches."""
+    precision: str
+
+    @property
+    def suspects(self) -> str:
+        """The samples of each rank, for messages."""
+        by_rank = [f"rank {rank}: {samples}" for rank, samples in enumerate(self.samples) if samples]
+        return "; ".join(by_rank) or "unknown"
+
+    @property
+    def finding(self) -> str:
+        """What was found, for messages. Counts the step as training lines do, from 1."""
+        number = self.step + 1
+        if self.reason == "spike":
+            return f"gradient norm {self.grad_norm} of step {number} is a spike"
+        value = self.loss_sums if self.reason == "loss" else f"norm {self.grad_norm}"
+        return f"{self.reason} of step {number} is not finite ({value})"
+
+    @property
+    def explanation(self) -> str:
+        """Why the run stops, and what to do."""
+        return (
+            f"{self.finding}; the optimizer has not stepped and the last checkpoint is untouched. Samples of the "
+            f"micro-batches concerned: {self.suspects}. Look at those samples, lower the learning rate, or "
+            f"{_ADVICE.get(self.precision, 'lengthen the warm-up')}"
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """Values for ``metrics.jsonl``."""
+        return {
+            "reason": self.reason,
+            "loss_sums": self.loss_sums,
+            "grad_norm": self.grad_norm,
+            "samples": self.samples,
+        }
+
+
+class Examined(NamedTuple):
+    """A step on the host."""
+
+    value: float
+    """Norm of the gradient, or the last loss sum where no norm is known."""
+    bad: BadStep | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Small device tensors of one step, enough to find and explain a bad one later."""
+
+    step: int
+    terms: tuple[str, ...]
+    totals: Tensor
+    """(K,) sums of the terms, the same on every rank."""
+    norm: Tensor | None
+    """Norm of the global gradient. None before it is known."""
+    sums: Sequence[Sequence[Tensor]]
+    """The K sums of each micro-batch of this rank."""
+    samples: Sequence[Tensor | None]
+    """Sample numbers of each micro-batch of this rank, None where the batch has none."""
+    precision: str = "fp32"
+    spike: Tensor | None = None
+    """1 if the norm is a spike, else 0. None if nothing looks for spikes."""
+
+    def examine(self) -> Examined:
+        """Read the step. Waits for the device once. Where it is bad, the ranks exchange their samples.
+
+        All ranks call it, and all find the same, because they read the same reduced values.
+        """
+        reduced = [self.totals]
+        further = [extra for extra in (self.norm, self.spike) if extra is not None]
+        reduced += [extra.reshape(1).to(self.totals) for extra in further]
+        # One tensor, so that the host waits once.
+        values: list[float] = torch.cat(reduced).tolist()
+        is_spike = self.spike is not None and values.pop() > 0
+        losses = values[: len(self.terms)]
+        if not all(map(math.isfinite, losses)):
+            return Examined(values[-1], self._bad("loss", values, self._non_finite_micro_batches()))
+        everything = range(len(self.samples))
+        if not all(map(math.isfinite, values)):
+            return Examined(values[-1], self._bad("gradient", values, everything))
+        if is_spike:
+            return Examined(values[-1], self._bad("spike", values, everything))
+        return Examined(values[-1], None)
+
+    def _non_finite_micro_batches(self) -> list[int]:
+        # A wait for each micro-batch, which only a bad step costs.
+        found: list[int] = []
+        for index, sums in enumerate(self.sums):
+            if not bool(torch.isfinite(torch.stack(list(sums))).all()):
+                found.append(index)
+        return found
+
+    def _bad(
+        self, reason: Literal["loss", "gradient", "spike"], values: Sequence[float], micro_batches: Sequence[int]
+    ) -> BadStep:
+        suspects: set[int] = set()
+        for index in micro_batches:
+            samples = self.samples[index]
+            if samples is not None:
+                suspects.update(samples.tolist())
+        by_term = dict(zip(self.terms, values, strict=False))
+        norm = values[-1] if self.norm is not None else None
+        return BadStep(self.step, reason, by_term, norm, _of_all_ranks(sorted(suspects)), self.precision)
+
+
+def _of_all_ranks(local: list[int]) -> list[list[int]]:
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return [local]
+    # Every rank is here: all have read the same reduced values.
+    by_rank: list[list[int]] = [[] for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(by_rank, local)
+    return by_rank

@@ -1,0 +1,62 @@
+"""Bad steps of a run: how many were skipped, and which of them the log does not have yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_train.training.health.evidence import BadStep, NonFiniteError
+
+
+class History:
+    """Counts of skipped steps, kept in the checkpoint. The same on every rank."""
+
+    def __init__(self, max_in_a_row: int) -> None:
+        self._max_in_a_row = max_in_a_row
+        self.skipped = 0
+        """Steps without an update since the start of the run, of earlier starts as well."""
+        self.in_a_row = 0
+        """Skipped steps since the last trained one."""
+        self._row: list[BadStep] = []
+        self._unreported: list[tuple[BadStep, bool]] = []
+
+    def trained(self) -> None:
+        """Count a step whose update was made."""
+        self.in_a_row = 0
+        self._row = []
+
+    def warn(self, bad: BadStep) -> None:
+        """Remember a bad step whose update was made."""
+        self.trained()
+        self._unreported.append((bad, False))
+
+    def skip(self, bad: BadStep) -> None:
+        """Count a bad step whose update was left out. Raises ``NonFiniteError`` for one too many in a row."""
+        self.skipped += 1
+        self.in_a_row += 1
+        self._row.append(bad)
+        self._unreported.append((bad, True))
+        if self.in_a_row > self._max_in_a_row:
+            steps = "; ".join(f"{each.finding}, samples {each.suspects}" for each in self._row)
+            raise NonFiniteError(
+                f"{self.in_a_row} steps in a row were skipped, and health.max_skipped allows {self._max_in_a_row}; the "
+                f"last checkpoint is untouched. {steps}. Look at those samples, lower the learning rate, or start "
+                "again with a larger --health.max_skipped"
+            )
+
+    def take_unreported(self) -> list[tuple[BadStep, bool]]:
+        """Return each bad step that was not returned before, and whether it was skipped."""
+        unreported = self._unreported
+        self._unreported = []
+        return unreported
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts for a checkpoint. Empty if no step was skipped."""
+        if self.skipped == 0:
+            return {}
+        return {"skipped": self.skipped, "skipped_in_a_row": self.in_a_row}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Continue from the counts of ``state``."""
+        self.skipped = int(saved.get("skipped", 0))
+        self.in_a_row = int(saved.get("skipped_in_a_row", 0))

@@ -1,0 +1,59 @@
+"""Spikes of the gradient norm, found on the device: norms of the last trained steps, and their median."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Spikes:
+    """The gradient norms of the last ``window`` trained steps, as a ring on the device.
+
+    Threshold and comparison are tensors, so a step is judged before its update without a wait for the device. Nothing
+    lags but the report, which comes when the host reads the verdicts, at a log point or a save. All ranks decide alike,
+    because they have the same norm of the same reduced gradient. Costs a sort of ``window`` numbers per step.
+    """
+
+    def __init__(self, factor: float, window: int, device: torch.device) -> None:
+        self._factor = factor
+        self._window = window
+        # Made on the device, because a copy from the host would wait.
+        self._norms = torch.zeros(window, device=device)
+        self._places = torch.arange(window, device=device)
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+
+    def exceeds(self, norm: Tensor) -> Tensor:
+        """Return 1 if ``norm`` is a spike, else 0, in fp32. 0 until the window is full."""
+        ordered = self._norms.sort().values
+        # The lower of the two in the middle: a number that was really measured.
+        median = ordered[(self._window - 1) // 2]
+        is_full = self._count >= self._window
+        return (is_full & (norm > self._factor * median)).float()
+
+    def add(self, norm: Tensor, trained: Tensor | None = None) -> None:
+        """Replace the oldest norm, but not where ``trained`` is 0."""
+        is_next = self._places == self._count % self._window
+        if trained is None:
+            self._norms = torch.where(is_next, norm, self._norms)
+            self._count += 1
+        else:
+            self._norms = torch.where(is_next & (trained > 0), norm, self._norms)
+            self._count += (trained > 0).long()
+
+    def read(self) -> list[float]:
+        """Return the norms from the oldest on, for a checkpoint. Waits for the device."""
+        norms: list[float] = self._norms.tolist()
+        count = int(self._count)
+        if count < self._window:
+            return norms[:count]
+        oldest = count % self._window
+        return norms[oldest:] + norms[:oldest]
+
+    def write(self, norms: Sequence[float]) -> None:
+        """Continue from the norms of ``read``. A window that is smaller now keeps the latest."""
+        latest = list(norms)[-self._window :]
+        self._norms.zero_()
+        self._norms[: len(latest)] = torch.tensor(latest, device=self._norms.device)
+        self._count.fill_(len(latest))
