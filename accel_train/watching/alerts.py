@@ -1,0 +1,126 @@
+"""Alerts: what somebody should look at, from the records of a run. An alert stands as long as its cause is there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from accel_train.metrics.records import last_pass
+from accel_train.watching.run_files import Record, RunFiles, number
+from accel_train.watching.run_state import RunState, lines_by_mode
+
+SLOWER = 0.3
+"""Loss of throughput, against the median of its start, that is an alert."""
+SPEED_LINES = 10
+"""Training lines of a start before its throughput is judged. The first intervals include warm-up."""
+SPIKE_BEFORE = 50
+"""Lines of the same mode that a loss is compared with. A tenth of them suffices at the start."""
+SPIKE_RECENT = 10
+"""A spike stands for so many lines of its mode."""
+SPIKE_DEVIATIONS = 8.0
+"""Distance from the median, in standard deviations that are estimated from the median deviation."""
+SPIKE_SHARE = 0.2
+"""Distance from the median, as a share of it, below which a loss is none: a converged loss hardly varies."""
+NORMAL = 1.4826
+"""Standard deviation of normally distributed values over their median deviation."""
+SAVES_MISSED = 2
+"""Distances of ``checkpoints.save_every`` without a checkpoint. One may still be written in the background."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that somebody should look at."""
+
+    kind: str
+    """One word for scripts: ``crashed``, ``silent``, ``non_finite``, ``loss_spike``, ``throughput``, ``save``,
+    ``push`` or ``warning``."""
+    message: str
+    step: int | None = None
+
+
+def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
+    """Return the alerts that stand, the gravest first."""
+    found: list[Alert] = []
+    if state.status in ("crashed", "silent"):
+        found.append(Alert(state.status, state.reason, state.step))
+    found += _non_finite(files)
+    found += _spikes(files)
+    found += _slow(state)
+    found += _overdue_save(files, state)
+    for name, reason in files.failed_pushes.items():
+        found.append(Alert("push", f"{name} was not pushed: {reason}"))
+    # Warnings of an earlier start may have been put right since.
+    for record in files.last_start():
+        if record.get("event") == "warning":
+            found.append(Alert("warning", str(record.get("message")), record.get("step")))
+    return found
+
+
+def _non_finite(files: RunFiles) -> list[Alert]:
+    """Return an alert for the first non-finite value of each field. A resume drops the lines that it repeats."""
+    first: dict[str, Record] = {}
+    lines = [*last_pass(files.records, "train"), *last_pass(files.records, "evaluation")]
+    for line in lines:
+        for name in line:
+            value = number(line, name)
+            if value is not None and not math.isfinite(value):
+                first.setdefault(name, line)
+    return [Alert("non_finite", f"{name} is {line[name]}", line["step"]) for name, line in first.items()]
+
+
+def _spikes(files: RunFiles) -> list[Alert]:
+    """Return an alert for the highest recent spike of each mode."""
+    found: list[Alert] = []
+    for mode, lines in lines_by_mode(files.records).items():
+        finite = [line for line in lines if math.isfinite(line["loss"])]
+        alert = _spike(mode, finite)
+        if alert is not None:
+            found.append(alert)
+    return found
+
+
+def _spike(mode: str, lines: Sequence[Record]) -> Alert | None:
+    highest: Alert | None = None
+    highest_loss = -math.inf
+    for index in range(max(0, len(lines) - SPIKE_RECENT), len(lines)):
+        before = [float(line["loss"]) for line in lines[max(0, index - SPIKE_BEFORE) : index]]
+        loss = float(lines[index]["loss"])
+        if len(before) < SPIKE_BEFORE // 10 or loss <= max(highest_loss, _limit(before)):
+            continue
+        highest_loss = loss
+        named = f"loss ({mode})" if mode else "loss"
+        text = f"{named} {loss:.4g}, against a median of {median(before):.4g} in the {len(before)} lines before"
+        highest = Alert("loss_spike", text, lines[index]["step"])
+    return highest
+
+
+def _limit(before: Sequence[float]) -> float:
+    """Return the highest loss that is no spike."""
+    middle = median(before)
+    deviation = NORMAL * median(abs(value - middle) for value in before)
+    # A few lines of a falling loss deviate little by chance, so their highest counts too.
+    return max(middle + SPIKE_DEVIATIONS * deviation, middle + SPIKE_SHARE * abs(middle), max(before))
+
+
+def _slow(state: RunState) -> list[Alert]:
+    speed = state.speed
+    if speed is None or speed.log_lines < SPEED_LINES or speed.change > -SLOWER:
+        return []
+    if state.status not in ("training", "silent"):
+        return []  # nothing to be done about the last interval of a run that has ended
+    text = f"{speed.samples_per_second:.4g} samples/s, {-speed.change:.0%} below the median of this start"
+    return [Alert("throughput", text, state.step)]
+
+
+def _overdue_save(files: RunFiles, state: RunState) -> list[Alert]:
+    """Return an alert for a run that trains on without saving, as with ``checkpoints.on_error continue``."""
+    every = files.options.get("checkpoints.save_every")
+    if not isinstance(every, int) or every <= 0 or state.status != "training":
+        return []
+    saved = state.checkpoint_step or 0
+    if state.step - saved <= SAVES_MISSED * every:
+        return []
+    text = f"the newest checkpoint is of step {saved}, with checkpoints.save_every {every}; see logs/rank_0.log"
+    return [Alert("save", text, state.step)]

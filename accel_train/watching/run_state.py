@@ -1,0 +1,251 @@
+"""The state of a run: is it training, how far is it, and what are its newest values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from accel_train.metrics.curves import NOT_DRAWN, labels_of
+from accel_train.metrics.records import last_pass
+from accel_train.watching.run_files import Record, RunFiles, number
+from accel_train.watching.silence import silent_since
+
+Status = Literal["starting", "training", "silent", "finished", "stopped", "crashed"]
+
+CURVE_POINTS = 48
+"""Points of the small curve beside a loss."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one mode or task."""
+
+    mode: str
+    """Empty if the run has one loss only."""
+    step: int
+    value: float
+    curve: Sequence[float]
+    """Means of equal stretches of the finite values, oldest first."""
+
+
+@dataclass(frozen=True)
+class Extremum:
+    """A value of an evaluation metric and its step."""
+
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric over all evaluations."""
+
+    name: str
+    latest: Extremum
+    lowest: Extremum | None
+    """None if no value was finite."""
+    highest: Extremum | None
+    best: Extremum | None
+    """The best one by ``checkpoints.best_metric`` and ``best_mode``. None for any other metric, since a name alone does
+    not tell whether less is better."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Throughput of the last start."""
+
+    samples_per_second: float
+    median_samples_per_second: float
+    change: float
+    """Of the newest line against the median: -0.2 is a fifth slower."""
+    log_lines: int
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One moment of a run. Fields that its files do not tell are None or empty."""
+
+    name: str
+    directory: str
+    status: Status
+    reason: str
+    """Why it is in this status, in words. Empty where the status says it."""
+    step: int
+    max_steps: int | None
+    eta_seconds: float | None
+    """Training time left, without evaluation and saving."""
+    last_line_seconds: float | None
+    """Age of the newest line of ``metrics.jsonl``."""
+    losses: Sequence[Loss]
+    metrics: Sequence[Metric]
+    speed: Speed | None
+    memory_gib: Mapping[str, float]
+    checkpoint_step: int | None
+    checkpoint_seconds: float | None
+    """Age of the newest checkpoint."""
+
+
+def state_of(files: RunFiles) -> RunState:
+    """Return the state of a run at the time its files were read."""
+    status, reason = _status(files)
+    step = newest_step(files)
+    max_steps = files.max_steps()
+    lines = last_pass(files.records, "train")
+    eta_seconds = None
+    if status == "training" and max_steps is not None and lines:
+        step_seconds = number(lines[-1], "step_seconds")
+        eta_seconds = None if step_seconds is None else max(0, max_steps - step) * step_seconds
+    saved_step, saved_seconds = _checkpoint(files)
+    return RunState(
+        name=files.directory.name,
+        directory=str(files.directory),
+        status=status,
+        reason=reason,
+        step=step,
+        max_steps=max_steps,
+        eta_seconds=eta_seconds,
+        last_line_seconds=_age(files, _last_time(files)),
+        losses=losses_of(files.records),
+        metrics=metrics_of(files),
+        speed=speed_of(files),
+        memory_gib=_memory(lines),
+        checkpoint_step=saved_step,
+        checkpoint_seconds=saved_seconds,
+    )
+
+
+def newest_step(files: RunFiles) -> int:
+    """Return the step that the last start has reached: of its last line, or the one it resumed from."""
+    steps = [record.get("step") for record in files.last_start()]
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+def _status(files: RunFiles) -> tuple[Status, str]:
+    start = files.last_start()
+    ends = [record for record in start if record.get("event") == "end"]
+    process = files.process
+    if ends:
+        ended_at = number(ends[-1], "time") or 0.0
+        # It writes its first line only after data and model are loaded.
+        if process is not None and process.alive and process.started_at > ended_at:
+            return "starting", f"{process.text} has begun"
+        return _ended(str(ends[-1].get("reason")))
+    if process is not None and process.alive is False:
+        return "crashed", f"{process.text} is gone and wrote no end line: killed, or its machine went down"
+    silence = silent_since(files)
+    if silence is not None:
+        return "silent", silence
+    if not any(record.get("event") == "train" for record in start):
+        return "starting", "no training line yet"
+    return "training", ""
+
+
+def _ended(reason: str) -> tuple[Status, str]:
+    if reason == "finished":
+        return "finished", ""
+    if reason == "stopped":
+        return "stopped", "saved before its last step; start it again to go on"
+    return "crashed", f"ended by {reason}; logs/rank_0.log has the traceback"
+
+
+def _last_time(files: RunFiles) -> float | None:
+    if not files.records:
+        return None
+    return number(files.records[-1], "time")
+
+
+def _age(files: RunFiles, then: float | None) -> float | None:
+    # The clock of the machine that wrote it may be ahead of this one.
+    return None if then is None else max(0.0, files.now - then)
+
+
+def lines_by_mode(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return the training lines of each mode or task, whose losses are not comparable, in the order of their names.
+
+    A run with one loss has them under an empty name. Of a repeated step the last line counts.
+    """
+    mode_field = labels_of(records).loss_of
+    found: dict[str, list[Record]] = {}
+    for line in last_pass(records, "train"):
+        if number(line, "loss") is not None:
+            mode = "" if mode_field is None else str(line.get(mode_field, ""))
+            found.setdefault(mode, []).append(line)
+    return dict(sorted(found.items()))
+
+
+def losses_of(records: Sequence[Record]) -> list[Loss]:
+    """Return the newest loss and the curve of each mode or task."""
+    found: list[Loss] = []
+    for mode, lines in lines_by_mode(records).items():
+        values = [float(line["loss"]) for line in lines]
+        finite = [value for value in values if math.isfinite(value)]
+        found.append(Loss(mode, lines[-1]["step"], values[-1], _means(finite, CURVE_POINTS)))
+    return found
+
+
+def _means(values: Sequence[float], points: int) -> list[float]:
+    """Return the means of at most ``points`` stretches of equal length."""
+    count = min(points, len(values))
+    means: list[float] = []
+    for index in range(count):
+        stretch = values[index * len(values) // count : (index + 1) * len(values) // count]
+        means.append(sum(stretch) / len(stretch))
+    return means
+
+
+def metrics_of(files: RunFiles) -> list[Metric]:
+    """Return the metrics of all evaluations, in the order of the newest one."""
+    lines = last_pass(files.records, "evaluation")
+    if not lines:
+        return []
+    found: list[Metric] = []
+    for name in lines[-1]:
+        kind = name.removesuffix("_shuffled").rsplit("_", 1)[-1]
+        is_value = number(lines[-1], name) is not None and name not in ("step", "time")
+        if is_value and kind not in NOT_DRAWN:
+            found.append(_metric(name, lines, files.options))
+    return found
+
+
+def _metric(name: str, lines: Sequence[Record], options: Mapping[str, Any]) -> Metric:
+    values: list[Extremum] = []
+    for line in lines:
+        value = number(line, name)
+        if value is not None:
+            values.append(Extremum(value, line["step"]))
+    finite = [one for one in values if math.isfinite(one.value)]
+    lowest = min(finite, key=lambda one: one.value, default=None)
+    highest = max(finite, key=lambda one: one.value, default=None)
+    best = None
+    if options.get("checkpoints.best_metric") == name:
+        best = highest if options.get("checkpoints.best_mode") == "max" else lowest
+    return Metric(name, values[-1], lowest, highest, best)
+
+
+def speed_of(files: RunFiles) -> Speed | None:
+    """Return the throughput of the last start. Earlier starts may have had another machine."""
+    values: list[float] = []
+    for line in last_pass(files.last_start(), "train"):
+        value = number(line, "samples_per_second")
+        if value is not None and math.isfinite(value) and value > 0:
+            values.append(value)
+    if not values:
+        return None
+    middle = median(values)
+    return Speed(values[-1], middle, values[-1] / middle - 1, len(values))
+
+
+def _memory(lines: Sequence[Record]) -> dict[str, float]:
+    if not lines:
+        return {}
+    found = {name: number(lines[-1], name) for name in lines[-1] if name.endswith("_gib")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _checkpoint(files: RunFiles) -> tuple[int | None, float | None]:
+    if files.checkpoint is None:
+        return None, None
+    return files.checkpoint.step, _age(files, files.checkpoint.written_at)

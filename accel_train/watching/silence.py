@@ -1,0 +1,95 @@
+"""How long a run may take for its next line, from the lines it has written so far."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from statistics import median
+
+from accel_train.metrics.progress import format_seconds
+from accel_train.watching.run_files import Record, RunFiles, number
+
+SHORTEST_SECONDS = 120.0
+"""No silence is shorter, so that a busy machine or a slow file system is none."""
+LINES = 10
+"""Median times between two training lines that may pass without one."""
+LONGEST = 2.0
+"""Factor on the longest time seen so far. It covers saves, which no line announces."""
+UNKNOWN_SECONDS = 1800.0
+"""Allowed for what the run has not done before: loading, compilation, the first evaluation. It is the default of
+``collective_timeout_seconds``, after which a process that waits for the others gives up."""
+
+
+def silent_since(files: RunFiles) -> str | None:
+    """Return a sentence about a run whose next line is overdue, or None."""
+    start = files.last_start()
+    last = number(start[-1], "time") if start else None
+    if last is None:
+        # Not a line yet: the time at which the process took its lock.
+        if files.process is None:
+            return None
+        last = files.process.started_at
+    allowed = allowed_seconds(files)
+    silent = files.now - last
+    if silent <= allowed:
+        return None
+    return f"no line for {format_seconds(silent)}; its lines so far allow {format_seconds(allowed)}"
+
+
+def allowed_seconds(files: RunFiles) -> float:
+    """Return the longest time until the next line that is no silence."""
+    unknown = _option(files, "collective_timeout_seconds", UNKNOWN_SECONDS)
+    lines = [record for record in files.last_start() if number(record, "time") is not None]
+    gaps = _gaps(lines, "train")
+    if not gaps:
+        return unknown
+    allowed = max(SHORTEST_SECONDS, LINES * median(gaps), LONGEST * max(gaps))
+    if _may_evaluate(files, lines):
+        timed = [record for record in files.records if number(record, "time") is not None]
+        evaluations = _gaps(timed, "evaluation")
+        allowed = max(allowed, LONGEST * max(evaluations) if evaluations else unknown)
+    if files.options.get("hub.repo_id") and _is_last(files, lines):
+        allowed = max(allowed, 60 * _option(files, "hub.finish_minutes", 10.0))  # pushes before it ends
+    return allowed
+
+
+def _gaps(lines: Sequence[Record], event: str) -> list[float]:
+    """Return the seconds before each line of ``event`` since the line before it."""
+    found: list[float] = []
+    for before, line in itertools.pairwise(lines):
+        # A first training line also waits for loading and compilation, which happen once.
+        if line.get("event") == event and before.get("event") not in ("environment", "config", "resume"):
+            found.append(max(0.0, line["time"] - before["time"]))
+    return found
+
+
+def _may_evaluate(files: RunFiles, lines: Sequence[Record]) -> bool:
+    """Return True if an evaluation may have begun after the last training line."""
+    for record in reversed(lines):
+        if record.get("event") == "evaluation":
+            return False
+        if record.get("event") == "train":
+            break
+    else:
+        return False
+    if _is_last(files, lines):
+        return True
+    every = int(_option(files, "evaluation.every", 0))
+    log_every = int(_option(files, "log.log_every", 1))
+    if every <= 0:
+        return False
+    # Steps between two log points have no line.
+    reached = record["step"]
+    return reached // every != (reached + log_every - 1) // every or reached % every == 0
+
+
+def _is_last(files: RunFiles, lines: Sequence[Record]) -> bool:
+    steps = [record["step"] for record in lines if record.get("event") == "train"]
+    max_steps = files.max_steps()
+    # Where the length is not known, every step may be the last one.
+    return max_steps is None or bool(steps and steps[-1] >= max_steps)
+
+
+def _option(files: RunFiles, name: str, default: float) -> float:
+    value = files.options.get(name)
+    return float(value) if isinstance(value, (int, float)) else default

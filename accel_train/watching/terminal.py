@@ -1,0 +1,204 @@
+"""A page of the monitor as lines of text, for any width, with or without colours and Unicode."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accel_train.metrics.progress import format_seconds
+from accel_train.watching.alerts import Alert
+from accel_train.watching.run_state import Extremum, Loss, Metric, RunState
+
+NAME_WIDTH = 12
+BAR_WIDTH = 24
+BLOCKS = "▁▂▃▄▅▆▇█"
+BLOCKS_IN_ASCII = "_.-~=+*#"
+STATUS_STYLE = {
+    "starting": "yellow",
+    "training": "green",
+    "silent": "red",
+    "finished": "green",
+    "stopped": "yellow",
+    "crashed": "red",
+}
+STYLES = {"bold": "1", "red": "1;31", "green": "1;32", "yellow": "1;33", "dim": "2"}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run with its alerts: what a page shows of it."""
+
+    state: RunState
+    alerts: Sequence[Alert]
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """What the output can show."""
+
+    width: int
+    unicode: bool
+    color: bool
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the page with one style."""
+
+    text: str
+    style: str = ""
+
+
+def page(runs: Sequence[Watched], now: float, terminal: Terminal) -> list[str]:
+    """Return the page, no line of it wider than the terminal."""
+    alerts = sum(len(run.alerts) for run in runs)
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    lines = [Line(f"{_count(len(runs), 'run')}, {_count(alerts, 'alert')}  {clock}", "dim")]
+    for run in runs:
+        lines.append(Line(""))
+        lines += _run_lines(run, terminal)
+    return [_shown(line, terminal) for line in lines]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _run_lines(run: Watched, terminal: Terminal) -> list[Line]:
+    state = run.state
+    lines = [Line(f"{state.name}: {state.status}", STATUS_STYLE[state.status])]
+    rows = [("directory", _shortened(state.directory, terminal.width - NAME_WIDTH - 2))]
+    # The reason of an alert stands below, and a reader needs it once.
+    if state.reason and state.status not in ("crashed", "silent"):
+        rows.append(("", state.reason))
+    rows.append(("progress", _progress(state, terminal)))
+    rows += [("loss", _loss(loss, terminal)) for loss in state.losses]
+    if state.speed is not None:
+        rows.append(("throughput", _speed(state)))
+    if state.memory_gib:
+        used = [f"{_words(name.removesuffix('_gib'))} {size:.2f} GiB" for name, size in state.memory_gib.items()]
+        rows.append(("memory", ", ".join(used)))
+    rows.append(("checkpoint", _checkpoint(state)))
+    lines += [Line(f"  {name:<{NAME_WIDTH - 2}}  {text}") for name, text in rows]
+    lines += [Line(text) for text in _metric_table(state.metrics)]
+    for alert in run.alerts:
+        lines += [Line(text, "red") for text in _alert(alert, terminal.width)]
+    return lines
+
+
+def _progress(state: RunState, terminal: Terminal) -> str:
+    parts = [f"step {state.step}"]
+    if state.max_steps:
+        share = min(1.0, state.step / state.max_steps)
+        full, empty = ("█", "░") if terminal.unicode else ("#", ".")
+        width = min(BAR_WIDTH, terminal.width // 4)
+        done = int(share * width)
+        parts = [full * done + empty * (width - done), f"{share:.0%}", f"step {state.step}/{state.max_steps}"]
+    if state.eta_seconds is not None:
+        parts.append(f"ETA {format_seconds(state.eta_seconds)}")
+    # The age of a finished run's last line is no news of its training.
+    if state.last_line_seconds is not None and state.status in ("training", "starting", "silent"):
+        parts.append(f"line {_age(state.last_line_seconds)}")
+    return "  ".join(parts)
+
+
+def _loss(loss: Loss, terminal: Terminal) -> str:
+    parts = [f"{loss.value:.4g}", f"at step {loss.step}"]
+    if loss.mode:
+        parts.insert(0, loss.mode)
+    text = " ".join(parts)
+    room = terminal.width - NAME_WIDTH - 4 - max(len(text), 26)
+    curve = sparkline(loss.curve[-room:] if room > 0 else (), terminal.unicode)
+    return f"{text:<26}  {curve}".rstrip()
+
+
+def sparkline(values: Sequence[float], unicode: bool) -> str:
+    """Draw values as one line of bars between their lowest and their highest. Empty for fewer than two."""
+    if len(values) < 2:
+        return ""
+    blocks = BLOCKS if unicode else BLOCKS_IN_ASCII
+    low = min(values)
+    span = max(values) - low
+    if not span:
+        return blocks[0] * len(values)
+    steps = [int((value - low) / span * (len(blocks) - 1) + 0.5) for value in values]
+    return "".join(blocks[step] for step in steps)
+
+
+def _speed(state: RunState) -> str:
+    speed = state.speed
+    assert speed is not None, "asked for by the caller"
+    text = f"{speed.samples_per_second:.4g} samples/s, median {speed.median_samples_per_second:.4g}"
+    return f"{text} ({speed.change:+.0%})"
+
+
+def _checkpoint(state: RunState) -> str:
+    if state.checkpoint_step is None:
+        return "none yet"
+    if state.checkpoint_seconds is None:
+        return f"step {state.checkpoint_step}, of unknown age"
+    return f"step {state.checkpoint_step}, {_age(state.checkpoint_seconds)}"
+
+
+def _metric_table(metrics: Sequence[Metric]) -> list[str]:
+    if not metrics:
+        return []
+    rows = [("evaluation", f"at step {metrics[0].latest.step}", "lowest (step)", "highest (step)")]
+    rows += [_metric_row(metric) for metric in metrics]
+    # The only evaluation is its own extremum.
+    if all(metric.lowest == metric.highest for metric in metrics):
+        rows = [row[:2] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _metric_row(metric: Metric) -> tuple[str, ...]:
+    lowest = _extremum(metric.lowest)
+    highest = _extremum(metric.highest)
+    if metric.best is not None and metric.best == metric.lowest:
+        lowest += " best"
+    elif metric.best is not None:
+        highest += " best"
+    return metric.name, f"{metric.latest.value:.4g}", lowest, highest
+
+
+def _extremum(found: Extremum | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found.value:.4g} ({found.step})"
+
+
+def _alert(alert: Alert, width: int) -> list[str]:
+    where = f" at step {alert.step}" if alert.step is not None else ""
+    text = f"ALERT {alert.kind}{where}: {alert.message}"
+    return textwrap.wrap(text, max(20, width - 2), initial_indent="  ", subsequent_indent="    ")
+
+
+def _age(seconds: float) -> str:
+    return f"{format_seconds(seconds)} ago"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _shortened(path: str, width: int) -> str:
+    """Return the path, with its beginning left out where it is too long: its end tells runs apart."""
+    if len(path) <= width:
+        return path
+    return "..." + path[-max(0, width - 3) :]
+
+
+def _shown(line: Line, terminal: Terminal) -> str:
+    # Names and messages come from files, and a control character could change the terminal.
+    text = "".join(letter if letter.isprintable() else "?" for letter in line.text)
+    if not terminal.unicode:
+        text = text.encode("ascii", "replace").decode()
+    if len(text) > terminal.width:
+        text = text[: max(0, terminal.width - 3)] + "..."
+    style = STYLES.get(line.style)
+    if not terminal.color or style is None:
+        return text
+    return f"\x1b[{style}m{text}\x1b[0m"
