@@ -68,7 +68,11 @@ def _count(number: int, noun: str) -> str:
 
 def _run_lines(run: Watched, terminal: Terminal) -> list[Line]:
     state = run.state
-    lines = [Line(f"{state.name}: {state.status}", STATUS_STYLE[state.status])]
+    head = f"{state.name}: {state.status}"
+    # The age of a finished run's last line is no news of its training.
+    if state.last_line_seconds is not None and state.status in ("training", "starting", "silent"):
+        head += f", last line {_age(state.last_line_seconds)}"
+    lines = [Line(head, STATUS_STYLE[state.status])]
     rows = [("directory", _shortened(state.directory, terminal.width - NAME_WIDTH - 2))]
     # The reason of an alert stands below, and a reader needs it once.
     if state.reason and state.status not in ("crashed", "silent"):
@@ -98,9 +102,6 @@ def _progress(state: RunState, terminal: Terminal) -> str:
         parts = [full * done + empty * (width - done), f"{share:.0%}", f"step {state.step}/{state.max_steps}"]
     if state.eta_seconds is not None:
         parts.append(f"ETA {format_seconds(state.eta_seconds)}")
-    # The age of a finished run's last line is no news of its training.
-    if state.last_line_seconds is not None and state.status in ("training", "starting", "silent"):
-        parts.append(f"line {_age(state.last_line_seconds)}")
     return "  ".join(parts)
 
 
