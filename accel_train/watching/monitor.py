@@ -16,8 +16,10 @@ from accel_train.config import UsageError
 from accel_train.metrics.records import plain
 from accel_train.store.names import METRICS_FILE
 from accel_train.watching.alerts import alerts_of
-from accel_train.watching.run_files import MetricsFile, find_directory, read_files
+from accel_train.watching.reading import find_directory, read_files
+from accel_train.watching.run_files import MetricsFile
 from accel_train.watching.run_state import state_of
+from accel_train.watching.status import condition_of
 from accel_train.watching.terminal import BLOCKS, Terminal, Watched, page
 
 EXIT_ALERT = 3
@@ -55,7 +57,7 @@ def _look(files: dict[Path, MetricsFile], now: float) -> list[Watched]:
     runs: list[Watched] = []
     for directory, metrics in files.items():
         found = read_files(directory, metrics, now)
-        state = state_of(found)
+        state = state_of(found, condition_of(found))
         runs.append(Watched(state, alerts_of(found, state)))
     return runs
 

@@ -10,9 +10,11 @@ from accel_train.commands.places import readable_size
 from accel_train.config import UsageError, expand_path
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import METRICS_FILE
-from accel_train.watching.page import GENERATOR, ReportedRun, page_html
-from accel_train.watching.run_files import MetricsFile, find_directory, read_files
+from accel_train.watching.html_report.page import GENERATOR, ReportedRun, page_html
+from accel_train.watching.reading import find_directory, read_files
+from accel_train.watching.run_files import MetricsFile
 from accel_train.watching.run_state import state_of
+from accel_train.watching.status import condition_of
 
 
 def report(places: Sequence[str], output: str) -> int:
@@ -24,7 +26,8 @@ def report(places: Sequence[str], output: str) -> int:
     runs: list[ReportedRun] = []
     for directory in directories:
         files = read_files(directory, MetricsFile(directory / METRICS_FILE), now)
-        runs.append(ReportedRun(_name(directory, list(directories)), files, state_of(files)))
+        state = state_of(files, condition_of(files))
+        runs.append(ReportedRun(_name(directory, list(directories)), files, state))
     content = page_html(runs).encode("utf-8", "replace")
     replace_file(path, content)
     print(f"written: {path}, {readable_size(len(content))}")

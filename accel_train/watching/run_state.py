@@ -1,4 +1,4 @@
-"""The state of a run: is it training, how far is it, and what are its newest values."""
+"""The state of a run: how far is it, and what are its newest values."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from accel_train.metrics.curves import NOT_DRAWN, labels_of
 from accel_train.metrics.records import last_pass
-from accel_train.watching.run_files import Record, RunFiles, number
-from accel_train.watching.silence import silent_since
-
-Status = Literal["starting", "training", "silent", "finished", "stopped", "crashed"]
+from accel_train.watching.run_files import Condition, Record, RunFiles, Status, number
 
 CURVE_POINTS = 48
 """Points of the small curve beside a loss."""
@@ -88,22 +85,21 @@ class RunState:
     """Age of the newest checkpoint."""
 
 
-def state_of(files: RunFiles) -> RunState:
+def state_of(files: RunFiles, condition: Condition) -> RunState:
     """Return the state of a run at the time its files were read."""
-    status, reason = _status(files)
     step = newest_step(files)
     max_steps = files.max_steps()
     lines = last_pass(files.records, "train")
     eta_seconds = None
-    if status == "training" and max_steps is not None and lines:
+    if condition.status == "training" and max_steps is not None and lines:
         step_seconds = number(lines[-1], "step_seconds")
         eta_seconds = None if step_seconds is None else max(0, max_steps - step) * step_seconds
     saved_step, saved_seconds = _checkpoint(files)
     return RunState(
         name=files.directory.name,
         directory=str(files.directory),
-        status=status,
-        reason=reason,
+        status=condition.status,
+        reason=condition.reason,
         step=step,
         max_steps=max_steps,
         eta_seconds=eta_seconds,
@@ -121,34 +117,6 @@ def newest_step(files: RunFiles) -> int:
     """Return the step that the last start has reached: of its last line, or the one it resumed from."""
     steps = [record.get("step") for record in files.last_start()]
     return max((step for step in steps if isinstance(step, int)), default=0)
-
-
-def _status(files: RunFiles) -> tuple[Status, str]:
-    start = files.last_start()
-    ends = [record for record in start if record.get("event") == "end"]
-    process = files.process
-    if ends:
-        ended_at = number(ends[-1], "time") or 0.0
-        # It writes its first line only after data and model are loaded.
-        if process is not None and process.alive and process.started_at > ended_at:
-            return "starting", f"{process.text} has begun"
-        return _ended(str(ends[-1].get("reason")))
-    if process is not None and process.alive is False:
-        return "crashed", f"{process.text} is gone and wrote no end line: killed, or its machine went down"
-    silence = silent_since(files)
-    if silence is not None:
-        return "silent", silence
-    if not any(record.get("event") == "train" for record in start):
-        return "starting", "no training line yet"
-    return "training", ""
-
-
-def _ended(reason: str) -> tuple[Status, str]:
-    if reason == "finished":
-        return "finished", ""
-    if reason == "stopped":
-        return "stopped", "saved before its last step; start it again to go on"
-    return "crashed", f"ended by {reason}; logs/rank_0.log has the traceback"
 
 
 def _last_time(files: RunFiles) -> float | None:

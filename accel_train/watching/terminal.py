@@ -86,7 +86,7 @@ def _run_lines(run: Watched, terminal: Terminal) -> list[Line]:
         rows.append(("memory", ", ".join(used)))
     rows.append(("checkpoint", _checkpoint(state)))
     lines += [Line(f"  {name:<{NAME_WIDTH - 2}}  {text}") for name, text in rows]
-    lines += [Line(text) for text in _metric_table(state.metrics)]
+    lines += [Line(text) for text in _metric_table(state.metrics, terminal.width)]
     for alert in run.alerts:
         lines += [Line(text, "red") for text in _alert(alert, terminal.width)]
     return lines
@@ -143,7 +143,7 @@ def _checkpoint(state: RunState) -> str:
     return f"step {state.checkpoint_step}, {_age(state.checkpoint_seconds)}"
 
 
-def _metric_table(metrics: Sequence[Metric]) -> list[str]:
+def _metric_table(metrics: Sequence[Metric], width: int) -> list[str]:
     if not metrics:
         return []
     rows = [("evaluation", f"at step {metrics[0].latest.step}", "lowest (step)", "highest (step)")]
@@ -152,7 +152,14 @@ def _metric_table(metrics: Sequence[Metric]) -> list[str]:
     if all(metric.lowest == metric.highest for metric in metrics):
         rows = [row[:2] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    # Names give way to values. Their ends differ more often than their beginnings.
+    room = width - sum(widths[1:]) - 2 * len(widths)
+    widths[0] = min(widths[0], max(NAME_WIDTH, room))
+    lines: list[str] = []
+    for name, *values in rows:
+        cells = map(str.ljust, (_shortened(name, widths[0]), *values), widths)
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
 
 
 def _metric_row(metric: Metric) -> tuple[str, ...]:

@@ -6,8 +6,6 @@ import base64
 from html import escape
 from pathlib import Path
 
-from accel_train.commands.places import readable_size
-
 LARGEST_BYTES = 8 << 20
 """A larger picture is named and not embedded, so that the page can still be opened on a phone."""
 DRAWN_ANEW = "curves.png"
@@ -62,7 +60,7 @@ def _picture_html(path: Path) -> str:
     try:
         size = path.stat().st_size
         if size > LARGEST_BYTES:
-            return f"<p>{name} has {readable_size(size)} and is not embedded.</p>"
+            return f"<p>{name} has {size / 2**20:.0f} MiB and is not embedded.</p>"
         data = base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
         return f"<p>{name} cannot be read ({escape(str(error))}).</p>"

@@ -14,13 +14,13 @@ from typing import Any
 from accel_train import __version__
 from accel_train.metrics.records import plain
 from accel_train.store.names import REPORT
-from accel_train.watching.charts import BUCKETS, Chart, Curve, charts_of
-from accel_train.watching.drawing import COLORS, LEFT, RIGHT, WIDTH, draw
-from accel_train.watching.events import Event, events_of
-from accel_train.watching.facts import facts_of
+from accel_train.watching.html_report.charts import BUCKETS, Chart, Curve, charts_of
+from accel_train.watching.html_report.drawing import COLORS, LEFT, RIGHT, WIDTH, draw
+from accel_train.watching.html_report.events import Event, events_of
+from accel_train.watching.html_report.facts import facts_of
+from accel_train.watching.html_report.samples import samples_html
 from accel_train.watching.run_files import RunFiles
 from accel_train.watching.run_state import Extremum, Metric, RunState
-from accel_train.watching.samples import samples_html
 
 GENERATOR = '<meta name="generator" content="accel-train report">'
 # Even a mistake in the escaping could neither load nor send anything.
@@ -75,7 +75,7 @@ def page_html(runs: Sequence[ReportedRun]) -> str:
 
 
 def _resource(name: str) -> str:
-    return (resources("accel_train.watching") / name).read_text(encoding="utf-8")
+    return (resources("accel_train.watching.html_report") / name).read_text(encoding="utf-8")
 
 
 def _heads(runs: Sequence[ReportedRun]) -> list[str]:

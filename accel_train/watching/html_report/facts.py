@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_train.metrics.progress import format_seconds
 from accel_train.store.names import CONFIG_FILE
-from accel_train.watching.events import describe_machine, starts_of
+from accel_train.watching.html_report.events import describe_machine, starts_of
 from accel_train.watching.run_files import Record, RunFiles, number
 from accel_train.watching.run_state import RunState
 

@@ -1,4 +1,4 @@
-"""How long a run may take for its next line, from the lines it has written so far."""
+"""Is a run training, silent or at its end? And how long may it take for its next line?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from accel_train.metrics.progress import format_seconds
-from accel_train.watching.run_files import Record, RunFiles, number
+from accel_train.watching.run_files import Condition, Record, RunFiles, number
 
 SHORTEST_SECONDS = 120.0
 """No silence is shorter, so that a busy machine or a slow file system is none."""
@@ -20,15 +20,58 @@ UNKNOWN_SECONDS = 1800.0
 ``collective_timeout_seconds``, after which a process that waits for the others gives up."""
 
 
+def condition_of(files: RunFiles) -> Condition:
+    """Return the status of a run and the reason, from its last line, its lock and the time between its lines."""
+    process = files.process
+    ended = _ended(files)
+    begins_again = _begins_again(files)
+    # An end line is of the process that is gone only if that process wrote lines at all.
+    if process is not None and process.alive is False and (ended is None or begins_again):
+        return Condition("crashed", f"{process.text} is gone and wrote no end line")
+    if begins_again:
+        # The lines are of an earlier start. A new one writes its first line only after loading data and model.
+        silence = silent_since(files)
+        return Condition("silent", silence) if silence else Condition("starting", "a new start, without a line yet")
+    if ended is not None:
+        return ended
+    silence = silent_since(files)
+    if silence is not None:
+        return Condition("silent", silence)
+    if not any(record.get("event") == "train" for record in files.last_start()):
+        return Condition("starting", "no training line yet")
+    return Condition("training")
+
+
+def _begins_again(files: RunFiles) -> bool:
+    """Return True if a process has locked the run since its last line."""
+    last = number(files.records[-1], "time") if files.records else None
+    return last is not None and files.process is not None and files.process.started_at > last
+
+
+def _ended(files: RunFiles) -> Condition | None:
+    """Return the condition that the end line of the last start tells, or None without one."""
+    reasons = [record.get("reason") for record in files.last_start() if record.get("event") == "end"]
+    if not reasons:
+        return None
+    reason = reasons[-1]
+    if reason == "finished":
+        return Condition("finished")
+    if reason == "stopped":
+        return Condition("stopped", "saved before its last step; start it again to go on")
+    return Condition("crashed", f"ended by {reason}; logs/rank_0.log has the traceback")
+
+
 def silent_since(files: RunFiles) -> str | None:
     """Return a sentence about a run whose next line is overdue, or None."""
     start = files.last_start()
-    last = number(start[-1], "time") if start else None
-    if last is None:
-        # Not a line yet: the time at which the process took its lock.
-        if files.process is None:
-            return None
-        last = files.process.started_at
+    times = [number(start[-1], "time")] if start else []
+    if files.process is not None:
+        # A start that still loads its data has no line.
+        times.append(files.process.started_at)
+    known = [time for time in times if time is not None]
+    if not known:
+        return None
+    last = max(known)
     allowed = allowed_seconds(files)
     silent = files.now - last
     if silent <= allowed:
@@ -41,7 +84,7 @@ def allowed_seconds(files: RunFiles) -> float:
     unknown = _option(files, "collective_timeout_seconds", UNKNOWN_SECONDS)
     lines = [record for record in files.last_start() if number(record, "time") is not None]
     gaps = _gaps(lines, "train")
-    if not gaps:
+    if not gaps or _begins_again(files):
         return unknown
     allowed = max(SHORTEST_SECONDS, LINES * median(gaps), LONGEST * max(gaps))
     if _may_evaluate(files, lines):

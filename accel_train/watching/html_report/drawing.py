@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from html import escape
 
 from accel_train.metrics.progress import short_exponent
-from accel_train.watching.charts import Chart, Curve
-from accel_train.watching.events import Event
+from accel_train.watching.html_report.charts import Chart, Curve
+from accel_train.watching.html_report.events import Event
 
 WIDTH = 420
 HEIGHT = 250
