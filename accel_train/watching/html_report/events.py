@@ -25,10 +25,13 @@ class Event:
 
 
 def starts_of(records: Sequence[Record]) -> list[Sequence[Record]]:
-    """Split the records into those of each start, oldest first. Lines before the first environment are left out."""
+    """Split the records into those of each start, oldest first."""
     begins = [index for index, record in enumerate(records) if record.get("event") == "environment"]
-    ends = [*begins[1:], len(records)]
-    return [records[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    # A log that somebody has cut begins in the middle of a start.
+    if records and begins[:1] != [0]:
+        begins.insert(0, 0)
+    ends = [*begins, len(records)][1:]
+    return [records[begin:end] for begin, end in zip(begins, ends, strict=False)]
 
 
 def events_of(records: Sequence[Record]) -> list[Event]:
