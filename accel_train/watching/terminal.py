@@ -56,9 +56,14 @@ def page(runs: Sequence[Watched], now: float, terminal: Terminal) -> list[str]:
     alerts = sum(len(run.alerts) for run in runs)
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     lines = [Line(f"{_count(len(runs), 'run')}, {_count(alerts, 'alert')}  {clock}", "dim")]
+    # Above all runs, where a terminal that is too low for the page still shows them.
+    for run in runs:
+        name = f"{run.state.name} " if len(runs) > 1 else ""
+        for alert in run.alerts:
+            lines += [Line(text, "red") for text in _alert(name, alert, terminal.width)]
     for run in runs:
         lines.append(Line(""))
-        lines += _run_lines(run, terminal)
+        lines += _run_lines(run.state, terminal)
     return [_shown(line, terminal) for line in lines]
 
 
@@ -66,19 +71,18 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _run_lines(run: Watched, terminal: Terminal) -> list[Line]:
-    state = run.state
+def _run_lines(state: RunState, terminal: Terminal) -> list[Line]:
     head = f"{state.name}: {state.status}"
     # The age of a finished run's last line is no news of its training.
     if state.last_line_seconds is not None and state.status in ("training", "starting", "silent"):
         head += f", last line {_age(state.last_line_seconds)}"
     lines = [Line(head, STATUS_STYLE[state.status])]
     rows = [("directory", _shortened(state.directory, terminal.width - NAME_WIDTH - 2))]
-    # The reason of an alert stands below, and a reader needs it once.
+    # The reason of an alert stands above, and a reader needs it once.
     if state.reason and state.status not in ("crashed", "silent"):
         rows.append(("", state.reason))
     rows.append(("progress", _progress(state, terminal)))
-    rows += [("loss", _loss(loss, terminal)) for loss in state.losses]
+    rows += [("loss", text) for text in _losses(state.losses, terminal)]
     if state.speed is not None:
         rows.append(("throughput", _speed(state)))
     if state.memory_gib:
@@ -87,8 +91,6 @@ def _run_lines(run: Watched, terminal: Terminal) -> list[Line]:
     rows.append(("checkpoint", _checkpoint(state)))
     lines += [Line(f"  {name:<{NAME_WIDTH - 2}}  {text}") for name, text in rows]
     lines += [Line(text) for text in _metric_table(state.metrics, terminal.width)]
-    for alert in run.alerts:
-        lines += [Line(text, "red") for text in _alert(alert, terminal.width)]
     return lines
 
 
@@ -105,14 +107,17 @@ def _progress(state: RunState, terminal: Terminal) -> str:
     return "  ".join(parts)
 
 
-def _loss(loss: Loss, terminal: Terminal) -> str:
-    parts = [f"{loss.value:.4g}", f"at step {loss.step}"]
-    if loss.mode:
-        parts.insert(0, loss.mode)
-    text = " ".join(parts)
-    room = terminal.width - NAME_WIDTH - 4 - max(len(text), 26)
-    curve = sparkline(loss.curve[-room:] if room > 0 else (), terminal.unicode)
-    return f"{text:<26}  {curve}".rstrip()
+def _losses(losses: Sequence[Loss], terminal: Terminal) -> list[str]:
+    """Return the newest value of each loss, with the curves below each other."""
+    texts = [f"{loss.mode} {loss.value:.4g} at step {loss.step}".strip() for loss in losses]
+    width = max(map(len, texts), default=0)
+    room = max(0, terminal.width - NAME_WIDTH - 4 - width)
+    shown: list[str] = []
+    for text, loss in zip(texts, losses, strict=True):
+        # The newest points, where there is no room for all.
+        points = loss.curve[max(0, len(loss.curve) - room) :]
+        shown.append(f"{text:<{width}}  {sparkline(points, terminal.unicode)}".rstrip())
+    return shown
 
 
 def sparkline(values: Sequence[float], unicode: bool) -> str:
@@ -178,10 +183,10 @@ def _extremum(found: Extremum | None) -> str:
     return f"{found.value:.4g} ({found.step})"
 
 
-def _alert(alert: Alert, width: int) -> list[str]:
+def _alert(name: str, alert: Alert, width: int) -> list[str]:
     where = f" at step {alert.step}" if alert.step is not None else ""
-    text = f"ALERT {alert.kind}{where}: {alert.message}"
-    return textwrap.wrap(text, max(20, width - 2), initial_indent="  ", subsequent_indent="    ")
+    text = f"ALERT {name}{alert.kind}{where}: {alert.message}"
+    return textwrap.wrap(text, max(20, width), subsequent_indent="  ")
 
 
 def _age(seconds: float) -> str:
