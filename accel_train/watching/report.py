@@ -10,7 +10,8 @@ from accel_train.commands.places import readable_size
 from accel_train.config import UsageError, expand_path
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import METRICS_FILE
-from accel_train.watching.html_report.page import GENERATOR, ReportedRun, page_html
+from accel_train.watching.html_report.page import GENERATOR, page_html
+from accel_train.watching.html_report.tables import ReportedRun
 from accel_train.watching.reading import find_directory, read_files
 from accel_train.watching.run_files import MetricsFile
 from accel_train.watching.run_state import state_of
