@@ -217,7 +217,7 @@ def test_the_head_says_what_ran_and_how_to_go_on(tmp_path: Path) -> None:
     (run.path / "config.yaml").write_text("seed: 3\n")
     facts = write(tmp_path / "page.html", run).facts()
     assert facts["Recipe"] == "recipes/x.py"
-    assert facts["Preset"] == "base"
+    assert facts["Preset or file"] == "base"
     assert facts["To resume"] == f"python recipes/x.py {run.path}/config.yaml"
     assert facts["State"].startswith("silent, step 10 of 100 (no line for")
     assert facts["Versions"] == "torch 2"

@@ -61,7 +61,7 @@ def _command_facts(directory: Path, environment: Mapping[str, Any]) -> list[tupl
     world_size = int(environment.get("world_size") or 1)
     return [
         ("Recipe", words[0]),
-        ("Preset", preset),
+        ("Preset or file", preset),
         ("Command", command),
         ("To resume", resume_command(directory, command, world_size)),
     ]
