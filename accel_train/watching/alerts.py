@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from accel_train.metrics.records import last_pass
-from accel_train.watching.run_files import Record, RunFiles, number
+from accel_train.watching.run_files import Record, RunFiles
 from accel_train.watching.run_state import RunState, lines_by_mode
 
 SLOWER = 0.3
@@ -52,7 +51,7 @@ def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
     for name, reason in files.failed_pushes.items():
         found.append(Alert("push", f"{name} was not pushed: {reason}"))
     # Warnings of an earlier start may have been put right since.
-    for record in files.last_start():
+    for record in files.last_start:
         if record.get("event") == "warning":
             found.append(Alert("warning", str(record.get("message")), record.get("step")))
     return found
@@ -61,38 +60,45 @@ def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
 def _non_finite(files: RunFiles) -> list[Alert]:
     """Return an alert for the first non-finite value of each field. A resume drops the lines that it repeats."""
     first: dict[str, Record] = {}
-    lines = [*last_pass(files.records, "train"), *last_pass(files.records, "evaluation")]
-    for line in lines:
-        for name in line:
-            value = number(line, name)
-            if value is not None and not math.isfinite(value):
-                first.setdefault(name, line)
-    return [Alert("non_finite", f"{name} is {line[name]}", line["step"]) for name, line in first.items()]
+    for line in (*files.training, *files.evaluations):
+        for name in _non_finite_fields(line):
+            # The first one: everything that depends on it follows.
+            first.setdefault(name, line)
+    found: list[Alert] = []
+    for name, line in first.items():
+        found.append(Alert("non_finite", f"{name} is {line[name]}", line["step"]))
+    return found
+
+
+def _non_finite_fields(line: Record) -> list[str]:
+    # JSON reads whole numbers as int, and those are finite.
+    return [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
 
 
 def _spikes(files: RunFiles) -> list[Alert]:
     """Return an alert for the highest recent spike of each mode."""
     found: list[Alert] = []
-    for mode, lines in lines_by_mode(files.records).items():
+    for mode, lines in lines_by_mode(files).items():
+        # A loss that is not finite has its own alert.
         finite = [line for line in lines if math.isfinite(line["loss"])]
-        alert = _spike(mode, finite)
-        if alert is not None:
-            found.append(alert)
+        name = f"loss ({mode})" if mode else "loss"
+        found += _highest_spike(name, finite)
     return found
 
 
-def _spike(mode: str, lines: Sequence[Record]) -> Alert | None:
-    highest: Alert | None = None
+def _highest_spike(name: str, lines: Sequence[Record]) -> list[Alert]:
+    losses = [float(line["loss"]) for line in lines]
+    highest: list[Alert] = []
     highest_loss = -math.inf
-    for index in range(max(0, len(lines) - SPIKE_RECENT), len(lines)):
-        before = [float(line["loss"]) for line in lines[max(0, index - SPIKE_BEFORE) : index]]
-        loss = float(lines[index]["loss"])
-        if len(before) < SPIKE_BEFORE // 10 or loss <= max(highest_loss, _limit(before)):
+    first = max(SPIKE_BEFORE // 10, len(lines) - SPIKE_RECENT)
+    for index in range(first, len(lines)):
+        before = losses[max(0, index - SPIKE_BEFORE) : index]
+        loss = losses[index]
+        if loss <= max(highest_loss, _limit(before)):
             continue
         highest_loss = loss
-        named = f"loss ({mode})" if mode else "loss"
-        text = f"{named} {loss:.4g}, against a median of {median(before):.4g} in the {len(before)} lines before"
-        highest = Alert("loss_spike", text, lines[index]["step"])
+        text = f"{name} {loss:.4g}, against a median of {median(before):.4g} in the {len(before)} lines before"
+        highest = [Alert("loss_spike", text, lines[index]["step"])]
     return highest
 
 
@@ -100,16 +106,20 @@ def _limit(before: Sequence[float]) -> float:
     """Return the highest loss that is no spike."""
     middle = median(before)
     deviation = NORMAL * median(abs(value - middle) for value in before)
-    # A few lines of a falling loss deviate little by chance, so their highest counts too.
-    return max(middle + SPIKE_DEVIATIONS * deviation, middle + SPIKE_SHARE * abs(middle), max(before))
+    # Medians, because one earlier spike would widen a mean and a standard deviation.
+    by_deviation = middle + SPIKE_DEVIATIONS * deviation
+    by_share = middle + SPIKE_SHARE * abs(middle)
+    # A few lines may deviate little by chance, so their highest counts too.
+    return max(by_deviation, by_share, max(before))
 
 
 def _slow(state: RunState) -> list[Alert]:
     speed = state.speed
     if speed is None or speed.log_lines < SPEED_LINES or speed.change > -SLOWER:
         return []
+    # Nothing can be done about the last interval of a run that has ended.
     if state.status not in ("training", "silent"):
-        return []  # nothing to be done about the last interval of a run that has ended
+        return []
     text = f"{speed.samples_per_second:.4g} samples/s, {-speed.change:.0%} below the median of this start"
     return [Alert("throughput", text, state.step)]
 
@@ -120,6 +130,7 @@ def _overdue_save(files: RunFiles, state: RunState) -> list[Alert]:
     if not isinstance(every, int) or every <= 0 or state.status != "training":
         return []
     saved = state.checkpoint_step or 0
+    # Seen by what is missing: a save that fails writes no line.
     if state.step - saved <= SAVES_MISSED * every:
         return []
     text = f"the newest checkpoint is of step {saved}, with checkpoints.save_every {every}; see logs/rank_0.log"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ EXIT_ALERT = 3
 ENDED = ("finished", "stopped", "crashed")
 HOME = "\x1b[H"
 CLEAR = "\x1b[2J"
+REST = 9.0
+"""Seconds of rest for each second that a page took."""
 CLEAR_REST_OF_LINE = "\x1b[K"
 CLEAR_BELOW = "\x1b[J"
 
@@ -36,21 +39,35 @@ def monitor(places: Sequence[str], *, once: bool = False, as_json: bool = False,
     Files are read, and nothing is written or locked, so it may run on any machine that sees the directories. With
     ``once`` or ``as_json`` it shows one page or one JSON object. ``every`` is in seconds.
     """
-    if not every > 0:
-        raise UsageError(f"--every {every:g}: seconds between two pages, above 0; leave it out for 2")
-    directories = [find_directory(place) for place in places]
-    files = {directory: MetricsFile(directory / METRICS_FILE) for directory in dict.fromkeys(directories)}
+    # False for NaN as well.
+    if not 0 < every < math.inf:
+        raise UsageError(f"--every {every:g}: seconds between two pages, finite and above 0; leave it out for 2")
+    files: dict[Path, MetricsFile] = {}
+    for place in places:
+        # A run that is named twice is shown once.
+        directory = find_directory(place)
+        files[directory] = MetricsFile(directory / METRICS_FILE)
+    if as_json or once:
+        return _exit_code(_print_once(files, as_json))
+    return _exit_code(_follow(files, every))
+
+
+def _exit_code(runs: Sequence[Watched]) -> int:
+    """Return 3 if an alert stands, so that a script needs to read nothing."""
+    if any(run.alerts for run in runs):
+        return EXIT_ALERT
+    return 0
+
+
+def _print_once(files: dict[Path, MetricsFile], as_json: bool) -> list[Watched]:
+    now = time.time()
+    runs = _look(files, now)
     if as_json:
-        now = time.time()
-        runs = _look(files, now)
-        print(json.dumps(_as_json(runs, now), indent=2, ensure_ascii=False, allow_nan=False))
-    elif once:
-        now = time.time()
-        runs = _look(files, now)
-        print("\n".join(page(runs, now, _terminal())))
+        text = json.dumps(_as_json(runs, now), indent=2, ensure_ascii=False, allow_nan=False)
     else:
-        runs = _follow(files, every, time.sleep)
-    return EXIT_ALERT if any(run.alerts for run in runs) else 0
+        text = "\n".join(page(runs, now, _terminal()))
+    print(text)
+    return runs
 
 
 def _look(files: dict[Path, MetricsFile], now: float) -> list[Watched]:
@@ -62,21 +79,24 @@ def _look(files: dict[Path, MetricsFile], now: float) -> list[Watched]:
     return runs
 
 
-def _follow(files: dict[Path, MetricsFile], every: float, sleep: Callable[[float], None]) -> list[Watched]:
+def _follow(files: dict[Path, MetricsFile], every: float) -> list[Watched]:
     """Show one page after the other until all runs have ended, or until Ctrl-C."""
     runs: list[Watched] = []
     in_place = sys.stdout.isatty()
     if in_place:
         sys.stdout.write(CLEAR)
     try:
+        # Each page begins with what is on the disk by then: there is nothing to keep in step.
         while True:
             now = time.time()
             runs = _look(files, now)
             _show(page(runs, now, _terminal()), in_place)
             if all(run.state.status in ENDED for run in runs):
                 return runs
-            sleep(every)
+            # Watching shares the machine with training: at most a tenth of one core, however long the run is.
+            time.sleep(max(every, REST * (time.time() - now)))
     except KeyboardInterrupt:
+        # The way to leave it, and no error. The last page stays on the terminal.
         return runs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,13 @@ def find_directory(text: str) -> Path:
     """Return the directory of a run, also of one that has only begun. Raises ``UsageError`` for anything else."""
     path = expand_path(text)
     if not path.is_dir():
-        kind = "is a file" if path.exists() else "does not exist"
+        kind = "does not exist"
+        if path.exists():
+            kind = "is a file"
         raise UsageError(f"{path}: {kind}; give the directory of a run, with {METRICS_FILE} in it")
+    metrics = path / METRICS_FILE
+    if metrics.exists() and not os.access(metrics, os.R_OK):
+        raise UsageError(f"{metrics}: may not be read by this user; watch as a user with read access")
     names = (*OF_A_START, "checkpoints")
     if not any((path / name).exists() for name in names):
         held = contents(path)

@@ -41,6 +41,7 @@ def _refuse_output(path: Path) -> None:
         raise UsageError(f"--output {path}: is a directory; give the name of a file, such as {path}/report.html")
     if not path.parent.is_dir():
         raise UsageError(f"--output {path}: {path.parent} does not exist; make it, or give another file")
+    # An earlier report may be replaced, whatever else has that name may not.
     if path.exists():
         with path.open("rb") as file:
             head = file.read(1000)
@@ -51,4 +52,6 @@ def _refuse_output(path: Path) -> None:
 def _name(directory: Path, directories: Sequence[Path]) -> str:
     """Return the name of the directory, or its path if another run has the same name."""
     same = [other for other in directories if other.name == directory.name]
-    return directory.name if len(same) == 1 else str(directory)
+    if len(same) == 1:
+        return directory.name
+    return str(directory)

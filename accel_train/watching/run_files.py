@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,8 +61,19 @@ class RunFiles:
     """Reasons of the Hub by the name of the checkpoint."""
     now: float
 
+    @cached_property
+    def training(self) -> Sequence[Record]:
+        """The training lines by rising step. Of a step repeated after a crash the later line counts."""
+        return last_pass(self.records, "train")
+
+    @cached_property
+    def evaluations(self) -> Sequence[Record]:
+        """The evaluation lines, likewise."""
+        return last_pass(self.records, "evaluation")
+
+    @cached_property
     def last_start(self) -> Sequence[Record]:
-        """Return the records of the last start, in file order."""
+        """The records of the last start, in file order."""
         for index in range(len(self.records) - 1, -1, -1):
             if self.records[index].get("event") == "environment":
                 return self.records[index:]
@@ -73,14 +85,14 @@ class RunFiles:
         if isinstance(steps, int):
             return steps
         epochs = self.options.get("max_epochs")
-        lines = last_pass(self.records, "train")
-        if not isinstance(epochs, (int, float)) or not lines:
+        if not isinstance(epochs, (int, float)) or not self.training:
             return None
-        epoch = number(lines[-1], "epoch")
+        newest = self.training[-1]
+        epoch = number(newest, "epoch")
         if not epoch:
             return None
         # As experiment.py derives it. The margin keeps a rounded quotient from becoming one step more.
-        return math.ceil(epochs * lines[-1]["step"] / epoch - 1e-6)
+        return math.ceil(epochs * newest["step"] / epoch - 1e-6)
 
 
 def number(record: Record, name: str) -> float | None:

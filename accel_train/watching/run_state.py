@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from accel_train.metrics.curves import NOT_DRAWN, labels_of
+from accel_train.metrics.curves import HEAD, NOT_DRAWN, labels_of
 from accel_train.metrics.records import last_pass
 from accel_train.watching.run_files import Condition, Record, RunFiles, Status, number
 
@@ -87,24 +87,22 @@ class RunState:
 
 def state_of(files: RunFiles, condition: Condition) -> RunState:
     """Return the state of a run at the time its files were read."""
-    step = newest_step(files)
-    max_steps = files.max_steps()
-    lines = last_pass(files.records, "train")
+    lines = files.training
     eta_seconds = None
-    if condition.status == "training" and max_steps is not None and lines:
-        step_seconds = number(lines[-1], "step_seconds")
-        eta_seconds = None if step_seconds is None else max(0, max_steps - step) * step_seconds
+    # A run that does not train comes no nearer to its end.
+    if condition.status == "training" and lines:
+        eta_seconds = _eta_seconds(files, lines[-1])
     saved_step, saved_seconds = _checkpoint(files)
     return RunState(
         name=files.directory.name,
         directory=str(files.directory),
         status=condition.status,
         reason=condition.reason,
-        step=step,
-        max_steps=max_steps,
+        step=newest_step(files),
+        max_steps=files.max_steps(),
         eta_seconds=eta_seconds,
         last_line_seconds=_age(files, _last_time(files)),
-        losses=losses_of(files.records),
+        losses=losses_of(files),
         metrics=metrics_of(files),
         speed=speed_of(files),
         memory_gib=_memory(lines),
@@ -113,9 +111,19 @@ def state_of(files: RunFiles, condition: Condition) -> RunState:
     )
 
 
+def _eta_seconds(files: RunFiles, line: Record) -> float | None:
+    max_steps = files.max_steps()
+    step_seconds = number(line, "step_seconds")
+    if max_steps is None or step_seconds is None:
+        return None
+    # A run whose length was changed may be beyond its end.
+    steps_left = max(0, max_steps - newest_step(files))
+    return steps_left * step_seconds
+
+
 def newest_step(files: RunFiles) -> int:
     """Return the step that the last start has reached: of its last line, or the one it resumed from."""
-    steps = [record.get("step") for record in files.last_start()]
+    steps = [record.get("step") for record in files.last_start]
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
@@ -126,31 +134,38 @@ def _last_time(files: RunFiles) -> float | None:
 
 
 def _age(files: RunFiles, then: float | None) -> float | None:
+    if then is None:
+        return None
     # The clock of the machine that wrote it may be ahead of this one.
-    return None if then is None else max(0.0, files.now - then)
+    return max(0.0, files.now - then)
 
 
-def lines_by_mode(records: Sequence[Record]) -> dict[str, list[Record]]:
+def lines_by_mode(files: RunFiles) -> dict[str, list[Record]]:
     """Return the training lines of each mode or task, whose losses are not comparable, in the order of their names.
 
     A run with one loss has them under an empty name. Of a repeated step the last line counts.
     """
-    mode_field = labels_of(records).loss_of
+    mode_field = labels_of(files.records).loss_of
     found: dict[str, list[Record]] = {}
-    for line in last_pass(records, "train"):
-        if number(line, "loss") is not None:
-            mode = "" if mode_field is None else str(line.get(mode_field, ""))
-            found.setdefault(mode, []).append(line)
+    for line in files.training:
+        if number(line, "loss") is None:
+            continue
+        mode = ""
+        if mode_field is not None:
+            mode = str(line.get(mode_field, ""))
+        found.setdefault(mode, []).append(line)
     return dict(sorted(found.items()))
 
 
-def losses_of(records: Sequence[Record]) -> list[Loss]:
+def losses_of(files: RunFiles) -> list[Loss]:
     """Return the newest loss and the curve of each mode or task."""
     found: list[Loss] = []
-    for mode, lines in lines_by_mode(records).items():
+    for mode, lines in lines_by_mode(files).items():
         values = [float(line["loss"]) for line in lines]
+        # The newest value may be NaN. A curve has no place for one.
         finite = [value for value in values if math.isfinite(value)]
-        found.append(Loss(mode, lines[-1]["step"], values[-1], _means(finite, CURVE_POINTS)))
+        curve = _means(finite, CURVE_POINTS)
+        found.append(Loss(mode, lines[-1]["step"], values[-1], curve))
     return found
 
 
@@ -159,21 +174,25 @@ def _means(values: Sequence[float], points: int) -> list[float]:
     count = min(points, len(values))
     means: list[float] = []
     for index in range(count):
-        stretch = values[index * len(values) // count : (index + 1) * len(values) // count]
+        first = index * len(values) // count
+        end = (index + 1) * len(values) // count
+        stretch = values[first:end]
         means.append(sum(stretch) / len(stretch))
     return means
 
 
 def metrics_of(files: RunFiles) -> list[Metric]:
     """Return the metrics of all evaluations, in the order of the newest one."""
-    lines = last_pass(files.records, "evaluation")
+    lines = files.evaluations
     if not lines:
         return []
     found: list[Metric] = []
     for name in lines[-1]:
+        # As in curves.png: durations and counts describe the evaluation, not its result.
         kind = name.removesuffix("_shuffled").rsplit("_", 1)[-1]
-        is_value = number(lines[-1], name) is not None and name not in ("step", "time")
-        if is_value and kind not in NOT_DRAWN:
+        if name in HEAD or kind in NOT_DRAWN:
+            continue
+        if number(lines[-1], name) is not None:
             found.append(_metric(name, lines, files.options))
     return found
 
@@ -189,28 +208,36 @@ def _metric(name: str, lines: Sequence[Record], options: Mapping[str, Any]) -> M
     highest = max(finite, key=lambda one: one.value, default=None)
     best = None
     if options.get("checkpoints.best_metric") == name:
-        best = highest if options.get("checkpoints.best_mode") == "max" else lowest
+        best = lowest
+        if options.get("checkpoints.best_mode") == "max":
+            best = highest
     return Metric(name, values[-1], lowest, highest, best)
 
 
 def speed_of(files: RunFiles) -> Speed | None:
     """Return the throughput of the last start. Earlier starts may have had another machine."""
     values: list[float] = []
-    for line in last_pass(files.last_start(), "train"):
+    for line in last_pass(files.last_start, "train"):
         value = number(line, "samples_per_second")
         if value is not None and math.isfinite(value) and value > 0:
             values.append(value)
     if not values:
         return None
     middle = median(values)
-    return Speed(values[-1], middle, values[-1] / middle - 1, len(values))
+    change = values[-1] / middle - 1
+    return Speed(values[-1], middle, change, len(values))
 
 
 def _memory(lines: Sequence[Record]) -> dict[str, float]:
     if not lines:
         return {}
-    found = {name: number(lines[-1], name) for name in lines[-1] if name.endswith("_gib")}
-    return {name: value for name, value in found.items() if value is not None}
+    found: dict[str, float] = {}
+    for name in lines[-1]:
+        value = number(lines[-1], name)
+        # Which of them there are depends on the device.
+        if name.endswith("_gib") and value is not None:
+            found[name] = value
+    return found
 
 
 def _checkpoint(files: RunFiles) -> tuple[int | None, float | None]:

@@ -30,27 +30,28 @@ def condition_of(files: RunFiles) -> Condition:
         return Condition("crashed", f"{process.text} is gone and wrote no end line")
     if begins_again:
         # The lines are of an earlier start. A new one writes its first line only after loading data and model.
-        silence = silent_since(files)
-        return Condition("silent", silence) if silence else Condition("starting", "a new start, without a line yet")
+        return _silent(files) or Condition("starting", "a new start, without a line yet")
     if ended is not None:
         return ended
-    silence = silent_since(files)
-    if silence is not None:
-        return Condition("silent", silence)
-    if not any(record.get("event") == "train" for record in files.last_start()):
+    silent = _silent(files)
+    if silent is not None:
+        return silent
+    if not any(record.get("event") == "train" for record in files.last_start):
         return Condition("starting", "no training line yet")
     return Condition("training")
 
 
 def _begins_again(files: RunFiles) -> bool:
     """Return True if a process has locked the run since its last line."""
-    last = number(files.records[-1], "time") if files.records else None
-    return last is not None and files.process is not None and files.process.started_at > last
+    if not files.records or files.process is None:
+        return False
+    last = number(files.records[-1], "time")
+    return last is not None and files.process.started_at > last
 
 
 def _ended(files: RunFiles) -> Condition | None:
     """Return the condition that the end line of the last start tells, or None without one."""
-    reasons = [record.get("reason") for record in files.last_start() if record.get("event") == "end"]
+    reasons = [record.get("reason") for record in files.last_start if record.get("event") == "end"]
     if not reasons:
         return None
     reason = reasons[-1]
@@ -61,39 +62,47 @@ def _ended(files: RunFiles) -> Condition | None:
     return Condition("crashed", f"ended by {reason}; logs/rank_0.log has the traceback")
 
 
-def silent_since(files: RunFiles) -> str | None:
-    """Return a sentence about a run whose next line is overdue, or None."""
-    start = files.last_start()
-    times = [number(start[-1], "time")] if start else []
+def _silent(files: RunFiles) -> Condition | None:
+    """Return the condition of a run whose next line is overdue, or None."""
+    newest = files.last_start[-1:]
+    times = [float(line["time"]) for line in newest if number(line, "time") is not None]
     if files.process is not None:
         # A start that still loads its data has no line.
         times.append(files.process.started_at)
-    known = [time for time in times if time is not None]
-    if not known:
+    if not times:
         return None
-    last = max(known)
     allowed = allowed_seconds(files)
-    silent = files.now - last
-    if silent <= allowed:
+    seconds = files.now - max(times)
+    if seconds <= allowed:
         return None
-    return f"no line for {format_seconds(silent)}; its lines so far allow {format_seconds(allowed)}"
+    text = f"no line for {format_seconds(seconds)}; its lines so far allow {format_seconds(allowed)}"
+    return Condition("silent", text)
 
 
 def allowed_seconds(files: RunFiles) -> float:
     """Return the longest time until the next line that is no silence."""
     unknown = _option(files, "collective_timeout_seconds", UNKNOWN_SECONDS)
-    lines = [record for record in files.last_start() if number(record, "time") is not None]
+    lines = [record for record in files.last_start if number(record, "time") is not None]
     gaps = _gaps(lines, "train")
     if not gaps or _begins_again(files):
         return unknown
     allowed = max(SHORTEST_SECONDS, LINES * median(gaps), LONGEST * max(gaps))
     if _may_evaluate(files, lines):
-        timed = [record for record in files.records if number(record, "time") is not None]
-        evaluations = _gaps(timed, "evaluation")
-        allowed = max(allowed, LONGEST * max(evaluations) if evaluations else unknown)
+        allowed = max(allowed, _evaluation_seconds(files) or unknown)
     if files.options.get("hub.repo_id") and _is_last(files, lines):
-        allowed = max(allowed, 60 * _option(files, "hub.finish_minutes", 10.0))  # pushes before it ends
+        # The last pushes come before the end line.
+        minutes = _option(files, "hub.finish_minutes", 10.0)
+        allowed = max(allowed, 60 * minutes)
     return allowed
+
+
+def _evaluation_seconds(files: RunFiles) -> float | None:
+    """Return the longest time that an evaluation may take, by those of all starts. None before the first."""
+    timed = [record for record in files.records if number(record, "time") is not None]
+    gaps = _gaps(timed, "evaluation")
+    if not gaps:
+        return None
+    return LONGEST * max(gaps)
 
 
 def _gaps(lines: Sequence[Record], event: str) -> list[float]:
@@ -135,4 +144,6 @@ def _is_last(files: RunFiles, lines: Sequence[Record]) -> bool:
 
 def _option(files: RunFiles, name: str, default: float) -> float:
     value = files.options.get(name)
-    return float(value) if isinstance(value, (int, float)) else default
+    if isinstance(value, (int, float)):
+        return float(value)
+    return default

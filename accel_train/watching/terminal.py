@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from accel_train.metrics.progress import format_seconds
@@ -58,7 +58,9 @@ def page(runs: Sequence[Watched], now: float, terminal: Terminal) -> list[str]:
     lines = [Line(f"{_count(len(runs), 'run')}, {_count(alerts, 'alert')}  {clock}", "dim")]
     # Above all runs, where a terminal that is too low for the page still shows them.
     for run in runs:
-        name = f"{run.state.name} " if len(runs) > 1 else ""
+        name = ""
+        if len(runs) > 1:
+            name = f"{run.state.name} "
         for alert in run.alerts:
             lines += [Line(text, "red") for text in _alert(name, alert, terminal.width)]
     for run in runs:
@@ -68,16 +70,14 @@ def page(runs: Sequence[Watched], now: float, terminal: Terminal) -> list[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    plural = "" if number == 1 else "s"
+    return f"{number} {noun}{plural}"
 
 
 def _run_lines(state: RunState, terminal: Terminal) -> list[Line]:
-    head = f"{state.name}: {state.status}"
-    # The age of a finished run's last line is no news of its training.
-    if state.last_line_seconds is not None and state.status in ("training", "starting", "silent"):
-        head += f", last line {_age(state.last_line_seconds)}"
-    lines = [Line(head, STATUS_STYLE[state.status])]
-    rows = [("directory", _shortened(state.directory, terminal.width - NAME_WIDTH - 2))]
+    lines = [Line(_headline(state), STATUS_STYLE[state.status])]
+    directory = _shortened(state.directory, terminal.width - NAME_WIDTH - 2)
+    rows = [("directory", directory)]
     # The reason of an alert stands above, and a reader needs it once.
     if state.reason and state.status not in ("crashed", "silent"):
         rows.append(("", state.reason))
@@ -86,22 +86,42 @@ def _run_lines(state: RunState, terminal: Terminal) -> list[Line]:
     if state.speed is not None:
         rows.append(("throughput", _speed(state)))
     if state.memory_gib:
-        used = [f"{_words(name.removesuffix('_gib'))} {size:.2f} GiB" for name, size in state.memory_gib.items()]
-        rows.append(("memory", ", ".join(used)))
+        rows.append(("memory", _memory(state.memory_gib)))
     rows.append(("checkpoint", _checkpoint(state)))
-    lines += [Line(f"  {name:<{NAME_WIDTH - 2}}  {text}") for name, text in rows]
+    for name, text in rows:
+        lines.append(Line(f"  {name:<{NAME_WIDTH - 2}}  {text}"))
+    # Below, as the longest part: a low terminal cuts the page at its end.
     lines += [Line(text) for text in _metric_table(state.metrics, terminal.width)]
     return lines
 
 
+def _headline(state: RunState) -> str:
+    text = f"{state.name}: {state.status}"
+    # The age of a finished run's last line is no news of its training.
+    if state.last_line_seconds is not None and state.status in ("training", "starting", "silent"):
+        text += f", last line {_age(state.last_line_seconds)}"
+    return text
+
+
+def _memory(memory_gib: Mapping[str, float]) -> str:
+    parts: list[str] = []
+    for name, size in memory_gib.items():
+        words = name.removesuffix("_gib").replace("_", " ")
+        parts.append(f"{words} {size:.2f} GiB")
+    return ", ".join(parts)
+
+
 def _progress(state: RunState, terminal: Terminal) -> str:
     parts = [f"step {state.step}"]
+    # Without a length, as in a script of one's own, there is no share of it.
     if state.max_steps:
+        # A run whose length was lowered is beyond its end.
         share = min(1.0, state.step / state.max_steps)
         full, empty = ("█", "░") if terminal.unicode else ("#", ".")
         width = min(BAR_WIDTH, terminal.width // 4)
         done = int(share * width)
-        parts = [full * done + empty * (width - done), f"{share:.0%}", f"step {state.step}/{state.max_steps}"]
+        bar = full * done + empty * (width - done)
+        parts = [bar, f"{share:.0%}", f"step {state.step}/{state.max_steps}"]
     if state.eta_seconds is not None:
         parts.append(f"ETA {format_seconds(state.eta_seconds)}")
     return "  ".join(parts)
@@ -116,7 +136,8 @@ def _losses(losses: Sequence[Loss], terminal: Terminal) -> list[str]:
     for text, loss in zip(texts, losses, strict=True):
         # The newest points, where there is no room for all.
         points = loss.curve[max(0, len(loss.curve) - room) :]
-        shown.append(f"{text:<{width}}  {sparkline(points, terminal.unicode)}".rstrip())
+        curve = sparkline(points, terminal.unicode)
+        shown.append(f"{text:<{width}}  {curve}".rstrip())
     return shown
 
 
@@ -124,13 +145,17 @@ def sparkline(values: Sequence[float], unicode: bool) -> str:
     """Draw values as one line of bars between their lowest and their highest. Empty for fewer than two."""
     if len(values) < 2:
         return ""
-    blocks = BLOCKS if unicode else BLOCKS_IN_ASCII
+    blocks = BLOCKS
+    if not unicode:
+        blocks = BLOCKS_IN_ASCII
     low = min(values)
     span = max(values) - low
+    # A constant is a low line, not a high one.
     if not span:
         return blocks[0] * len(values)
-    steps = [int((value - low) / span * (len(blocks) - 1) + 0.5) for value in values]
-    return "".join(blocks[step] for step in steps)
+    highest = len(blocks) - 1
+    levels = [round((value - low) / span * highest) for value in values]
+    return "".join(blocks[level] for level in levels)
 
 
 def _speed(state: RunState) -> str:
@@ -184,17 +209,16 @@ def _extremum(found: Extremum | None) -> str:
 
 
 def _alert(name: str, alert: Alert, width: int) -> list[str]:
-    where = f" at step {alert.step}" if alert.step is not None else ""
-    text = f"ALERT {name}{alert.kind}{where}: {alert.message}"
+    text = f"ALERT {name}{alert.kind}"
+    if alert.step is not None:
+        text += f" at step {alert.step}"
+    text += f": {alert.message}"
+    # Wrapped, where other lines are cut: its end may say what to do.
     return textwrap.wrap(text, max(20, width), subsequent_indent="  ")
 
 
 def _age(seconds: float) -> str:
     return f"{format_seconds(seconds)} ago"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _shortened(path: str, width: int) -> str:

@@ -305,8 +305,9 @@ def test_once_prints_a_page_and_the_code_tells_of_alerts(run: RunDirectory, caps
 
 
 def test_wrong_usage_is_refused(run: RunDirectory, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--every 0: seconds between two pages, above 0"):
-        cli._main(["monitor", str(run.path), "--every", "0"])
+    for every in ("0", "-1", "nan", "inf"):
+        with pytest.raises(UsageError, match=f"--every {every}: seconds between two pages, finite and above 0"):
+            cli._main(["monitor", str(run.path), "--every", every])
     with pytest.raises(UsageError, match="does not exist; give the directory of a run"):
         cli._main(["monitor", str(tmp_path / "none")])
     with pytest.raises(SystemExit) as left:

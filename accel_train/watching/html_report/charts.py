@@ -36,8 +36,8 @@ class Chart:
     title: str
     unit: str
     curves: Sequence[Curve]
-    logarithmic: bool
-    from_zero: bool
+    logarithmic: bool = False
+    from_zero: bool = False
 
     def extent(self) -> tuple[float, float]:
         """Return the lowest and the highest value."""
@@ -62,7 +62,11 @@ def charts_of(runs: Sequence[tuple[str, Sequence[Any]]]) -> list[Chart]:
     A single run has a chart for each kind of metric, with a line for each mode. Several runs have a chart for each mode
     and metric, with a line for each run.
     """
-    groups = _groups_of_one(runs[0][1]) if len(runs) == 1 else _groups_of_several(runs)
+    if len(runs) == 1:
+        _, records = runs[0]
+        groups = _groups_of_one(records)
+    else:
+        groups = _groups_of_several(runs)
     return [_chart(group) for group in groups]
 
 
@@ -81,15 +85,16 @@ def _groups_of_one(records: Sequence[Any]) -> list[_Group]:
 
 
 def _groups_of_several(runs: Sequence[tuple[str, Sequence[Any]]]) -> list[_Group]:
-    groups: dict[tuple[str, str], _Group] = {}
-    for index, (name, records) in enumerate(runs):
+    groups: dict[str, _Group] = {}
+    for color, (name, records) in enumerate(runs):
         for panel in panels_of(records):
             for label, series in panel.drawn().items():
-                # The label of the only line of a panel may hold numbers of the run.
-                line = label if len(panel.lines) > 1 else ""
-                title = f"{panel.title}: {line}" if line else panel.title
-                group = groups.setdefault((panel.title, line), _Group(panel, title))
-                group.lines.append((name, index, series))
+                title = f"{panel.title}: {label}"
+                # The label of the only line of a panel may hold numbers of the run, which differ.
+                if len(panel.lines) == 1:
+                    title = panel.title
+                group = groups.setdefault(title, _Group(panel, title))
+                group.lines.append((name, color, series))
     return list(groups.values())
 
 
@@ -98,27 +103,34 @@ def _partner(label: str) -> str:
 
 
 def _chart(group: _Group) -> Chart:
+    panel = group.panel
     curves: list[Curve] = []
     for label, color, series in group.lines:
-        dashed = label != _partner(label)
-        curves.append(_curve(Curve(label, color, dashed, series.steps, series.values, (), 0), group.panel.smooth))
-    chart = Chart(group.title, group.panel.unit, curves, False, group.panel.from_zero)
+        curves.append(_curve(label, color, series, panel.smooth))
+    chart = Chart(group.title, panel.unit, curves)
     low, high = chart.extent()
-    logarithmic = group.panel.smooth and low > 0 and high > LOG_FROM * low
-    return replace(chart, logarithmic=logarithmic, from_zero=chart.from_zero and low >= 0)
-
-
-def _curve(curve: Curve, noisy: bool) -> Curve:
-    smooth: Sequence[float] = ()
-    if noisy and len(curve.values) >= SMOOTH_FROM:
-        smooth = smoothed(curve.values)
-    kept = kept_points(curve.values)
     return replace(
-        curve,
-        steps=[curve.steps[index] for index in kept],
-        values=[curve.values[index] for index in kept],
-        smooth=[smooth[index] for index in kept] if smooth else [],
-        logged=len(curve.values),
+        chart,
+        logarithmic=panel.smooth and low > 0 and high > LOG_FROM * low,
+        from_zero=panel.from_zero and low >= 0,
+    )
+
+
+def _curve(label: str, color: int, series: Series, noisy: bool) -> Curve:
+    kept = kept_points(series.values)
+    smooth: list[float] = []
+    # Of all logged points, before any is left out.
+    if noisy and len(series.values) >= SMOOTH_FROM:
+        curve = smoothed(series.values)
+        smooth = [curve[index] for index in kept]
+    return Curve(
+        label=label,
+        color=color,
+        dashed=label != _partner(label),
+        steps=[series.steps[index] for index in kept],
+        values=[series.values[index] for index in kept],
+        smooth=smooth,
+        logged=len(series.values),
     )
 
 
@@ -129,7 +141,10 @@ def kept_points(values: Sequence[float]) -> list[int]:
         return list(range(count))
     kept = {0, count - 1}
     for bucket in range(BUCKETS):
-        stretch = range(bucket * count // BUCKETS, (bucket + 1) * count // BUCKETS)
+        first = bucket * count // BUCKETS
+        end = (bucket + 1) * count // BUCKETS
+        stretch = range(first, end)
+        # Not means: a spike of one line is what somebody looks for.
         kept.add(min(stretch, key=values.__getitem__))
         kept.add(max(stretch, key=values.__getitem__))
     return sorted(kept)

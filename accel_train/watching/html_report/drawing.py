@@ -75,8 +75,10 @@ def draw(chart: Chart, events: Sequence[tuple[str, Event]], last_step: int) -> s
 
 
 def _classes(curve: Curve) -> str:
-    dashed = " dashed" if curve.dashed else ""
-    return f"c{curve.color % COLORS}{dashed}"
+    color = f"c{curve.color % COLORS}"
+    if curve.dashed:
+        return f"{color} dashed"
+    return color
 
 
 def _lines(curve: Curve, axes: Axes) -> list[str]:
@@ -102,7 +104,9 @@ def _mark(color: str, event: Event, axes: Axes) -> str:
     title = f"<title>{escape(event.kind)} at step {event.step:,}: {escape(event.text)}</title>"
     if event.kind in TICKS:
         # On the axis, which saves touch from below and evaluations from above.
-        side = 5 if event.kind == "save" else -5
+        side = -5
+        if event.kind == "save":
+            side = 5
         path = f"M{x:.1f},{BOTTOM} l-3,{side} h6 z"
         return f'<path class="event {kind} {color}" d="{path}">{title}</path>'
     return f'<line class="event {kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}">{title}</line>'
@@ -131,7 +135,9 @@ def value_ticks(axes: Axes) -> list[float]:
     first = math.floor(math.log10(axes.low))
     last = math.ceil(math.log10(axes.high))
     # Over many decades a number for each suffices.
-    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    factors = (1,)
+    if last - first <= 2:
+        factors = (1, 2, 5)
     ticks = [factor * 10.0**exponent for exponent in range(first, last + 1) for factor in factors]
     return [tick for tick in ticks if axes.low <= tick <= axes.high]
 
@@ -151,10 +157,10 @@ def linear_ticks(low: float, high: float, count: int) -> list[float]:
 def short(value: float) -> str:
     """Format a number for an axis: ``12k``, ``0.25``, ``1.5e-4``."""
     size = abs(value)
-    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= factor:
-            divisor = 1e3 if suffix == "k" else factor
-            return f"{value / divisor:.4g}{suffix}"
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # Four digits fit on an axis as they are.
+        if size >= max(factor, 1e4):
+            return f"{value / factor:.4g}{suffix}"
     if 0 < size < 1e-3:
         return short_exponent(value)
     return f"{value:.4g}"

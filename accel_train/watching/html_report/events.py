@@ -47,7 +47,7 @@ def events_of(records: Sequence[Record]) -> list[Event]:
         # The last start may still be training.
         ended = any(record.get("event") == "end" for record in start)
         if not ended and index < len(starts) - 1:
-            reached = max((step for record in start if (step := _step(record)) is not None), default=0)
+            reached = max(_step(record) or 0 for record in start)
             text = "killed, or its machine went down; a resume has dropped its lines behind the newest checkpoint"
             found.append(Event("crash", reached, text, number(start[-1], "time")))
     return found + _non_finite(records)
@@ -77,6 +77,7 @@ def _event(record: Record) -> Event | None:
     step = _step(record)
     kind = record.get("event")
     time = number(record, "time")
+    # A recipe may write one before its first step.
     if kind == "warning":
         return Event("warning", step or 0, str(record.get("message")), time)
     if step is None:
@@ -110,4 +111,6 @@ def _non_finite(records: Sequence[Record]) -> list[Event]:
 
 def _step(record: Record) -> int | None:
     step = record.get("step")
-    return step if isinstance(step, int) else None
+    if isinstance(step, int):
+        return step
+    return None

@@ -138,7 +138,8 @@ def _figure(number: int, chart: Chart, events: Sequence[tuple[str, Event]], last
 
 def _key(index: int, curve: Curve) -> str:
     """Return the name of a curve with its last value, which switches the curve off and on."""
-    swatch = _swatch(curve.color, " dashed" if curve.dashed else "")
+    dashes = " dashed" if curve.dashed else ""
+    swatch = _swatch(curve.color, dashes)
     last = f'<span class="last">{curve.values[-1]:.4g}</span>'
     box = f'<input type="checkbox" data-curve="{index}" checked>'
     return f"<label>{box}{swatch}{escape(curve.label)} {last}</label>"

@@ -34,7 +34,8 @@ def markdown_html(text: str) -> list[str]:
     for line in text.splitlines():
         is_item = line.startswith("- ")
         if is_item != in_list:
-            parts.append("<ul>" if is_item else "</ul>")
+            tag = "<ul>" if is_item else "</ul>"
+            parts.append(tag)
             in_list = is_item
         if is_item:
             parts.append(f"<li>{_sample_html(line[2:])}</li>")
