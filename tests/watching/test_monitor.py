@@ -158,6 +158,24 @@ def test_what_is_not_finite_is_an_alert(run: RunDirectory) -> None:
     assert kinds(run) == []  # the steps were done again
 
 
+def test_a_converged_loss_may_move_a_little(run: RunDirectory) -> None:
+    for step in range(1, 61):
+        run.train(step, loss=1.0 + 1e-6 * (step % 3))
+    run.train(61, loss=1.19)
+    assert kinds(run) == []
+    run.train(62, loss=1.21)
+    assert kinds(run) == ["loss_spike"]
+
+
+def test_a_loss_that_was_as_high_before_is_no_spike(run: RunDirectory) -> None:
+    run.train(1, loss=9.0)
+    run.steps(2, 9, loss=2.0)
+    run.train(10, loss=8.9)
+    assert kinds(run) == []
+    run.train(11, loss=9.1)
+    assert kinds(run) == ["loss_spike"]
+
+
 @pytest.mark.parametrize("at", [12, 60, 95])
 def test_a_spike_is_an_alert_for_ten_lines_of_its_mode(run: RunDirectory, at: int) -> None:
     run.add("environment", labels=MODES)

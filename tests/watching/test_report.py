@@ -224,6 +224,14 @@ def test_the_head_says_what_ran_and_how_to_go_on(tmp_path: Path) -> None:
     assert facts["Recorded time"].startswith("0:15 in 2 start(s), 0.00 device hours, since 2023-11-14 22:13 UTC")
 
 
+def test_device_hours_are_those_of_all_processes(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")  # one process, up to 2 s
+    run.add("environment", world_size=8)
+    run.train(1, after=3597.0)  # 3,600 s since the beginning
+    recorded = write(tmp_path / "page.html", run).facts()["Recorded time"]
+    assert recorded.startswith("1:00:02 in 2 start(s), 8.00 device hours")
+
+
 def test_the_command_to_resume_names_what_is_not_recorded(tmp_path: Path) -> None:
     assert resume_command(tmp_path, "x.py --seed 3", 1) == "python x.py --seed 3"
     assert resume_command(tmp_path, "x.py --seed 3", 8) == (

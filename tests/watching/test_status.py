@@ -152,6 +152,9 @@ def test_a_growing_file_is_read_once_and_a_replaced_one_again(tmp_path: Path) ->
     run.file.with_name("new").write_text("".join(kept))
     run.file.with_name("new").replace(run.file)  # as a start that resumes does
     assert [record.get("step") for record in metrics.read()] == [None, None, 1]
+    run.file.with_name("new").write_text('{"event": "train", "step": 2, "loss": 1.0}\n' * 40)
+    run.file.with_name("new").replace(run.file)  # already longer than what was read of the one before
+    assert len(metrics.read()) == 40
     run.file.unlink()
     assert metrics.read() == []
 
