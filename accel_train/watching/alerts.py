@@ -48,6 +48,7 @@ def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
     found += _spikes(files)
     found += _slow(state)
     found += _overdue_save(files, state)
+    # The worker of the pushes gives up a checkpoint, and training goes on.
     for name, reason in files.failed_pushes.items():
         found.append(Alert("push", f"{name} was not pushed: {reason}"))
     # Warnings of an earlier start may have been put right since.
@@ -115,6 +116,7 @@ def _limit(before: Sequence[float]) -> float:
 
 def _slow(state: RunState) -> list[Alert]:
     speed = state.speed
+    # The median of few lines is that of the warm-up.
     if speed is None or speed.log_lines < SPEED_LINES or speed.change > -SLOWER:
         return []
     # Nothing can be done about the last interval of a run that has ended.

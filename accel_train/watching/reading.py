@@ -73,6 +73,7 @@ def _process(lock: Path) -> Process | None:
     except OSError:
         return None
     holder = HOLDER.fullmatch(text)
+    # Also empty for a moment, while a start writes its name.
     if holder is None:
         return None
     alive = None
@@ -98,6 +99,7 @@ def _newest_checkpoint(directory: Path) -> SavedCheckpoint | None:
     try:
         found = manifest.committed(directory / "checkpoints")
     except OSError:
+        # Deleted between two calls.
         return None
     if not found:
         return None

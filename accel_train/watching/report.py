@@ -22,6 +22,7 @@ def report(places: Sequence[str], output: str) -> int:
     """Write the report and print its path. The runs are read only, and may be training."""
     path = expand_path(output)
     _refuse_output(path)
+    # Each run once, in the given order.
     directories = dict.fromkeys(find_directory(place) for place in places)
     now = time.time()
     runs: list[ReportedRun] = []
@@ -29,6 +30,7 @@ def report(places: Sequence[str], output: str) -> int:
         files = read_files(directory, MetricsFile(directory / METRICS_FILE), now)
         state = state_of(files, condition_of(files))
         runs.append(ReportedRun(_name(directory, list(directories)), files, state))
+    # A name on the disk may hold bytes that are no text.
     content = page_html(runs).encode("utf-8", "replace")
     replace_file(path, content)
     print(f"written: {path}, {readable_size(len(content))}")

@@ -123,6 +123,7 @@ def _eta_seconds(files: RunFiles, line: Record) -> float | None:
 
 def newest_step(files: RunFiles) -> int:
     """Return the step that the last start has reached: of its last line, or the one it resumed from."""
+    # Not the highest of all starts: a resume goes back to its checkpoint.
     steps = [record.get("step") for record in files.last_start]
     return max((step for step in steps if isinstance(step, int)), default=0)
 
@@ -164,12 +165,12 @@ def losses_of(files: RunFiles) -> list[Loss]:
         values = [float(line["loss"]) for line in lines]
         # The newest value may be NaN. A curve has no place for one.
         finite = [value for value in values if math.isfinite(value)]
-        curve = _means(finite, CURVE_POINTS)
+        curve = means(finite, CURVE_POINTS)
         found.append(Loss(mode, lines[-1]["step"], values[-1], curve))
     return found
 
 
-def _means(values: Sequence[float], points: int) -> list[float]:
+def means(values: Sequence[float], points: int) -> list[float]:
     """Return the means of at most ``points`` stretches of equal length."""
     count = min(points, len(values))
     means: list[float] = []
@@ -203,6 +204,7 @@ def _metric(name: str, lines: Sequence[Record], options: Mapping[str, Any]) -> M
         value = number(line, name)
         if value is not None:
             values.append(Extremum(value, line["step"]))
+    # NaN compares with nothing, so min and max would return any value.
     finite = [one for one in values if math.isfinite(one.value)]
     lowest = min(finite, key=lambda one: one.value, default=None)
     highest = max(finite, key=lambda one: one.value, default=None)
@@ -219,6 +221,7 @@ def speed_of(files: RunFiles) -> Speed | None:
     values: list[float] = []
     for line in last_pass(files.last_start, "train"):
         value = number(line, "samples_per_second")
+        # A script of one's own may write 0 where it does not count.
         if value is not None and math.isfinite(value) and value > 0:
             values.append(value)
     if not values:
@@ -241,6 +244,7 @@ def _memory(lines: Sequence[Record]) -> dict[str, float]:
 
 
 def _checkpoint(files: RunFiles) -> tuple[int | None, float | None]:
+    # From the directory, not from the events: retention deletes checkpoints, and a new one may have no line yet.
     if files.checkpoint is None:
         return None, None
     return files.checkpoint.step, _age(files, files.checkpoint.written_at)

@@ -36,6 +36,7 @@ def condition_of(files: RunFiles) -> Condition:
     silent = _silent(files)
     if silent is not None:
         return silent
+    # The first step may compile for minutes.
     if not any(record.get("event") == "train" for record in files.last_start):
         return Condition("starting", "no training line yet")
     return Condition("training")
@@ -87,6 +88,7 @@ def allowed_seconds(files: RunFiles) -> float:
     if not gaps or _begins_again(files):
         return unknown
     allowed = max(SHORTEST_SECONDS, LINES * median(gaps), LONGEST * max(gaps))
+    # An evaluation writes its line at its end, so its beginning has to be guessed.
     if _may_evaluate(files, lines):
         allowed = max(allowed, _evaluation_seconds(files) or unknown)
     if files.options.get("hub.repo_id") and _is_last(files, lines):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from accel_train.metrics.progress import format_seconds
 from accel_train.watching.alerts import Alert
-from accel_train.watching.run_state import Extremum, Loss, Metric, RunState
+from accel_train.watching.run_state import Extremum, Loss, Metric, RunState, means
 
 NAME_WIDTH = 12
 BAR_WIDTH = 24
@@ -134,9 +134,8 @@ def _losses(losses: Sequence[Loss], terminal: Terminal) -> list[str]:
     room = max(0, terminal.width - NAME_WIDTH - 4 - width)
     shown: list[str] = []
     for text, loss in zip(texts, losses, strict=True):
-        # The newest points, where there is no room for all.
-        points = loss.curve[max(0, len(loss.curve) - room) :]
-        curve = sparkline(points, terminal.unicode)
+        # Coarser where there is less room, so that it still reaches back to the first step.
+        curve = sparkline(means(loss.curve, room), terminal.unicode)
         shown.append(f"{text:<{width}}  {curve}".rstrip())
     return shown
 

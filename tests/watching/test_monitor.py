@@ -277,6 +277,17 @@ def test_the_page_tells_the_values(tmp_path: Path) -> None:
     assert re.search(r"nll +2 +2 \(40\) best +3 \(20\)\n", text)
 
 
+def test_a_curve_reaches_back_to_the_first_step_in_any_width(run: RunDirectory) -> None:
+    for step in range(1, 97):
+        run.train(step, loss=10.0 if step <= 24 else 1.0)
+    for width in (40, 60, 80):
+        (line,) = [line for line in shown(run, width) if "1 at step 96" in line]
+        curve = line.split()[-1]
+        assert len(curve) == min(48, width - 16 - len("1 at step 96"))
+        assert curve.count("█") == pytest.approx(len(curve) / 4, abs=1)
+        assert curve.endswith("▁")
+
+
 def test_colors_are_for_terminals_and_control_characters_for_none(run: RunDirectory) -> None:
     run.add("warning", 1, message="\x1b[2Jgone\x07")
     plain = "\n".join(shown(run))

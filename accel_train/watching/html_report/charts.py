@@ -79,6 +79,7 @@ def _groups_of_one(records: Sequence[Any]) -> list[_Group]:
             # A shuffled metric has the color of its partner, dashed.
             color = colors.setdefault(_partner(label), len(colors))
             group.lines.append((label, color, series))
+        # A panel of text, of a single evaluation, is a row of the table instead.
         if group.lines:
             groups.append(group)
     return groups
@@ -137,6 +138,7 @@ def _curve(label: str, color: int, series: Series, noisy: bool) -> Curve:
 def kept_points(values: Sequence[float]) -> list[int]:
     """Return the indices to draw: all, or of each bucket the lowest and the highest, with the first and the last."""
     count = len(values)
+    # Up to here, thinning would save nothing.
     if count <= 2 * BUCKETS:
         return list(range(count))
     kept = {0, count - 1}

@@ -83,6 +83,7 @@ def _classes(curve: Curve) -> str:
 
 def _lines(curve: Curve, axes: Axes) -> list[str]:
     raw = _path(curve.steps, curve.values, axes)
+    # Faint and strong: the style sheet tells them apart by their classes.
     if curve.smooth:
         smooth = _path(curve.steps, curve.smooth, axes)
         return [f'<path class="raw" d="{raw}"/>', f'<path class="smooth" d="{smooth}"/>']
@@ -94,6 +95,7 @@ def _lines(curve: Curve, axes: Axes) -> list[str]:
 
 
 def _path(steps: Sequence[int], values: Sequence[float], axes: Axes) -> str:
+    # A tenth of a unit is a tenth of a pixel on most screens.
     points = [f"{axes.x(step):.1f},{axes.y(value):.1f}" for step, value in zip(steps, values, strict=True)]
     return "M" + " ".join(points)
 

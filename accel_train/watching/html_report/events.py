@@ -57,6 +57,7 @@ def _begin(start: Sequence[Record]) -> Event:
     environment = start[0]
     text = describe_machine(environment)
     time = number(environment, "time")
+    # A resume line comes behind those of the environment and the config.
     for record in start:
         step = _step(record)
         if record.get("event") == "resume" and step is not None:

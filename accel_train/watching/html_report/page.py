@@ -28,6 +28,7 @@ ON_CURVES = ("restart", "save", "evaluation", "warning", "not finite", "stop", "
 def page_html(runs: Sequence[ReportedRun]) -> str:
     """Return the page."""
     charts = charts_of([(run.name, run.files.records) for run in runs])
+    # One axis of steps for all charts, so that events line up.
     last_step = max(run.state.step for run in runs)
     title = escape(", ".join(run.name for run in runs))
     body = [

@@ -18,6 +18,7 @@ def samples_html(report: Path) -> list[str]:
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
+            # The rest of the page is still of use.
             text = f"{path.name} cannot be read ({error})"
         parts += ['<div class="samples">', *markdown_html(text), "</div>"]
     for path in sorted(report.glob("[!.]*.png")):
