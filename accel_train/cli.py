@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from accel_train import __version__
 from accel_train.runtime.exiting import exit_with
+from accel_train.watching.arguments import add_monitor, add_report
 
 EXPORT = "write weights with config.json, assets and options, model.py for torch alone, an example and verify.py"
 
@@ -45,6 +46,14 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     if arguments.command == "completion":
         return _completion(arguments)
+    if arguments.command == "monitor":
+        from accel_train.watching.monitor import monitor
+
+        return monitor(arguments.runs, once=arguments.once, as_json=arguments.json, every=arguments.every)
+    if arguments.command == "report":
+        from accel_train.watching.report import report
+
+        return report(arguments.runs, arguments.output)
     return _launch(arguments)
 
 
@@ -173,6 +182,10 @@ def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | N
     _add_data(commands.add_parser("data", help=text, description=text))
     text = "adapters from a dataset of pictures: check, plan for this machine, cache, train, validate, export"
     _add_lora(commands.add_parser("lora", help=text, description=text))
+    text = "a live page of runs in the terminal: progress, losses, throughput; exit code 3 while an alert stands"
+    add_monitor(commands.add_parser("monitor", help=text, description=text))
+    text = "one HTML file about runs, to keep or to send: curves, events, evaluations, samples, how to resume"
+    add_report(commands.add_parser("report", help=text, description=text))
     export = commands.add_parser("export", help=EXPORT, description=EXPORT)
     export.add_argument("place", metavar="RUN_OR_CHECKPOINT")
     _add_export(export)

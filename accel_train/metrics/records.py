@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -170,7 +170,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Torn lines, left by a killed run or a full disk, are skipped. Non-finite numbers become floats again.
     """
     with Path(path).open("rb") as file:
-        records = [record for record in map(_parse, file) if record is not None]
+        return parse_lines(file)
+
+
+def parse_lines(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Return the records of whole lines, as ``read_metrics`` does."""
+    records = [record for record in map(_parse, lines) if record is not None]
     for record in records:
         for name, value in record.items():
             if isinstance(value, str) and value in NON_FINITE:

@@ -50,6 +50,9 @@ LINES = [
     ("accel-train compare p", {"pde"}),
     ("accel-train checkpoints pr", {"prune"}),
     ("accel-train checkpoints prune --keep_w", {"--keep_window_steps", "--keep_window_epochs"}),
+    ("accel-train mon", {"monitor"}),
+    ("accel-train monitor runs/a --o", {"--once"}),
+    ("accel-train report --o", {"--output"}),
     ("accel-train launch mmdit --data.ta", set[str]()),  # an option of the other recipe
 ]
 

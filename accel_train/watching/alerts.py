@@ -1,0 +1,139 @@
+"""Alerts: what somebody should look at, from the records of a run. An alert stands as long as its cause is there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from accel_train.watching.run_files import Record, RunFiles
+from accel_train.watching.run_state import RunState, lines_by_mode
+
+SLOWER = 0.3
+"""Loss of throughput, against the median of its start, that is an alert."""
+SPEED_LINES = 10
+"""Training lines of a start before its throughput is judged. The first intervals include warm-up."""
+SPIKE_BEFORE = 50
+"""Lines of the same mode that a loss is compared with. A tenth of them suffices at the start."""
+SPIKE_RECENT = 10
+"""A spike stands for so many lines of its mode."""
+SPIKE_DEVIATIONS = 8.0
+"""Distance from the median, in standard deviations that are estimated from the median deviation."""
+SPIKE_SHARE = 0.2
+"""Distance from the median, as a share of it, below which a loss is none: a converged loss hardly varies."""
+NORMAL = 1.4826
+"""Standard deviation of normally distributed values over their median deviation."""
+SAVES_MISSED = 2
+"""Distances of ``checkpoints.save_every`` without a checkpoint. One may still be written in the background."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that somebody should look at."""
+
+    kind: str
+    """One word for scripts: ``crashed``, ``silent``, ``non_finite``, ``loss_spike``, ``throughput``, ``save``,
+    ``push`` or ``warning``."""
+    message: str
+    step: int | None = None
+
+
+def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
+    """Return the alerts that stand, the gravest first."""
+    found: list[Alert] = []
+    if state.status in ("crashed", "silent"):
+        found.append(Alert(state.status, state.reason, state.step))
+    found += _non_finite(files)
+    found += _spikes(files)
+    found += _slow(state)
+    found += _overdue_save(files, state)
+    # The worker of the pushes gives up a checkpoint, and training goes on.
+    for name, reason in files.failed_pushes.items():
+        found.append(Alert("push", f"{name} was not pushed: {reason}"))
+    # Warnings of an earlier start may have been put right since.
+    for record in files.last_start:
+        if record.get("event") == "warning":
+            found.append(Alert("warning", str(record.get("message")), record.get("step")))
+    return found
+
+
+def _non_finite(files: RunFiles) -> list[Alert]:
+    """Return an alert for the first non-finite value of each field. A resume drops the lines that it repeats."""
+    first: dict[str, Record] = {}
+    for line in (*files.training, *files.evaluations):
+        for name in _non_finite_fields(line):
+            # The first one: everything that depends on it follows.
+            first.setdefault(name, line)
+    found: list[Alert] = []
+    for name, line in first.items():
+        found.append(Alert("non_finite", f"{name} is {line[name]}", line["step"]))
+    return found
+
+
+def _non_finite_fields(line: Record) -> list[str]:
+    # JSON reads whole numbers as int, and those are finite.
+    return [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
+
+
+def _spikes(files: RunFiles) -> list[Alert]:
+    """Return an alert for the highest recent spike of each mode."""
+    found: list[Alert] = []
+    for mode, lines in lines_by_mode(files).items():
+        # A loss that is not finite has its own alert.
+        finite = [line for line in lines if math.isfinite(line["loss"])]
+        name = f"loss ({mode})" if mode else "loss"
+        found += _highest_spike(name, finite)
+    return found
+
+
+def _highest_spike(name: str, lines: Sequence[Record]) -> list[Alert]:
+    losses = [float(line["loss"]) for line in lines]
+    highest: list[Alert] = []
+    highest_loss = -math.inf
+    first = max(SPIKE_BEFORE // 10, len(lines) - SPIKE_RECENT)
+    for index in range(first, len(lines)):
+        before = losses[max(0, index - SPIKE_BEFORE) : index]
+        loss = losses[index]
+        if loss <= max(highest_loss, _limit(before)):
+            continue
+        highest_loss = loss
+        text = f"{name} {loss:.4g}, against a median of {median(before):.4g} in the {len(before)} lines before"
+        highest = [Alert("loss_spike", text, lines[index]["step"])]
+    return highest
+
+
+def _limit(before: Sequence[float]) -> float:
+    """Return the highest loss that is no spike."""
+    middle = median(before)
+    deviation = NORMAL * median(abs(value - middle) for value in before)
+    # Medians, because one earlier spike would widen a mean and a standard deviation.
+    by_deviation = middle + SPIKE_DEVIATIONS * deviation
+    by_share = middle + SPIKE_SHARE * abs(middle)
+    # A few lines may deviate little by chance, so their highest counts too.
+    return max(by_deviation, by_share, max(before))
+
+
+def _slow(state: RunState) -> list[Alert]:
+    speed = state.speed
+    # The median of few lines is that of the warm-up.
+    if speed is None or speed.log_lines < SPEED_LINES or speed.change > -SLOWER:
+        return []
+    # Nothing can be done about the last interval of a run that has ended.
+    if state.status not in ("training", "silent"):
+        return []
+    text = f"{speed.samples_per_second:.4g} samples/s, {-speed.change:.0%} below the median of this start"
+    return [Alert("throughput", text, state.step)]
+
+
+def _overdue_save(files: RunFiles, state: RunState) -> list[Alert]:
+    """Return an alert for a run that trains on without saving, as with ``checkpoints.on_error continue``."""
+    every = files.options.get("checkpoints.save_every")
+    if not isinstance(every, int) or every <= 0 or state.status != "training":
+        return []
+    saved = state.checkpoint_step or 0
+    # Seen by what is missing: a save that fails writes no line.
+    if state.step - saved <= SAVES_MISSED * every:
+        return []
+    text = f"the newest checkpoint is of step {saved}, with checkpoints.save_every {every}; see logs/rank_0.log"
+    return [Alert("save", text, state.step)]

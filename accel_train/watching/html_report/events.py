@@ -1,0 +1,117 @@
+"""Events of a run, for the marks on its curves and the table of its report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from accel_train.metrics.records import last_pass
+from accel_train.watching.run_files import Record, number
+
+Kind = Literal["start", "restart", "save", "evaluation", "warning", "not finite", "stop", "crash", "end"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a step."""
+
+    kind: Kind
+    step: int
+    text: str
+    time: float | None
+    """Seconds since 1970."""
+
+
+def starts_of(records: Sequence[Record]) -> list[Sequence[Record]]:
+    """Split the records into those of each start, oldest first."""
+    begins = [index for index, record in enumerate(records) if record.get("event") == "environment"]
+    # A log that somebody has cut begins in the middle of a start.
+    if records and begins[:1] != [0]:
+        begins.insert(0, 0)
+    ends = [*begins, len(records)][1:]
+    return [records[begin:end] for begin, end in zip(begins, ends, strict=False)]
+
+
+def events_of(records: Sequence[Record]) -> list[Event]:
+    """Return the events in the order of the file, non-finite values behind them."""
+    found: list[Event] = []
+    starts = starts_of(records)
+    for index, start in enumerate(starts):
+        found.append(_begin(start))
+        for record in start:
+            event = _event(record)
+            if event is not None:
+                found.append(event)
+        # The last start may still be training.
+        ended = any(record.get("event") == "end" for record in start)
+        if not ended and index < len(starts) - 1:
+            reached = max(_step(record) or 0 for record in start)
+            text = "killed, or its machine went down; a resume has dropped its lines behind the newest checkpoint"
+            found.append(Event("crash", reached, text, number(start[-1], "time")))
+    return found + _non_finite(records)
+
+
+def _begin(start: Sequence[Record]) -> Event:
+    environment = start[0]
+    text = describe_machine(environment)
+    time = number(environment, "time")
+    # A resume line comes behind those of the environment and the config.
+    for record in start:
+        step = _step(record)
+        if record.get("event") == "resume" and step is not None:
+            return Event("restart", step, text, time)
+    return Event("start", 0, text, time)
+
+
+def describe_machine(environment: Mapping[str, object]) -> str:
+    """Describe strategy, precision and device of a start."""
+    parts: list[str] = []
+    if "strategy" in environment:
+        parts.append(f"{environment['strategy']} × {environment.get('world_size', 1)}")
+    parts += [str(environment[name]) for name in ("precision", "device_name") if environment.get(name)]
+    return ", ".join(parts)
+
+
+def _event(record: Record) -> Event | None:
+    step = _step(record)
+    kind = record.get("event")
+    time = number(record, "time")
+    # A recipe may write one before its first step.
+    if kind == "warning":
+        return Event("warning", step or 0, str(record.get("message")), time)
+    if step is None:
+        return None
+    if kind == "checkpoint":
+        return Event("save", step, f"checkpoint of step {step}", time)
+    if kind == "evaluation":
+        return Event("evaluation", step, f"evaluation after step {step}", time)
+    if kind == "end":
+        return _end(str(record.get("reason")), step, time)
+    return None
+
+
+def _end(reason: str, step: int, time: float | None) -> Event:
+    if reason == "finished":
+        return Event("end", step, "finished", time)
+    if reason == "stopped":
+        return Event("stop", step, "stopped and saved before the last step", time)
+    return Event("crash", step, f"ended by {reason}", time)
+
+
+def _non_finite(records: Sequence[Record]) -> list[Event]:
+    found: list[Event] = []
+    for line in last_pass(records, "train"):
+        for name in ("loss", "grad_norm"):
+            value = number(line, name)
+            if value is not None and not math.isfinite(value):
+                found.append(Event("not finite", line["step"], f"{name} is {value}", number(line, "time")))
+    return found
+
+
+def _step(record: Record) -> int | None:
+    step = record.get("step")
+    if isinstance(step, int):
+        return step
+    return None

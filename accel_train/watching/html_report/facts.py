@@ -1,0 +1,127 @@
+"""Facts about a run for the head of its report: what ran, on what, for how long, and how to resume it."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_train.metrics.progress import format_seconds
+from accel_train.store.names import CONFIG_FILE
+from accel_train.watching.html_report.events import describe_machine, starts_of
+from accel_train.watching.run_files import Record, RunFiles, number
+from accel_train.watching.run_state import RunState
+
+COMMANDS = ("Command", "To resume")
+"""Facts that a reader copies into a terminal."""
+
+
+def facts_of(files: RunFiles, state: RunState) -> list[tuple[str, str]]:
+    """Return (name, text) pairs. What the run did not record is left out."""
+    starts = starts_of(files.records)
+    environment: Mapping[str, Any] = {}
+    # The last start: an earlier one may have been on another machine.
+    if starts:
+        environment = starts[-1][0]
+    facts = [
+        ("State", _state(state)),
+        ("Directory", str(files.directory)),
+        *_command_facts(files.directory, environment),
+        ("Machine", describe_machine(environment)),
+        ("System", _system(environment)),
+        ("Versions", _versions(environment)),
+        ("Attention", str(environment.get("attention") or "")),
+        ("Commit of the script", str(environment.get("git_commit") or "")),
+        ("Run", str(environment.get("run_id") or "")),
+        ("Recorded time", _hours(starts)),
+    ]
+    return [(name, text) for name, text in facts if text]
+
+
+def _state(state: RunState) -> str:
+    text = f"{state.status}, step {state.step:,}"
+    if state.max_steps is not None:
+        text += f" of {state.max_steps:,}"
+    if state.reason:
+        text += f" ({state.reason})"
+    return text
+
+
+def _command_facts(directory: Path, environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    command = str(environment.get("command") or "")
+    words = _split(command)
+    if not words:
+        return []
+    preset = "the recipe's own"
+    # The first word behind the recipe is a preset or a YAML file, unless it is an option.
+    if len(words) > 1 and not words[1].startswith("-"):
+        preset = words[1]
+    world_size = int(environment.get("world_size") or 1)
+    return [
+        ("Recipe", words[0]),
+        ("Preset or file", preset),
+        ("Command", command),
+        ("To resume", resume_command(directory, command, world_size)),
+    ]
+
+
+def _split(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:
+        # A quote without its partner: the line was edited by hand.
+        return command.split()
+
+
+def resume_command(directory: Path, command: str, world_size: int) -> str:
+    """Return the command that goes on with the run, from the directory in which it was started.
+
+    The resolved options are in the run's own config.yaml. The launch file of several processes is not recorded, so the
+    reader has to name it.
+    """
+    words = _split(command)
+    recipe = shlex.quote(words[0])
+    options = shlex.join(words[1:])
+    config = directory / CONFIG_FILE
+    if config.is_file():
+        options = shlex.quote(str(config))
+    program = "python"
+    if world_size > 1:
+        program = "accel-train launch --config_file LAUNCH_FILE.yaml"
+    return f"{program} {recipe} {options}".rstrip()
+
+
+def _system(environment: Mapping[str, Any]) -> str:
+    formats = {"platform": "{}", "python": "Python {}", "cuda": "CUDA {}", "cpu_count": "{} CPU cores"}
+    parts: list[str] = []
+    for name, form in formats.items():
+        if environment.get(name):
+            parts.append(form.format(environment[name]))
+    return ", ".join(parts)
+
+
+def _versions(environment: Mapping[str, Any]) -> str:
+    versions = environment.get("versions")
+    if not isinstance(versions, dict):
+        return ""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _hours(starts: Sequence[Sequence[Record]]) -> str:
+    """Return the time of all starts up to their last lines. Lines that a resume has dropped are not in it."""
+    if not starts:
+        return ""
+    seconds = 0.0
+    device_seconds = 0.0
+    for start in starts:
+        # A monotonic clock, unlike the times of the lines.
+        elapsed = max(number(record, "elapsed_seconds") or 0.0 for record in start)
+        seconds += elapsed
+        device_seconds += elapsed * (number(start[0], "world_size") or 1.0)
+    text = f"{format_seconds(seconds)} in {len(starts)} start(s), {device_seconds / 3600:.2f} device hours"
+    began = number(starts[0][0], "time")
+    if began is not None:
+        text += time.strftime(", since %Y-%m-%d %H:%M UTC", time.gmtime(began))
+    return text

@@ -1,0 +1,52 @@
+"""Parts of the page that all of its sections use. Everything that comes from a file is escaped."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from html import escape
+
+# Inside a word of letters, not inside a number.
+BREAKABLE = re.compile(r"(?<=[a-z])([_.])(?=[a-z])")
+
+
+def section(title: str, parts: Sequence[str]) -> list[str]:
+    """Return a section with a heading, or nothing if it has no parts."""
+    if not parts:
+        return []
+    return ["<section>", f"<h2>{escape(title)}</h2>", *parts, "</section>"]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table. One that is too wide scrolls by itself, and the page does not."""
+    parts = ['<div class="table">', "<table>", _row(head, "th")]
+    parts += [_row(row, "td") for row in rows]
+    return [*parts, "</table>", "</div>"]
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    texts: list[str] = []
+    for cell in cells:
+        # A phone may break a long name of an option or metric here.
+        text = BREAKABLE.sub(r"\1<wbr>", escape(cell))
+        texts.append(f"<{tag}>{text}</{tag}>")
+    return f"<tr>{''.join(texts)}</tr>"
+
+
+def details(summary: str, parts: Sequence[str]) -> list[str]:
+    """Return parts that are folded away behind a line."""
+    return [f"<details><summary>{escape(summary)}</summary>", *parts, "</details>"]
+
+
+def command(text: str) -> str:
+    """Return a command whose words stay in one piece: a browser would break a line inside ``--``."""
+    words = [f"<span>{escape(word)}</span>" for word in text.split(" ")]
+    return f"<code>{' '.join(words)}</code>"
+
+
+def clock(seconds: float | None) -> str:
+    """Format a time in UTC. Empty for None."""
+    if seconds is None:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))

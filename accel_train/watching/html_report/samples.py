@@ -1,0 +1,69 @@
+"""Samples of a run as HTML: the pages and pictures that its recipe wrote into ``report/``."""
+
+from __future__ import annotations
+
+import base64
+from html import escape
+from pathlib import Path
+
+LARGEST_BYTES = 8 << 20
+"""A larger picture is named and not embedded, so that the page can still be opened on a phone."""
+DRAWN_ANEW = "curves.png"
+
+
+def samples_html(report: Path) -> list[str]:
+    """Return the Markdown pages, then the pictures, embedded. Empty for a run without any."""
+    parts: list[str] = []
+    for path in sorted(report.glob("[!.]*.md")):
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            # The rest of the page is still of use.
+            text = f"{path.name} cannot be read ({error})"
+        parts += ['<div class="samples">', *markdown_html(text), "</div>"]
+    for path in sorted(report.glob("[!.]*.png")):
+        # The report draws its own curves.
+        if path.name != DRAWN_ANEW:
+            parts.append(_picture_html(path))
+    return parts
+
+
+def markdown_html(text: str) -> list[str]:
+    """Convert headings, list items and paragraphs. Anything else stays text, since samples may hold any characters."""
+    parts: list[str] = []
+    in_list = False
+    for line in text.splitlines():
+        is_item = line.startswith("- ")
+        if is_item != in_list:
+            tag = "<ul>" if is_item else "</ul>"
+            parts.append(tag)
+            in_list = is_item
+        if is_item:
+            parts.append(f"<li>{_sample_html(line[2:])}</li>")
+        elif line.startswith("#"):
+            parts.append(f"<h4>{escape(line.lstrip('#').strip())}</h4>")
+        elif line.strip():
+            parts.append(f"<p>{_sample_html(line)}</p>")
+    if in_list:
+        parts.append("</ul>")
+    return parts
+
+
+def _sample_html(line: str) -> str:
+    """Set a quoted sample apart from the words before it."""
+    before, quote, sample = line.partition("> ")
+    if not quote:
+        return escape(line)
+    return f"{escape(before)}<q>{escape(sample)}</q>"
+
+
+def _picture_html(path: Path) -> str:
+    name = escape(path.name)
+    try:
+        size = path.stat().st_size
+        if size > LARGEST_BYTES:
+            return f"<p>{name} has {size / 2**20:.0f} MiB and is not embedded.</p>"
+        data = base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        return f"<p>{name} cannot be read ({escape(str(error))}).</p>"
+    return f'<figure><img alt="{name}" src="data:image/png;base64,{data}"><figcaption>{name}</figcaption></figure>'

@@ -1,0 +1,111 @@
+"""The files of a run on the disk, read at one moment. Nothing is written, and no lock is taken."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from accel_train.commands.places import contents
+from accel_train.config import UsageError, expand_path
+from accel_train.hub.queue import HubQueue
+from accel_train.options.tree import flatten
+from accel_train.store import manifest, run_file
+from accel_train.store.names import LOCK_FILE, METRICS_FILE, OF_A_START
+from accel_train.watching.run_files import MetricsFile, Process, Record, RunFiles, SavedCheckpoint
+
+# Written by store/lock.py. A purpose behind the host is of another command, such as `checkpoints prune`.
+HOLDER = re.compile(r"process (\d+) on (\S+)")
+
+
+def find_directory(text: str) -> Path:
+    """Return the directory of a run, also of one that has only begun. Raises ``UsageError`` for anything else."""
+    path = expand_path(text)
+    if not path.is_dir():
+        kind = "does not exist"
+        if path.exists():
+            kind = "is a file"
+        raise UsageError(f"{path}: {kind}; give the directory of a run, with {METRICS_FILE} in it")
+    metrics = path / METRICS_FILE
+    if metrics.exists() and not os.access(metrics, os.R_OK):
+        raise UsageError(f"{metrics}: may not be read by this user; watch as a user with read access")
+    names = (*OF_A_START, "checkpoints")
+    if not any((path / name).exists() for name in names):
+        held = contents(path)
+        raise UsageError(f"{path}: no run, which has {', '.join(names)}; it holds {held}; give the directory of a run")
+    return path
+
+
+def read_files(directory: Path, metrics: MetricsFile, now: float) -> RunFiles:
+    """Read everything that a page shows of a run. Only the new lines of ``metrics`` are parsed."""
+    records = metrics.read()
+    return RunFiles(
+        directory=directory,
+        records=records,
+        options=_options(directory, records),
+        process=_process(directory / LOCK_FILE),
+        checkpoint=_newest_checkpoint(directory),
+        failed_pushes=HubQueue(directory).failed(),
+        now=now,
+    )
+
+
+def _options(directory: Path, records: Sequence[Record]) -> Mapping[str, Any]:
+    for record in reversed(records):
+        if record.get("event") == "config" and isinstance(record.get("config"), dict):
+            return flatten(record["config"])
+    # Before the first line, and for a run whose recorder was given no config.
+    with suppress(OSError, ValueError):
+        return run_file.load(directory).get("experiment", {})
+    return {}
+
+
+def _process(lock: Path) -> Process | None:
+    """Return the process in the lock file. Trying the lock instead could refuse a run that starts at this moment."""
+    try:
+        text = lock.read_text(encoding="utf-8", errors="replace").strip()
+        started_at = lock.stat().st_mtime
+    except OSError:
+        return None
+    holder = HOLDER.fullmatch(text)
+    # Also empty for a moment, while a start writes its name.
+    if holder is None:
+        return None
+    alive = None
+    if holder[2] == socket.gethostname():
+        alive = _is_alive(int(holder[1]), started_at)
+    return Process(text, started_at, alive)
+
+
+def _is_alive(pid: int, locked_at: float) -> bool:
+    import psutil  # accelerate needs it too
+
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        # A process that began after the lock was taken has only inherited the number. One second for coarse clocks.
+        return process.create_time() <= locked_at + 1
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _newest_checkpoint(directory: Path) -> SavedCheckpoint | None:
+    try:
+        found = manifest.committed(directory / "checkpoints")
+    except OSError:
+        # Deleted between two calls.
+        return None
+    if not found:
+        return None
+    step, path = found[-1]
+    written_at = None
+    with suppress(OSError, ValueError, TypeError):
+        text = manifest.read(path)["written_at"]
+        written_at = datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+    return SavedCheckpoint(step, written_at)

@@ -1,0 +1,59 @@
+"""``accel-train report``: one HTML file about one run or several, without any request to a network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_train.commands.places import readable_size
+from accel_train.config import UsageError, expand_path
+from accel_train.store.atomic_files import replace_file
+from accel_train.store.names import METRICS_FILE
+from accel_train.watching.html_report.page import GENERATOR, page_html
+from accel_train.watching.html_report.tables import ReportedRun
+from accel_train.watching.reading import find_directory, read_files
+from accel_train.watching.run_files import MetricsFile
+from accel_train.watching.run_state import state_of
+from accel_train.watching.status import condition_of
+
+
+def report(places: Sequence[str], output: str) -> int:
+    """Write the report and print its path. The runs are read only, and may be training."""
+    path = expand_path(output)
+    _refuse_output(path)
+    # Each run once, in the given order.
+    directories = dict.fromkeys(find_directory(place) for place in places)
+    now = time.time()
+    runs: list[ReportedRun] = []
+    for directory in directories:
+        files = read_files(directory, MetricsFile(directory / METRICS_FILE), now)
+        state = state_of(files, condition_of(files))
+        runs.append(ReportedRun(_name(directory, list(directories)), files, state))
+    # A name on the disk may hold bytes that are no text.
+    content = page_html(runs).encode("utf-8", "replace")
+    replace_file(path, content)
+    print(f"written: {path}, {readable_size(len(content))}")
+    return 0
+
+
+def _refuse_output(path: Path) -> None:
+    """Raise ``UsageError`` for a place that cannot be written, and for a file that is no report."""
+    if path.is_dir():
+        raise UsageError(f"--output {path}: is a directory; give the name of a file, such as {path}/report.html")
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {path}: {path.parent} does not exist; make it, or give another file")
+    # An earlier report may be replaced, whatever else has that name may not.
+    if path.exists():
+        with path.open("rb") as file:
+            head = file.read(1000)
+        if GENERATOR.encode() not in head:
+            raise UsageError(f"--output {path}: exists and is no report of accel-train; give another file")
+
+
+def _name(directory: Path, directories: Sequence[Path]) -> str:
+    """Return the name of the directory, or its path if another run has the same name."""
+    same = [other for other in directories if other.name == directory.name]
+    if len(same) == 1:
+        return directory.name
+    return str(directory)

@@ -1,0 +1,137 @@
+"""What a run has written, as the pages read it. ``reading.py`` finds it on the disk."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from accel_train.metrics.records import last_pass, parse_lines
+
+Record = Mapping[str, Any]
+
+Status = Literal["starting", "training", "silent", "finished", "stopped", "crashed"]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Whether a run goes on."""
+
+    status: Status
+    reason: str = ""
+    """Why it is in this status, in words. Empty where the status says it."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """The process named by the lock of a run."""
+
+    text: str
+    """``process 1234 on host``"""
+    started_at: float
+    """When it took the lock, in seconds since 1970."""
+    alive: bool | None
+    """None on another host, which cannot be asked."""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """The newest committed checkpoint."""
+
+    step: int
+    written_at: float | None
+    """Seconds since 1970. None if its manifest cannot be read."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run has written up to ``now``."""
+
+    directory: Path
+    records: Sequence[Record]
+    options: Mapping[str, Any]
+    """Options of the experiment by dotted name. Empty before the first start has written any."""
+    process: Process | None
+    checkpoint: SavedCheckpoint | None
+    failed_pushes: Mapping[str, str]
+    """Reasons of the Hub by the name of the checkpoint."""
+    now: float
+
+    @cached_property
+    def training(self) -> Sequence[Record]:
+        """The training lines by rising step. Of a step repeated after a crash the later line counts."""
+        return last_pass(self.records, "train")
+
+    @cached_property
+    def evaluations(self) -> Sequence[Record]:
+        """The evaluation lines, likewise."""
+        return last_pass(self.records, "evaluation")
+
+    @cached_property
+    def last_start(self) -> Sequence[Record]:
+        """The records of the last start, in file order."""
+        for index in range(len(self.records) - 1, -1, -1):
+            if self.records[index].get("event") == "environment":
+                return self.records[index:]
+        return self.records
+
+    def max_steps(self) -> int | None:
+        """Return the length of the run in optimizer steps, or None if its files do not tell."""
+        steps = self.options.get("max_steps")
+        if isinstance(steps, int):
+            return steps
+        epochs = self.options.get("max_epochs")
+        if not isinstance(epochs, (int, float)) or not self.training:
+            return None
+        newest = self.training[-1]
+        epoch = number(newest, "epoch")
+        if not epoch:
+            return None
+        # As experiment.py derives it. The margin keeps a rounded quotient from becoming one step more.
+        return math.ceil(epochs * newest["step"] / epoch - 1e-6)
+
+
+def number(record: Record, name: str) -> float | None:
+    """Return a field that is a number, or None."""
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value)
+
+
+@dataclass
+class MetricsFile:
+    """Records of a ``metrics.jsonl`` that grows: each ``read`` parses the new lines only."""
+
+    path: Path
+    records: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    _offset: int = 0
+    _inode: int = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all records so far. A last line without its end is left for the next call."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            self._begin_again(0)
+            return self.records
+        with file:
+            status = os.fstat(file.fileno())
+            # A start that resumes replaces the file, without the lines that it is going to repeat.
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._begin_again(status.st_ino)
+            file.seek(self._offset)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self.records += parse_lines(whole.split(b"\n"))
+        self._offset += len(whole)
+        return self.records
+
+    def _begin_again(self, inode: int) -> None:
+        self.records = []
+        self._offset = 0
+        self._inode = inode

@@ -1,0 +1,250 @@
+"""The state of a run: how far is it, and what are its newest values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from accel_train.metrics.curves import HEAD, NOT_DRAWN, labels_of
+from accel_train.metrics.records import last_pass
+from accel_train.watching.run_files import Condition, Record, RunFiles, Status, number
+
+CURVE_POINTS = 48
+"""Points of the small curve beside a loss."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one mode or task."""
+
+    mode: str
+    """Empty if the run has one loss only."""
+    step: int
+    value: float
+    curve: Sequence[float]
+    """Means of equal stretches of the finite values, oldest first."""
+
+
+@dataclass(frozen=True)
+class Extremum:
+    """A value of an evaluation metric and its step."""
+
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric over all evaluations."""
+
+    name: str
+    latest: Extremum
+    lowest: Extremum | None
+    """None if no value was finite."""
+    highest: Extremum | None
+    best: Extremum | None
+    """The best one by ``checkpoints.best_metric`` and ``best_mode``. None for any other metric, since a name alone does
+    not tell whether less is better."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Throughput of the last start."""
+
+    samples_per_second: float
+    median_samples_per_second: float
+    change: float
+    """Of the newest line against the median: -0.2 is a fifth slower."""
+    log_lines: int
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One moment of a run. Fields that its files do not tell are None or empty."""
+
+    name: str
+    directory: str
+    status: Status
+    reason: str
+    """Why it is in this status, in words. Empty where the status says it."""
+    step: int
+    max_steps: int | None
+    eta_seconds: float | None
+    """Training time left, without evaluation and saving."""
+    last_line_seconds: float | None
+    """Age of the newest line of ``metrics.jsonl``."""
+    losses: Sequence[Loss]
+    metrics: Sequence[Metric]
+    speed: Speed | None
+    memory_gib: Mapping[str, float]
+    checkpoint_step: int | None
+    checkpoint_seconds: float | None
+    """Age of the newest checkpoint."""
+
+
+def state_of(files: RunFiles, condition: Condition) -> RunState:
+    """Return the state of a run at the time its files were read."""
+    lines = files.training
+    eta_seconds = None
+    # A run that does not train comes no nearer to its end.
+    if condition.status == "training" and lines:
+        eta_seconds = _eta_seconds(files, lines[-1])
+    saved_step, saved_seconds = _checkpoint(files)
+    return RunState(
+        name=files.directory.name,
+        directory=str(files.directory),
+        status=condition.status,
+        reason=condition.reason,
+        step=newest_step(files),
+        max_steps=files.max_steps(),
+        eta_seconds=eta_seconds,
+        last_line_seconds=_age(files, _last_time(files)),
+        losses=losses_of(files),
+        metrics=metrics_of(files),
+        speed=speed_of(files),
+        memory_gib=_memory(lines),
+        checkpoint_step=saved_step,
+        checkpoint_seconds=saved_seconds,
+    )
+
+
+def _eta_seconds(files: RunFiles, line: Record) -> float | None:
+    max_steps = files.max_steps()
+    step_seconds = number(line, "step_seconds")
+    if max_steps is None or step_seconds is None:
+        return None
+    # A run whose length was changed may be beyond its end.
+    steps_left = max(0, max_steps - newest_step(files))
+    return steps_left * step_seconds
+
+
+def newest_step(files: RunFiles) -> int:
+    """Return the step that the last start has reached: of its last line, or the one it resumed from."""
+    # Not the highest of all starts: a resume goes back to its checkpoint.
+    steps = [record.get("step") for record in files.last_start]
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+def _last_time(files: RunFiles) -> float | None:
+    if not files.records:
+        return None
+    return number(files.records[-1], "time")
+
+
+def _age(files: RunFiles, then: float | None) -> float | None:
+    if then is None:
+        return None
+    # The clock of the machine that wrote it may be ahead of this one.
+    return max(0.0, files.now - then)
+
+
+def lines_by_mode(files: RunFiles) -> dict[str, list[Record]]:
+    """Return the training lines of each mode or task, whose losses are not comparable, in the order of their names.
+
+    A run with one loss has them under an empty name. Of a repeated step the last line counts.
+    """
+    mode_field = labels_of(files.records).loss_of
+    found: dict[str, list[Record]] = {}
+    for line in files.training:
+        if number(line, "loss") is None:
+            continue
+        mode = ""
+        if mode_field is not None:
+            mode = str(line.get(mode_field, ""))
+        found.setdefault(mode, []).append(line)
+    return dict(sorted(found.items()))
+
+
+def losses_of(files: RunFiles) -> list[Loss]:
+    """Return the newest loss and the curve of each mode or task."""
+    found: list[Loss] = []
+    for mode, lines in lines_by_mode(files).items():
+        values = [float(line["loss"]) for line in lines]
+        # The newest value may be NaN. A curve has no place for one.
+        finite = [value for value in values if math.isfinite(value)]
+        curve = means(finite, CURVE_POINTS)
+        found.append(Loss(mode, lines[-1]["step"], values[-1], curve))
+    return found
+
+
+def means(values: Sequence[float], points: int) -> list[float]:
+    """Return the means of at most ``points`` stretches of equal length."""
+    count = min(points, len(values))
+    means: list[float] = []
+    for index in range(count):
+        first = index * len(values) // count
+        end = (index + 1) * len(values) // count
+        stretch = values[first:end]
+        means.append(sum(stretch) / len(stretch))
+    return means
+
+
+def metrics_of(files: RunFiles) -> list[Metric]:
+    """Return the metrics of all evaluations, in the order of the newest one."""
+    lines = files.evaluations
+    if not lines:
+        return []
+    found: list[Metric] = []
+    for name in lines[-1]:
+        # As in curves.png: durations and counts describe the evaluation, not its result.
+        kind = name.removesuffix("_shuffled").rsplit("_", 1)[-1]
+        if name in HEAD or kind in NOT_DRAWN:
+            continue
+        if number(lines[-1], name) is not None:
+            found.append(_metric(name, lines, files.options))
+    return found
+
+
+def _metric(name: str, lines: Sequence[Record], options: Mapping[str, Any]) -> Metric:
+    values: list[Extremum] = []
+    for line in lines:
+        value = number(line, name)
+        if value is not None:
+            values.append(Extremum(value, line["step"]))
+    # NaN compares with nothing, so min and max would return any value.
+    finite = [one for one in values if math.isfinite(one.value)]
+    lowest = min(finite, key=lambda one: one.value, default=None)
+    highest = max(finite, key=lambda one: one.value, default=None)
+    best = None
+    if options.get("checkpoints.best_metric") == name:
+        best = lowest
+        if options.get("checkpoints.best_mode") == "max":
+            best = highest
+    return Metric(name, values[-1], lowest, highest, best)
+
+
+def speed_of(files: RunFiles) -> Speed | None:
+    """Return the throughput of the last start. Earlier starts may have had another machine."""
+    values: list[float] = []
+    for line in last_pass(files.last_start, "train"):
+        value = number(line, "samples_per_second")
+        # A script of one's own may write 0 where it does not count.
+        if value is not None and math.isfinite(value) and value > 0:
+            values.append(value)
+    if not values:
+        return None
+    middle = median(values)
+    change = values[-1] / middle - 1
+    return Speed(values[-1], middle, change, len(values))
+
+
+def _memory(lines: Sequence[Record]) -> dict[str, float]:
+    if not lines:
+        return {}
+    found: dict[str, float] = {}
+    for name in lines[-1]:
+        value = number(lines[-1], name)
+        # Which of them there are depends on the device.
+        if name.endswith("_gib") and value is not None:
+            found[name] = value
+    return found
+
+
+def _checkpoint(files: RunFiles) -> tuple[int | None, float | None]:
+    # From the directory, not from the events: retention deletes checkpoints, and a new one may have no line yet.
+    if files.checkpoint is None:
+        return None, None
+    return files.checkpoint.step, _age(files, files.checkpoint.written_at)

@@ -1,0 +1,382 @@
+"""``accel-train monitor``: values and alerts from the lines of a run, the page at any width, JSON, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pty
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train import cli
+from accel_train.config import UsageError
+from accel_train.hub.queue import Entry, HubQueue
+from accel_train.watching.alerts import Alert, alerts_of
+from accel_train.watching.reading import read_files
+from accel_train.watching.run_files import MetricsFile
+from accel_train.watching.run_state import RunState, state_of
+from accel_train.watching.status import condition_of
+from accel_train.watching.terminal import Terminal, Watched, page, sparkline
+from tests.waiting import PATIENCE_SECONDS
+from tests.watching.run_directory import BEGIN, RunDirectory, pid_of_the_dead
+
+ROOT = Path(__file__).parents[2]
+MODES = {"loss_of": "mode"}
+
+
+def look(run: RunDirectory, after: float = 1.0, metrics: MetricsFile | None = None) -> Watched:
+    files = read_files(run.path, metrics or MetricsFile(run.file), run.time + after)
+    state = state_of(files, condition_of(files))
+    return Watched(state, alerts_of(files, state))
+
+
+def state(run: RunDirectory) -> RunState:
+    return look(run).state
+
+
+def kinds(run: RunDirectory, after: float = 1.0) -> list[str]:
+    return [alert.kind for alert in look(run, after).alerts]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+def test_progress_and_time_left(run: RunDirectory) -> None:
+    run.steps(1, 40)
+    found = state(run)
+    assert (found.step, found.max_steps, found.eta_seconds, found.last_line_seconds) == (40, 100, 30.0, 1.0)
+    run.add("end", 40, reason="stopped")
+    assert state(run).eta_seconds is None
+
+
+def test_of_a_repeated_step_the_later_line_counts(run: RunDirectory) -> None:
+    run.steps(1, 40, loss=5.0)
+    run.add("environment")
+    run.add("resume", 20)
+    assert state(run).step == 20
+    run.steps(21, 30, loss=3.0)
+    found = state(run)
+    assert found.step == 30
+    assert found.losses[0].value == 3.0
+    assert found.losses[0].step == 30
+    # 30 steps are left, not 50 lines: 20 of the first start and 10 of the second.
+    assert found.losses[0].curve == [5.0] * 20 + [3.0] * 10
+
+
+def test_each_mode_has_its_own_loss(run: RunDirectory) -> None:
+    run.add("environment", labels=MODES)
+    for step in range(1, 9):
+        run.train(step, loss=float(step) if step % 2 else 10.0 * step, mode="a" if step % 2 else "b")
+    found = state(run).losses
+    assert [(loss.mode, loss.step, loss.value) for loss in found] == [("a", 7, 7.0), ("b", 8, 80.0)]
+    assert found[0].curve == [1.0, 3.0, 5.0, 7.0]
+
+
+def test_a_long_curve_is_made_of_means(run: RunDirectory) -> None:
+    for step in range(1, 97):
+        run.train(step, loss=float(step))
+    assert state(run).losses[0].curve == [2 * index + 1.5 for index in range(48)]
+
+
+def test_evaluations_have_their_extremes_and_the_best_one(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run", checkpoints={"best_metric": "accuracy", "best_mode": "max"})
+    for step, nll, accuracy in ((10, 3.0, 0.2), (20, 1.0, 0.9), (30, 2.0, "NaN"), (40, 2.5, 0.4)):
+        run.add("evaluation", step, nll=nll, accuracy=accuracy, eval_seconds=3.0, samples=5)
+    nll, accuracy = state(run).metrics
+    assert (nll.name, accuracy.name) == ("nll", "accuracy")  # seconds and samples are no results
+    assert [(one.value, one.step) for one in (nll.latest, nll.lowest, nll.highest) if one] == [
+        (2.5, 40),
+        (1, 20),
+        (3, 10),
+    ]
+    assert nll.best is None  # nothing tells whether less is better
+    assert accuracy.best is not None
+    assert (accuracy.best.value, accuracy.best.step) == (0.9, 20)
+
+
+def test_throughput_is_of_the_last_start(run: RunDirectory) -> None:
+    run.steps(1, 20, samples_per_second=1000.0)
+    run.add("environment")
+    run.add("resume", 20)
+    run.steps(21, 29, samples_per_second=200.0)
+    run.train(30, samples_per_second=150.0)
+    speed = state(run).speed
+    assert speed is not None
+    assert (speed.samples_per_second, speed.median_samples_per_second, speed.change) == (150.0, 200.0, -0.25)
+
+
+def test_memory_and_the_newest_checkpoint(run: RunDirectory) -> None:
+    run.train(1, memory_peak_gib=60.5, memory_allocated_gib=40.0)
+    assert state(run).memory_gib == {"memory_peak_gib": 60.5, "memory_allocated_gib": 40.0}
+    assert state(run).checkpoint_step is None
+    run.checkpoint(10)
+    run.checkpoint(20, written_at="2023-11-14T22:12:20Z")  # a minute before the run's first line
+    found = look(run, after=0.0).state
+    assert (found.checkpoint_step, found.checkpoint_seconds) == (20, run.time - BEGIN + 60)
+    (run.path / "checkpoints" / "checkpoint_00000020" / "manifest.json").write_text("{")
+    assert (state(run).checkpoint_step, state(run).checkpoint_seconds) == (20, None)
+
+
+# ------------------------------------------------------------------------------------------------------------- alerts
+def test_a_healthy_run_has_no_alert(run: RunDirectory) -> None:
+    """Losses of five noisy courses, at each of their steps: no false alarm in 1,000 looks."""
+    for seed in range(5):
+        noise = random.Random(seed)
+        one = RunDirectory(run.path / str(seed))
+        metrics = MetricsFile(one.file)
+        for step in range(1, 201):
+            loss = 2 + 6 / (1 + step / 10) + noise.gauss(0, 0.15)
+            one.train(step, loss=loss, samples_per_second=100 + noise.gauss(0, 4))
+            assert not look(one, metrics=metrics).alerts, (seed, step)
+
+
+def test_what_is_not_finite_is_an_alert(run: RunDirectory) -> None:
+    run.steps(1, 10)
+    run.train(11, loss="NaN", grad_norm="Infinity")
+    run.train(12, loss="NaN")
+    run.add("evaluation", 12, nll="-Infinity")
+    assert look(run).alerts == [
+        Alert("non_finite", "grad_norm is inf", 11),
+        Alert("non_finite", "loss is nan", 11),
+        Alert("non_finite", "nll is -inf", 12),
+    ]
+    run.add("environment")
+    run.add("resume", 10)
+    run.steps(11, 12)
+    run.add("evaluation", 12, nll=1.0)
+    assert kinds(run) == []  # the steps were done again
+
+
+def test_a_converged_loss_may_move_a_little(run: RunDirectory) -> None:
+    for step in range(1, 61):
+        run.train(step, loss=1.0 + 1e-6 * (step % 3))
+    run.train(61, loss=1.19)
+    assert kinds(run) == []
+    run.train(62, loss=1.21)
+    assert kinds(run) == ["loss_spike"]
+
+
+def test_a_loss_that_was_as_high_before_is_no_spike(run: RunDirectory) -> None:
+    run.train(1, loss=9.0)
+    run.steps(2, 9, loss=2.0)
+    run.train(10, loss=8.9)
+    assert kinds(run) == []
+    run.train(11, loss=9.1)
+    assert kinds(run) == ["loss_spike"]
+
+
+@pytest.mark.parametrize("at", [12, 60, 95])
+def test_a_spike_is_an_alert_for_ten_lines_of_its_mode(run: RunDirectory, at: int) -> None:
+    run.add("environment", labels=MODES)
+    noise = random.Random(1)
+    for step in range(1, 121):
+        loss = 3 + noise.gauss(0, 0.1) if step % 2 else 30 + noise.gauss(0, 1)
+        if step == at:
+            loss *= 2
+        run.train(step, loss=loss, mode="a" if step % 2 else "b")
+        expected = ["loss_spike"] if at <= step < at + 20 else []
+        assert kinds(run) == expected, step
+        if step == at:
+            (alert,) = look(run).alerts
+            assert alert.step == at
+            assert f"loss ({'a' if at % 2 else 'b'}) {loss:.4g}, against a median of" in alert.message
+
+
+def test_a_slower_run_is_an_alert_while_it_trains(run: RunDirectory) -> None:
+    run.steps(1, 8)
+    run.train(9, samples_per_second=20.0)
+    assert kinds(run) == []  # the first intervals prove nothing
+    run.steps(10, 20)
+    run.train(21, samples_per_second=71.0)
+    assert kinds(run) == []
+    run.train(22, samples_per_second=69.0)
+    assert [(alert.kind, alert.message) for alert in look(run).alerts] == [
+        ("throughput", "69 samples/s, 31% below the median of this start")
+    ]
+    run.add("end", 22, reason="finished")
+    assert kinds(run) == []
+
+
+def test_a_missing_checkpoint_is_an_alert(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run", checkpoints={"save_every": 10})
+    run.steps(1, 20)
+    assert kinds(run) == []
+    run.train(21)
+    assert kinds(run) == ["save"]
+    run.checkpoint(10)
+    assert kinds(run) == []
+    run.steps(22, 31)
+    assert "of step 10, with checkpoints.save_every 10" in look(run).alerts[0].message
+
+
+def test_silence_a_crash_a_warning_and_a_failed_push_are_alerts(run: RunDirectory) -> None:
+    run.steps(1, 5)
+    assert kinds(run, after=1e4) == ["silent"]
+    run.add("warning", 5, message="the disk is nearly full")
+    queue = HubQueue(run.path)
+    queue.fail(Entry("checkpoint_00000005", 5, "id", "me/model"), "403 Forbidden")
+    assert [alert.message for alert in look(run).alerts] == [
+        "checkpoint_00000005 was not pushed: 403 Forbidden",
+        "the disk is nearly full",
+    ]
+    run.lock(pid_of_the_dead(), at=BEGIN)
+    assert kinds(run) == ["crashed", "push", "warning"]
+    run.add("environment")  # a new start: its warnings count
+    assert kinds(run)[-1] == "push"
+
+
+# --------------------------------------------------------------------------------------------------------------- page
+def shown(run: RunDirectory, width: int = 80, unicode: bool = True, color: bool = False) -> list[str]:
+    return page([look(run)], run.time, Terminal(width, unicode, color))
+
+
+def rich_run(path: Path) -> RunDirectory:
+    run = RunDirectory(path, checkpoints={"best_metric": "nll", "best_mode": "min"})
+    run.add("environment", labels=MODES)
+    for step in range(1, 41):
+        run.train(step, loss=10.0 / step, mode="a-mode-of-a-long-name" if step % 2 else "b", memory_peak_gib=61.25)
+    run.add("evaluation", 20, nll=3.0, a_metric_with_a_very_long_name_of_its_own_that_no_terminal_has_room_for=1.0)
+    run.add("evaluation", 40, nll=2.0, a_metric_with_a_very_long_name_of_its_own_that_no_terminal_has_room_for=2.0)
+    run.train(41, loss="NaN", mode="b", memory_peak_gib=61.25)
+    run.checkpoint(40)
+    return run
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+@pytest.mark.parametrize("unicode", [True, False])
+def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int, unicode: bool) -> None:
+    lines = shown(rich_run(tmp_path / ("deep" * 10) / "run"), width, unicode)
+    assert max(map(len, lines)) <= width
+    assert all(line.isascii() for line in lines) == (not unicode)
+
+
+def test_the_page_tells_the_values(tmp_path: Path) -> None:
+    text = "\n".join(shown(rich_run(tmp_path / "run"), 100))
+    for expected in (
+        "run: training, last line 0:01 ago",
+        "41%  step 41/100  ETA 0:30",
+        "a-mode-of-a-long-name 0.2564 at step 39",
+        "b nan at step 41",
+        "100 samples/s, median 100 (+0%)",
+        "memory peak 61.25 GiB",
+        "step 40, ",
+        "ALERT non_finite at step 41: loss is nan",
+    ):
+        assert expected in text
+    assert re.search(r"nll +2 +2 \(40\) best +3 \(20\)\n", text)
+
+
+def test_a_curve_reaches_back_to_the_first_step_in_any_width(run: RunDirectory) -> None:
+    for step in range(1, 97):
+        run.train(step, loss=10.0 if step <= 24 else 1.0)
+    for width in (40, 60, 80):
+        (line,) = [line for line in shown(run, width) if "1 at step 96" in line]
+        curve = line.split()[-1]
+        assert len(curve) == min(48, width - 16 - len("1 at step 96"))
+        assert curve.count("█") == pytest.approx(len(curve) / 4, abs=1)
+        assert curve.endswith("▁")
+
+
+def test_colors_are_for_terminals_and_control_characters_for_none(run: RunDirectory) -> None:
+    run.add("warning", 1, message="\x1b[2Jgone\x07")
+    plain = "\n".join(shown(run))
+    assert "\x1b" not in plain
+    assert "?[2Jgone?" in plain
+    colored = "\n".join(shown(run, color=True))
+    assert set(re.findall(r"\x1b\[[0-9;]*m", colored)) == {"\x1b[2m", "\x1b[1;33m", "\x1b[1;31m", "\x1b[0m"}
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == plain
+
+
+def test_sparklines_reach_from_the_lowest_to_the_highest() -> None:
+    assert sparkline([0.0, 3.5, 7.0], unicode=True) == "▁▅█"
+    assert sparkline([7.0, 0.0], unicode=False) == "#_"
+    assert sparkline([2.0, 2.0], unicode=True) == "▁▁"
+    assert sparkline([1.0], unicode=True) == ""
+
+
+# ------------------------------------------------------------------------------------------------------------ command
+def test_json_is_one_object_with_every_value(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.steps(1, 100)
+    run.train(101, loss="NaN")
+    run.add("end", 101, reason="finished")
+    other = RunDirectory(tmp_path / "other")
+    assert cli._main(["monitor", str(run.path), str(other.path), "--json"]) == 3
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    first, second = found["runs"]
+    assert (found["alerts"], first["status"], first["step"]) == (2, "finished", 101)
+    assert first["alerts"] == [{"kind": "non_finite", "message": "loss is nan", "step": 101}]
+    assert math.isnan(float(first["losses"][0]["value"]))
+    assert [alert["kind"] for alert in second["alerts"]] == ["silent"]  # its only lines are of 2023
+
+
+def test_once_prints_a_page_and_the_code_tells_of_alerts(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    run.steps(1, 100)
+    run.add("end", 100, reason="finished")
+    before = {path: path.read_bytes() for path in run.path.rglob("*")}
+    assert cli._main(["monitor", str(run.path), "--once"]) == 0
+    assert "run: finished" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in run.path.rglob("*")} == before  # only read
+    run.add("evaluation", 100, nll="NaN")
+    assert cli._main(["monitor", str(run.path), "--once"]) == 3
+
+
+def test_wrong_usage_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    for every in ("0", "-1", "nan", "inf"):
+        with pytest.raises(UsageError, match=f"--every {every}: seconds between two pages, finite and above 0"):
+            cli._main(["monitor", str(run.path), "--every", every])
+    with pytest.raises(UsageError, match="does not exist; give the directory of a run"):
+        cli._main(["monitor", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as left:
+        cli._main(["monitor"])
+    assert left.value.code == 2
+
+
+def test_an_encoding_without_blocks_gets_letters(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.steps(1, 10)
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    assert cli._main(["monitor", str(run.path), "--once"]) == 3  # silent since 2023
+    sys.stdout.flush()
+    assert b"##.................." in written.getvalue()
+
+
+def test_the_live_page_follows_a_run_to_its_end_in_a_terminal(tmp_path: Path) -> None:
+    """In a real terminal of 80 columns: it redraws in place, and ends with the run."""
+    run = RunDirectory(tmp_path / "run")
+    run.lock(os.getpid())
+    side, inner = pty.openpty()
+    command = [sys.executable, "-m", "accel_train.cli", "monitor", str(run.path), "--every", "0.05"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
+    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=environment)
+    os.close(inner)
+    text = ""
+
+    def read_to(expected: str) -> None:
+        nonlocal text
+        while expected not in text:
+            text += os.read(side, 4096).decode(errors="ignore")
+
+    read_to("run: starting")
+    run.train(7)
+    read_to("step 7/100")
+    run.add("end", 7, reason="stopped")
+    # The process of the lock began after these lines of 2023, as a start does that has not written any yet.
+    (run.path / ".lock").unlink()
+    read_to("run: stopped")
+    assert process.wait(timeout=PATIENCE_SECONDS) == 0
+    os.close(side)
+    assert text.startswith("\x1b[2J\x1b[H")
+    assert text.count("\x1b[H") > 2
