@@ -5,17 +5,23 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-COMMANDS = ("replay",)
+COMMANDS = ("replay", "branch")
 
 
 def add_commands(commands: Any) -> None:
     """Add the parsers to the subparsers of ``accel-train``."""
     text = "steps of a run again, from its checkpoint: losses and weights compared bit by bit; a receipt"
     _add_replay(commands.add_parser("replay", help=text, description=text))
+    text = "a run forked at a checkpoint with changed options, on the same samples and noise; paired differences"
+    _add_branch(commands.add_parser("branch", help=text, description=text))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of ``COMMANDS`` and return its exit code."""
+    if arguments.command == "branch":
+        from accel_train.rerun.branch import branch
+
+        return branch(arguments.run, arguments.arguments)
     return _replay(arguments)
 
 
@@ -51,4 +57,13 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
         type=float,
         default=1e-5,
         help="largest relative difference on another layout, machine or version; on the same one every bit counts",
+    )
+
+
+def _add_branch(branch: argparse.ArgumentParser) -> None:
+    branch.add_argument("run", metavar="RUN", help="directory of a run; it is read and never changed")
+    branch.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,  # also takes the flags of the recipe
+        help="--at STEP, --steps N and options to change, such as --optimizer.lr 3e-4; --help behind RUN lists all",
     )
