@@ -95,6 +95,13 @@ def reasons_for_other_bits(recorded: Sequence[Start], replayed: Start) -> list[s
     return list(found)
 
 
+def other_layouts(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:
+    """List what differs between the layouts in two manifests."""
+    return [
+        f"{name} {recorded.get(name)} -> {replayed[name]}" for name in replayed if recorded.get(name) != replayed[name]
+    ]
+
+
 def _surroundings(start: Start) -> dict[str, Any]:
     # Here, because it imports accelerate, which a comparison of log lines does not need.
     from accel_train.checkpoints.restore import ORDER

@@ -41,7 +41,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _add_replay(replay: argparse.ArgumentParser) -> None:
-    replay.add_argument("run", metavar="RUN", help="directory of a run; it is read and never changed")
+    replay.add_argument("run", metavar="RUN", help="directory of a run, which is never changed, or hub:org/name")
     replay.add_argument(
         "--steps",
         required=True,

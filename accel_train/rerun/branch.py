@@ -108,7 +108,7 @@ def branch(place: str, arguments: Sequence[str]) -> int:
     if reasons:
         print(f"not of the change, but of the order of sums, are differences in the last digits: {'; '.join(reasons)}")
     _write(directory / REPORT / BRANCH_FILE, fork, control, rows)
-    command = shlex.join(["accel-train", "launch", str(fork.recipe), str(directory / CONFIG_FILE)])
+    command = shlex.join(["accel-train", "launch", recorded.name_of(fork.recipe), str(directory / CONFIG_FILE)])
     print(f"the branch is a run of its own: {command}", flush=True)
     return 0
 

@@ -162,3 +162,9 @@ def recipe_of(run: RecordedRun, given: str | None) -> Path:
             f"to run with --recipe {named} or --recipe {named.stem}"
         )
     return bundled
+
+
+def name_of(recipe: Path) -> str:
+    """Return what a command line calls a recipe: the name of a bundled one, else its path."""
+    bundled = recipe.parent == folder("recipes")
+    return recipe.stem if bundled else str(recipe)

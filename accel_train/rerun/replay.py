@@ -5,19 +5,22 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
 from accel_train.config import UsageError, expand_path
 from accel_train.rerun import agreement, recorded, training, weights
 from accel_train.rerun.agreement import TOLERANCE, Row, Weights
+from accel_train.rerun.from_hub import HUB, open_hub_run
 from accel_train.rerun.receipt import Result, write_receipt
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.starts import Start
 from accel_train.rerun.training import Machine
+from accel_train.store import manifest
 from accel_train.store.manifest import Checkpoint, checkpoint_name
 from accel_train.wording import shortened
 
@@ -88,7 +91,7 @@ def replay(request: Request) -> int:
     first, last = request.window
     with tempfile.TemporaryDirectory(prefix="accel-train-replay-") as folder, stop_signals_raise():
         try:
-            run = recorded.open_run(request.run)
+            run = _open_run(request.run, first, last, Path(folder))
             plan, notices = _plan(request, run, first, last)
             print("\n".join([f"run {run.run_id}: {run.directory}", *notices]), flush=True)
             result, starts = _replay(request, plan, Path(folder))
@@ -103,6 +106,12 @@ def replay(request: Request) -> int:
     print("\n".join(report(result)), flush=True)
     print(f"receipt: {path}", flush=True)
     return 1 if result.verdict == "different" else 0
+
+
+def _open_run(place: str, first: int, last: int, folder: Path) -> RecordedRun:
+    if place.startswith(HUB):
+        return open_hub_run(place, first, last, folder / "downloaded")
+    return recorded.open_run(place)
 
 
 def _plan(request: Request, run: RecordedRun, first: int, last: int) -> tuple[_Plan, list[str]]:
@@ -158,7 +167,8 @@ def _notices(plan: _Plan, reasons: Sequence[str]) -> list[str]:
     """Say where the replay begins, and what of the window can be compared."""
     first, last = plan.window
     lines = [f"passed over: {reason}" for reason in reasons]
-    lines.append(f"trained again: steps {plan.start_step + 1} to {last}, from {plan.beginning}, with {plan.recipe}")
+    recipe = recorded.name_of(plan.recipe)
+    lines.append(f"trained again: steps {plan.start_step + 1} to {last}, from {plan.beginning}, with recipe {recipe}")
     if plan.start_step < first:
         lines.append(f"no checkpoint of step {first}: steps up to there are trained to reach it, and compared as well")
     missing = last - plan.start_step - len(plan.logged)
@@ -176,6 +186,7 @@ def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[s
     run = plan.run
     _, last = plan.window
     options = training.set_length(recorded.options_at(run, plan.checkpoint), last)
+    options = training.log_steps(options, plan.logged, last)
     directory = folder / "run"
     config = training.build_directory(directory, run, plan.checkpoint, options, plan.save_every)
     starts = run.starts(plan.start_step + 1, last)
@@ -190,9 +201,17 @@ def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[s
     # The last start is this one: the copied log has the earlier ones.
     ours = replayed.last_start()
     reasons = agreement.reasons_for_other_bits(starts, ours)
+    if not starts:
+        # Without a log, manifests say what they can.
+        reasons += agreement.other_layouts(_layout(run), _layout(replayed))
     verdict = agreement.verdict(rows, compared, reasons, request.tolerance)
     result = Result(plan.window, plan.start_step, rows, compared, reasons, request.tolerance, verdict)
     return result, {"recorded": starts, "replayed": [ours]}
+
+
+def _layout(run: RecordedRun) -> Mapping[str, Any]:
+    _, newest = run.checkpoints[-1]
+    return manifest.read(newest).get("layout", {})
 
 
 def _compare_checkpoints(plan: _Plan, replayed: RecordedRun) -> list[Weights]:

@@ -140,3 +140,13 @@ def set_length(options: Tree, steps: int) -> Tree:
     if "max_steps" not in options:
         raise UsageError("the recipe of this run has no option max_steps, so it cannot be ended at a given step")
     return options | {"max_steps": steps, "max_epochs": None}
+
+
+def log_steps(options: Tree, steps: Sequence[int], last: int) -> Tree:
+    """Return the options of a run up to ``last`` that logs at least ``steps``.
+
+    A run also logs its first and last step. An earlier end of the recorded run may thus be a logged step between.
+    """
+    regular = [step for step in steps if step not in (1, last)]
+    every = math.gcd(*regular) or last
+    return options | {"log": options["log"] | {"log_every": every}}

@@ -23,7 +23,7 @@ from tests.distributed.launching import Finished, Layout, environment, run_recip
 
 TINY = {
     "mmdit": "--model.width 32 --model.depth 1 --model.heads 2 --global_batch_size 4 --micro_batch_size 4".split(),
-    "pde": [],
+    "pde": "--schedule.warmup_steps 2 --objective.autoencode_steps 3 --objective.residual_from 8".split(),
 }
 """Smaller still than the demos of other tests, whose losses matter there and not here."""
 LAUNCH = [sys.executable, "-m", "accel_train.cli", "launch"]
@@ -85,13 +85,14 @@ def move_one_weight(checkpoint: Path) -> str:
     return name
 
 
-def move_one_loss(run: Path, step: int) -> None:
-    """Move the logged loss of a step by one ulp."""
+def move_loss(run: Path, step: int, relative: float | None = None) -> None:
+    """Move the logged loss of a step, by one ulp or by a part of its value."""
     path = run / "metrics.jsonl"
     lines: list[str] = []
     for line in path.read_text().splitlines():
         record = json.loads(line)
         if record["event"] == "train" and record["step"] == step:
-            record["loss"] = math.nextafter(record["loss"], math.inf)
+            loss = record["loss"]
+            record["loss"] = math.nextafter(loss, math.inf) if relative is None else loss * (1 + relative)
         lines.append(json.dumps(record))
     path.write_text("\n".join(lines) + "\n")

@@ -11,12 +11,15 @@ import pytest
 
 from accel_train import cli
 from accel_train.config import UsageError
+from accel_train.hub.options import HubConfig
+from accel_train.hub.push_now import push_now
 from accel_train.rerun import agreement, recorded, replay, training
 from accel_train.rerun.agreement import Row, Weights
 from accel_train.rerun.starts import Start
 from accel_train.store import commit, strict_json
 from accel_train.store.run_file import write_run
 from tests.distributed.launching import Finished
+from tests.hub_server import serving
 from tests.rerun import recording
 
 
@@ -57,7 +60,7 @@ def test_a_window_between_two_saves_has_the_same_bits_and_the_run_stays_as_it_wa
 
 def assert_planted_faults_are_found(run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = recording.copied(run, tmp_path / "faulty")
-    recording.move_one_loss(found.directory, 7)
+    recording.move_loss(found.directory, 7)
     name = recording.move_one_weight(found.checkpoint(8))
     code, receipt = command(found.directory, "4:12", tmp_path)
     assert (code, receipt["verdict"], receipt["first_differing_step"]) == (1, "different", 7)
@@ -89,6 +92,24 @@ def test_the_same_of_operators_and_from_the_beginning(
         assert (code, receipt["verdict"]) == (0, "bit-identical"), receipt
     assert recording.tree(pde.directory) == before
     assert_planted_faults_are_found(pde, tmp_path, capsys)
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub, as in tests/hub
+def test_a_run_on_the_hub_is_compared_by_its_checkpoints(
+    run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording.fork_runs(monkeypatch)
+    with serving(monkeypatch, tmp_path / "hf_home"):
+        for step in (4, 8):
+            push_now(run.checkpoint(step), HubConfig(repo_id="org/model", include_state=True))
+        with pytest.raises(UsageError, match=r"has the checkpoints 4, 8; one at or before step 8 .* up to step 12"):
+            replay.replay(replay.Request("hub:org/model", "8:12"))
+        with pytest.raises(UsageError, match="does not record its recipe; name it with --recipe"):
+            replay.replay(replay.Request("hub:org/model", "4:8"))
+        code, receipt = command(Path("hub:org/model"), "4:8", tmp_path, "--recipe", "mmdit")
+    assert (code, receipt["verdict"], receipt["reasons_for_other_bits"]) == (0, "bit-identical", [])
+    assert receipt["steps"] == []
+    assert [one["name"] for one in receipt["checkpoints"]] == ["checkpoint_00000008"]
 
 
 def test_only_logged_steps_are_compared_and_said(run: Finished, tmp_path: Path) -> None:
@@ -178,6 +199,16 @@ def test_a_copy_links_files_one_by_one_so_that_nothing_is_deleted_through_it(run
 )
 def test_saves_that_are_made_again(saved: list[int], last: int, every: int, kept: list[int]) -> None:
     assert training.steps_to_save(saved, last) == (every, kept)
+
+
+@pytest.mark.parametrize(
+    ("steps", "last", "every"),
+    [([10, 20, 30], 30, 10), ([1, 10, 20], 25, 10), ([50, 60, 100], 100, 10), ([1, 30], 30, 30), ([], 9, 9)],
+)
+def test_every_recorded_line_is_logged_again(steps: list[int], last: int, every: int) -> None:
+    options = training.log_steps({"log": {"log_every": 7, "project": "p"}}, steps, last)
+    assert options == {"log": {"log_every": every, "project": "p"}}
+    assert all(step % every == 0 or step in (1, last) for step in steps)
 
 
 def test_verdicts() -> None:
