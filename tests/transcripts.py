@@ -42,7 +42,7 @@ TINY = (
 """A run of four checkpoints in seconds."""
 SHORT = (
     "--max_steps 60 --global_batch_size 16 --micro_batch_size 16 --log.log_every 1 --checkpoints.save_every 20 "
-    "--checkpoints.keep_last 0"
+    "--checkpoints.keep_last 0 --evaluation.samples 32 --evaluation.timesteps 2"
 ).split()
 """A run of three checkpoints whose losses fall."""
 
