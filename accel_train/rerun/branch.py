@@ -86,13 +86,16 @@ def branch(place: str, arguments: Sequence[str]) -> int:
     Raises ``UsageError``. The same command goes on where it was stopped. Main thread only, because it handles the stop
     signals.
     """
+    # argparse would need the recipe for its options, and the recipe is known once the run is open.
     own, flags = split_words(arguments, option_names(BranchOptions))
     options = read_options(BranchOptions, own, "accel-train branch RUN")
     with tempfile.TemporaryDirectory(prefix="accel-train-branch-") as folder, stop_signals_raise():
         try:
+            # Everything that can be refused is refused before anything is trained.
             fork = _open_fork(place, options, flags, Path(folder))
             directory = _directory(fork, options.output_dir)
             print("\n".join(_describe(fork, directory)), flush=True)
+            # The branch first: a control of hours is of no use if the branch is refused.
             _train(fork, directory, Path(folder), changed=True)
             control = _control(fork, directory, Path(folder))
         except RunFailedError as error:
@@ -121,7 +124,10 @@ def split_words(words: Sequence[str], own: Sequence[str]) -> tuple[list[str], li
     for word in words:
         if word.startswith("--"):
             name = word[2:].partition("=")[0].replace("-", "_")
-            target = ours if name in own or name == "help" else others
+            target = others
+            # Flags of a recipe have dots or other names, so none belongs to both.
+            if name in own or name == "help":
+                target = ours
         target.append(word)
     return ours, others
 
@@ -158,6 +164,7 @@ def _checkpoint_at(run: RecordedRun, step: int) -> Checkpoint:
 def _last_step(run: RecordedRun, options: Tree, start: int, steps: int | None) -> int:
     if steps is not None:
         return start + steps
+    # None for a run by epochs, which then ends where its log does.
     last = options.get("max_steps") or run.last_step
     if last <= start:
         raise UsageError(f"--steps: the run ends at step {last}, where the branch begins; say how far it goes on")
@@ -172,6 +179,7 @@ def _changed_options(
     Raises ``UsageError`` for a change that a branch cannot have.
     """
     config.write_text(tree_text(options))
+    # The recipe itself checks names, types and ranges.
     main = import_recipe(recipe).main
     loaded = config_of(main, [str(config), *flags])
     if loaded is None:
@@ -188,7 +196,10 @@ def _directory(fork: _Fork, given: str | None) -> Path:
     """Return the directory of the branch. Raises ``UsageError`` if it is the run's, or that of another branch."""
     parent = fork.run.directory
     name = f"{parent.name}-at{fork.checkpoint.step}-{changes.label(fork.changed)}"
-    directory = parent.with_name(name[:200]) if given is None else expand_path(given)
+    # File systems take names of up to 255 bytes, and -control is added to it.
+    directory = parent.with_name(name[:200])
+    if given is not None:
+        directory = expand_path(given)
     if directory.resolve().is_relative_to(parent.resolve()):
         raise UsageError(f"--output_dir {directory}: lies in the run itself, which is never changed; give another one")
     if (directory / RUN_FILE).exists():
@@ -202,6 +213,7 @@ def _refuse_other_branch(fork: _Fork, directory: Path, changed: Mapping[str, Any
     parent: Mapping[str, Any] = {} if saved is None else saved.get("parent", {})
     experiment: Mapping[str, Any] = {} if saved is None else saved["experiment"]
     wanted = flatten(fork.options) | dict(changed)
+    # `--allow` would take every change of a run half-way, because the branch passes it.
     others = [
         f"{name} {experiment.get(name)!r} there, {value!r} now"
         for name, value in wanted.items()
@@ -233,6 +245,7 @@ def _train(fork: _Fork, directory: Path, folder: Path, *, changed: bool) -> None
     arguments = [str(config), "--resume", str(fork.checkpoint.path.resolve())]
     if changed:
         arguments += fork.flags
+        # An option of a list needs a value.
         if fork.changed:
             arguments += ["--allow", *fork.changed]
     is_new = not directory.exists()
@@ -270,6 +283,7 @@ def _unusable_as_control(fork: _Fork) -> str | None:
     asked = fork.run.saved["resolved"].get("schedule.warmup", [None])[0]
     for start in fork.run.starts(fork.checkpoint.step + 1, fork.last):
         for name, value in flatten(start.options).items():
+            # Options that change no result need not be those of the branch.
             if name == "schedule.warmup_steps" and value == asked:
                 continue
             if name in wanted and wanted[name] != value and not is_covered(name, fork.free):

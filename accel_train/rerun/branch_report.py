@@ -31,8 +31,10 @@ def differences(control: RecordedRun, branch: RecordedRun, start: int, last: int
     ours = _after(branch.lines("train"), start, last)
     theirs = _after(control.lines("train"), start, last)
     rows = _rows(theirs, ours, ["loss"])
+    # A change needs some steps to show, and the mean over all of them dilutes it.
     middle = (start + last) / 2
     late = _rows(theirs, _after(ours, middle, last), ["loss"])
+    # The same row twice, if only the last half was logged.
     if late != rows:
         rows += late
     rows += _rows(theirs, ours, [name for name in _fields(ours) if name.startswith("loss_")])
@@ -46,14 +48,19 @@ def _after(lines: Mapping[int, Line], start: float, last: int) -> dict[int, Line
 
 
 def _fields(lines: Mapping[int, Line]) -> list[str]:
-    return list(dict.fromkeys(name for line in lines.values() for name in line))
+    # Not of the first line alone: a term of the loss is logged where it is trained.
+    fields: dict[str, None] = {}
+    for line in lines.values():
+        fields |= dict.fromkeys(line)
+    return list(fields)
 
 
 def _rows(control: Mapping[int, Line], branch: Mapping[int, Line], names: Sequence[str]) -> list[Row]:
     """Return a row for each of ``names`` that is a number in both, over the steps where it is."""
     rows: list[Row] = []
     for name in names:
-        steps = [step for step in branch if _has(branch[step], name) and _has(control.get(step, {}), name)]
+        theirs = [step for step, line in control.items() if _has(line, name)]
+        steps = [step for step in theirs if step in branch and _has(branch[step], name)]
         if steps:
             a = [float(control[step][name]) for step in steps]
             b = [float(branch[step][name]) for step in steps]
@@ -63,11 +70,15 @@ def _rows(control: Mapping[int, Line], branch: Mapping[int, Line], names: Sequen
 
 def _has(line: Line, name: str) -> bool:
     value = line.get(name)
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # In Python a bool is an int.
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float))
 
 
 def table(rows: Sequence[Row], start: int, last: int) -> list[str]:
     """Return the differences as lines, with the interval that unpaired runs would have had."""
+    # Baselines and counts of samples are metrics too, and would fill the table.
     differing = [row for row in rows if not row.found.equal or row.metric == "loss"]
     equal = [row.metric for row in rows if row not in differing]
     width = max(len(row.metric) for row in rows)

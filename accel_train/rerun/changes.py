@@ -35,6 +35,7 @@ def refuse_unchangeable(given: Mapping[str, Any], recorded: Mapping[str, Any], f
     for name, value in given.items():
         if name in OWN:
             raise UsageError(f"--{name} {value}: {OWN[name]}; leave it out")
+        # A flag that repeats the value of the run, or decides where data are cached, changes nothing.
         if is_covered(name, free) or recorded.get(name) == value:
             continue
         for refused, reason in REFUSED.items():
@@ -51,5 +52,6 @@ def label(changes: Mapping[str, Any]) -> str:
     for name, value in changes.items():
         leaf = name.rpartition(".")[2]
         words += [leaf, *(str(one) for one in (value if isinstance(value, list) else [value]))]
+    # Values may be paths or have spaces.
     text = "-".join(words) or "unchanged"
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)

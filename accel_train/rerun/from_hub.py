@@ -29,6 +29,7 @@ def open_hub_run(place: str, first: int, last: int, directory: Path) -> Recorded
             f"--steps {first}:{last}: {place} has the checkpoints {there}; one at or before step {first} is required, "
             f"and one after it up to step {last}, because the Hub has no log to compare with"
         )
+    # Only what is needed: a checkpoint may have gigabytes.
     for step in (before[-1], *within):
         print(f"downloading step {step} of {place}", flush=True)
         download(f"{spec}@{step}", directory / "checkpoints")

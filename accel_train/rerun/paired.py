@@ -60,9 +60,11 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifferenc
     left = np.asarray(a, dtype=np.float64)
     right = np.asarray(b, dtype=np.float64)
     difference = right - left
-    half_width = unpaired = None
+    half_width = None
+    unpaired = None
     if len(left) >= FEWEST and bool(np.isfinite(left).all() and np.isfinite(right).all()):
         half_width = _student(BATCHES - 1) * float(np.sqrt(_variance_of_mean(difference)))
+        # Variances of independent means add up.
         apart = _variance_of_mean(left) + _variance_of_mean(right)
         unpaired = _student(2 * (BATCHES - 1)) * float(np.sqrt(apart))
     return PairedDifference(

@@ -64,6 +64,7 @@ class RecordedRun:
         for saved, path in reversed(self.checkpoints):
             if saved > step:
                 continue
+            # Damaged ones are passed over as on a resume, and not loaded to be trained on.
             try:
                 found = commit.verify(path)
             except ValueError as error:
@@ -76,7 +77,9 @@ class RecordedRun:
 
     def starts(self, first: int, last: int) -> list[Start]:
         """Return the starts that wrote the training lines of the steps ``first`` to ``last``."""
-        counted = {id(line) for step, line in self.lines("train").items() if first <= step <= last}
+        # By identity: lines of an abandoned pass have the same steps.
+        lines = self.lines("train")
+        counted = {id(lines[step]) for step in lines if first <= step <= last}
         found: dict[int, Start] = {}
         current = 0
         for number, record in enumerate(self.records):
@@ -107,6 +110,7 @@ def open_run(text: str) -> RecordedRun:
     if saved is None:
         raise UsageError(f"{directory}: its run.json cannot be read ({reason}); give a run that has trained")
     path = directory / METRICS_FILE
+    # A run can have lost its log and still be compared by its checkpoints.
     records = read_metrics(path) if path.is_file() else []
     return RecordedRun(text, directory, saved, records, manifest.committed(place.path / "checkpoints"))
 
@@ -151,10 +155,12 @@ def recipe_of(run: RecordedRun, given: str | None) -> Path:
     commands = [str(record.get("command", "")) for record in run.records if record.get("event") == "environment"]
     if not commands:
         raise UsageError(f"{run.place}: does not record its recipe; name it with --recipe, a file or a bundled name")
+    # The last start, because a run may have been moved to another recipe's path.
     words = shlex.split(commands[-1])
     named = expand_path(words[0]) if words else Path()
     if named.stem not in recipe_names():
         raise UsageError(f"{run.place}: was trained by {named}, which is none of this package; give --recipe {named}")
+    # Compared by content: `accel-train init` copies recipes to be changed under the same name.
     bundled = folder("recipes") / named.name
     if named.is_file() and named.read_bytes() != bundled.read_bytes():
         raise UsageError(

@@ -89,6 +89,7 @@ def replay(request: Request) -> int:
     Raises ``UsageError``. Main thread only, because it handles the stop signals.
     """
     first, last = request.window
+    # Entered first, so that a signal leaves nothing behind.
     with tempfile.TemporaryDirectory(prefix="accel-train-replay-") as folder, stop_signals_raise():
         try:
             run = _open_run(request.run, first, last, Path(folder))
@@ -101,6 +102,7 @@ def replay(request: Request) -> int:
         except InterruptedRunError as signal_name:
             print(f"interrupted by {signal_name}: nothing is compared", file=sys.stderr, flush=True)
             return 1
+    # Not in the directory of the run, which is never changed.
     path = expand_path(request.receipt or f"replay-{run.run_id}-{first}-{last}.json")
     write_receipt(path, run.run_id, plan.recipe, plan.checkpoint, starts, result)
     print("\n".join(report(result)), flush=True)
@@ -132,6 +134,7 @@ def _plan(request: Request, run: RecordedRun, first: int, last: int) -> tuple[_P
         save_every,
         saved,
     )
+    # Steps before the window are trained to reach it, and are no reason to train.
     if not any(first < step <= last for step in (*logged, *saved)):
         raise UsageError(
             f"--steps {request.steps}: the run has neither a logged step nor a checkpoint in it, so nothing can be "
@@ -144,6 +147,7 @@ def _beginning(run: RecordedRun, first: int) -> tuple[Checkpoint | None, list[st
     checkpoint, reasons = run.newest_at(first)
     if checkpoint is not None:
         return checkpoint, reasons
+    # A run that began from another one's checkpoint has no step 0.
     origin = run.saved.get("origin")
     if first == 0 and origin is None:
         return None, reasons
@@ -190,9 +194,13 @@ def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[s
     directory = folder / "run"
     config = training.build_directory(directory, run, plan.checkpoint, options, plan.save_every)
     starts = run.starts(plan.start_step + 1, last)
+    # A replay that began again at step 0 would compare nothing.
     resume = "auto" if plan.checkpoint is None else "must"
     command = request.machine.command(plan.recipe, [str(config), "--resume", resume])
-    threads = training.recorded_threads(starts) if plan.checkpoint is None else None
+    # A resume restores them by itself.
+    threads = None
+    if plan.checkpoint is None:
+        threads = training.recorded_threads(starts)
     training.train(command, folder / "log", threads)
     replayed = recorded.open_run(str(directory))
     wanted = run.lines("train")
@@ -244,10 +252,14 @@ def rows_to_show(rows: Sequence[Row]) -> list[int]:
     """Choose rows: the first, the last, and those around the first difference."""
     if len(rows) <= MOST_ROWS:
         return list(range(len(rows)))
+    # The beginning, the difference and the end.
     part = MOST_ROWS // 3
     differing = next((number for number, row in enumerate(rows) if row.differing), 0)
     chosen = {*range(part), *range(len(rows) - part, len(rows))}
-    chosen |= set(range(max(0, differing - 2), min(len(rows), differing + part - 2)))
+    # Two rows before it, which still agree.
+    begin = max(0, differing - 2)
+    end = min(len(rows), differing + part - 2)
+    chosen |= set(range(begin, end))
     return sorted(chosen)
 
 
@@ -255,6 +267,7 @@ def _format_row(row: Row, first: Row | None) -> str:
     nothing = (float("nan"), float("nan"))
     a, b = row.values.get("loss", nothing)
     norm_a, norm_b = row.values.get("grad_norm", nothing)
+    # 17 digits tell every two floats apart.
     text = f"{row.step:>8}  {a:>20.17g}  {b:>20.17g}  {_difference(a, b):>10}  {_difference(norm_a, norm_b):>12}"
     return f"{text}  <- first difference" if row is first else text
 

@@ -74,6 +74,7 @@ def steps_to_save(saved: Sequence[int], last: int) -> tuple[int, list[int]]:
     A run saves at multiples of one number only, and always at its end. Only the newest steps are saved again if all of
     them would need many saves more.
     """
+    # The last step is saved in any case.
     inner = [step for step in saved if step < last]
     kept = list(saved)
     every = math.gcd(*inner)
@@ -93,7 +94,9 @@ def build_directory(
     """
     checkpoints = directory / "checkpoints"
     checkpoints.mkdir(parents=True)
+    # Bound to its options like the run itself, so that a difference is refused and not trained.
     saved = dict(run.saved) | {"trained": True}
+    # What waits for the Hub is none of this directory's.
     saved.pop("hub", None)
     if checkpoint is not None:
         link_checkpoint(checkpoint, checkpoints)
@@ -115,6 +118,7 @@ def link_checkpoint(checkpoint: Checkpoint, folder: Path) -> Path:
     for name in (manifest.MANIFEST, *checkpoint.manifest["files"]):
         file = target / name
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Resolved, because the run itself may hold links.
         file.symlink_to(checkpoint.file(name).resolve())
     return target
 
@@ -123,6 +127,7 @@ def _writing_here(options: Tree, directory: Path, save_every: int) -> Tree:
     """Return the options with everything that is written going to ``directory`` alone, and every save kept."""
     checkpoints: dict[str, Any] = dict(options["checkpoints"])
     for name in checkpoints:
+        # Retention would delete what is to be compared, and strip what is linked.
         if name.startswith("keep_"):
             checkpoints[name] = type(checkpoints[name])(0)
     checkpoints |= {"save_every": save_every, "save_every_minutes": 0, "save_every_epochs": 0, "pinned": []}
@@ -148,5 +153,6 @@ def log_steps(options: Tree, steps: Sequence[int], last: int) -> Tree:
     A run also logs its first and last step. An earlier end of the recorded run may thus be a logged step between.
     """
     regular = [step for step in steps if step not in (1, last)]
+    # The gcd of nothing is 0, which is no interval.
     every = math.gcd(*regular) or last
     return options | {"log": options["log"] | {"log_every": every}}

@@ -15,6 +15,7 @@ def compare_weights(step: int, recorded: Path, replayed: Path) -> Weights:
 
     A recorded checkpoint that does not verify differs.
     """
+    # A file that has changed since the save is no evidence of what was saved.
     try:
         commit.verify(recorded)
     except ValueError as error:
