@@ -96,15 +96,15 @@ def replay(request: Request) -> int:
             plan, notices = _plan(request, run, first, last)
             print("\n".join([f"run {run.run_id}: {run.directory}", *notices]), flush=True)
             result, starts = _replay(request, plan, Path(folder))
+            # Not in the directory of the run, which is never changed.
+            path = expand_path(request.receipt or f"replay-{run.run_id}-{first}-{last}.json")
+            write_receipt(path, run.run_id, plan.recipe, plan.checkpoint, starts, result)
         except RunFailedError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
         except InterruptedRunError as signal_name:
             print(f"interrupted by {signal_name}: nothing is compared", file=sys.stderr, flush=True)
             return 1
-    # Not in the directory of the run, which is never changed.
-    path = expand_path(request.receipt or f"replay-{run.run_id}-{first}-{last}.json")
-    write_receipt(path, run.run_id, plan.recipe, plan.checkpoint, starts, result)
     print("\n".join(report(result)), flush=True)
     print(f"receipt: {path}", flush=True)
     return 1 if result.verdict == "different" else 0
