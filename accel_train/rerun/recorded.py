@@ -19,7 +19,9 @@ from accel_train.store import commit, manifest
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import METRICS_FILE
 from accel_train.store.run_file import recall
+from accel_train.wording import shortened
 
+HUB = "hub:"
 # Options that decide how long a run is, what it writes and where. They change no step.
 WITHOUT_EFFECT = re.compile(r"output_dir|max_steps|max_epochs|collective_timeout_seconds|(checkpoints|hub|log)\..*")
 
@@ -113,6 +115,35 @@ def open_run(text: str) -> RecordedRun:
     # A run can have lost its log and still be compared by its checkpoints.
     records = read_metrics(path) if path.is_file() else []
     return RecordedRun(text, directory, saved, records, manifest.committed(place.path / "checkpoints"))
+
+
+def open_hub_run(place: str, first: int, last: int, directory: Path) -> RecordedRun:
+    """Download the newest checkpoint at or before ``first`` and those up to ``last``. Raises like ``hub.download``.
+
+    The Hub has no log of a run.
+    """
+    from accel_train.hub.download import download, pushed_steps
+
+    spec = place.removeprefix(HUB)
+    if "@" in spec:
+        raise UsageError(f"{place}: --steps chooses the checkpoints; leave out what follows the @")
+    steps = pushed_steps(spec)
+    before = [step for step in steps if step <= first]
+    within = [step for step in steps if first < step <= last]
+    if not before or not within:
+        there = shortened([str(step) for step in steps], 12)
+        raise UsageError(
+            f"--steps {first}:{last}: {place} has the checkpoints {there}; one at or before step {first} is required, "
+            f"and one after it up to step {last}, because the Hub has no log to compare with"
+        )
+    # Only what is needed: a checkpoint may have gigabytes.
+    for step in (before[-1], *within):
+        print(f"downloading step {step} of {place}", flush=True)
+        download(f"{spec}@{step}", directory / "checkpoints")
+    saved, reason = recall(directory)
+    if saved is None:
+        raise UsageError(f"{place}: its manifests do not say what the experiment is ({reason}); push it anew")
+    return RecordedRun(place, directory, saved, [], manifest.committed(directory / "checkpoints"))
 
 
 def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:

@@ -15,7 +15,6 @@ from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_s
 from accel_train.config import UsageError, expand_path
 from accel_train.rerun import agreement, recorded, training, weights
 from accel_train.rerun.agreement import TOLERANCE, Row, Weights
-from accel_train.rerun.from_hub import HUB, open_hub_run
 from accel_train.rerun.receipt import Result, write_receipt
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.starts import Start
@@ -111,8 +110,8 @@ def replay(request: Request) -> int:
 
 
 def _open_run(place: str, first: int, last: int, folder: Path) -> RecordedRun:
-    if place.startswith(HUB):
-        return open_hub_run(place, first, last, folder / "downloaded")
+    if place.startswith(recorded.HUB):
+        return recorded.open_hub_run(place, first, last, folder / "downloaded")
     return recorded.open_run(place)
 
 
