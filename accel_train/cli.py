@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from accel_train import __version__
+from accel_train.rerun import arguments as rerun
 from accel_train.runtime.exiting import exit_with
 from accel_train.watching.arguments import add_monitor, add_report
 
@@ -27,6 +28,8 @@ def _main(argv: Sequence[str]) -> int:
         return _checkpoints(arguments)
     if arguments.command == "compare":
         return _compare(arguments)
+    if arguments.command in rerun.COMMANDS:
+        return rerun.run(arguments)
     if arguments.command == "sample":
         from accel_train.commands.sample import sample
 
@@ -174,6 +177,7 @@ def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | N
         _add_recipe(launch, recipes)
     text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
     _add_compare(commands.add_parser("compare", help=text, description=text), recipes)
+    rerun.add_commands(commands)
     text = "copy a bundled recipe, or begin a new one, with presets and launch files"
     _add_init(commands.add_parser("init", help=text, description=text))
     text = "sample from a trained model: a run, checkpoint, export or hub:org/name; its flags follow the place"

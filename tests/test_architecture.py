@@ -20,7 +20,7 @@ MODULES = sorted(LIBRARY.rglob("*.py"))
 
 VALUES = {"config", "cores", "options", "precision", "rng", "strict_yaml", "wording"}
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
-TOOLS = {"commands", "compare", "watching"}
+TOOLS = {"commands", "compare", "rerun", "watching"}
 DOMAINS = {
     *("domains.models", "domains.diffusion"),
     *("domains.text", "domains.pde", "domains.images", "domains.language"),
@@ -54,6 +54,10 @@ NEIGHBOURS_ALLOWED = {
     ("checkpoints", "hub"): "a saver hands what it committed to the Hub, and a start may fetch a checkpoint from there",
     ("compare", "commands.bundled"): "a recipe is found by its path or name in one place",
     ("watching", "commands.places"): "what a directory holds, for a message, is listed in one place",
+    ("rerun", "commands.bundled"): "a recipe is found by its path or name in one place",
+    ("rerun", "commands.places"): "a run is found by its path in one place",
+    ("rerun", "commands.diff"): "checkpoints are compared by the names of their tensors in one place",
+    ("rerun", "compare.runs"): "a run is started in a process of its own, and ended with this one, in one place",
     ("loading", "commands.places"): "a checkpoint is found by the path of its run in one place",
     ("rng", "config"): "UsageError alone: the one type for what a person can put right",
 }

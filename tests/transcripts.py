@@ -40,6 +40,11 @@ TINY = (
     "--evaluation.latent.steps 1"
 ).split()
 """A run of four checkpoints in seconds."""
+SHORT = (
+    "--max_steps 60 --global_batch_size 16 --micro_batch_size 16 --log.log_every 1 --checkpoints.save_every 20 "
+    "--checkpoints.keep_last 0 --evaluation.samples 32 --evaluation.timesteps 2"
+).split()
+"""A run of three checkpoints whose losses fall."""
 
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
@@ -209,6 +214,19 @@ def commands(folder: Folder) -> dict[str, str]:
     }
 
 
+def rerun(folder: Folder) -> dict[str, str]:
+    """A window of a short demo trained again, and a branch of it."""
+    run, place = "runs/mmdit-demo", f"{HOME}/"
+    folder.run("recipes/mmdit.py", "demo", *SHORT)
+
+    def printed(text: str) -> list[str]:
+        return [f"$ {text}", *(line.replace(place, "") for line in folder.run(*text.split()))]
+
+    replay = printed(f"accel-train replay {run} --steps 30:42")
+    branch = printed(f"accel-train branch {run} --at 20 --optimizer.lr 5e-4")
+    return {"replay": fenced(replay), "branch": fenced(branch)}
+
+
 def print_config(folder: Folder) -> list[str]:
     text = "recipes/mmdit.py base --optimizer.lr 2e-4 --print_config"
     return [f"$ python {text}", *kept(folder.run(*text.split()), "^output_dir", "^seed", r"^optimizer\.lr")]
@@ -229,6 +247,7 @@ SOURCES: dict[str, Source] = {
     "seeds": Source(seeds, ("seeds",), ("demo",)),
     "pde": Source(pde, ("pde",), ("pde_demo",)),
     "compare": Source(compare, ("compare",), ("mmdit_baseline", "mmdit_optimized")),
+    "rerun": Source(rerun, ("replay", "branch"), ("demo",)),
     "commands": Source(commands, ("ls", "verify", "prune", "export", "refusal", "print_config")),
 }
 BLOCK = re.compile(r"<!-- transcript (\w+)( [0-9a-f]{12})?: (.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)

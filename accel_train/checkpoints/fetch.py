@@ -46,6 +46,16 @@ def fetch(place: str, directory: Path) -> Checkpoint:
     return found
 
 
+def describe_parent(fetched: Checkpoint) -> dict[str, Any]:
+    """Return run id, name and hash of a fetched checkpoint, for ``run.json`` of the run that begins from it."""
+    return {
+        "run_id": fetched.manifest.get("run_id"),
+        "checkpoint": manifests.checkpoint_name(fetched.step),
+        # The manifest has the hashes of all other files.
+        "manifest_sha256": commit.hash_file(fetched.file(manifests.MANIFEST)),
+    }
+
+
 def read_manifest(place: str) -> Mapping[str, Any]:
     """Read the manifest of the checkpoint at ``place`` and copy nothing. One process. Raises like ``fetch``."""
     with _explain_errors(place):

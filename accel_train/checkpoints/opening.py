@@ -251,14 +251,16 @@ def _start(options: RunOptions, directory: Path, experiment: Json, resolved: Jso
         raise UsageError(f"{demand}, but {directory} holds no run; give the --output_dir of one that has a checkpoint")
     checkpoint = None
     origin = None
+    parent = None
     decision = f"fresh start in {directory}"
     if options.resume not in POLICIES:
         origin = options.resume
         # Raises before anything else is written.
         checkpoint = fetch.fetch(origin, directory / "checkpoints")
         resolved = _check_fetched(checkpoint, options, experiment, resolved)
+        parent = fetch.describe_parent(checkpoint)
         decision = f"fresh start in {directory} from step {checkpoint.step} of {origin}"
-    facts = {"origin": origin, "loads_with": options.loads_with}
+    facts = {"origin": origin, "parent": parent, "loads_with": options.loads_with}
     saved = new_run(directory, options.config_text, experiment, resolved, facts)
     return {"run_id": saved["run_id"], "checkpoint": checkpoint, "saved": saved, "decision": decision}
 

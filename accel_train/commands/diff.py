@@ -84,7 +84,7 @@ def diff(a: str, b: str) -> int:
     left = _open_side("A", a)
     right = _open_side("B", b)
     same = True
-    for name in sorted(left.keys() | right.keys(), key=_display_order):
+    for name in sorted(left.keys() | right.keys(), key=display_order):
         if name not in right:
             same = False
             print(f"{name}: only in A")
@@ -94,7 +94,7 @@ def diff(a: str, b: str) -> int:
         else:
             compared = compare(left[name], right[name])
             same = same and compared.equal
-            print("\n  ".join([f"{name}: {_summary(compared)}", *_details(compared)]))
+            print("\n  ".join([f"{name}: {summary(compared)}", *_details(compared)]))
     if same:
         print("equal")
         return 0
@@ -109,7 +109,7 @@ def _open_side(label: str, text: str) -> Collections:
     return collections
 
 
-def _display_order(name: str) -> tuple[bool, bool, str]:
+def display_order(name: str) -> tuple[bool, bool, str]:
     """Sort the model first and the optimizer last."""
     return name == "optimizer", name != "model", name
 
@@ -284,7 +284,8 @@ def _unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def _summary(compared: Comparison) -> str:
+def summary(compared: Comparison) -> str:
+    """Return one line: how many tensors differ, and by how much."""
     if compared.equal:
         return f"equal ({compared.common} tensors)"
     summary = f"{compared.differing} of {compared.common} common tensors differ"

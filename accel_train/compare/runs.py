@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
 from accel_train.config import UsageError
@@ -37,6 +37,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A line of --print_config: name, Python literal, origin.
 OPTION = re.compile(r"(?P<name>[A-Za-z_][\w.]*): (?P<value>.*\S) *  # .*")
 USAGE_ERROR = re.compile(r".*error \(wrong usage, exit code 2\): ", re.DOTALL)
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 # Fields of an environment line that differ from run to run.
 NOT_HARDWARE = ("event", "time", "elapsed_seconds", "processor_seconds", "command")
 # If this process is killed, it cannot end its run, so the kernel has to. A program that execs the command, not a
@@ -127,10 +128,13 @@ def _literal(text: str) -> Any:
         return text
 
 
-def run_once(command: Sequence[str], log: Path, gates: Sequence[str] = ()) -> tuple[float, float]:
+def run_once(
+    command: Sequence[str], log: Path, gates: Sequence[str] = (), environment: Mapping[str, str] = NO_VARIABLES
+) -> tuple[float, float]:
     """Run ``command`` to its end with its output in ``log``. Return wall time and CPU time in seconds.
 
-    The run itself checks ``gates`` (``refuse_unknown_gates``). An exception here also ends the processes of the run.
+    The run itself checks ``gates`` (``refuse_unknown_gates``). It gets ``environment`` in addition to that of this
+    process. An exception here also ends the processes of the run.
     A run that refuses its options raises ``UsageError``, any other exit code but 0 ``RunFailedError``, both with the
     last lines of the output.
     """
@@ -142,7 +146,7 @@ def run_once(command: Sequence[str], log: Path, gates: Sequence[str] = ()) -> tu
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, GATES_VARIABLE: "\n".join(gates)},
+            env={**os.environ, **environment, GATES_VARIABLE: "\n".join(gates)},
             # Its group can be ended as a whole, and Ctrl-C reaches this process alone.
             start_new_session=True,
         )

@@ -25,6 +25,7 @@ from accel_train.store.strict_json import Json
 T = TypeVar("T")
 
 SPEC = re.compile(r"(?:hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+STEP = re.compile(r"step-(\d{8,})")
 ATTEMPTS = 5
 """Attempts per file, each with the retries of ``huggingface_hub`` itself."""
 
@@ -69,6 +70,15 @@ def download_manifest(spec: str) -> Json:
     with limited_silence(60.0), tempfile.TemporaryDirectory() as temporary:
         oid = _resolve(repo, revision)
         return _get_manifest(repo, revision, oid, Path(temporary))
+
+
+def pushed_steps(spec: str) -> list[int]:
+    """List the steps that a repository names by a branch or a tag, in order. One process. Raises like ``download``."""
+    repo, _ = _parse(spec)
+    with limited_silence(60.0):
+        refs = _persist(lambda: hub_api().list_repo_refs(repo), repo)
+    matches = [STEP.fullmatch(ref.name) for ref in (*refs.branches, *refs.tags)]
+    return sorted({int(match[1]) for match in matches if match})
 
 
 def _parse(spec: str) -> tuple[str, str | None]:

@@ -51,7 +51,7 @@ def refuse_changes(
     run did not have counts as its default there. Returns the differences in ``allow``.
     """
     for name in allow:
-        if not any(_is_covered(key, [name]) for key in experiment):
+        if not any(is_covered(key, [name]) for key in experiment):
             raise UsageError(f"allow: {name!r} is no option of this experiment; name the option that has changed")
     resolved = saved.get("resolved", {})
     before = {**defaults, **saved["experiment"], **resolved}
@@ -60,12 +60,12 @@ def refuse_changes(
     for key in sorted(before.keys() | experiment.keys()):
         was = before.get(key)
         now = experiment.get(key)
-        if was == now or _is_covered(key, free):
+        if was == now or is_covered(key, free):
             continue
         if now is None and key in resolved:
             continue  # derived by the first start and kept
         difference = f"{key}: {was!r} there, {now!r} now"
-        if _is_covered(key, allow):
+        if is_covered(key, allow):
             allowed.append(difference)
         else:
             changed[key] = difference
@@ -95,7 +95,7 @@ def options_since(before: Mapping[str, Any], experiment: Mapping[str, Any]) -> s
     )
 
 
-def _is_covered(key: str, names: Sequence[str]) -> bool:
+def is_covered(key: str, names: Sequence[str]) -> bool:
     """Return True if one of ``names`` is the option ``key`` or a group that contains it."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
@@ -105,11 +105,12 @@ def new_run(
     config_text: str,
     experiment: Mapping[str, Any],
     resolved: Json,
-    facts: Mapping[str, str | None],
+    facts: Mapping[str, Any],
 ) -> Json:
     """Write ``config.yaml`` and ``run.json`` of a new run and return the content of the latter. Main process.
 
-    ``facts`` are ``origin``, the checkpoint to start from, and ``loads_with``, the class for loading its checkpoints.
+    ``facts`` are ``origin``, the checkpoint to start from, ``parent``, the run, name and hash of that checkpoint, and
+    ``loads_with``, the class for loading the run's own checkpoints.
     """
     saved: Json = {
         "run_id": uuid.uuid4().hex[:12],
@@ -181,6 +182,7 @@ _KINDS = {
     "run_id": str,
     "loads_with": str,
     "origin": str,
+    "parent": dict,
     "trained": bool,
     "experiment": dict,
     "resolved": dict,

@@ -48,6 +48,8 @@ LINES = [
     ("accel-train launch mmdit --ema.decay 0.9 --compile.no", {"--compile.no_dynamic"}),
     ("accel-train launch mmdit --help opt", {"optimizer"}),
     ("accel-train compare p", {"pde"}),
+    ("accel-train repl", {"replay"}),
+    ("accel-train replay --st", {"--steps"}),
     ("accel-train checkpoints pr", {"prune"}),
     ("accel-train checkpoints prune --keep_w", {"--keep_window_steps", "--keep_window_epochs"}),
     ("accel-train mon", {"monitor"}),

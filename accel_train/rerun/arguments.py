@@ -1,0 +1,69 @@
+"""Command lines of this package. Imported at every start of ``accel-train``, so it imports nothing heavy itself."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+COMMANDS = ("replay", "branch")
+
+
+def add_commands(commands: Any) -> None:
+    """Add the parsers to the subparsers of ``accel-train``."""
+    text = "steps of a run again, from its checkpoint: losses and weights compared bit by bit; a receipt"
+    _add_replay(commands.add_parser("replay", help=text, description=text))
+    text = "a run forked at a checkpoint with changed options, on the same samples and noise; paired differences"
+    _add_branch(commands.add_parser("branch", help=text, description=text))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run one of ``COMMANDS`` and return its exit code."""
+    if arguments.command == "branch":
+        from accel_train.rerun.branch import branch
+
+        return branch(arguments.run, arguments.arguments)
+    return _replay(arguments)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from accel_train.rerun.replay import Request, replay
+    from accel_train.rerun.training import Machine
+
+    request = Request(
+        run=arguments.run,
+        steps=arguments.steps,
+        recipe=arguments.recipe,
+        machine=Machine(arguments.config_file, arguments.num_processes),
+        receipt=arguments.receipt,
+        tolerance=arguments.tolerance,
+    )
+    return replay(request)
+
+
+def _add_replay(replay: argparse.ArgumentParser) -> None:
+    replay.add_argument("run", metavar="RUN", help="directory of a run, which is never changed, or hub:org/name")
+    replay.add_argument(
+        "--steps",
+        required=True,
+        metavar="FIRST:LAST",
+        help="from the state after FIRST optimizer steps to the state after LAST; 0 is the beginning of the run",
+    )
+    replay.add_argument("--recipe", metavar="FILE", help="recipe of your own that trained it; the file is executed")
+    replay.add_argument("--config_file", help="accelerate launch file; default: the same as for accel-train launch")
+    replay.add_argument("--num_processes", type=int, help="processes on this machine; default: from the launch file")
+    replay.add_argument("--receipt", metavar="FILE", help="default: replay-RUN_ID-FIRST-LAST.json in this directory")
+    replay.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-5,
+        help="largest relative difference on another layout, machine or version; on the same one every bit counts",
+    )
+
+
+def _add_branch(branch: argparse.ArgumentParser) -> None:
+    branch.add_argument("run", metavar="RUN", help="directory of a run; it is read and never changed")
+    branch.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,  # also takes the flags of the recipe
+        help="--at STEP, --steps N and options to change, such as --optimizer.lr 3e-4; --help behind RUN lists all",
+    )

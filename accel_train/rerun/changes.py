@@ -1,0 +1,57 @@
+"""What a branch may change: everything but what decides its samples, its noise and the shape of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel_train.config import UsageError
+from accel_train.store.run_file import is_covered
+
+REFUSED: Mapping[str, str] = {
+    "seed": "it decides the samples and the noise, which a branch keeps",
+    "global_batch_size": "it decides the samples of each step, which a branch keeps",
+    "init_from": "a branch has the weights of its checkpoint",
+    "model": "the weights of the checkpoint fit its own model",
+    "data": "a branch trains on the samples of its run",
+}
+"""Options and groups that belong to the run. Other changes of shape or data are found when they are built."""
+OWN: Mapping[str, str] = {
+    "resume": "a branch begins at the checkpoint that --at chooses",
+    "allow": "a branch allows what its flags change",
+    "overwrite": "give an unused --output_dir",
+    "evaluate_only": "a branch trains",
+    "max_steps": "--steps gives the number of steps after the checkpoint",
+    "max_epochs": "--steps gives the number of steps after the checkpoint",
+}
+"""Options of a recipe that the command sets itself."""
+
+
+def refuse_unchangeable(given: Mapping[str, Any], recorded: Mapping[str, Any], free: Sequence[str]) -> None:
+    """Raise ``UsageError`` for a flag that a branch cannot have. Values are by dotted option.
+
+    ``free`` are options and groups without an effect on the trajectory.
+    """
+    for name, value in given.items():
+        if name in OWN:
+            raise UsageError(f"--{name} {value}: {OWN[name]}; leave it out")
+        # A flag that repeats the value of the run, or decides where data are cached, changes nothing.
+        if is_covered(name, free) or recorded.get(name) == value:
+            continue
+        for refused, reason in REFUSED.items():
+            if is_covered(name, [refused]):
+                raise UsageError(
+                    f"--{name} {value}: {recorded.get(name)!r} in the run, and a branch cannot change it: {reason}; "
+                    "leave it out, or train a new run"
+                )
+
+
+def label(changes: Mapping[str, Any]) -> str:
+    """Return a part of a directory name that tells branches apart: ``lr-0.0003``."""
+    words: list[str] = []
+    for name, value in changes.items():
+        leaf = name.rpartition(".")[2]
+        words += [leaf, *(str(one) for one in (value if isinstance(value, list) else [value]))]
+    # Values may be paths or have spaces.
+    text = "-".join(words) or "unchanged"
+    return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)

@@ -1,0 +1,94 @@
+"""The receipt of a replay: what was compared with what, every value in hexadecimal, sealed by its own hash."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_train.rerun.agreement import Row, Verdict, Weights
+from accel_train.rerun.starts import Start
+from accel_train.store import atomic_files, commit, manifest, strict_json
+from accel_train.store.manifest import Checkpoint
+
+SCHEMA = 1
+# Of an environment line. The command may hold paths, and a receipt is made to be given away.
+ENVIRONMENT = (
+    *("versions", "python", "platform", "cuda", "device", "device_name", "torch_threads", "world_size", "strategy"),
+    *("precision", "attention", "attention_kernels", "git_commit"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything that a replay found."""
+
+    window: tuple[int, int]
+    """The steps after the first, up to the last."""
+    start_step: int
+    rows: Sequence[Row]
+    weights: Sequence[Weights]
+    reasons: Sequence[str]
+    """Why other bits are allowed. Empty if every bit must be the same."""
+    tolerance: float
+    verdict: Verdict
+
+    @property
+    def first_difference(self) -> Row | None:
+        """The first row in which a bit differs."""
+        return next((row for row in self.rows if row.differing), None)
+
+
+def write_receipt(
+    path: Path,
+    run_id: str,
+    recipe: Path,
+    checkpoint: Checkpoint | None,
+    starts: Mapping[str, Sequence[Start]],
+    result: Result,
+) -> None:
+    """Write the receipt. ``starts`` are those that wrote the ``recorded`` lines and the ``replayed`` ones."""
+    first = result.first_difference
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "run_id": run_id,
+        "recipe": {"name": recipe.name, "sha256": commit.hash_file(recipe)},
+        "window": list(result.window),
+        "start_step": result.start_step,
+        "checkpoint": None if checkpoint is None else describe_checkpoint(checkpoint),
+        "verdict": result.verdict,
+        "reasons_for_other_bits": list(result.reasons),
+        "tolerance": result.tolerance,
+        "first_differing_step": None if first is None else first.step,
+        "steps": [_describe_row(row) for row in result.rows],
+        "checkpoints": [_describe_weights(weights) for weights in result.weights],
+    }
+    content |= {side: [_environment(start) for start in found] for side, found in starts.items()}
+    atomic_files.replace_json(path, strict_json.sealed(content))
+
+
+def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Identify a checkpoint by its name and the hash of its manifest, which has the hashes of all other files."""
+    return {
+        "name": manifest.checkpoint_name(checkpoint.step),
+        "manifest_sha256": commit.hash_file(checkpoint.file(manifest.MANIFEST)),
+    }
+
+
+def _describe_row(row: Row) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, (recorded, replayed) in row.values.items():
+        # Decimal digits would need a rule for rounding, and JSON has no NaN.
+        values[name] = {"recorded": recorded.hex(), "replayed": replayed.hex()}
+    return {"step": row.step, "identical": not row.differing, "values": values}
+
+
+def _describe_weights(weights: Weights) -> dict[str, Any]:
+    return {"name": weights.name, "identical": weights.identical, "collections": list(weights.lines)}
+
+
+def _environment(start: Start) -> dict[str, Any]:
+    return {name: start.environment[name] for name in ENVIRONMENT if name in start.environment}

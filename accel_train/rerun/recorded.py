@@ -1,0 +1,207 @@
+"""A recorded run, opened for reading only: its log, its checkpoints and the options that they were trained with."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_train.commands.bundled import find_recipe, folder, recipe_names
+from accel_train.commands.places import find_run
+from accel_train.config import UsageError, expand_path
+from accel_train.metrics.records import last_pass, read_metrics
+from accel_train.options.tree import Tree
+from accel_train.rerun.starts import Line, Start
+from accel_train.store import commit, manifest
+from accel_train.store.manifest import Checkpoint
+from accel_train.store.names import METRICS_FILE
+from accel_train.store.run_file import recall
+from accel_train.wording import shortened
+
+HUB = "hub:"
+# Options that decide how long a run is, what it writes and where. They change no step.
+WITHOUT_EFFECT = re.compile(r"output_dir|max_steps|max_epochs|collective_timeout_seconds|(checkpoints|hub|log)\..*")
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run directory. Nothing here writes to it."""
+
+    place: str
+    """As given on the command line."""
+    directory: Path
+    saved: Mapping[str, Any]
+    """Content of ``run.json``, or what a manifest says in its place."""
+    records: Sequence[Line]
+    """Lines of ``metrics.jsonl``. Empty for a run from the Hub, which has no log."""
+    checkpoints: Sequence[tuple[int, Path]]
+    """Steps and directories, oldest first, unverified."""
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run, as in its manifests."""
+        return str(self.saved["run_id"])
+
+    @property
+    def last_step(self) -> int:
+        """Last step that the log or a checkpoint has, 0 for neither."""
+        lines = self.lines("train")
+        logged = max(lines, default=0)
+        saved = self.checkpoints[-1][0] if self.checkpoints else 0
+        return max(logged, saved)
+
+    def lines(self, event: str) -> dict[int, Line]:
+        """Return the lines of an event by step. Of a step repeated after a restart, the last line counts."""
+        return {line["step"]: line for line in last_pass(self.records, event)}
+
+    def newest_at(self, step: int) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest checkpoint at or before ``step`` from which a run can go on, and why not a newer one.
+
+        Hashes every file of those that it considers.
+        """
+        reasons: list[str] = []
+        for saved, path in reversed(self.checkpoints):
+            if saved > step:
+                continue
+            # Damaged ones are passed over as on a resume, and not loaded to be trained on.
+            try:
+                found = commit.verify(path)
+            except ValueError as error:
+                reasons.append(str(error))
+                continue
+            if found.manifest.get("state", True):
+                return found, reasons
+            reasons.append(f"{path}: weights without optimizer state")
+        return None, reasons
+
+    def starts(self, first: int, last: int) -> list[Start]:
+        """Return the starts that wrote the training lines of the steps ``first`` to ``last``."""
+        # By identity: lines of an abandoned pass have the same steps.
+        lines = self.lines("train")
+        counted = {id(lines[step]) for step in lines if first <= step <= last}
+        found: dict[int, Start] = {}
+        current = 0
+        for number, record in enumerate(self.records):
+            if record.get("event") == "environment":
+                current = number
+            elif id(record) in counted:
+                found[current] = self._start_at(current)
+        return list(found.values())
+
+    def last_start(self) -> Start:
+        """Return the start that wrote the end of the log."""
+        numbers = [number for number, record in enumerate(self.records) if record.get("event") == "environment"]
+        return self._start_at(numbers[-1])
+
+    def _start_at(self, number: int) -> Start:
+        environment = self.records[number]
+        following = self.records[number + 1 : number + 2]
+        options: Line = {}
+        if following and following[0].get("event") == "config":
+            options = following[0].get("config", {})
+        return Start(environment, options)
+
+
+def open_run(text: str) -> RecordedRun:
+    """Open a run by its directory or its ``checkpoints/``. Raises ``UsageError`` for anything else."""
+    place, directory = find_run(text)
+    saved, reason = recall(directory)
+    if saved is None:
+        raise UsageError(f"{directory}: its run.json cannot be read ({reason}); give a run that has trained")
+    path = directory / METRICS_FILE
+    # A run can have lost its log and still be compared by its checkpoints.
+    records = read_metrics(path) if path.is_file() else []
+    return RecordedRun(text, directory, saved, records, manifest.committed(place.path / "checkpoints"))
+
+
+def open_hub_run(place: str, first: int, last: int, directory: Path) -> RecordedRun:
+    """Download the newest checkpoint at or before ``first`` and those up to ``last``. Raises like ``hub.download``.
+
+    The Hub has no log of a run.
+    """
+    from accel_train.hub.download import download, pushed_steps
+
+    spec = place.removeprefix(HUB)
+    if "@" in spec:
+        raise UsageError(f"{place}: --steps chooses the checkpoints; leave out what follows the @")
+    steps = pushed_steps(spec)
+    before = [step for step in steps if step <= first]
+    within = [step for step in steps if first < step <= last]
+    if not before or not within:
+        there = shortened([str(step) for step in steps], 12)
+        raise UsageError(
+            f"--steps {first}:{last}: {place} has the checkpoints {there}; one at or before step {first} is required, "
+            f"and one after it up to step {last}, because the Hub has no log to compare with"
+        )
+    # Only what is needed: a checkpoint may have gigabytes.
+    for step in (before[-1], *within):
+        print(f"downloading step {step} of {place}", flush=True)
+        download(f"{spec}@{step}", directory / "checkpoints")
+    saved, reason = recall(directory)
+    if saved is None:
+        raise UsageError(f"{place}: its manifests do not say what the experiment is ({reason}); push it anew")
+    return RecordedRun(place, directory, saved, [], manifest.committed(directory / "checkpoints"))
+
+
+def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:
+    """Return the nested options with which the run trained up to ``checkpoint``, or with None at its start.
+
+    Those of the checkpoint, because a later start may have changed them with ``--allow``.
+    """
+    flat: Mapping[str, Any] = run.saved["experiment"]
+    if checkpoint is not None and checkpoint.manifest.get("experiment"):
+        flat = checkpoint.manifest["experiment"]
+    tree: Tree = {}
+    for name, value in flat.items():
+        # Of the data, not an option.
+        if name == "data_fingerprint":
+            continue
+        *groups, leaf = name.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[leaf] = value
+    return tree
+
+
+def changed_since(run: RecordedRun, checkpoint: Checkpoint) -> list[str]:
+    """Name the options that a later start of the run trained with other values than at ``checkpoint``."""
+    before: Mapping[str, Any] = checkpoint.manifest.get("experiment", {})
+    now: Mapping[str, Any] = run.saved["experiment"]
+    names = [name for name in now if name in before and not WITHOUT_EFFECT.fullmatch(name)]
+    return [f"{name} {before[name]!r} -> {now[name]!r}" for name in names if before[name] != now[name]]
+
+
+def recipe_of(run: RecordedRun, given: str | None) -> Path:
+    """Return the recipe that trained the run: ``given``, or a bundled one if the log names that.
+
+    A run directory is data, so a file that it names is never executed unless it is the bundled one. Raises
+    ``UsageError`` if ``--recipe`` is needed.
+    """
+    if given is not None:
+        return find_recipe(given)
+    commands = [str(record.get("command", "")) for record in run.records if record.get("event") == "environment"]
+    if not commands:
+        raise UsageError(f"{run.place}: does not record its recipe; name it with --recipe, a file or a bundled name")
+    # The last start, because a run may have been moved to another recipe's path.
+    words = shlex.split(commands[-1])
+    named = expand_path(words[0]) if words else Path()
+    if named.stem not in recipe_names():
+        raise UsageError(f"{run.place}: was trained by {named}, which is none of this package; give --recipe {named}")
+    # Compared by content: `accel-train init` copies recipes to be changed under the same name.
+    bundled = folder("recipes") / named.name
+    if named.is_file() and named.read_bytes() != bundled.read_bytes():
+        raise UsageError(
+            f"{run.place}: was trained by {named}, which differs from the bundled recipe of that name; say which one "
+            f"to run with --recipe {named} or --recipe {named.stem}"
+        )
+    return bundled
+
+
+def name_of(recipe: Path) -> str:
+    """Return what a command line calls a recipe: the name of a bundled one, else its path."""
+    bundled = recipe.parent == folder("recipes")
+    return recipe.stem if bundled else str(recipe)

@@ -1,0 +1,290 @@
+"""``accel-train replay``: train a window of a recorded run again, and compare it with the record bit by bit."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
+from accel_train.config import UsageError, expand_path
+from accel_train.rerun import agreement, recorded, training, weights
+from accel_train.rerun.agreement import TOLERANCE, Row, Weights
+from accel_train.rerun.receipt import Result, write_receipt
+from accel_train.rerun.recorded import RecordedRun
+from accel_train.rerun.starts import Start
+from accel_train.rerun.training import Machine
+from accel_train.store import manifest
+from accel_train.store.manifest import Checkpoint, checkpoint_name
+from accel_train.wording import shortened
+
+NO_MACHINE = Machine()
+WINDOW = re.compile(r"(\d{1,15}):(\d{1,15})")
+MOST_ROWS = 30
+"""Rows shown. The receipt has all."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of the command line."""
+
+    run: str
+    steps: str
+    """``FIRST:LAST``: from the state after FIRST optimizer steps to the state after LAST."""
+    recipe: str | None = None
+    machine: Machine = NO_MACHINE
+    receipt: str | None = None
+    """None: a name with run and window, in the current directory."""
+    tolerance: float = TOLERANCE
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.tolerance) and self.tolerance >= 0):
+            raise UsageError(f"--tolerance {self.tolerance}: a number from 0 up is required, such as 1e-4")
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The two numbers of ``steps``."""
+        match = WINDOW.fullmatch(self.steps)
+        if match is None:
+            raise UsageError(f"--steps {self.steps}: two step numbers are required, as in --steps 400:420")
+        first, last = int(match[1]), int(match[2])
+        if first >= last:
+            raise UsageError(f"--steps {self.steps}: holds no step; the second number must be the larger one")
+        return first, last
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is trained again, and what it is compared with."""
+
+    run: RecordedRun
+    recipe: Path
+    window: tuple[int, int]
+    checkpoint: Checkpoint | None
+    logged: Sequence[int]
+    """Logged steps to compare, from the checkpoint on."""
+    save_every: int
+    saved: Sequence[int]
+    """Steps whose checkpoints are compared."""
+
+    @property
+    def start_step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def beginning(self) -> str:
+        """Where the replay begins, for people."""
+        return "step 0" if self.checkpoint is None else checkpoint_name(self.checkpoint.step)
+
+
+def replay(request: Request) -> int:
+    """Replay a window, print the comparison and write the receipt. Return 0 if it is the same, else 1.
+
+    Raises ``UsageError``. Main thread only, because it handles the stop signals.
+    """
+    first, last = request.window
+    # Entered first, so that a signal leaves nothing behind.
+    with tempfile.TemporaryDirectory(prefix="accel-train-replay-") as folder, stop_signals_raise():
+        try:
+            run = _open_run(request.run, first, last, Path(folder))
+            plan, notices = _plan(request, run, first, last)
+            print("\n".join([f"run {run.run_id}: {run.directory}", *notices]), flush=True)
+            result, starts = _replay(request, plan, Path(folder))
+            # Not in the directory of the run, which is never changed.
+            path = expand_path(request.receipt or f"replay-{run.run_id}-{first}-{last}.json")
+            write_receipt(path, run.run_id, plan.recipe, plan.checkpoint, starts, result)
+        except RunFailedError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
+        except InterruptedRunError as signal_name:
+            print(f"interrupted by {signal_name}: nothing is compared", file=sys.stderr, flush=True)
+            return 1
+    print("\n".join(report(result)), flush=True)
+    print(f"receipt: {path}", flush=True)
+    return 1 if result.verdict == "different" else 0
+
+
+def _open_run(place: str, first: int, last: int, folder: Path) -> RecordedRun:
+    if place.startswith(recorded.HUB):
+        return recorded.open_hub_run(place, first, last, folder / "downloaded")
+    return recorded.open_run(place)
+
+
+def _plan(request: Request, run: RecordedRun, first: int, last: int) -> tuple[_Plan, list[str]]:
+    """Choose the checkpoint and what is compared. Raises ``UsageError`` if nothing can be."""
+    if last > run.last_step:
+        raise UsageError(f"--steps {request.steps}: {run.directory} ends at step {run.last_step}; give a window in it")
+    checkpoint, reasons = _beginning(run, first)
+    start_step = 0 if checkpoint is None else checkpoint.step
+    logged = [step for step in run.lines("train") if start_step < step <= last]
+    within = [step for step, _ in run.checkpoints if start_step < step <= last]
+    save_every, saved = training.steps_to_save(within, last)
+    plan = _Plan(
+        run,
+        recorded.recipe_of(run, request.recipe),
+        (first, last),
+        checkpoint,
+        logged,
+        save_every,
+        saved,
+    )
+    # Steps before the window are trained to reach it, and are no reason to train.
+    if not any(first < step <= last for step in (*logged, *saved)):
+        raise UsageError(
+            f"--steps {request.steps}: the run has neither a logged step nor a checkpoint in it, so nothing can be "
+            f"compared; the nearest logged steps are {_nearest(run, first, last)}"
+        )
+    return plan, _notices(plan, reasons)
+
+
+def _beginning(run: RecordedRun, first: int) -> tuple[Checkpoint | None, list[str]]:
+    checkpoint, reasons = run.newest_at(first)
+    if checkpoint is not None:
+        return checkpoint, reasons
+    # A run that began from another one's checkpoint has no step 0.
+    origin = run.saved.get("origin")
+    if first == 0 and origin is None:
+        return None, reasons
+    steps = [str(step) for step, _ in run.checkpoints]
+    remedy = "" if origin else ", or --steps 0:N for a replay from the beginning"
+    refused = "".join(f"\n  refused: {reason}" for reason in reasons)
+    raise UsageError(
+        f"--steps {first}:...: {run.directory} has no checkpoint at or before step {first} from which it can go on; it "
+        f"has {shortened(steps, 12)}; begin at one of these{remedy}{refused}"
+    )
+
+
+def _nearest(run: RecordedRun, first: int, last: int) -> str:
+    steps = list(run.lines("train"))
+    before = [step for step in steps if step <= first][-1:]
+    after = [step for step in steps if step > last][:1]
+    return shortened([str(step) for step in (*before, *after)], 2, " and ")
+
+
+def _notices(plan: _Plan, reasons: Sequence[str]) -> list[str]:
+    """Say where the replay begins, and what of the window can be compared."""
+    first, last = plan.window
+    lines = [f"passed over: {reason}" for reason in reasons]
+    recipe = recorded.name_of(plan.recipe)
+    lines.append(f"trained again: steps {plan.start_step + 1} to {last}, from {plan.beginning}, with recipe {recipe}")
+    if plan.start_step < first:
+        lines.append(f"no checkpoint of step {first}: steps up to there are trained to reach it, and compared as well")
+    missing = last - plan.start_step - len(plan.logged)
+    if missing:
+        lines.append(f"the run logged {len(plan.logged)} of these steps, and only those are compared")
+    if plan.checkpoint is not None:
+        changed = recorded.changed_since(plan.run, plan.checkpoint)
+        if changed:
+            lines.append(f"options are those of the checkpoint; changed since: {', '.join(changed)}")
+    return lines
+
+
+def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[str, Sequence[Start]]]:
+    """Train in ``folder`` and compare."""
+    run = plan.run
+    _, last = plan.window
+    options = training.set_length(recorded.options_at(run, plan.checkpoint), last)
+    options = training.log_steps(options, plan.logged, last)
+    directory = folder / "run"
+    config = training.build_directory(directory, run, plan.checkpoint, options, plan.save_every)
+    starts = run.starts(plan.start_step + 1, last)
+    # A replay that began again at step 0 would compare nothing.
+    resume = "auto" if plan.checkpoint is None else "must"
+    command = request.machine.command(plan.recipe, [str(config), "--resume", resume])
+    # A resume restores them by itself.
+    threads = None
+    if plan.checkpoint is None:
+        threads = training.recorded_threads(starts)
+    training.train(command, folder / "log", threads)
+    replayed = recorded.open_run(str(directory))
+    wanted = run.lines("train")
+    rows = agreement.rows_of({step: wanted[step] for step in plan.logged}, replayed.lines("train"))
+    compared = _compare_checkpoints(plan, replayed)
+    # The last start is this one: the copied log has the earlier ones.
+    ours = replayed.last_start()
+    reasons = agreement.reasons_for_other_bits(starts, ours)
+    if not starts:
+        # Without a log, manifests say what they can.
+        reasons += agreement.other_layouts(_layout(run), _layout(replayed))
+    verdict = agreement.verdict(rows, compared, reasons, request.tolerance)
+    result = Result(plan.window, plan.start_step, rows, compared, reasons, request.tolerance, verdict)
+    return result, {"recorded": starts, "replayed": [ours]}
+
+
+def _layout(run: RecordedRun) -> Mapping[str, Any]:
+    _, newest = run.checkpoints[-1]
+    return manifest.read(newest).get("layout", {})
+
+
+def _compare_checkpoints(plan: _Plan, replayed: RecordedRun) -> list[Weights]:
+    ours = dict(replayed.checkpoints)
+    theirs = dict(plan.run.checkpoints)
+    found: list[Weights] = []
+    for step in plan.saved:
+        if step in ours:
+            found.append(weights.compare_weights(step, theirs[step], ours[step]))
+        else:
+            found.append(Weights(step, theirs[step].name, ["the replay did not reach it"], False, float("inf")))
+    return found
+
+
+def report(result: Result) -> list[str]:
+    """Return the table, the checkpoints and the verdict as lines."""
+    lines = [f"{'step':>8}  {'recorded loss':>20}  {'replayed loss':>20}  {'difference':>10}  {'of grad_norm':>12}"]
+    before = 0
+    for number in rows_to_show(result.rows):
+        if number > before:
+            lines.append(f"{'...':>8}  {number - before} step(s) not shown")
+        lines.append(_format_row(result.rows[number], result.first_difference))
+        before = number + 1
+    for compared in result.weights:
+        lines += [f"{compared.name}:", *(f"  {line}" for line in compared.lines)]
+    return [*lines, *_verdict_lines(result)]
+
+
+def rows_to_show(rows: Sequence[Row]) -> list[int]:
+    """Choose rows: the first, the last, and those around the first difference."""
+    if len(rows) <= MOST_ROWS:
+        return list(range(len(rows)))
+    # The beginning, the difference and the end.
+    part = MOST_ROWS // 3
+    differing = next((number for number, row in enumerate(rows) if row.differing), 0)
+    chosen = {*range(part), *range(len(rows) - part, len(rows))}
+    # Two rows before it, which still agree.
+    begin = max(0, differing - 2)
+    end = min(len(rows), differing + part - 2)
+    chosen |= set(range(begin, end))
+    return sorted(chosen)
+
+
+def _format_row(row: Row, first: Row | None) -> str:
+    nothing = (float("nan"), float("nan"))
+    a, b = row.values.get("loss", nothing)
+    norm_a, norm_b = row.values.get("grad_norm", nothing)
+    # 17 digits tell every two floats apart.
+    text = f"{row.step:>8}  {a:>20.17g}  {b:>20.17g}  {_difference(a, b):>10}  {_difference(norm_a, norm_b):>12}"
+    return f"{text}  <- first difference" if row is first else text
+
+
+def _difference(a: float, b: float) -> str:
+    return "0" if a.hex() == b.hex() else f"{b - a:.3g}"
+
+
+def _verdict_lines(result: Result) -> list[str]:
+    lines: list[str] = []
+    first = result.first_difference
+    if first is not None:
+        lines.append(f"first differing step: {first.step} ({', '.join(first.differing)})")
+    if result.reasons:
+        lines.append(f"other bits are allowed: {'; '.join(result.reasons)}")
+        lines.append(
+            f"tolerance: {result.tolerance:g}, relative to each loss and gradient norm and to the norm of the weights"
+        )
+    else:
+        lines.append("the same layout, machine and versions as recorded: every bit must be the same")
+    return [*lines, f"verdict: {result.verdict}"]

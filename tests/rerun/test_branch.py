@@ -1,0 +1,218 @@
+"""``accel-train branch``: the parent's bits without a change, paired differences with one, and the parent untouched."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from accel_train import cli
+from accel_train.config import UsageError
+from accel_train.rerun import branch, branch_report, changes, recorded
+from accel_train.rerun.paired import paired_difference
+from accel_train.store import commit
+from accel_train.store.run_file import write_run
+from tests.distributed.launching import ROOT, Finished, Layout, environment, run_recipe
+from tests.rerun import recording
+from tests.waiting import until
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return recording.record("mmdit", tmp_path_factory.mktemp("recorded") / "run", "--evaluation.every", "4")
+
+
+def finished(directory: Path) -> Finished:
+    return Finished(directory, "", 0)
+
+
+def assert_same_weights(a: Finished, b: Finished, step: int) -> None:
+    for stem in ("model", "ema", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
+        left, right = a.tensors(step, stem), b.tensors(step, stem)
+        assert left.keys() == right.keys()
+        assert all(left[name].equal(right[name]) for name in left), stem
+
+
+def test_without_a_change_it_is_the_parent_bit_for_bit(
+    run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording.fork_runs(monkeypatch)
+    before = recording.tree(run.directory)
+    directory = tmp_path / "branch"
+    assert cli._main(["branch", str(run.directory), "--at", "7", "--output_dir", str(directory)]) == 0
+    assert recording.tree(run.directory) == before
+    made = finished(directory)
+    assert made.losses() == run.losses()[4:]
+    assert_same_weights(made, run, 12)
+    output = capsys.readouterr().out
+    assert "no checkpoint of step 7: the branch leaves at step 4" in output
+    assert "control: the recorded run itself" in output
+    assert "-> " not in output
+    report = json.loads((directory / "report" / branch.BRANCH_FILE).read_text())
+    assert {row["metric"] for row in report["differences"]} >= {"loss", "loss_text", "l2t_nll"}
+    assert all(row["found"]["equal"] for row in report["differences"])
+    # A run of its own, that knows where it comes from.
+    parent = recorded.open_run(str(run.directory))
+    child = recorded.open_run(str(directory))
+    assert child.run_id != parent.run_id
+    manifest = run.checkpoint(4) / "manifest.json"
+    assert child.saved["parent"] == {
+        "run_id": parent.run_id,
+        "checkpoint": "checkpoint_00000004",
+        "manifest_sha256": commit.hash_file(manifest),
+    }
+
+
+@pytest.mark.slow  # a branch without a change is quick
+def test_a_change_a_trained_control_and_going_on(
+    run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording.fork_runs(monkeypatch)
+    before = recording.tree(run.directory)
+    directory = tmp_path / "branch"
+    words = ["branch", str(run.directory), "--at", "8", "--steps", "8", "--output_dir", str(directory)]
+    words += ["--optimizer.lr", "1e-4", "--schedule.kind", "constant"]
+    assert cli._main(words) == 0
+    output = capsys.readouterr().out
+    assert "optimizer.lr 0.0015 -> 0.0001, schedule.kind 'cosine' -> 'constant'" in output
+    assert "-control, because the run logged steps up to 12" in output
+    assert recording.tree(run.directory) == before
+    lines = finished(directory).train_lines()
+    assert sorted(lines) == list(range(9, 17))
+    assert {line["lr"] for step, line in lines.items() if step > 8} == {1e-4 * 1.0}
+    control = finished(directory.with_name("branch-control"))
+    # The schedule of the run has ended there, which a control continues.
+    assert control.losses()[:4] == run.losses()[8:]
+    # Ordinary: its own command has nothing left to do, and goes on where it is asked to.
+    config = str(directory / "config.yaml")
+    longer = run_recipe(Layout("single", 1), directory, config, "--max_steps", "18", ok=False)
+    assert longer.code == 2  # `run_recipe` names a preset first
+    again = recording.zygote.run(
+        [sys.executable, str(ROOT / "recipes" / "mmdit.py"), config, "--max_steps", "18"], env=environment()
+    )
+    assert again.returncode == 0, again.stdout[-2000:]
+    assert "resuming" in again.stdout
+    assert sorted(finished(directory).train_lines()) == list(range(9, 19))
+
+
+def test_refusals(run: Finished, tmp_path: Path) -> None:
+    def refusal(*words: str, directory: Path | None = None) -> str:
+        with pytest.raises(UsageError) as refused:
+            branch.branch(str(directory or run.directory), words)
+        return str(refused.value)
+
+    at = ("--at", "4")
+    assert "--at is missing" in refusal()
+    assert "no checkpoint at or before that step" in refusal("--at", "3")
+    assert "--seed 3: 0 in the run, and a branch cannot change it" in refusal(*at, "--seed", "3")
+    assert "--model.width 64: 32 in the run" in refusal(*at, "--model.width", "64")
+    assert "--data.max_length 16" in refusal(*at, "--data.max_length", "16")
+    assert "--max_steps 5: --steps gives" in refusal(*at, "--max_steps", "5")
+    assert "--resume must: a branch begins at" in refusal(*at, "--resume", "must")
+    assert "--nope" in refusal(*at, "--nope", "5")
+    assert "where the branch begins" in refusal("--at", "12")
+    assert "lies in the run itself" in refusal(*at, "--output_dir", str(run.directory / "branch"))
+    other = recording.copied(run, tmp_path / "other")
+    saved = recorded.open_run(str(other.directory)).saved
+    parent = {"run_id": saved["run_id"], "checkpoint": "checkpoint_00000004"}
+    write_run(other.directory, {**saved, "parent": parent})
+    said = refusal(*at, "--optimizer.lr", "0.5", "--output_dir", str(other.directory))
+    assert "holds another run (optimizer.lr 0.0015 there, 0.5 now)" in said
+    said = refusal("--at", "8", "--output_dir", str(other.directory))
+    assert "its parent is" in said
+
+
+def test_what_may_change() -> None:
+    recorded_options = {"data.cache_dir": None, "data.path": "a", "optimizer.lr": 1e-3, "seed": 0}
+    free = ("data.cache_dir",)
+    changes.refuse_unchangeable({"data.cache_dir": "b", "optimizer.lr": 1e-4, "seed": 0}, recorded_options, free)
+    with pytest.raises(UsageError, match=r"--data.path b: 'a' in the run"):
+        changes.refuse_unchangeable({"data.path": "b"}, recorded_options, free)
+    assert changes.label({"optimizer.lr": 3e-4, "optimizer.betas": [0.9, 0.99]}) == "lr-0.0003-betas-0.9-0.99"
+    assert changes.label({}) == "unchanged"
+
+
+def test_words_of_the_command_and_of_the_recipe() -> None:
+    words = ["--at", "5", "--optimizer.betas", "0.9", "0.99", "--num-processes=2", "--ema.decay", "0.9"]
+    own, others = branch.split_words(words, ["at", "num_processes"])
+    assert own == ["--at", "5", "--num-processes=2"]
+    assert others == ["--optimizer.betas", "0.9", "0.99", "--ema.decay", "0.9"]
+
+
+def test_rows_have_the_steps_that_both_have(run: Finished) -> None:
+    opened = recorded.open_run(str(run.directory))
+    rows = {(row.metric, row.steps): row for row in branch_report.differences(opened, opened, 4, 12)}
+    assert rows["loss", (5, 12)].found.a == pytest.approx(fmean(run.losses()[4:]))
+    assert rows["loss", (9, 12)].found.count == 4
+    # A mode trains one of the terms, so not every line has both.
+    assert rows["l2t_nll", (8, 12)].found.count == 2
+    text = "\n".join(branch_report.table(list(rows.values()), 4, 12))
+    assert "equal bit for bit: " in text
+
+
+@pytest.mark.slow  # the end of an ordinary branch is quick
+def test_a_killed_branch_leaves_its_parent_as_it_was_and_goes_on(
+    run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = recording.tree(run.directory)
+    directory = tmp_path / "branch"
+    words = ["branch", str(run.directory), "--at", "4", "--steps", "16", "--output_dir", str(directory)]
+    command = [sys.executable, "-m", "accel_train.cli", *words, "--optimizer.lr", "1e-4"]
+
+    def steps() -> list[int]:
+        return sorted(finished(directory).train_lines()) if (directory / "metrics.jsonl").exists() else []
+
+    with subprocess.Popen(command, env=environment(), cwd=ROOT, start_new_session=True) as child:
+        until(lambda: len(steps()) > 6)
+        os.kill(child.pid, signal.SIGKILL)
+    lock = directory / ".lock"
+    until(lambda: _is_free(lock))
+    assert recording.tree(run.directory) == before
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert recording.tree(run.directory) == before
+    assert steps() == list(range(5, 21))
+    recording.fork_runs(monkeypatch)
+    whole = tmp_path / "whole"
+    assert cli._main([*words[:-1], str(whole), "--optimizer.lr", "1e-4"]) == 0
+    assert finished(directory).losses() == finished(whole).losses()
+    assert_same_weights(finished(directory), finished(whole), 20)
+
+
+def _is_free(lock: Path) -> bool:
+    import fcntl
+
+    with lock.open("rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.slow  # minutes: the figures of docs/replay.md
+def test_pairing_narrows_the_interval_of_a_changed_learning_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording.fork_runs(monkeypatch)
+    flags = ("--max_steps", "60", "--schedule.kind", "constant", "--schedule.warmup_steps", "5")
+    a = recording.record("mmdit", tmp_path / "a", *flags)
+    words = ["branch", str(a.directory), "--at", "8", "--optimizer.lr", "5e-4", "--output_dir", str(tmp_path / "b")]
+    assert cli._main(words) == 0
+    b = finished(tmp_path / "b")
+    paired = paired_difference(a.losses()[8:], b.losses())
+    # Another seed with the changed rate, as one would compare without a branch.
+    other = recording.record("mmdit", tmp_path / "c", *flags, "--optimizer.lr", "5e-4", "--seed", "1")
+    unpaired = paired_difference(a.losses()[8:], other.losses()[8:])
+    assert paired.half_width is not None
+    assert unpaired.unpaired_half_width is not None
+    print(f"paired +-{paired.half_width:.3g}, two seeds +-{unpaired.unpaired_half_width:.3g}")
+    assert math.isfinite(paired.difference)
+    assert paired.half_width * 2 <= unpaired.unpaired_half_width
