@@ -170,6 +170,18 @@ class Facts:
         return min(MAX_AUTO_WORKERS, max(0, self.host.cores // self.layout.local_processes - 1))
 
     @property
+    def state_bytes(self) -> int | None:
+        """Bytes of weights, gradients, optimizer and EMA of the trained parameters, None before they are counted."""
+        if self.parameters is None:
+            return None
+        from accel_train.speed.fitting import OPTIMIZER_BYTES
+
+        each = 8 + OPTIMIZER_BYTES.get(str(self.option("optimizer.name")), 0)
+        if self.number("ema.decay") > 0:
+            each += 4
+        return self.parameters * each
+
+    @property
     def device_bytes(self) -> int | None:
         """Memory of the smallest visible accelerator."""
         return min((device.memory_bytes for device in self.host.devices), default=None)

@@ -61,17 +61,32 @@ def layout_of_file(machine: MachineConfig, *, has_devices: bool) -> Layout:
     )
 
 
-def layout_of_start(
-    machine: MachineConfig | None, strategy: str, processes: int, device: str, environment: Mapping[str, str]
-) -> Layout:
-    """Return the layout that came up. ``machine`` is None for a start without a launch file."""
-    local = int(environment.get("LOCAL_WORLD_SIZE", "0"))
-    machines = 1
-    if local:
-        machines = max(1, processes // local)
-    elif machine is not None:
-        machines = machine.num_machines
-    return _layout(machine, strategy=strategy, processes=processes, machines=machines, device=device)
+def facts_of_start(
+    config: Any, accelerator: Any, *, dataset_size: int | None = None, parameters: int | None = None
+) -> Facts:
+    """Collect the facts of the running processes. Takes about 10 ms."""
+    # Imported here: they import accelerate, which explaining a rule does not need.
+    from accel_train.launch_files.parents import parent_command_lines
+    from accel_train.launch_files.requested import THREADS_VARIABLE, launcher_flags, read_request
+    from accel_train.runtime import threads
+    from accel_train.runtime.strategy import strategy_of
+
+    command_lines = parent_command_lines()
+    requested = read_request(os.environ, command_lines)
+    environment = dict(os.environ)
+    # Set by a launcher, it is not obeyed, and a run on CPUs chooses its own number.
+    if not threads.asked(environment, launcher_flags(command_lines)):
+        environment.pop(THREADS_VARIABLE, None)
+    processes = int(accelerator.num_processes)
+    local = int(environment.get("LOCAL_WORLD_SIZE", processes))
+    layout = _layout(
+        requested.machine,
+        strategy=strategy_of(accelerator),
+        processes=processes,
+        machines=max(1, processes // local),
+        device=accelerator.device.type,
+    )
+    return facts_of(config, layout, environment, dataset_size=dataset_size, parameters=parameters)
 
 
 def _layout(machine: MachineConfig | None, *, strategy: str, processes: int, machines: int, device: str) -> Layout:

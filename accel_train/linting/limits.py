@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from accel_train.linting.facts import GIB, MIB, Facts
 from accel_train.linting.findings import Finding, Rule
-from accel_train.linting.processes import state_bytes
 
 WORKER_BYTES = 300 * MIB
 SMALL_SHARED_MEMORY = 64 * MIB
@@ -258,7 +257,7 @@ def disk_nearly_full(facts: Facts) -> Finding | None:
 def checkpoints_above_disk(facts: Facts) -> Finding | None:
     """The next checkpoint is complete before the oldest is deleted, so one more than `keep_last` must fit."""
     free = facts.host.output.free_bytes
-    state = state_bytes(facts)
+    state = facts.state_bytes
     kept = int(facts.number("checkpoints.keep_last"))
     if free is None or state is None or kept == 0 or not facts.option("checkpoints.save_state"):
         return None

@@ -91,21 +91,8 @@ def sharding_on_one_process(facts: Facts) -> Finding | None:
     )
 
 
-def state_bytes(facts: Facts) -> int | None:
-    """Return the bytes of weights, gradients, optimizer and EMA of the trained parameters, None if not known yet."""
-    if facts.parameters is None:
-        return None
-    # It imports torch, which explaining a rule does not need.
-    from accel_train.speed.fitting import OPTIMIZER_BYTES
-
-    each = 8 + OPTIMIZER_BYTES.get(str(facts.option("optimizer.name")), 0)
-    if facts.number("ema.decay") > 0:
-        each += 4
-    return facts.parameters * each
-
-
 def _fits_each_device(facts: Facts) -> bool:
-    state = state_bytes(facts)
+    state = facts.state_bytes
     device = facts.device_bytes
     if state is None or device is None or not facts.on_gpu:
         return False
@@ -113,7 +100,7 @@ def _fits_each_device(facts: Facts) -> bool:
 
 
 def _sizes(facts: Facts) -> str:
-    state = (state_bytes(facts) or 0) / GIB
+    state = (facts.state_bytes or 0) / GIB
     device = (facts.device_bytes or 0) / GIB
     return f"weights, gradients, optimizer and EMA take {state:.1f} GiB, and a device has {device:.0f} GiB"
 
@@ -154,7 +141,7 @@ def shards_across_machines(facts: Facts) -> Finding | None:
     hold the training state, shard inside each machine and reduce gradients between them.
     """
     layout = facts.layout
-    state = state_bytes(facts)
+    state = facts.state_bytes
     device = facts.device_bytes
     if layout.strategy != "fsdp2" or layout.machines == 1 or layout.replicate_size is not None:
         return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from accel_train.linting.findings import Rule
-from accel_train.linting.table import IGNORE_VARIABLE, Found
+from accel_train.linting.findings import Rule, Stage
+from accel_train.linting.host import facts_of_start
+from accel_train.linting.table import IGNORE_VARIABLE, Found, ignored_names, lint
 
 logger = logging.getLogger(__name__)
 LOGGED = 6
@@ -62,8 +64,22 @@ def explain(rule: Rule) -> str:
     return "\n".join(lines)
 
 
-def log(found: Sequence[Found]) -> None:
-    """Log findings, one line each. Main process only."""
+def log_findings(
+    config: Any, accelerator: Any, stage: Stage, *, dataset_size: int | None = None, parameters: int | None = None
+) -> None:
+    """Log what the rules of one stage of a start find, on the main process. Every process calls it, without waiting.
+
+    Takes about 10 ms. Raises ``UsageError`` for a name in ``ACCEL_TRAIN_IGNORE`` that is no rule.
+    """
+    # On every process, so that all of them end together.
+    ignored = ignored_names(os.environ)
+    if not accelerator.is_main_process or config.evaluate_only:
+        return
+    facts = facts_of_start(config, accelerator, dataset_size=dataset_size, parameters=parameters)
+    _log(lint(facts, ignored, [stage]))
+
+
+def _log(found: Sequence[Found]) -> None:
     for rule, finding in found[:LOGGED]:
         level = logging.ERROR if rule.severity == "error" else logging.WARNING
         text = f"{finding.option}: {finding.value}: {finding.reason}; {finding.remedy} [{rule.name}]"

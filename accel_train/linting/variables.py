@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from accel_train.launch_files.requested import THREADS_VARIABLE
 from accel_train.linting.facts import Facts
 from accel_train.linting.findings import Finding, Rule
 
+THREADS = "OMP_NUM_THREADS"
 OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 NO_COMPILATION = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 NO_COMPILE_CACHE = ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCH_COMPILE_FORCE_DISABLE_CACHES")
 TF32 = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-TOKENIZERS = "TOKENIZERS_PARALLELISM"
+RUST_THREADS = "TOKENIZERS_PARALLELISM"  # of the package tokenizers
 OBSOLETE = {
     "TRANSFORMERS_CACHE": "transformers 5 does not read it; HF_HOME moves the cache",
     "HF_HUB_ENABLE_HF_TRANSFER": "huggingface_hub 1 has dropped hf_transfer; HF_XET_HIGH_PERFORMANCE takes its place",
@@ -140,11 +140,11 @@ def parallel_tokenizers(facts: Facts) -> Finding | None:
     """Fast tokenizers switch their threads off in a process that was forked after they were used. Set to true, the
     variable keeps them on, and the first batch that a worker encodes may wait forever.
     """
-    if not facts.switched_on(TOKENIZERS) or facts.workers == 0 or not facts.host.forks:
+    if not facts.switched_on(RUST_THREADS) or facts.workers == 0 or not facts.host.forks:
         return None
     return Finding(
-        option=TOKENIZERS,
-        value=facts.environment[TOKENIZERS],
+        option=RUST_THREADS,
+        value=facts.environment[RUST_THREADS],
         reason=f"{facts.workers} reading processes are forked with the threads of fast tokenizers switched on, which "
         "are not there after a fork",
         remedy="unset it, or set it to false",
@@ -209,7 +209,7 @@ def threads_above_cores(facts: Facts) -> Finding | None:
     """Each process computes with OMP_NUM_THREADS threads. With more threads than cores each parallel region waits for
     the thread that is not running. Unset, the run divides the cores by itself.
     """
-    value = facts.variable(THREADS_VARIABLE)
+    value = facts.variable(THREADS)
     if not value.isdigit():
         return None
     threads = int(value) * facts.layout.local_processes
@@ -217,7 +217,7 @@ def threads_above_cores(facts: Facts) -> Finding | None:
     if int(value) <= 1 or threads <= cores:
         return None
     return Finding(
-        option=THREADS_VARIABLE,
+        option=THREADS,
         value=value,
         reason=f"{facts.layout.local_processes} process(es) with {value} threads each are {threads} threads on "
         f"{cores} core(s)",
