@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from accel_train.linting.host import facts_of_start
 from accel_train.linting.table import IGNORE_VARIABLE, Found, ignored_names, lint
 
 logger = logging.getLogger(__name__)
+WIDTH = 100
 LOGGED = 6
 """Most lines that a start logs."""
 
@@ -25,7 +27,7 @@ def describe(found: Sequence[Found]) -> list[str]:
     for rule, finding in found:
         lines += [
             f"  {rule.severity} {rule.name}: {finding.option}: {finding.value}",
-            f"    why: {finding.reason}",
+            f"    why: {finding.reason} ({rule.source})",
             f"    do: {finding.remedy}",
         ]
     return lines
@@ -56,7 +58,9 @@ def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
 
 def explain(rule: Rule) -> str:
     """Return the output of ``accel-train check --explain NAME``."""
-    lines = [f"{rule.name} ({rule.severity})", f"  {rule.explanation}", f"  source: {rule.source}"]
+    lines = [f"{rule.name} ({rule.severity})"]
+    lines += textwrap.wrap(rule.explanation, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    lines.append(f"  source: {rule.source}")
     if rule.stage != "start":
         known = "the data are open" if rule.stage == "data" else "the model is counted"
         lines.append(f"  speaks at a start, once {known}")
