@@ -99,7 +99,7 @@ def one_checkpoint(facts: Facts) -> Finding | None:
 
 
 def every_checkpoint(facts: Facts) -> Finding | None:
-    """`keep_last: 0` deletes nothing."""
+    """`keep_last: 0` deletes nothing, and a checkpoint with optimizer state takes 12 to 16 bytes per parameter."""
     count = _saves(facts)
     if facts.option("checkpoints.keep_last") != 0 or count < 100:
         return None
