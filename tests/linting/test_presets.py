@@ -47,7 +47,7 @@ def test_shipped_presets_give_no_finding(file: Path, has_devices: bool) -> None:
 
 def test_a_smoke_of_each_recipe_gives_no_finding() -> None:
     layout = layout_of_file(read_machine_config(ROOT / "accelerate_configs" / "single_gpu.yaml"), has_devices=True)
-    first = {recipe: name for recipe, name in reversed(EVERY_PRESET)}
+    first = dict(reversed(EVERY_PRESET))
     for recipe, name in first.items():
         config = load_config(recipe.Config, [name, "--smoke"], presets=PRESETS).config
         found = lint(facts_of(config, layout, {}, replace(HOST, devices=(A100,))))
