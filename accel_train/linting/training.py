@@ -274,21 +274,6 @@ def many_passes(facts: Facts) -> Finding | None:
     )
 
 
-def batch_above_dataset(facts: Facts) -> Finding | None:
-    """A global batch beyond the dataset has samples twice in one step: the same gradient for more work."""
-    size = facts.dataset_size
-    batch = int(facts.number("global_batch_size"))
-    if size is None or facts.is_smoke or batch <= size:
-        return None
-    return Finding(
-        option="global_batch_size",
-        value=batch,
-        reason=f"an epoch has {size:,} samples, so each step has every sample {batch / size:.1f} times",
-        remedy=f"give {size} or less",
-        change=("global_batch_size", size),
-    )
-
-
 def uncompiled_float8(facts: Facts) -> Finding | None:
     """float8 scales and casts every input of a matrix product. Uncompiled, these passes over memory cost more than the
     faster product saves.
@@ -349,7 +334,6 @@ TRAINING_RULES = (
     Rule("decayed-adapters", "warning", "docs/lora.md", decayed_adapters),
     Rule("scale-of-adapters", "warning", "Kalajdzievski, arXiv:2312.03732", scale_of_adapters),
     Rule("many-passes", "warning", "docs/metrics.md", many_passes, "data"),
-    Rule("batch-above-dataset", "warning", CONFIG, batch_above_dataset, "data"),
     Rule("uncompiled-float8", "warning", "docs/optimizations.md", uncompiled_float8),
     Rule("cuda-graphs-with-accumulation", "error", "pytorch#169545", cuda_graphs_with_accumulation),
     Rule("many-compiled-shapes", "warning", "pytorch#174704", many_compiled_shapes),

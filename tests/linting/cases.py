@@ -400,10 +400,6 @@ TRAINING = {
         given({"global_batch_size": 64}, dataset_size=6399),
         given({"global_batch_size": 64}, dataset_size=6400),
     ),
-    "batch-above-dataset": (
-        given({"global_batch_size": 64, "max_steps": 100}, dataset_size=63),
-        given({"global_batch_size": 64, "max_steps": 100}, dataset_size=64),
-    ),
     "uncompiled-float8": (
         given({"float8": "rowwise"}, GPU),
         given({"float8": "rowwise", **COMPILED}, GPU),

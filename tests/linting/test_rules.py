@@ -15,6 +15,7 @@ from accel_train.linting.findings import Rule
 from accel_train.linting.table import RULES, SUBJECTS, find_rule, ignored_names, lint
 from accel_train.options.tree import option_names
 from recipes import causal_lm, lora, mmdit, pde
+from tests import linting_page
 from tests.linting.cases import CASES, DDP, FSDP2, given
 
 ROOT = Path(__file__).parents[2]
@@ -111,3 +112,9 @@ def test_numbers_of_findings_are_those_of_the_facts() -> None:
     (found,) = lint(kept)
     assert "every 300 steps, so the first one to be kept is at step 3000" in found.finding.reason
     assert found.finding.change == ("checkpoints.keep_every", 900)
+
+
+def test_the_page_has_every_rule() -> None:
+    text = linting_page.PAGE.read_text(encoding="utf-8")
+    assert text == linting_page.page(), "run python -m tests.linting_page"
+    assert all(f"| `{name}` |" in text for name in RULES)
