@@ -125,13 +125,14 @@ def test_processes_and_machines_are_those_that_came_up(accelerator: Any, monkeyp
 
 
 def test_each_stage_of_a_start_knows_what_the_run_knows(tmp_path: Path) -> None:
-    """A hundred passes over a small file, and more checkpoints than any disk holds. What is refused ends the run then."""
+    """A hundred passes over a small file, and more checkpoints than any disk holds. A refusal then ends the run."""
     data = tmp_path / "texts.jsonl"
     texts = [f"the {number} small ships sail to the harbour of the {number * 7} towns" for number in range(24)]
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     flags = ["--data.path", str(data), "--data.heldout_fraction", "0.2", "--data.latent_dim", "8", "--max_steps", "101"]
     flags += ["--global_batch_size", "21", "--optimizer.betas", "0.99", "0.9", "--checkpoints.keep_last", str(10**9)]
-    flags += ["--compile.optimize", "reduce-overhead"]  # needs a GPU, which is known once the model is built
+    # It needs a GPU, which is asked for once the model is built.
+    flags += ["--compile.mode", "on", "--compile.optimize", "reduce-overhead", "--micro_batch_size", "21"]
     done = run_recipe(Layout("single", 1), tmp_path / "run", *flags, ok=False)
     assert done.code == 2
     lines = [line for line in done.output.splitlines() if line.endswith("]") and "warning:" in line]
