@@ -111,10 +111,9 @@ def _launch(arguments: argparse.Namespace) -> int:
         main_process_port=arguments.main_process_port,
     )
     if arguments.command == "check":
-        from accel_train.commands.check import check
+        from accel_train.commands.check import run
 
-        print(check(request))
-        return 0
+        return run(request, ignored=arguments.ignore, as_json=arguments.json, fix=arguments.fix)
     return launch(request, rehearsal=arguments.command == "rehearse")
 
 
@@ -169,11 +168,13 @@ def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | N
     texts = {
         "launch": "start a recipe from a strictly read accelerate launch file; forwards signals, keeps exit codes",
         "rehearse": "run the launch file's strategy for real on CPU processes, before paying for the cluster",
-        "check": "read the launch file and the recipe's config, describe the run, run nothing",
+        "check": "read the launch file and the recipe's config, describe the run, name what looks wrong, run nothing",
     }
     for name, text in texts.items():
         launch = commands.add_parser(name, help=text, description=text)
         _add_launch(launch, file_required=name == "rehearse")
+        if name == "check":
+            _add_check(launch)
         _add_recipe(launch, recipes)
     text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
     _add_compare(commands.add_parser("compare", help=text, description=text), recipes)
@@ -272,6 +273,29 @@ def _add_launch(command: argparse.ArgumentParser, *, file_required: bool) -> Non
     command.add_argument("--machine_rank", type=int, help="number of this machine, from 0")
     command.add_argument("--main_process_ip", help="address of machine 0")
     command.add_argument("--main_process_port", type=int, help="port of machine 0")
+
+
+class _Explain(argparse.Action):
+    """Print a rule and exit, as --version does: without a recipe."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
+    ) -> None:
+        from accel_train.linting.reporting import explain
+        from accel_train.linting.table import find_rule
+
+        print(explain(find_rule(str(values))))
+        parser.exit()
+
+
+def _add_check(check: argparse.ArgumentParser) -> None:
+    form = check.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="findings with all fields, for programs")
+    form.add_argument(
+        "--fix", action="store_true", help="change the values in your YAML file; the former one stays as FILE.orig"
+    )
+    check.add_argument("--ignore", action="append", default=[], metavar="RULE", help="silence a rule; may be repeated")
+    check.add_argument("--explain", action=_Explain, metavar="RULE", help="print a rule with its reason and source")
 
 
 def _add_compare(compare: argparse.ArgumentParser, recipes: Iterable[str] | None) -> None:

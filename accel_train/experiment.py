@@ -20,6 +20,7 @@ from accel_train.data import sampler
 from accel_train.experiment_options import ExperimentConfig as ExperimentConfig
 from accel_train.experiment_options import Recipe as Recipe
 from accel_train.hub.pusher import push_the_rest
+from accel_train.linting.reporting import log_findings
 from accel_train.metrics import gates
 from accel_train.metrics.logs import info
 from accel_train.opened import Opened
@@ -129,6 +130,7 @@ def open_experiment(
     if metrics is not None:
         refuse_unknown_metric(config.checkpoints.best_metric, metrics)
         gates.refuse_unknown_gates(metrics)
+    log_findings(config, accelerator, "data", dataset_size=dataset_size)
     # Only now, because the length of an epoch needs the data.
     length = _resolve_length(config, accelerator, dataset_size)
     max_steps = length.max_steps

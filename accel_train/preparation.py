@@ -12,6 +12,7 @@ from torch import nn
 
 from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.frozen_weights import offload_frozen, resolve_base
+from accel_train.linting.reporting import log_findings
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import RunInfo
 from accel_train.opened import Opened, Prepared
@@ -46,8 +47,9 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
     """
     config = opened.config
     accelerator = opened.accelerator
+    size = fitting.size_of(lambda: model(*shape, **named), offload_frozen=config.offload_frozen)
     fitting.refuse_what_cannot_fit(
-        fitting.size_of(lambda: model(*shape, **named), offload_frozen=config.offload_frozen),
+        size,
         config.optimizer.name,
         training=not config.evaluate_only,
         has_average=config.ema.decay > 0,
@@ -56,6 +58,7 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
         device=accelerator.device,
         given=config.command_line_flags("model"),
     )
+    log_findings(config, accelerator, "model", parameters=size.trained)
     # Set here, because the count above has built the model once already, on the meta device.
     torch.manual_seed(config.seed)
     return model(*shape, **named)

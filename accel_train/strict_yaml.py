@@ -71,7 +71,14 @@ def read_document(path: Path) -> Document:
         raise YamlError(f"{path}: the file is empty; write `key: value` lines, or give another file")
     if path.suffix.lower() == ".json":
         return Document(_parse_json(path, text), {})
-    return _parse_yaml(path, text)
+    return parse_yaml(path, text)
+
+
+def compose(text: str) -> yaml.MappingNode:
+    """Return the nodes of a text that ``parse_yaml`` accepts, whose marks say where each value begins and ends."""
+    root = yaml.compose(text, Loader=_Loader)
+    assert isinstance(root, yaml.MappingNode)
+    return root
 
 
 def _read_text(path: Path) -> str:
@@ -120,7 +127,8 @@ for _name, _pattern in {
     _Loader.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), None)
 
 
-def _parse_yaml(path: Path, text: str) -> Document:
+def parse_yaml(path: Path, text: str) -> Document:
+    """Return the mapping in a text, with the position of every key. ``path`` is for errors."""
     try:
         root = yaml.compose(text, Loader=_Loader)  # not load: values alone have lost their positions
         places: _Places = {}

@@ -19,7 +19,10 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
 VALUES = {"config", "cores", "options", "precision", "rng", "strict_yaml", "wording"}
-MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
+MECHANISM = {
+    *("launch_files", "runtime", "training", "speed", "data", "store"),
+    *("checkpoints", "hub", "metrics", "linting"),
+}
 TOOLS = {"commands", "compare", "rerun", "watching"}
 DOMAINS = {
     *("domains.models", "domains.diffusion"),
@@ -29,7 +32,7 @@ ROWS = (
     VALUES,
     {"launch_files"},
     {"store", "training", "data", "runtime", "speed", "pipeline"},
-    {"hub", "checkpoints", "metrics"},
+    {"hub", "checkpoints", "metrics", "linting"},
     {"domains.models", "domains.diffusion"},
     {"domains.text", "domains.pde", "domains.images", "domains.language"},
     {"experiment_options"},
@@ -250,6 +253,7 @@ NAMED_AS_EXAMPLES = {
     "accel_train/launch_files/sharding.py": "MMDiTBlock",
     "accel_train/options/flags.py": '"cache_latents',
     "accel_train/rng.py": "latent/noise",
+    "accel_train/linting/variables.py": "tokenizers",
     "accel_train/data/__init__.py": "latents",
     "accel_train/data/artifacts.py": "tokenizer",
 }

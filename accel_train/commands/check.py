@@ -2,27 +2,70 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from accel_train.commands.bundled import find_recipe, import_recipe
+from accel_train.commands.bundled import find_recipe, folder, import_recipe
 from accel_train.commands.launch import Launch, read_machine
 from accel_train.config import UsageError
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.requested import Requested, notices, refuse_accumulation, refuse_experiment_settings
-from accel_train.options.loading import config_of
+from accel_train.linting import reporting
+from accel_train.linting.fixing import fix_file, undo
+from accel_train.linting.host import facts_of, layout_of_file, read_host, unknown_host, visible_devices
+from accel_train.linting.table import Found, ignored_names, lint
+from accel_train.options.loading import Loaded, config_of
 from accel_train.runtime.accelerator import refuse_zero_contradictions
 
 
-def check(request: Launch) -> str:
-    """Return the output of ``accel-train check``, or raise the ``UsageError`` of a start up to its first connection.
+@dataclass(frozen=True)
+class Checked:
+    """A launch file and an experiment that were read together."""
+
+    origin: str
+    """Where the machine comes from."""
+    machine: MachineConfig
+    recipe: Path
+    loaded: Loaded[Any]
+    accumulation: int
+    is_elsewhere: bool
+    """The launch file asks for accelerators, and this machine shows none."""
+    found: list[Found]
+
+    @property
+    def exit_code(self) -> int:
+        """2, as for every usage error, if a rule of the severity error finds something."""
+        return 2 if any(rule.severity == "error" for rule, _ in self.found) else 0
+
+
+def check(request: Launch, ignored: Sequence[str] = ()) -> str:
+    """Return the output of ``accel-train check``, or raise the ``UsageError`` of a start up to its first connection."""
+    return describe(request, read(request, ignored))
+
+
+def run(request: Launch, *, ignored: Sequence[str] = (), as_json: bool = False, fix: bool = False) -> int:
+    """Print what ``check`` returns, and return the exit code. With ``fix``, change the YAML file first."""
+    checked = read(request, ignored)
+    if fix:
+        print(_fix(checked))
+        checked = _read_again(request, ignored, checked)
+    print(_json(checked) if as_json else describe(request, checked))
+    return checked.exit_code
+
+
+def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
+    """Read launch file and experiment, and apply the rules of the linter. ``ignored`` are names of rules.
 
     Calls the recipe's ``main`` and leaves it once it has read its config, so this is the config of a real start.
     """
+    silenced = ignored_names(os.environ, ignored)
     path, machine, assumption = read_machine(request)
     path_of_recipe = find_recipe(request.recipe)
     recipe = import_recipe(path_of_recipe)
@@ -39,26 +82,100 @@ def check(request: Launch) -> str:
     # Refuses a global batch that is smaller than the number of processes.
     accumulation = accumulation_steps(config.global_batch_size, processes, config.micro_batch_size)
     _refuse_contradictions(machine, config, accumulation, str(machine.path))
-    notes = notices(machine, os.environ) + _multi_cpu_note(machine)
+    has_devices = bool(visible_devices())
+    layout = layout_of_file(machine, has_devices=has_devices)
+    host = read_host(config.output_dir, os.environ)
+    # A laptop or a login node says nothing about the machine that will train.
+    elsewhere = layout.device != "cpu" and not has_devices
+    if elsewhere:
+        host = unknown_host()
+    found = lint(facts_of(config, layout, os.environ, host), silenced)
+    return Checked(assumption or str(path), machine, path_of_recipe, loaded, accumulation, elsewhere, found)
+
+
+def describe(request: Launch, checked: Checked) -> str:
+    """Return what was read, with notices and findings, for a person."""
+    machine = checked.machine
+    config: Any = checked.loaded.config
+    processes = machine.num_processes or 1
     lines = [
-        f"machine: {assumption or path}",
+        f"machine: {checked.origin}",
         f"  strategy {machine.strategy}, {processes} process(es) on {machine.num_machines} machine(s)",
     ]
-    lines += [f"  note: {note}" for note in notes]
-    largest, rest = divmod(config.global_batch_size, processes * accumulation)
+    lines += [f"  note: {note}" for note in _notes(machine)]
+    largest, rest = divmod(config.global_batch_size, processes * checked.accumulation)
     size = f"at most {largest + 1}" if rest else str(largest)
     lines += [
         f"experiment: {shlex.join([request.recipe, *request.arguments])}",
-        f"  global batch {config.global_batch_size} = {processes} process(es) x {accumulation} micro-batch(es) of "
-        f"{size}; precision {config.precision}",
+        f"  global batch {config.global_batch_size} = {processes} process(es) x {checked.accumulation} micro-batch(es) "
+        f"of {size}; precision {config.precision}",
     ]
     # Two hundred defaults would hide the ten options that somebody has set.
-    chosen = loaded.describe(with_defaults=False).splitlines()
+    chosen = checked.loaded.describe(with_defaults=False).splitlines()
     lines += [f"  {line}" for line in chosen]
-    command = shlex.join(["python", str(path_of_recipe), *request.arguments, "--print_config"])
-    lines.append(f"  and {len(loaded.origins) - len(chosen)} options at their defaults: {command}")
+    command = shlex.join(["python", str(checked.recipe), *request.arguments, "--print_config"])
+    lines.append(f"  and {len(checked.loaded.origins) - len(chosen)} options at their defaults: {command}")
     lines.append("nothing was run; everything that can be read is consistent")
-    return "\n".join(lines)
+    if checked.is_elsewhere:
+        lines.append("this machine has no accelerator: rules about cores, memory and disks were not applied")
+    return "\n".join([*lines, *reporting.describe(checked.found)])
+
+
+def _notes(machine: MachineConfig) -> list[str]:
+    return notices(machine, os.environ) + _multi_cpu_note(machine)
+
+
+def _json(checked: Checked) -> str:
+    config: Any = checked.loaded.config
+    return json.dumps(
+        {
+            "strategy": checked.machine.strategy,
+            "num_processes": checked.machine.num_processes or 1,
+            "num_machines": checked.machine.num_machines,
+            "global_batch_size": config.global_batch_size,
+            "accumulation_steps": checked.accumulation,
+            "notes": _notes(checked.machine),
+            "findings": reporting.as_json(checked.found),
+        },
+        indent=2,
+    )
+
+
+def _fix(checked: Checked) -> str:
+    """Change the YAML file of the command line where findings say how, and return the difference."""
+    path = checked.loaded.path
+    assert path is not None
+    bundled = folder("recipes").resolve()
+    if bundled in path.resolve().parents:
+        raise UsageError(
+            f"--fix: {path} is a bundled preset, which is shared by all runs and comes anew with every version; copy "
+            f"it, as in `cp {shlex.quote(str(path))} my.yaml`, and give my.yaml in its place"
+        )
+    changes: dict[str, object] = {}
+    lines: list[str] = []
+    for rule, finding in checked.found:
+        if finding.change is None:
+            continue
+        option, value = finding.change
+        if checked.loaded.origins.get(option) == "command line":
+            lines.append(f"{rule.name}: --{option} is given on the command line: give {value} there")
+        elif option not in changes:
+            changes[option] = value
+    if not changes:
+        return "\n".join([*lines, f"nothing to fix in {path}"])
+    difference = fix_file(path, changes)
+    return "\n".join([*lines, difference, f"{path} is changed; the former one is {path.name}.orig"])
+
+
+def _read_again(request: Launch, ignored: Sequence[str], before: Checked) -> Checked:
+    """Read the changed file. One that a start would refuse is undone."""
+    try:
+        return read(request, ignored)
+    except UsageError as error:
+        path = before.loaded.path
+        assert path is not None
+        undo(path)
+        raise UsageError(f"--fix: {path} is as it was, because a start would refuse the changed one: {error}") from None
 
 
 @contextmanager

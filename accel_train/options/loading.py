@@ -48,6 +48,8 @@ class Loaded(Generic[C]):
 
     config: C
     origins: Mapping[str, str]
+    path: Path | None = None
+    """Preset or file that was read."""
 
     def describe(self, *, with_defaults: bool = True) -> str:
         """List the options with value and origin, one per line, optionally without those at their defaults."""
@@ -106,7 +108,7 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     origins = _origins(tree, source, config, flags)
     origins |= {key: "--smoke" for key in smoke if key not in flags}
     set_origins(config, origins)
-    loaded = Loaded(config, origins)
+    loaded = Loaded(config, origins, path)
     if prints_config:
         print(loaded.describe())
         raise SystemExit(0)

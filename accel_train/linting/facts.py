@@ -1,0 +1,187 @@
+"""Facts that the rules of the linter read: options, layout of the processes, host and environment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MIB = 2**20
+GIB = 2**30
+TRIAL_STEPS = 200
+"""A run of at most this many steps is a trial. Rules about the length of a run leave it alone."""
+TRUE = ("1", "true", "yes", "on")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A visible accelerator."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes and sharding, from the launch file or as they came up."""
+
+    strategy: str = "single"
+    """single, ddp, fsdp2, zero1, zero2 or zero3."""
+    processes: int = 1
+    """Over all machines."""
+    machines: int = 1
+    device: str = "cpu"
+    """cpu, or the type of the accelerators."""
+    offload: bool = False
+    """FSDP2 or ZeRO keep optimizer or weights in host memory."""
+    reshard_after_forward: bool = True
+    replicate_size: int | None = None
+    """FSDP2: groups that shard by themselves. None: all processes are one group."""
+    debug: bool = False
+    chosen_devices: bool = False
+    """The launch file names the devices."""
+
+    @property
+    def local_processes(self) -> int:
+        """Processes on each machine."""
+        return max(1, self.processes // self.machines)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where the run directory lies."""
+
+    filesystem: str = ""
+    """Type as in /proc/mounts. Empty if unknown."""
+    free_bytes: int | None = None
+    is_temporary: bool = False
+    """Below /tmp, /var/tmp or $TMPDIR."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine of this process. None stands for unknown."""
+
+    cores: int = 1
+    """Usable by this process: affinity and quota."""
+    all_cores: int = 1
+    memory_bytes: int | None = None
+    """Of the host, or the limit of its cgroup."""
+    shared_memory_bytes: int | None = None
+    open_files: float | None = None
+    core_file_bytes: float = 0
+    """Largest core file written beside the program. 0 if none, or if the system pipes them elsewhere."""
+    locked_memory_bytes: float = math.inf
+    interfaces: tuple[str, ...] = ()
+    has_infiniband: bool = False
+    devices: tuple[Device, ...] = ()
+    output: Disk = field(default_factory=Disk)
+    compile_cache_filesystem: str = ""
+    forks: bool = True
+    """Reading processes are forked: Python's default on Linux before 3.14."""
+    seconds_left: float | None = None
+    """Until the scheduler ends the job."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that a rule may read, collected once."""
+
+    options: Mapping[str, Any]
+    """Values of the config by dotted name."""
+    layout: Layout = field(default_factory=Layout)
+    host: Host = field(default_factory=Host)
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    origins: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Where each option was set: default, a preset or file, or the command line."""
+    dataset_size: int | None = None
+    """Samples of an epoch, once the data are open."""
+    parameters: int | None = None
+    """Trained parameters, once the model is counted."""
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """Return an option's value. The default stands for an option that this recipe does not have."""
+        return self.options.get(name, default)
+
+    def number(self, name: str) -> float:
+        """Return an option that is a number, 0 for None, "auto" or an option that the recipe does not have."""
+        value = self.options.get(name)
+        if isinstance(value, (int, float)):
+            return value
+        return 0
+
+    def variable(self, name: str) -> str:
+        """Return an environment variable in lower case, empty if it is not set."""
+        return self.environment.get(name, "").strip().lower()
+
+    def switched_on(self, name: str) -> bool:
+        """Tell if an environment variable is 1, true, yes or on."""
+        return self.variable(name) in TRUE
+
+    @property
+    def on_gpu(self) -> bool:
+        """Tell if the run computes on accelerators."""
+        return self.layout.device != "cpu"
+
+    @property
+    def steps(self) -> int | None:
+        """Length of the run, None if it depends on data that are not open."""
+        steps = self.option("max_steps")
+        if steps is not None:
+            return int(steps)
+        if self.dataset_size is None:
+            return None
+        return math.ceil(self.number("max_epochs") * self.dataset_size / self.number("global_batch_size"))
+
+    @property
+    def is_smoke(self) -> bool:
+        """Tell if the run was started with --smoke."""
+        return "--smoke" in self.origins.values()
+
+    @property
+    def is_trial(self) -> bool:
+        """Tell if the run is too short for rules about length."""
+        return self.is_smoke or (self.steps is not None and self.steps <= TRIAL_STEPS)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per process and optimizer step."""
+        share = math.ceil(self.number("global_batch_size") / self.layout.processes)
+        return math.ceil(share / max(1, self.number("micro_batch_size")))
+
+    @property
+    def compiles(self) -> bool:
+        """Tell if the blocks are to be compiled."""
+        return self.option("compile.mode", "off") != "off"
+
+    @property
+    def workers(self) -> int:
+        """Reading processes per training process, with ``auto`` resolved as ``data.options`` does."""
+        asked = self.option("loader.num_workers", 0)
+        if asked != "auto":
+            return int(asked)
+        if not self.on_gpu:
+            return 0
+        # It imports torch, which explaining a rule does not need.
+        from accel_train.data.options import MAX_AUTO_WORKERS
+
+        return min(MAX_AUTO_WORKERS, max(0, self.host.cores // self.layout.local_processes - 1))
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Bytes of weights, gradients, optimizer and EMA of the trained parameters, None before they are counted."""
+        if self.parameters is None:
+            return None
+        from accel_train.speed.fitting import OPTIMIZER_BYTES
+
+        each = 8 + OPTIMIZER_BYTES.get(str(self.option("optimizer.name")), 0)
+        if self.number("ema.decay") > 0:
+            each += 4
+        return self.parameters * each
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Memory of the smallest visible accelerator."""
+        return min((device.memory_bytes for device in self.host.devices), default=None)

@@ -1,0 +1,134 @@
+"""Change values in a person's YAML file, and nothing else: comments, order and spaces stay."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from accel_train.config import UsageError
+from accel_train.options.tree import flatten, tree_text
+from accel_train.store.atomic_files import replace_file
+from accel_train.strict_yaml import YamlError, compose, parse_yaml
+
+BYTE_ORDER_MARK = "\ufeff"
+
+
+class _NoPlaceError(ValueError):
+    """The value cannot be changed by editing its line."""
+
+
+def with_values(path: Path, text: str, changes: Mapping[str, object]) -> str:
+    """Return the text of a YAML file with other values of dotted options.
+
+    The result is read again and compared. Raises ``UsageError`` if an option cannot be changed by an edit of its line.
+    """
+    for option, value in changes.items():
+        try:
+            edited = _with_value(text, option.split("."), value)
+            expected = flatten(parse_yaml(path, text).values) | {option: value}
+            if flatten(parse_yaml(path, edited).values) != expected:
+                raise _NoPlaceError
+        except (_NoPlaceError, YamlError) as error:
+            raise UsageError(
+                f"{path}: {option} cannot be changed there by an edit of one line, because of how the file writes it; "
+                f"write {option}: {_written(value)} by hand"
+            ) from error
+        text = edited
+    return text
+
+
+def _with_value(text: str, parts: Sequence[str], value: object) -> str:
+    node: yaml.Node = compose(text)
+    for depth, part in enumerate(parts):
+        if not isinstance(node, yaml.MappingNode):
+            raise _NoPlaceError
+        child = _child(node, part)
+        if child is None:
+            return _with_entry(text, node, _entry(parts[depth:], value))
+        node = child
+    # A list of lines ends wherever the next key begins.
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style:
+        raise _NoPlaceError
+    start = node.start_mark.index
+    end = node.end_mark.index
+    written = _written(value)
+    # An empty value stands directly behind its colon.
+    if text[start - 1] == ":":
+        written = f" {written}"
+    return text[:start] + written + text[end:]
+
+
+def _child(node: yaml.MappingNode, key: str) -> yaml.Node | None:
+    for key_node, value_node in node.value:
+        if key_node.value == key:
+            return value_node
+    return None
+
+
+def _entry(parts: Sequence[str], value: object) -> str:
+    """Write ``a: {b: value}`` for an option whose group the file does not have yet."""
+    entry = f"{parts[-1]}: {_written(value)}"
+    for group in reversed(parts[:-1]):
+        entry = f"{group}: {{{entry}}}"
+    return entry
+
+
+def _written(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_written(item) for item in value)}]"
+    return tree_text({"k": value}).removeprefix("k:").strip()
+
+
+def _with_entry(text: str, node: yaml.MappingNode, entry: str) -> str:
+    """Add an entry to a mapping: at the front of one in braces, else in a line of its own behind the last."""
+    if node.flow_style:
+        start = node.start_mark.index + 1
+        separator = ", " if node.value else ""
+        return text[:start] + entry + separator + text[start:]
+    newline = "\r\n" if "\r\n" in text else "\n"
+    first_key, _ = node.value[0]
+    indent = " " * first_key.start_mark.column
+    end = text.find(newline, _end_of(node))
+    if end == -1:
+        end = len(text)
+    return text[:end] + newline + indent + entry + text[end:]
+
+
+def _end_of(node: yaml.Node) -> int:
+    """Return the offset behind the last value of a node. Marks of a block lie behind the comments that follow it."""
+    while isinstance(node, yaml.CollectionNode) and not node.flow_style:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    return node.end_mark.index
+
+
+def fix_file(path: Path, changes: Mapping[str, object]) -> str:
+    """Change values in a file, keep the former one as ``FILE.orig``, and return the difference.
+
+    Both are written whole or not at all. Raises ``UsageError`` if there is such a copy already.
+    """
+    # A link stays a link.
+    path = path.resolve()
+    copy = path.with_name(f"{path.name}.orig")
+    if copy.exists():
+        raise UsageError(f"--fix: {copy} exists, the copy of an earlier fix; move or delete it first")
+    before = path.read_bytes()
+    text = before.decode("utf-8")
+    mark = BYTE_ORDER_MARK if text.startswith(BYTE_ORDER_MARK) else ""
+    after = mark + with_values(path, text.removeprefix(mark), changes)
+    replace_file(copy, before)
+    shutil.copymode(path, copy)
+    replace_file(path, after.encode())
+    shutil.copymode(copy, path)
+    lines = difflib.unified_diff(text.splitlines(), after.splitlines(), str(copy), str(path), lineterm="")
+    return "\n".join(lines)
+
+
+def undo(path: Path) -> None:
+    """Put the copy of ``fix_file`` back."""
+    path = path.resolve()
+    path.with_name(f"{path.name}.orig").replace(path)

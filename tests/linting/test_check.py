@@ -1,0 +1,145 @@
+"""``accel-train check``: findings, exit codes, JSON, explanations, and --fix of a person's file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_train import cli
+from accel_train.config import UsageError
+from accel_train.options.loading import load_config
+from recipes import mmdit
+
+ROOT = Path(__file__).parents[2]
+PRESETS = ROOT / "recipes" / "presets"
+RECIPE = str(ROOT / "recipes" / "mmdit.py")
+GPU = str(ROOT / "accelerate_configs" / "ddp.yaml")
+ERROR = ("--compile.mode", "on", "--compile.optimize", "reduce-overhead", "--micro_batch_size", "8")
+MINE = """\
+# mine
+output_dir: runs/mine
+max_steps: 1500
+optimizer: {lr: 1.5e-3, betas: [0.99, 0.9], max_grad_norm: 0}  # by hand
+checkpoints:
+  keep_last: 1   # small disk
+"""
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCEL_TRAIN_IGNORE", "OMP_NUM_THREADS", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def check(*arguments: str, file: str = GPU) -> int:
+    return cli._main(["check", "--config_file", file, *arguments])
+
+
+def test_exit_codes_of_nothing_a_warning_and_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(RECIPE, "demo") == 0
+    assert capsys.readouterr().out.endswith("\nno findings\n")
+    assert check(RECIPE, "demo", "--checkpoints.keep_last", "1") == 0
+    shown = capsys.readouterr().out
+    assert (
+        "\nfindings: 0 error(s), 1 warning(s)\n  warning one-checkpoint: checkpoints.keep_last: 1\n    why: " in shown
+    )
+    assert check(RECIPE, "demo", *ERROR, "--checkpoints.keep_last", "1") == 2
+    shown = capsys.readouterr().out
+    assert shown.index("error cuda-graphs-with-accumulation") < shown.index("warning one-checkpoint")
+
+
+def test_names_are_silenced_by_flag_and_by_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check("--ignore", "cuda-graphs-with-accumulation", RECIPE, "demo", *ERROR) == 0
+    assert capsys.readouterr().out.endswith("\nno findings\n")
+    monkeypatch.setenv("ACCEL_TRAIN_IGNORE", "cuda-graphs-with-accumulation")
+    assert check(RECIPE, "demo", *ERROR) == 0
+    with pytest.raises(UsageError, match=r"rule 'one-checkpoints': there is no such rule: did you mean 'one-checkp"):
+        check("--ignore", "one-checkpoints", RECIPE, "demo")
+
+
+def test_findings_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("--json", RECIPE, "demo", *ERROR) == 2
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["strategy"], shown["num_processes"], shown["accumulation_steps"]) == ("ddp", 2, 4)
+    (finding,) = shown["findings"]
+    assert finding["name"] == "cuda-graphs-with-accumulation"
+    assert finding["severity"] == "error"
+    assert finding["source"] == "pytorch#169545"
+    assert finding["change"] == {"option": "compile.optimize", "value": "default"}
+
+
+def test_a_command_line_explains_a_rule_without_a_recipe_and_without_torch() -> None:
+    program = (
+        "import sys; from accel_train import cli\n"
+        "try: cli._main(['check', '--explain', 'forced-protocol'])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("forced-protocol (warning)\n  NCCL chooses protocols by what the platform supports.")
+
+
+def test_a_file_is_fixed_and_keeps_its_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(MINE)
+    assert check("--fix", RECIPE, str(file), "--log.log_every", "2000") == 0
+    shown = capsys.readouterr().out
+    assert "nothing-logged: --log.log_every is given on the command line: give 15 there\n" in shown
+    assert "\n-  keep_last: 1   # small disk\n+  keep_last: 3   # small disk\n" in shown
+    assert f"{file} is changed; the former one is mine.yaml.orig\n" in shown
+    assert "findings: 0 error(s), 1 warning(s)\n  warning nothing-logged" in shown
+    assert file.read_text() == MINE.replace("[0.99, 0.9], max_grad_norm: 0", "[0.9, 0.99], max_grad_norm: 1.0").replace(
+        "keep_last: 1 ", "keep_last: 3 "
+    )
+    assert (tmp_path / "mine.yaml.orig").read_text() == MINE
+    config = load_config(mmdit.Config, [str(file)], presets=PRESETS).config
+    assert (config.optimizer.betas, config.optimizer.max_grad_norm) == ((0.9, 0.99), 1.0)
+    assert config.checkpoints.keep_last == 3
+    assert check("--fix", RECIPE, str(file)) == 0
+    assert capsys.readouterr().out.startswith(f"nothing to fix in {file}\n")
+
+
+def test_a_file_that_a_start_would_then_refuse_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(MINE)
+    monkeypatch.setattr("accel_train.commands.check.fix_file", _break_file)
+    with pytest.raises(UsageError, match=r"--fix: .*mine\.yaml is as it was, because a start would refuse .*keep_lost"):
+        check("--fix", RECIPE, str(file))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+    assert file.read_text() == MINE
+
+
+def _break_file(path: Path, changes: object) -> str:
+    shutil.copy(path, f"{path}.orig")
+    path.write_text("checkpoints: {keep_lost: 3}\n")
+    return str(changes)
+
+
+def test_bundled_presets_are_not_changed(tmp_path: Path) -> None:
+    before = (PRESETS / "demo.yaml").read_bytes()
+    link = tmp_path / "linked.yaml"
+    link.symlink_to(PRESETS / "demo.yaml")
+    for source in (["demo"], [], [str(PRESETS / "demo.yaml")], [str(link)]):
+        with pytest.raises(UsageError, match=r"is a bundled preset, .* copy it, as in `cp .*\.yaml my\.yaml`"):
+            check("--fix", RECIPE, *source, "--checkpoints.keep_last", "1")
+    assert (PRESETS / "demo.yaml").read_bytes() == before
+    assert not [path for path in os.listdir(PRESETS) if path.endswith(".orig")]
+
+
+def test_a_machine_without_accelerators_says_nothing_of_the_one_that_trains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert check(RECIPE, "demo") == 0
+    assert "this machine has no accelerator: rules about cores, memory and disks were not applied\n" in (
+        capsys.readouterr().out
+    )
+    assert check(RECIPE, "demo", file=str(ROOT / "accelerate_configs" / "single_gpu.yaml")) == 0
+    assert "this machine has no accelerator" not in capsys.readouterr().out

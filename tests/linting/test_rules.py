@@ -1,0 +1,120 @@
+"""Each rule finds something where it should, and nothing beside it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.linting import reporting
+from accel_train.linting.facts import Facts
+from accel_train.linting.findings import Rule
+from accel_train.linting.table import RULES, SUBJECTS, find_rule, ignored_names, lint
+from accel_train.options.tree import option_names
+from recipes import causal_lm, lora, mmdit, pde
+from tests import linting_page
+from tests.linting.cases import CASES, DDP, FSDP2, given
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {name for recipe in (causal_lm, lora, mmdit, pde) for name in option_names(recipe.Config)}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+
+
+def test_names_are_stable_and_of_one_form() -> None:
+    assert len(RULES) == sum(map(len, SUBJECTS.values())) >= 40
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) for name in RULES)
+
+
+def test_every_rule_has_its_facts() -> None:
+    assert sorted(CASES) == sorted(RULES)
+
+
+@every_rule
+def test_a_rule_finds_something_and_nothing_beside_it(rule: Rule) -> None:
+    fires, nearest = CASES[rule.name]
+    finding = rule.find(fires)
+    assert finding is not None
+    assert rule.find(nearest) is None
+    assert finding.option
+    for text in (finding.reason, finding.remedy):
+        assert len(text) > 5
+        assert not text.endswith(".")
+    assert len(rule.explanation) > 50
+    assert rule.explanation.endswith(".")
+
+
+@every_rule
+def test_a_change_is_of_a_known_option_and_ends_the_finding(rule: Rule) -> None:
+    fires, _ = CASES[rule.name]
+    finding = rule.find(fires)
+    assert finding is not None
+    if finding.change is None:
+        return
+    option, value = finding.change
+    assert option in OPTIONS
+    assert fires.options[option] != value
+    changed = replace(fires, options={**fires.options, option: value})
+    assert rule.find(changed) is None
+
+
+def test_a_plain_machine_and_a_long_run_of_defaults_give_no_finding() -> None:
+    for layout in (given().layout, DDP, FSDP2):
+        found = lint(given(layout=layout))
+        assert not found, reporting.describe(found)
+
+
+@every_rule
+def test_a_source_in_the_documentation_is_there(rule: Rule) -> None:
+    for source in rule.source.split(", "):
+        if source.startswith("docs/"):
+            assert (ROOT / source).is_file()
+
+
+def both(*facts: Facts) -> Facts:
+    options = {name: value for each in facts for name, value in each.options.items() if value != given().option(name)}
+    return given(options, DDP)
+
+
+def test_errors_come_first_and_names_silence() -> None:
+    facts = both(CASES["swapped-betas"][0], CASES["static-graph-with-accumulation"][0])
+    assert [rule.name for rule, _ in lint(facts)] == ["static-graph-with-accumulation", "swapped-betas"]
+    assert [rule.name for rule, _ in lint(facts, ["static-graph-with-accumulation"])] == ["swapped-betas"]
+    assert lint(facts, stages=["data", "model"]) == []
+    assert ignored_names({"ACCEL_TRAIN_IGNORE": " large-eps ,swapped-betas,"}, ["core-files"]) == [
+        "large-eps",
+        "swapped-betas",
+        "core-files",
+    ]
+    with pytest.raises(
+        UsageError, match=r"'large-ep': there is no such rule: did you mean 'large-eps'\?; .*ACCEL_TRAIN"
+    ):
+        ignored_names({"ACCEL_TRAIN_IGNORE": "large-ep"})
+
+
+def test_a_rule_is_explained() -> None:
+    text = reporting.explain(find_rule("sharding-without-need"))
+    assert text.startswith("sharding-without-need (warning)\n  FSDP2 and ZeRO-3 gather the weights of each block")
+    assert "\n  source: docs/machines.md\n  speaks at a start, once the model is counted\n" in text
+
+
+def test_numbers_of_findings_are_those_of_the_facts() -> None:
+    """Closed forms by hand: 20 bytes for each of a billion parameters, 17 threads on each of 4 processes."""
+    sharding, _ = CASES["sharding-without-need"]
+    (found,) = lint(sharding, stages=["model"])
+    assert f"take {20e9 / 2**30:.1f} GiB, and a device has 80 GiB" in found.finding.reason
+    threads, _ = CASES["threads-above-cores"]
+    (found,) = lint(threads)
+    assert "4 process(es) with 17 threads each are 68 threads on 64 core(s)" in found.finding.reason
+    kept, _ = CASES["keep-every-between-saves"]
+    (found,) = lint(kept)
+    assert "every 300 steps, so the first one to be kept is at step 3000" in found.finding.reason
+    assert found.finding.change == ("checkpoints.keep_every", 900)
+
+
+def test_the_page_has_every_rule() -> None:
+    text = linting_page.PAGE.read_text(encoding="utf-8")
+    assert text == linting_page.page(), "run python -m tests.linting_page"
+    assert all(f"| `{name}` |" in text for name in RULES)
