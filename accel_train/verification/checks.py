@@ -115,13 +115,14 @@ def _evaluation(evidence: Evidence) -> Finding:
 
 def _learning_rate(evidence: Evidence) -> Finding:
     expected = [max(rates) for rates in evidence.outcomes[REFERENCE].facts.learning_rates]
+    scale = max(expected) or 1.0
     differences: list[Difference] = []
     for name, outcome in evidence.outcomes.items():
         found = [max(rates) for rates in outcome.facts.learning_rates]
         # A resume has the last steps only.
         wanted = expected[len(expected) - len(found) :]
         if not outcome.failed and len(found) <= len(expected):
-            apart = [abs(a - b) / max(expected) for a, b in zip(wanted, found, strict=True)]
+            apart = [abs(a - b) / scale for a, b in zip(wanted, found, strict=True)]
             step = 1 + apart.index(max(apart)) + len(expected) - len(found)
             differences.append(Difference("rate", max(apart), 1e-12, f"step {step}, {name}"))
     return _decided(differences)
@@ -214,8 +215,8 @@ CHECKS = (
         "two processes (DDP), against one",
         ("two_processes",),
         _agrees("two_processes"),
-        "A rank draws, weighs or counts by its own place: key draws by the sample, and multiply by batch['weight'], "
-        "which is 0 for a repeated sample.",
+        "A draw, a weight or a count belongs to the rank: key draws by the sample, multiply by batch['weight'], which is "
+        "0 for a repeated sample. Or a forward stands outside of the loop over the window, which reduces too early.",
     ),
     Check(
         "fsdp2",

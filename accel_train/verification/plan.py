@@ -18,6 +18,8 @@ SET_HERE = (
     *("checkpoints.save_every", "log.log_every"),
 )
 """Options that the runs of a verification set themselves."""
+WARMUP = 2
+"""Steps of the warm-up: the fewest in which a rate that counts something else than steps is another."""
 REFERENCE = "reference"
 
 
@@ -94,9 +96,9 @@ def common_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Si
 
 
 def _schedule(options: Mapping[str, Any], sizes: Sizes) -> dict[str, str]:
-    """Return a schedule of the user's kind, on which no two steps have the same learning rate and none has its end."""
+    """Return a schedule of the user's kind, with a short warm-up, that does not reach its end."""
     kind = str(options["schedule.kind"])
-    flags = {"schedule.kind": kind, "schedule.warmup_steps": str(sizes.middle)}
+    flags = {"schedule.kind": kind, "schedule.warmup_steps": str(WARMUP)}
     if kind not in ("constant", "inverse_sqrt"):
         flags["schedule.decay_steps"] = str(4 * sizes.steps)
         flags["schedule.floor"] = str(options["schedule.floor"])
@@ -139,4 +141,4 @@ def resumed(sizes: Sizes, reference: Path) -> Spec:
 
 def probe() -> Spec:
     """Return the run of one step that shows how large the gradient is."""
-    return Spec("probe", {"max_steps": "1", "checkpoints.save_every": "1"})
+    return Spec("probe", {"max_steps": "1", "schedule.warmup_steps": "1"})
