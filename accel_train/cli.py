@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from accel_train import __version__
 from accel_train.runtime.exiting import exit_with
+from accel_train.verification import command as verification
 
 EXPORT = "write weights with config.json, assets and options, model.py for torch alone, an example and verify.py"
 
@@ -27,7 +28,7 @@ def _main(argv: Sequence[str]) -> int:
     if arguments.command == "compare":
         return _compare(arguments)
     if arguments.command == "verify":
-        return _verify(arguments)
+        return verification.run(arguments)
     if arguments.command == "sample":
         from accel_train.commands.sample import sample
 
@@ -86,21 +87,6 @@ def _compare(arguments: argparse.Namespace) -> int:
     options["sources"] = tuple(arguments.sources)
     options["gates"] = tuple(arguments.gates)
     return compare(Request(**options))
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    from accel_train.verification.verify import Request, verify
-
-    request = Request(
-        recipe=arguments.recipe,
-        arguments=tuple(arguments.arguments),
-        only=tuple(name for text in arguments.only for name in text.split(",")),
-        steps=arguments.steps,
-        config_file=arguments.config_file,
-        output=arguments.output,
-        as_json=arguments.json,
-    )
-    return verify(request)
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -182,9 +168,8 @@ def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | N
         _add_recipe(launch, recipes)
     text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
     _add_compare(commands.add_parser("compare", help=text, description=text), recipes)
-    text = "short runs of a recipe on the CPU, compared: does its gradient depend on the layout? Exit code 1 if so"
-    verify = commands.add_parser("verify", help=text, description=text)
-    _add_verify(verify)
+    verify = commands.add_parser("verify", help=verification.HELP, description=verification.HELP)
+    verification.add_options(verify)
     _add_recipe(verify, recipes)
     text = "copy a bundled recipe, or begin a new one, with presets and launch files"
     _add_init(commands.add_parser("init", help=text, description=text))
@@ -315,18 +300,6 @@ def _add_compare(compare: argparse.ArgumentParser, recipes: Iterable[str] | None
         help="losses this close, relative to A, are equal",
     )
     compare.add_argument("--keep_checkpoints", action="store_true", help="keep the checkpoints of the runs")
-
-
-def _add_verify(verify: argparse.ArgumentParser) -> None:
-    verify.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="make this check; NAME,NAME for several"
-    )
-    verify.add_argument("--steps", type=int, default=6, help="optimizer steps of each run; default: 6")
-    verify.add_argument(
-        "--config_file", help="launch file of your own, rehearsed on two CPU processes as one more layout"
-    )
-    verify.add_argument("--output", help="directory that keeps the runs; default: a temporary one")
-    verify.add_argument("--json", action="store_true", help="all results, for programs")
 
 
 def _add_checkpoints(parser: argparse.ArgumentParser) -> None:

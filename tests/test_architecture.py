@@ -20,7 +20,7 @@ MODULES = sorted(LIBRARY.rglob("*.py"))
 
 VALUES = {"config", "cores", "options", "precision", "rng", "strict_yaml", "wording"}
 MECHANISM = {"launch_files", "runtime", "training", "speed", "data", "store", "checkpoints", "hub", "metrics"}
-TOOLS = {"commands", "compare"}
+TOOLS = {"commands", "compare", "verification"}
 DOMAINS = {
     *("domains.models", "domains.diffusion"),
     *("domains.text", "domains.pde", "domains.images", "domains.language"),
@@ -53,6 +53,9 @@ NEIGHBOURS_ALLOWED = {
     ("speed", "store"): "the smaller micro-batch after running out of memory is recorded in the run directory",
     ("checkpoints", "hub"): "a saver hands what it committed to the Hub, and a start may fetch a checkpoint from there",
     ("compare", "commands.bundled"): "a recipe is found by its path or name in one place",
+    ("verification", "commands.bundled"): "a recipe is found by its path or name in one place",
+    ("verification", "commands.diff"): "tensors of two checkpoints are compared in one place",
+    ("verification", "compare.runs"): "a recipe's options are read, and stop signals handled, in one place",
     ("loading", "commands.places"): "a checkpoint is found by the path of its run in one place",
     ("rng", "config"): "UsageError alone: the one type for what a person can put right",
 }

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from accel_train.data.sampler import accumulation_steps
 from accel_train.verification.comparing import Difference, bit_for_bit, within_rounding
+from accel_train.verification.facts import Outcome
 from accel_train.verification.plan import REFERENCE, Sizes
-from accel_train.verification.runs import Outcome
 from accel_train.wording import shortened
 
 Verdict = Literal["ok", "FAILED", "not checked"]
@@ -170,7 +170,7 @@ def _reductions(evidence: Evidence) -> Finding:
 
 def _gradient_paths(evidence: Evidence) -> Finding:
     facts = evidence.outcomes[REFERENCE].facts
-    frozen = set(facts.frozen_for_now)
+    frozen = set(facts.always_frozen)
     checked = [name for name in facts.groups_of if name not in frozen]
     without = [name for name in checked if not facts.largest_gradients.get(name, 0.0)]
     note = f"{len(frozen)} parameters are frozen by the recipe in these steps" if frozen else ""
@@ -215,8 +215,8 @@ CHECKS = (
         "two processes (DDP), against one",
         ("two_processes",),
         _agrees("two_processes"),
-        "A draw, a weight or a count belongs to the rank: key draws by the sample, multiply by batch['weight'], which is "
-        "0 for a repeated sample. Or a forward stands outside of the loop over the window, which reduces too early.",
+        "A draw, a weight or a count belongs to the rank: key draws by the sample, multiply by batch['weight'], which "
+        "is 0 for a repeated sample. Or a forward stands outside of the loop over the window, which reduces too early.",
     ),
     Check(
         "fsdp2",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from accel_train.commands.diff import collections_of, compare
-from accel_train.store.weights import TensorInfo
-from accel_train.verification.runs import Outcome
+from accel_train.verification.facts import Outcome
+
+if TYPE_CHECKING:
+    from accel_train.commands.diff import Comparison
+    from accel_train.store.weights import TensorInfo
 
 TOLERANCES: Mapping[str, float] = {"loss": 1e-5, "grad_norm": 1e-4, "weights": 1e-4, "state": 1e-3}
 """Largest relative differences that the order of floating-point sums explains, in fp32 over a few steps.
@@ -17,7 +20,7 @@ Losses and gradient norms of a step are relative to their largest in the run, te
 State of the optimizer is wider: a second moment has twice the error of the gradient.
 """
 
-Tensors = dict[str, TensorInfo]
+Tensors = dict[str, "TensorInfo"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,7 @@ def within_rounding(reference: Outcome, other: Outcome, step: int) -> list[Diffe
 def bit_for_bit(reference: Outcome, other: Outcome, step: int, after: int = 0) -> list[Difference]:
     """Return the difference of each quantity with tolerance 0, in steps later than ``after`` and at ``step``."""
     found = [Difference(line.quantity, line.value, 0.0, line.place) for line in _lines(reference, other, after)]
-    for name, (mine, theirs) in _pairs(reference, other, step).items():
-        compared = compare(mine, theirs)
+    for name, compared in _compared(reference, other, step).items():
         value = 0.0
         if not compared.equal:
             # Other bits of equal values, other names and other shapes have no distance.
@@ -86,8 +88,7 @@ def _distance(a: float, b: float) -> float:
 
 
 def _tensors(reference: Outcome, other: Outcome, step: int) -> Iterator[Difference]:
-    for name, (mine, theirs) in _pairs(reference, other, step).items():
-        compared = compare(mine, theirs)
+    for name, compared in _compared(reference, other, step).items():
         value = compared.relative
         if compared.only_in_a or compared.only_in_b or compared.shapes:
             value = math.inf
@@ -97,19 +98,21 @@ def _tensors(reference: Outcome, other: Outcome, step: int) -> Iterator[Differen
         yield Difference(name, value, TOLERANCES[kind])
 
 
-def _pairs(reference: Outcome, other: Outcome, step: int) -> dict[str, tuple[Tensors, Tensors]]:
-    """Return both sides of each collection: the weights, their EMA, each part of the optimizer's state."""
-    mine = _collections(reference, step)
-    theirs = _collections(other, step)
-    return {name: (mine.get(name, {}), theirs.get(name, {})) for name in dict.fromkeys((*mine, *theirs))}
+def _compared(reference: Outcome, other: Outcome, step: int) -> dict[str, Comparison]:
+    """Compare each collection by its name: the weights, their EMA, each part of the optimizer's state."""
+    # Here, because it imports torch, which a usage error should not wait for.
+    from accel_train.commands.diff import collections_of, compare
+
+    mine = _by_part(collections_of(reference.checkpoint(step)))
+    theirs = _by_part(collections_of(other.checkpoint(step)))
+    return {name: compare(mine.get(name, {}), theirs.get(name, {})) for name in dict.fromkeys((*mine, *theirs))}
 
 
-def _collections(run: Outcome, step: int) -> dict[str, Tensors]:
-    found = collections_of(run.checkpoint(step))
-    parts: dict[str, Tensors] = {}
-    for name, tensor in found.pop("optimizer", {}).items():
-        # Each by itself, since first and second moments are of different size.
-        part = name.partition("/")[0]
-        parts.setdefault(part, {})[name] = tensor
+def _by_part(found: dict[str, Tensors]) -> dict[str, Tensors]:
     shown = {"model": "weights", "ema": "EMA"}
-    return {shown.get(name, name): tensors for name, tensors in found.items()} | parts
+    parts = {shown.get(name, name): tensors for name, tensors in found.items() if name != "optimizer"}
+    for name, tensor in found.get("optimizer", {}).items():
+        # Each by itself, since first and second moments are of different size.
+        key = name.partition("/")[0]
+        parts.setdefault(key, {})[name] = tensor
+    return parts

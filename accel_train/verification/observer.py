@@ -9,61 +9,26 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_train.data.datasets import Batch, MapDataset
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.sampler import BatchShard
-from accel_train.loop import Training
 from accel_train.metrics.records import write_json
-from accel_train.opened import Prepared
+from accel_train.verification.facts import Deviation, Facts
+
+if TYPE_CHECKING:
+    from accel_train.data.datasets import Batch, MapDataset
+    from accel_train.loop import Training
+    from accel_train.opened import Prepared
 
 OTHER_STATE = 20_231
 """Seed of the global generators in the run that must not depend on them. Any number that no recipe seeds with."""
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """How a run differs from the reference, beside its options and its number of processes."""
-
-    evaluates: bool = False
-    """Call the recipe's evaluation. Otherwise it is skipped, with no metrics as after a stop."""
-    continues_to: int | None = None
-    """Go on to this step after ``max_steps``, so that the evaluation at the end comes in the middle."""
-    reverses_samples: bool = False
-    """Reverse the samples of every micro-batch."""
-    disturbs_generators: bool = False
-    """Set the global generators of torch, numpy and Python to another state before the first step."""
-
-
-@dataclass
-class Facts:
-    """What one run was seen to do. Written as JSON by process 0."""
-
-    learning_rates: list[list[float]] = field(default_factory=list[list[float]])
-    """Of each step, of each group of the optimizer."""
-    clipped_norms: list[float] = field(default_factory=list[float])
-    """Norm of the gradient that reached the optimizer, by step. Empty under DeepSpeed, whose engine steps itself."""
-    largest_gradients: dict[str, float] = field(default_factory=dict[str, float])
-    """Largest absolute gradient of each trained parameter over all steps. Empty where parameters are sharded."""
-    groups_of: dict[str, int] = field(default_factory=dict[str, int])
-    """In how many groups of the optimizer each trained parameter is."""
-    frozen_for_now: list[str] = field(default_factory=list[str])
-    """Parameters that the recipe has frozen in some step (``optimizers.set_frozen``)."""
-    moved: int = 0
-    """Parameters that the first step with a learning rate above 0 has changed."""
-    first_moving_step: int | None = None
-    """The first step with a learning rate above 0."""
-    reduced: list[float] = field(default_factory=list[float])
-    """Values handed to DDP's reduction in each step, as a multiple of the number of parameters."""
-    evaluations: int = 0
 
 
 @contextmanager
@@ -153,8 +118,8 @@ def _watched(
     steps: Iterator[StepBatches], prepared: Prepared, facts: Facts, reductions: list[float]
 ) -> Iterator[StepBatches]:
     """Yield the steps, and read after each what its lines have set."""
-    frozen: set[str] = set()
     names = {id(p): name for name, p in _trained(prepared.model).items()}
+    frozen = set(names.values())
     for batches in steps:
         reductions.clear()
         yield batches
@@ -163,9 +128,10 @@ def _watched(
         facts.learning_rates.append([float(group["lr"]) for group in groups])
         facts.reduced.append(sum(reductions))
         for group in groups:
-            if group.get("frozen"):
-                frozen.update(names[id(p)] for p in group["params"] if id(p) in names)
-        facts.frozen_for_now = sorted(frozen)
+            if not group.get("frozen"):
+                frozen.difference_update(names.get(id(p), "") for p in group["params"])
+        # A parameter in no group has its own check.
+        facts.always_frozen = [name for name in sorted(frozen) if facts.groups_of[name]]
 
 
 def _count_reductions(model: nn.Module) -> list[float]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError
-from accel_train.verification.observer import Deviation
-from accel_train.verification.runs import Spec
+from accel_train.verification.facts import Deviation, Outcome, Spec
 
 LARGEST_BATCH = 15
 """Samples of a step. Odd, so that two processes have unequal shares: one repeats a sample with weight 0."""
@@ -133,10 +132,9 @@ def all_specs(sizes: Sizes, launch_file: Path | None) -> dict[str, Spec]:
     return {spec.name: spec for spec in specs}
 
 
-def resumed(sizes: Sizes, reference: Path) -> Spec:
+def resumed(sizes: Sizes, reference: Outcome) -> Spec:
     """Return the run that goes on from the reference's checkpoint in the middle."""
-    checkpoint = reference / "checkpoints" / f"checkpoint_{sizes.middle:08d}"
-    return Spec("resumed", {"resume": str(checkpoint)})
+    return Spec("resumed", {"resume": str(reference.checkpoint(sizes.middle))})
 
 
 def probe() -> Spec:

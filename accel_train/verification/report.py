@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel_train.verification.checks import Check, Finding
+if TYPE_CHECKING:
+    from accel_train.verification.checks import Check, Finding
 
 WIDTH = 110
-Results = Sequence[tuple[Check, Finding]]
+Results = Sequence["tuple[Check, Finding]"]
 
 
 def text(results: Results) -> list[str]:

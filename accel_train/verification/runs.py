@@ -9,20 +9,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accel_train.compare.runs import END_WITH_PARENT, USAGE_ERROR
+from accel_train.compare.runs import END_WITH_PARENT
 from accel_train.metrics.records import last_pass, read_metrics
-from accel_train.store.manifest import checkpoint_name
-from accel_train.verification.observer import Deviation, Facts
+from accel_train.verification.facts import Facts, Outcome, Spec
 
 PROGRAM = Path(__file__).with_name("observed_run.py")
-LINES_SHOWN = 12
-"""Lines of the output of a failed run that are shown."""
 FILES = {
     "two_processes": "distributed_type: MULTI_GPU\n",
     "fsdp2": (
@@ -37,47 +34,6 @@ FILES = {
     "zero2": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n",
 }
 """Launch file of each layout, without the number of processes."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One run: its name, its flags beside those of every run, and what it deviates in."""
-
-    name: str
-    flags: Mapping[str, str]
-    deviation: Deviation = field(default_factory=Deviation)
-    layout: str | None = None
-    """Key of ``FILES``. None: one process, without a launcher."""
-    file: Path | None = None
-    """Launch file of the user's own, in place of ``layout``."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run left behind."""
-
-    directory: Path
-    code: int
-    output: str
-    losses: Mapping[int, Mapping[str, float]]
-    """Loss, its terms and the gradient norm of each step, counted from 1."""
-    facts: Facts
-
-    @property
-    def failed(self) -> bool:
-        return self.code != 0
-
-    @property
-    def message(self) -> str:
-        """The last lines of the output, or what a refusal says."""
-        if self.code == 2:
-            text = USAGE_ERROR.sub("", self.output.strip())
-            return text.splitlines()[0] if text else "usage error"
-        lines = [line for line in self.output.splitlines() if line.strip()]
-        return "\n".join(lines[-LINES_SHOWN:])
-
-    def checkpoint(self, step: int) -> Path:
-        return self.directory / "checkpoints" / checkpoint_name(step)
 
 
 class Runner:

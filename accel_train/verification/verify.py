@@ -21,8 +21,9 @@ from accel_train.config import UsageError, expand_path
 from accel_train.cores import usable_cores
 from accel_train.verification import plan, report
 from accel_train.verification.checks import CHECKS, Check, Evidence, missing
+from accel_train.verification.facts import Outcome, Spec
 from accel_train.verification.plan import REFERENCE
-from accel_train.verification.runs import Outcome, Runner, Spec
+from accel_train.verification.runs import Runner
 from accel_train.wording import did_you_mean, nearest
 
 PARALLEL = 2
@@ -174,7 +175,7 @@ class _Runs:
                 if "resumed" in needed:
                     # The longest runs are at work meanwhile.
                     outcomes[REFERENCE] = started[REFERENCE].result()
-                    spec = plan.resumed(self._sizes, outcomes[REFERENCE].directory)
+                    spec = plan.resumed(self._sizes, outcomes[REFERENCE])
                     started["resumed"] = self._start(pool, spec, clipped)
                 outcomes |= {name: run.result() for name, run in started.items()}
             except BaseException:
