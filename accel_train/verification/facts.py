@@ -36,6 +36,8 @@ class Spec:
     """Name of a launch file of ``runs.FILES``. None: one process, without a launcher."""
     file: Path | None = None
     """Launch file of the user's own, in place of ``layout``."""
+    processes: int = 2
+    """Processes of the layout or the file."""
 
 
 @dataclass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError
+from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.verification.facts import Deviation, Outcome, Spec
 
 LARGEST_BATCH = 15
@@ -106,7 +106,7 @@ def _schedule(options: Mapping[str, Any], sizes: Sizes) -> dict[str, str]:
     return flags
 
 
-def all_specs(sizes: Sizes, launch_file: Path | None) -> dict[str, Spec]:
+def all_specs(sizes: Sizes, launch_file: MachineConfig | None) -> dict[str, Spec]:
     """Return every run by its name. The reference is one process with the whole batch."""
     micro = str(sizes.on_layouts)
     specs = [
@@ -128,7 +128,8 @@ def all_specs(sizes: Sizes, launch_file: Path | None) -> dict[str, Spec]:
     if sizes.ragged is not None:
         specs.append(Spec("ragged", {"micro_batch_size": str(sizes.ragged)}))
     if launch_file is not None:
-        specs.append(Spec("launch_file", {"micro_batch_size": micro}, file=launch_file))
+        processes = 1 if launch_file.strategy == "single" else 2
+        specs.append(Spec("launch_file", {"micro_batch_size": micro}, file=launch_file.path, processes=processes))
     return {spec.name: spec for spec in specs}
 
 

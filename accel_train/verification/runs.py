@@ -67,9 +67,9 @@ class Runner:
         file = spec.file
         if file is None:
             file = home / f"{spec.layout}.yaml"
-            file.write_text(f"num_machines: 1\nnum_processes: 2\n{FILES[str(spec.layout)]}")
+            file.write_text(f"num_machines: 1\nnum_processes: {spec.processes}\n{FILES[str(spec.layout)]}")
         rehearse = [sys.executable, "-m", "accel_train.cli", "rehearse", "--config_file", str(file)]
-        return [*rehearse, "--num_processes", "2", str(PROGRAM)]
+        return [*rehearse, "--num_processes", str(spec.processes), str(PROGRAM)]
 
     def environment(self) -> dict[str, str]:
         """Return the environment of every run: no accelerator, a fixed number of threads, no launcher's variables."""

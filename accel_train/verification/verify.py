@@ -19,6 +19,7 @@ from accel_train.commands.bundled import find_recipe
 from accel_train.compare.runs import InterruptedRunError, RunFailedError, read_config, stop_signals_raise
 from accel_train.config import UsageError, expand_path
 from accel_train.cores import usable_cores
+from accel_train.launch_files.machine_config import MachineConfig, read_machine_config
 from accel_train.verification import plan, report
 from accel_train.verification.checks import CHECKS, Check, Evidence, missing
 from accel_train.verification.facts import Outcome, Spec
@@ -75,7 +76,7 @@ def _chosen(request: Request) -> list[Check]:
     for name in request.only:
         if name not in names:
             hint = did_you_mean(nearest(name, names))
-            raise UsageError(f"--only {name}: no such check{hint}; the checks are {', '.join(names)}")
+            raise UsageError(f"--only {name}: no such check; the checks are {', '.join(names)}{hint}")
     wanted = request.only or [name for name in names if name != "launch_file" or request.config_file]
     if "launch_file" in wanted and request.config_file is None:
         raise UsageError("--only launch_file: it needs the launch file; give --config_file FILE before the recipe")
@@ -84,6 +85,8 @@ def _chosen(request: Request) -> list[Check]:
 
 def _verify(request: Request, checks: Sequence[Check]) -> int:
     recipe = find_recipe(request.recipe)
+    # An invalid launch file is refused before anything runs.
+    machine = None if request.config_file is None else read_machine_config(expand_path(request.config_file))
     options = read_config(recipe, request.arguments)
     absent = [name for name in READ_HERE if name not in options]
     if absent:
@@ -97,7 +100,7 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
     with _folder(request) as folder:
         cores, _ = usable_cores()
         runner = Runner(recipe, [*request.arguments, "--smoke", *words], Path(folder), max(1, cores // PARALLEL))
-        made = _Runs(runner, sizes, request, options)
+        made = _Runs(runner, sizes, request, options, machine)
         try:
             evidence = made.make(checks)
         finally:
@@ -152,12 +155,19 @@ def _header(facts: Mapping[str, Any]) -> list[str]:
 class _Runs:
     """Makes the runs that the checks need, some of them at the same time."""
 
-    def __init__(self, runner: Runner, sizes: plan.Sizes, request: Request, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        sizes: plan.Sizes,
+        request: Request,
+        options: Mapping[str, Any],
+        machine: MachineConfig | None,
+    ) -> None:
         self._runner = runner
         self._sizes = sizes
         self._options = options
-        file = request.config_file
-        self._specs = plan.all_specs(sizes, None if file is None else expand_path(file))
+        self._machine = machine
+        self._specs = plan.all_specs(sizes, machine)
         self._in_fp32 = "precision" not in plan.given_flags(request.arguments) or options["precision"] == "fp32"
 
     def make(self, checks: Sequence[Check]) -> Evidence:
@@ -192,6 +202,8 @@ class _Runs:
             return f"a batch of {self._sizes.batch} has no such micro-batches; give --global_batch_size 15"
         if name == "zero2" and importlib.util.find_spec("deepspeed") is None:
             return "deepspeed is not installed: pip install 'accel_train[deepspeed]'"
+        if name == "launch_file" and self._machine is not None and self._machine.num_machines > 1:
+            return f"{self._machine.path} has num_machines: {self._machine.num_machines}; give a file for one machine"
         return None
 
     def _acting_clip(self, own: float) -> float:

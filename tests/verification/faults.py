@@ -165,6 +165,12 @@ FAULTS = {
         ("prepared.window(", 'replace(prepared, sync="every").window('),
         said="2 in a step, expected 1",
     ),
+    "error of one layout": _fault(
+        "two_processes",
+        (WINDOW, f'            assert accelerator.num_processes == 1, "only one process is expected"\n{WINDOW}'),
+        said="AssertionError: only one process is expected",
+        also="learning_rate clip reductions",
+    ),
     "optimizer never stepped": _fault("first_step", ("            optimizer.step()\n", ""), also="clip"),
     "gradients cleared before the step": _fault(
         "first_step",
@@ -175,12 +181,13 @@ FAULTS = {
 }  # fmt: skip
 
 
-def write(name: str, folder: Path) -> Path:
-    """Write the recipe with a fault, with the scaffold's presets beside it."""
+def write(folder: Path, *names: str) -> Path:
+    """Write the recipe with one fault or several, with the scaffold's presets beside it."""
     text = SCAFFOLD.read_text()
-    for before, after in FAULTS[name].replaced:
-        assert text.count(before) == 1, (name, before, text.count(before))
-        text = text.replace(before, after)
+    for name in names:
+        for before, after in FAULTS[name].replaced:
+            assert text.count(before) == 1, (name, before, text.count(before))
+            text = text.replace(before, after)
     folder.mkdir(exist_ok=True)
     recipe = folder / "recipe.py"
     recipe.write_text(text)
