@@ -117,7 +117,7 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
 
 def _folder(request: Request) -> AbstractContextManager[str]:
     if request.output is None:
-        return tempfile.TemporaryDirectory(prefix="accel-train-verify-")
+        return tempfile.TemporaryDirectory(prefix="accel-train-verify-", ignore_cleanup_errors=True)
     path = expand_path(request.output)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UsageError(f"--output {path} is not empty; give another directory, or delete it first")

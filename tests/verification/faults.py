@@ -94,10 +94,10 @@ FAULTS = {
         said="two_processes",
     ),
     "unkeyed dropout": _fault(
-        "unkeyed_draws", (MODEL, MODEL + " nn.Dropout(0.3),"), also=f"{CUT} sample_order resume"
+        "unkeyed_draws", (MODEL, MODEL + " nn.Dropout(0.3),"), also="two_processes sample_order"
     ),
     "torch.rand in the loss": _fault(
-        "unkeyed_draws", (LOGITS, DRAWN), also=f"{CUT} resume evaluation"
+        "unkeyed_draws", (LOGITS, DRAWN), also=f"{CUT} evaluation"
     ),
     "a seed from the clock": _fault(
         "repeat",
@@ -142,7 +142,7 @@ FAULTS = {
             EVALUATE,
             "    def evaluate() -> dict[str, float]:\n        return {\"drawn\": float(torch.rand(()))}\n\n",
         ),
-        also=f"{CUT} unkeyed_draws resume",
+        also=f"{CUT} unkeyed_draws",
     ),
     "optimizer state dropped on resume": _fault(
         "resume", (OPTIMIZER, OPTIMIZER + "    optimizer.optimizer.state.clear()\n")
