@@ -105,7 +105,7 @@ FAULTS = {
         also=f"{CUT} sample_order unkeyed_draws resume evaluation",
     ),
     "frozen conditioning layer": _fault(
-        "gradient_paths", ("def build_model(", CONDITIONED), said="condition.weight", also="two_processes learning_rate"
+        "gradient_paths", ("def build_model(", CONDITIONED), said="condition.weight", also="two_processes learning_rate clip reductions"
     ),
     "parameter missing from the optimizer": _fault(
         "optimizer_groups",
