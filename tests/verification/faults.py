@@ -105,7 +105,10 @@ FAULTS = {
         also=f"{CUT} sample_order unkeyed_draws resume evaluation",
     ),
     "frozen conditioning layer": _fault(
-        "gradient_paths", ("def build_model(", CONDITIONED), said="condition.weight", also="two_processes learning_rate clip reductions"
+        "gradient_paths",
+        ("def build_model(", CONDITIONED),
+        also="two_processes learning_rate clip reductions resume",
+        said="condition.weight",
     ),
     "parameter missing from the optimizer": _fault(
         "optimizer_groups",
@@ -117,6 +120,7 @@ FAULTS = {
             "    model[0].requires_grad_(True)\n",
         ),
         ("from pathlib import Path\n", "from pathlib import Path\nfrom typing import Any\n"),
+        also="two_processes reductions resume",
         said="0.weight in none",
     ),
     "weight of a repeated sample ignored": _fault(
@@ -157,7 +161,6 @@ FAULTS = {
         "two_processes",
         (WINDOW, f"            losses = [{SUM} for batch in batches.micro_batches]\n{ZIPPED}"),
         (f"window.backward({SUM})", "window.backward(loss)"),
-        also="clip",
     ),
     "a reduction for each micro-batch": _fault(
         "reductions",
@@ -171,7 +174,7 @@ FAULTS = {
         said="AssertionError: only one process is expected",
         also="learning_rate clip reductions",
     ),
-    "optimizer never stepped": _fault("first_step", ("            optimizer.step()\n", ""), also="clip"),
+    "optimizer never stepped": _fault("first_step", ("            optimizer.step()\n", ""), also="gradient_paths"),
     "gradients cleared before the step": _fault(
         "first_step",
         ("            optimizer.step()\n            optimizer.zero_grad()\n",
