@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from accel_train import __version__
 from accel_train.rerun import arguments as rerun
 from accel_train.runtime.exiting import exit_with
+from accel_train.verification import command as verification
 from accel_train.watching.arguments import add_monitor, add_report
 
 EXPORT = "write weights with config.json, assets and options, model.py for torch alone, an example and verify.py"
@@ -30,6 +31,8 @@ def _main(argv: Sequence[str]) -> int:
         return _compare(arguments)
     if arguments.command in rerun.COMMANDS:
         return rerun.run(arguments)
+    if arguments.command == "verify":
+        return verification.run(arguments)
     if arguments.command == "sample":
         from accel_train.commands.sample import sample
 
@@ -179,6 +182,9 @@ def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | N
     text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
     _add_compare(commands.add_parser("compare", help=text, description=text), recipes)
     rerun.add_commands(commands)
+    verify = commands.add_parser("verify", help=verification.HELP, description=verification.HELP)
+    verification.add_options(verify)
+    _add_recipe(verify, recipes)
     text = "copy a bundled recipe, or begin a new one, with presets and launch files"
     _add_init(commands.add_parser("init", help=text, description=text))
     text = "sample from a trained model: a run, checkpoint, export or hub:org/name; its flags follow the place"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,8 +90,9 @@ def training(
     )
     throughput = Throughput(accelerator.device, world_size=accelerator.num_processes, precision=config.precision)
     made = Training(opened, order, prepared.run_info, log, saver, steps, throughput, prepared.guard)
+    observation = nullcontext() if _observe is None else _observe(made, prepared, dataset)
     # Left from the right: the saver's last commit is still recorded in the log.
-    with step_overhead.garbage_frozen(), log, closing(steps), saver:
+    with step_overhead.garbage_frozen(), log, closing(steps), saver, observation:
         try:
             yield made
         except Exception as error:
@@ -278,6 +279,25 @@ class Training:
         self.record_bad_steps()
         with self.throughput.pause():
             self.stopped = self.saver.save(self.done, self._metrics) or self.stopped
+
+
+Observer = Callable[[Training, Prepared, MapDataset], AbstractContextManager[None]]
+_observe: Observer | None = None
+
+
+@contextmanager
+def observed(by: Observer) -> Generator[None]:
+    """Enter ``by(training, prepared, dataset)`` around every training loop of the body, after ``prepare``.
+
+    The seam of ``accel-train verify``. An observer may put hooks on the optimizer and replace ``training.steps``.
+    """
+    global _observe
+    before = _observe
+    _observe = by
+    try:
+        yield
+    finally:
+        _observe = before
 
 
 def heldout_means(

@@ -23,7 +23,7 @@ MECHANISM = {
     *("launch_files", "runtime", "training", "speed", "data", "store"),
     *("checkpoints", "hub", "metrics", "linting"),
 }
-TOOLS = {"commands", "compare", "rerun", "watching"}
+TOOLS = {"commands", "compare", "rerun", "verification", "watching"}
 DOMAINS = {
     *("domains.models", "domains.diffusion"),
     *("domains.text", "domains.pde", "domains.images", "domains.language"),
@@ -61,6 +61,9 @@ NEIGHBOURS_ALLOWED = {
     ("rerun", "commands.places"): "a run is found by its path in one place",
     ("rerun", "commands.diff"): "checkpoints are compared by the names of their tensors in one place",
     ("rerun", "compare.runs"): "a run is started in a process of its own, and ended with this one, in one place",
+    ("verification", "commands.bundled"): "a recipe is found by its path or name in one place",
+    ("verification", "commands.diff"): "tensors of two checkpoints are compared in one place",
+    ("verification", "compare.runs"): "a recipe's options are read, and stop signals handled, in one place",
     ("loading", "commands.places"): "a checkpoint is found by the path of its run in one place",
     ("rng", "config"): "UsageError alone: the one type for what a person can put right",
 }

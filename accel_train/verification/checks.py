@@ -1,0 +1,320 @@
+"""The checks: what each takes from the runs, and its finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from accel_train.data.sampler import accumulation_steps
+from accel_train.verification.comparing import Difference, bit_for_bit, within_rounding
+from accel_train.verification.facts import Outcome
+from accel_train.verification.plan import REFERENCE, Sizes
+from accel_train.wording import shortened
+
+Verdict = Literal["ok", "FAILED", "not checked"]
+NORM_TOLERANCE = 1e-4
+"""Relative difference of a clipped norm that rounding explains."""
+SHARE_TOLERANCE = 0.01
+"""Difference of the values reduced in a step, as a multiple of the number of parameters."""
+NAMES_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check."""
+
+    verdict: Verdict
+    largest: str = ""
+    """Largest difference, with its quantity."""
+    tolerance: str = ""
+    reason: str = ""
+    """What is wrong, or why it was not checked. Empty for ``ok``, unless there is something to add."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the checks look at."""
+
+    outcomes: Mapping[str, Outcome]
+    absent: Mapping[str, str]
+    """Run that was not made -> the reason."""
+    sizes: Sizes
+    options: Mapping[str, Any]
+    """Options of the recipe, as resolved with the user's flags."""
+    max_grad_norm: float
+    """Of the runs."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check by its name, the runs it needs beside the reference, and what its failure means."""
+
+    name: str
+    title: str
+    runs: tuple[str, ...]
+    find: Callable[[Evidence], Finding]
+    failure: str
+
+
+def missing(evidence: Evidence, names: Sequence[str]) -> Finding | None:
+    """Return the finding for runs that were not made or did not end well, or None if all are there."""
+    for name in (REFERENCE, *names):
+        if name in evidence.absent:
+            return Finding("not checked", reason=evidence.absent[name])
+        outcome = evidence.outcomes[name]
+        if outcome.code == 2:
+            return Finding("not checked", reason=f"refused: {outcome.message}")
+        if outcome.failed:
+            said = f"the run {name} ended with exit code {outcome.code}:\n{outcome.message}"
+            return Finding("FAILED", reason=said)
+    return None
+
+
+def _decided(differences: Sequence[Difference]) -> Finding:
+    """Return the finding of a comparison: the difference that is largest beside its tolerance."""
+    worst = max(differences, key=lambda d: (d.exceeds, d.value / (d.tolerance or 1.0)))
+    exceeding = [str(d) for d in differences if d.exceeds]
+    tolerance = f"{worst.tolerance:.0e}" if worst.tolerance else "0 (every bit)"
+    verdict = "FAILED" if exceeding else "ok"
+    return Finding(verdict, worst.short, tolerance, _listed(exceeding))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return shortened(names, NAMES_SHOWN) if names else ""
+
+
+def _agrees(name: str) -> Callable[[Evidence], Finding]:
+    def find(evidence: Evidence) -> Finding:
+        reference = evidence.outcomes[REFERENCE]
+        return _decided(within_rounding(reference, evidence.outcomes[name], evidence.sizes.steps))
+
+    return find
+
+
+def _has_the_bits(name: str) -> Callable[[Evidence], Finding]:
+    def find(evidence: Evidence) -> Finding:
+        outcomes = evidence.outcomes
+        return _decided(bit_for_bit(outcomes[REFERENCE], outcomes[name], evidence.sizes.steps))
+
+    return find
+
+
+def _resume(evidence: Evidence) -> Finding:
+    sizes = evidence.sizes
+    reference = evidence.outcomes[REFERENCE]
+    return _decided(bit_for_bit(reference, evidence.outcomes["resumed"], sizes.steps, after=sizes.middle))
+
+
+def _evaluation(evidence: Evidence) -> Finding:
+    evaluated = evidence.outcomes["evaluated"]
+    if not evaluated.facts.evaluations:
+        return Finding("not checked", reason="the recipe made no evaluation after the last step (training.evaluate)")
+    return _has_the_bits("evaluated")(evidence)
+
+
+def _learning_rate(evidence: Evidence) -> Finding:
+    expected = [max(rates) for rates in evidence.outcomes[REFERENCE].facts.learning_rates]
+    scale = max(expected) or 1.0
+    differences: list[Difference] = []
+    for name, outcome in evidence.outcomes.items():
+        found = [max(rates) for rates in outcome.facts.learning_rates]
+        # A resume has the last steps only.
+        wanted = expected[len(expected) - len(found) :]
+        if not outcome.failed and len(found) <= len(expected):
+            apart = [abs(a - b) / scale for a, b in zip(wanted, found, strict=True)]
+            step = 1 + apart.index(max(apart)) + len(expected) - len(found)
+            differences.append(Difference("rate", max(apart), 1e-12, f"step {step}, {name}"))
+    return _decided(differences)
+
+
+def _clip(evidence: Evidence) -> Finding:
+    limit = evidence.max_grad_norm
+    differences: list[Difference] = []
+    for name, outcome in evidence.outcomes.items():
+        reached = outcome.facts.clipped_norms
+        # Under ZeRO the engine clips, and the state of its optimizer shows by how much.
+        if outcome.failed or not reached:
+            continue
+        lines = [outcome.losses[step]["grad_norm"] for step in sorted(outcome.losses)]
+        if len(lines) != len(reached):
+            said = f"{name}: the optimizer made {len(reached)} steps in {len(lines)} steps of training"
+            return Finding("FAILED", reason=said)
+        wanted = [min(norm, limit) if limit > 0 else norm for norm in lines]
+        apart = [abs(a - b) / a if a else b for a, b in zip(wanted, reached, strict=True)]
+        worst = apart.index(max(apart))
+        place = f"step {worst + 1}, {name}: {reached[worst]:.4g}, expected {wanted[worst]:.4g}"
+        differences.append(Difference("norm", apart[worst], NORM_TOLERANCE, place))
+    if not differences:
+        return Finding("not checked", reason="no optimizer step could be observed")
+    found = _decided(differences)
+    if found.verdict == "ok" and limit == 0:
+        return Finding("ok", found.largest, found.tolerance, "optimizer.max_grad_norm is 0: nothing is clipped")
+    return found
+
+
+def _reductions(evidence: Evidence) -> Finding:
+    facts = evidence.outcomes["two_processes"].facts
+    # The first step of a process may reduce once more, to lay out DDP's buckets.
+    counted = facts.reduced[1:]
+    if not any(facts.reduced):
+        return Finding("not checked", reason="DDP takes one communication hook, and the recipe has its own")
+    expected = 1
+    if evidence.options["sync"] == "every":
+        sizes = evidence.sizes
+        expected = accumulation_steps(sizes.batch, 2, sizes.on_layouts)
+    apart = [abs(value - expected) for value in counted]
+    place = f"{counted[apart.index(max(apart))]:.3g} in a step, expected {expected}"
+    return _decided([Difference("reductions", max(apart), SHARE_TOLERANCE, place)])
+
+
+def _gradient_paths(evidence: Evidence) -> Finding:
+    facts = evidence.outcomes[REFERENCE].facts
+    frozen = set(facts.always_frozen)
+    checked = [name for name in facts.groups_of if name not in frozen]
+    without = [name for name in checked if not facts.largest_gradients.get(name, 0.0)]
+    note = f"{len(frozen)} parameters are frozen by the recipe in these steps" if frozen else ""
+    if without:
+        note = f"no gradient in {evidence.sizes.steps} steps: {_listed(without)}"
+    return Finding("FAILED" if without else "ok", f"{len(without)} of {len(checked)} without", "0", note)
+
+
+def _groups(evidence: Evidence) -> Finding:
+    groups = evidence.outcomes[REFERENCE].facts.groups_of
+    wrong = [f"{name} in {count or 'none'}" for name, count in groups.items() if count != 1]
+    said = f"{len(wrong)} of {len(groups)} are not"
+    return Finding("FAILED" if wrong else "ok", said, "0", _listed(wrong))
+
+
+def _first_step(evidence: Evidence) -> Finding:
+    facts = evidence.outcomes[REFERENCE].facts
+    if facts.first_moving_step is None:
+        return Finding("FAILED", "0 moved", "at least 1", "the optimizer made no step with a gradient")
+    reason = "" if facts.moved else f"step {facts.first_moving_step + 1} changed no parameter"
+    said = f"{facts.moved} of {len(facts.groups_of)} moved"
+    return Finding("ok" if facts.moved else "FAILED", said, "at least 1", reason)
+
+
+CHECKS = (
+    Check(
+        "accumulation",
+        "equal micro-batches, against one batch",
+        ("accumulated",),
+        _agrees("accumulated"),
+        "The gradient depends on how the batch is divided: give each term's sum and its true weight to the window.",
+    ),
+    Check(
+        "ragged",
+        "unequal micro-batches, against one batch",
+        ("ragged",),
+        _agrees("ragged"),
+        "A mean of means, or a micro-batch divided by a size that it does not have: give sums and their true weights.",
+    ),
+    Check(
+        "two_processes",
+        "two processes (DDP), against one",
+        ("two_processes",),
+        _agrees("two_processes"),
+        "A draw, a weight or a count belongs to the rank: key draws by the sample, multiply by batch['weight'], which "
+        "is 0 for a repeated sample. Or a forward stands outside of the loop over the window, which reduces too early.",
+    ),
+    Check(
+        "fsdp2",
+        "two processes (FSDP2), against one",
+        ("fsdp2",),
+        _agrees("fsdp2"),
+        "As with two_processes, or the loss reads a parameter outside of the forward.",
+    ),
+    Check(
+        "zero2",
+        "two processes (ZeRO-2), against one",
+        ("zero2",),
+        _agrees("zero2"),
+        "As with two_processes; a wrong optimizer state alone means another clip.",
+    ),
+    Check(
+        "launch_file",
+        "your launch file, against one process",
+        ("launch_file",),
+        _agrees("launch_file"),
+        "As with two_processes.",
+    ),
+    Check(
+        "learning_rate",
+        "learning rate of each step, on each layout",
+        ("two_processes",),
+        _learning_rate,
+        "The schedule counts something else than optimizer steps: set the rate by opened.learning_rate_factor(step).",
+    ),
+    Check(
+        "sample_order",
+        "samples of a micro-batch reversed",
+        ("reversed",),
+        _agrees("reversed"),
+        "A draw belongs to the place in the micro-batch: key it by batch['occurrence'] with accel_train.rng.",
+    ),
+    Check(
+        "unkeyed_draws",
+        "global generators in another state",
+        ("other_generators",),
+        _has_the_bits("other_generators"),
+        "Something draws from the global generator of torch, numpy or Python, such as dropout or torch.rand in the "
+        "loss: draw with accel_train.rng. Other checks may fail because of it.",
+    ),
+    Check(
+        "repeat",
+        "the same run twice",
+        ("again",),
+        _has_the_bits("again"),
+        "The run depends on the clock, the process or memory: a seed of its own, or a kernel without a fixed order.",
+    ),
+    Check(
+        "resume",
+        "saved and resumed in the middle",
+        ("resumed",),
+        _resume,
+        "Something that training depends on is not in the checkpoint, or is reset after the restore.",
+    ),
+    Check(
+        "evaluation",
+        "an evaluation in the middle",
+        ("evaluated",),
+        _evaluation,
+        "The evaluation leaves a trace: modules in eval mode, changed weights, or draws from a global generator.",
+    ),
+    Check(
+        "gradient_paths",
+        "a gradient for each trained parameter",
+        (),
+        _gradient_paths,
+        "These keep their initial values: a detach, a no_grad, or a module that the loss does not use.",
+    ),
+    Check(
+        "optimizer_groups",
+        "each of them in one group of the optimizer",
+        (),
+        _groups,
+        "A parameter in no group is never trained: set requires_grad before preparation.prepare.",
+    ),
+    Check(
+        "clip",
+        "gradient norm that reaches the optimizer",
+        ("two_processes",),
+        _clip,
+        "The gradient is not clipped as optimizer.max_grad_norm says: pass it to window.finish, before optimizer.step.",
+    ),
+    Check(
+        "reductions",
+        "gradient reductions in a step (DDP)",
+        ("two_processes",),
+        _reductions,
+        "More traffic than needed: forward and backward both belong inside the loop over the window.",
+    ),
+    Check(
+        "first_step",
+        "weights move once the learning rate is not 0",
+        (),
+        _first_step,
+        "The optimizer is not stepped, or its gradients are cleared before the step.",
+    ),
+)

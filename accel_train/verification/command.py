@@ -1,0 +1,35 @@
+"""The command line of ``accel-train verify``. Imports nothing heavy, since every command reads it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+HELP = "short runs of a recipe on the CPU, compared: does its gradient depend on the layout? Exit code 1 if so"
+
+
+def add_options(verify: argparse.ArgumentParser) -> None:
+    """Add the options that stand before the recipe."""
+    text = "make this check only; NAME,NAME for several"
+    verify.add_argument("--only", action="append", default=[], metavar="NAME", help=text)
+    verify.add_argument("--steps", type=int, default=6, help="optimizer steps of each run; default: 6")
+    text = "launch file of your own, rehearsed on two CPU processes as one more layout"
+    verify.add_argument("--config_file", help=text)
+    verify.add_argument("--output", help="directory that keeps the runs; default: a temporary one")
+    verify.add_argument("--json", action="store_true", help="all results, for programs")
+
+
+def run(arguments: Any) -> int:
+    """Call ``verify`` with what the parser has read."""
+    from accel_train.verification.verify import Request, verify
+
+    request = Request(
+        recipe=arguments.recipe,
+        arguments=tuple(arguments.arguments),
+        only=tuple(name for text in arguments.only for name in text.split(",")),
+        steps=arguments.steps,
+        config_file=arguments.config_file,
+        output=arguments.output,
+        as_json=arguments.json,
+    )
+    return verify(request)

@@ -1,0 +1,92 @@
+"""A run of a verification as data: what is asked of it, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LINES_SHOWN = 12
+"""Lines of the output of a failed run that are shown."""
+REFUSAL = "error (wrong usage, exit code 2): "
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How a run differs from the reference, beside its options and its number of processes."""
+
+    evaluates: bool = False
+    """Call the recipe's evaluation. Otherwise it is skipped, with no metrics as after a stop."""
+    continues_to: int | None = None
+    """Go on to this step after ``max_steps``, so that the evaluation at the end comes in the middle."""
+    reverses_samples: bool = False
+    """Reverse the samples of every micro-batch."""
+    disturbs_generators: bool = False
+    """Set the global generators of torch, numpy and Python to another state before the first step."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run: its name, its flags beside those of every run, and what it deviates in."""
+
+    name: str
+    flags: Mapping[str, str]
+    deviation: Deviation = field(default_factory=Deviation)
+    layout: str | None = None
+    """Name of a launch file of ``runs.FILES``. None: one process, without a launcher."""
+    file: Path | None = None
+    """Launch file of the user's own, in place of ``layout``."""
+    processes: int = 2
+    """Processes of the layout or the file."""
+
+
+@dataclass
+class Facts:
+    """What one run was seen to do. Written as JSON by process 0."""
+
+    learning_rates: list[list[float]] = field(default_factory=list[list[float]])
+    """Of each step, of each group of the optimizer."""
+    clipped_norms: list[float] = field(default_factory=list[float])
+    """Norm of the gradient that reached the optimizer, by step. Empty under DeepSpeed, whose engine steps itself."""
+    largest_gradients: dict[str, float] = field(default_factory=dict[str, float])
+    """Largest absolute gradient of each trained parameter over all steps."""
+    groups_of: dict[str, int] = field(default_factory=dict[str, int])
+    """In how many groups of the optimizer each trained parameter is."""
+    always_frozen: list[str] = field(default_factory=list[str])
+    """Parameters that the recipe has frozen in every step (``optimizers.set_frozen``), as a later stage does."""
+    moved: int = 0
+    """Parameters that the first step with a learning rate above 0 has changed."""
+    first_moving_step: int | None = None
+    """The first step with a learning rate above 0, counted from 0."""
+    reduced: list[float] = field(default_factory=list[float])
+    """Values handed to DDP's reduction in each step, as a multiple of the number of parameters."""
+    evaluations: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left behind."""
+
+    directory: Path
+    code: int
+    """Exit code."""
+    output: str
+    losses: Mapping[int, Mapping[str, float]]
+    """Loss, its terms and the gradient norm of each step, counted from 1."""
+    facts: Facts
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0
+
+    @property
+    def message(self) -> str:
+        """The last lines of the output, or the sentence of a refusal."""
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        refusals = [line.partition(REFUSAL)[2] for line in lines if REFUSAL in line]
+        if self.code == 2 and refusals:
+            return refusals[-1]
+        return "\n".join(lines[-LINES_SHOWN:])
+
+    def checkpoint(self, step: int) -> Path:
+        return self.directory / "checkpoints" / f"checkpoint_{step:08d}"

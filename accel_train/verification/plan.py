@@ -1,0 +1,143 @@
+"""The runs of a verification: how the user's config is shrunk, and what each run does differently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accel_train.config import UsageError
+from accel_train.launch_files.machine_config import MachineConfig
+from accel_train.verification.facts import Deviation, Outcome, Spec
+
+LARGEST_BATCH = 15
+"""Samples of a step. Odd, so that two processes have unequal shares: one repeats a sample with weight 0."""
+SET_HERE = (
+    *("output_dir", "max_steps", "max_epochs", "micro_batch_size", "resume", "overwrite", "evaluate_only", "init_from"),
+    *("checkpoints.save_every", "log.log_every"),
+)
+"""Options that the runs of a verification set themselves."""
+WARMUP = 2
+"""Steps of the warm-up: the fewest in which a rate that counts something else than steps is another."""
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the runs."""
+
+    steps: int
+    middle: int
+    """Step of the save and of the evaluation in the middle."""
+    batch: int
+    even: int | None
+    """Micro-batch size that divides the batch. None: no smaller one does."""
+    ragged: int | None
+    """Micro-batch size with which micro-batches differ in size. None: with every size they are equal."""
+
+    @property
+    def on_layouts(self) -> int:
+        """Micro-batch size of the runs with two processes."""
+        return self.ragged or self.even or self.batch
+
+
+def refuse_options_set_here(arguments: Sequence[str]) -> None:
+    """Raise ``UsageError`` for a flag that the runs would override."""
+    for name in given_flags(arguments):
+        if name in SET_HERE:
+            remedy = "give --steps N before the recipe instead" if name == "max_steps" else "leave it out"
+            raise UsageError(f"--{name}: `accel-train verify` sets it in each of its runs; {remedy}")
+
+
+def given_flags(arguments: Sequence[str]) -> list[str]:
+    """List the names of the options that the command line sets."""
+    flags = [word.removeprefix("--") for word in arguments if word.startswith("--")]
+    return [flag.partition("=")[0] for flag in flags]
+
+
+def choose_sizes(options: Mapping[str, Any], arguments: Sequence[str], steps: int) -> Sizes:
+    """Return the sizes for a recipe with these options, as resolved with the user's flags."""
+    batch = int(options["global_batch_size"])
+    if "global_batch_size" not in given_flags(arguments):
+        batch = min(batch, LARGEST_BATCH)
+        batch -= 1 - batch % 2
+        batch = max(batch, 3)
+    divisors = [size for size in range(1, batch) if batch % size == 0]
+    uneven = [size for size in range(2, batch) if batch % _pieces(batch, size)]
+    # About four micro-batches: few enough to be quick, and a mean of means is far off.
+    ragged = min(uneven, key=lambda size: abs(_pieces(batch, size) - 4), default=None)
+    return Sizes(steps, steps // 2, batch, max(divisors, default=None), ragged)
+
+
+def _pieces(batch: int, size: int) -> int:
+    return -(-batch // size)
+
+
+def common_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Sizes) -> dict[str, str]:
+    """Return the flags of every run. ``--smoke`` comes before them and sets what takes long in the recipe's own."""
+    flags = {
+        "max_steps": str(sizes.steps),
+        "max_epochs": "None",
+        "global_batch_size": str(sizes.batch),
+        "micro_batch_size": str(sizes.batch),
+        "precision": "fp32",
+        "log.log_every": "1",
+        "log.progress_bar": "off",
+        "checkpoints.save_every": str(sizes.middle),
+        "checkpoints.keep_last": "9",
+        "checkpoints.keep_best": "0",
+        "checkpoints.best_metric": "None",
+        **_schedule(options, sizes),
+    }
+    given = given_flags(arguments)
+    # The file of the run, its length and its saves are refused before; anything else is the user's to choose.
+    return {name: value for name, value in flags.items() if name not in given}
+
+
+def _schedule(options: Mapping[str, Any], sizes: Sizes) -> dict[str, str]:
+    """Return a schedule of the user's kind, with a short warm-up, that does not reach its end."""
+    kind = str(options["schedule.kind"])
+    flags = {"schedule.kind": kind, "schedule.warmup_steps": str(WARMUP)}
+    if kind not in ("constant", "inverse_sqrt"):
+        flags["schedule.decay_steps"] = str(4 * sizes.steps)
+        flags["schedule.floor"] = str(options["schedule.floor"])
+    if kind == "cosine_restarts":
+        flags["schedule.cycles"] = "1"
+    return flags
+
+
+def all_specs(sizes: Sizes, launch_file: MachineConfig | None) -> dict[str, Spec]:
+    """Return every run by its name. The reference is one process with the whole batch."""
+    micro = str(sizes.on_layouts)
+    specs = [
+        Spec(REFERENCE, {}),
+        Spec("again", {}),
+        Spec("other_generators", {}, Deviation(disturbs_generators=True)),
+        Spec("reversed", {}, Deviation(reverses_samples=True)),
+        Spec(
+            "evaluated",
+            {"max_steps": str(sizes.middle)},
+            Deviation(evaluates=True, continues_to=sizes.steps),
+        ),
+        Spec("two_processes", {"micro_batch_size": micro}, layout="two_processes"),
+        Spec("fsdp2", {"micro_batch_size": micro}, layout="fsdp2"),
+        Spec("zero2", {"micro_batch_size": micro}, layout="zero2"),
+    ]
+    if sizes.even is not None:
+        specs.append(Spec("accumulated", {"micro_batch_size": str(sizes.even)}))
+    if sizes.ragged is not None:
+        specs.append(Spec("ragged", {"micro_batch_size": str(sizes.ragged)}))
+    if launch_file is not None:
+        processes = 1 if launch_file.strategy == "single" else 2
+        specs.append(Spec("launch_file", {"micro_batch_size": micro}, file=launch_file.path, processes=processes))
+    return {spec.name: spec for spec in specs}
+
+
+def resumed(sizes: Sizes, reference: Outcome) -> Spec:
+    """Return the run that goes on from the reference's checkpoint in the middle."""
+    return Spec("resumed", {"resume": str(reference.checkpoint(sizes.middle))})
+
+
+def probe() -> Spec:
+    """Return the run of one step that shows how large the gradient is."""
+    return Spec("probe", {"max_steps": "1", "schedule.warmup_steps": "1"})

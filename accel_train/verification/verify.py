@@ -1,0 +1,227 @@
+"""``accel-train verify``: short runs of a recipe on this machine, compared as the gradient contract promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accel_train.commands.bundled import find_recipe
+from accel_train.compare.runs import InterruptedRunError, RunFailedError, read_config, stop_signals_raise
+from accel_train.config import UsageError, expand_path
+from accel_train.cores import usable_cores
+from accel_train.launch_files.machine_config import MachineConfig, read_machine_config
+from accel_train.verification import plan, report
+from accel_train.verification.checks import CHECKS, Check, Evidence, missing
+from accel_train.verification.facts import Outcome, Spec
+from accel_train.verification.plan import REFERENCE
+from accel_train.verification.runs import Runner
+from accel_train.wording import did_you_mean, nearest
+
+PARALLEL = 2
+"""Runs at a time."""
+FEWEST_STEPS = 4
+READ_HERE = ("global_batch_size", "micro_batch_size", "optimizer.max_grad_norm", "schedule.kind", "sync", "precision")
+LAYOUTS = ("accumulated", "ragged", "two_processes", "fsdp2", "zero2", "launch_file", "reversed")
+"""Runs compared within rounding, for which the tolerances are those of fp32."""
+_CLIPPED = frozenset(LAYOUTS) - {"reversed"}
+"""Runs that show another clip, if the clip acts."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of the command line."""
+
+    recipe: str
+    arguments: tuple[str, ...] = ()
+    """Preset or file, and flags, as the recipe takes them."""
+    only: tuple[str, ...] = ()
+    """Names of checks. Empty: all."""
+    steps: int = 6
+    config_file: str | None = None
+    """Launch file of the user's own, rehearsed on two processes."""
+    output: str | None = None
+    """Directory that keeps the runs. None: a temporary one."""
+    as_json: bool = False
+
+
+def verify(request: Request) -> int:
+    """Make the runs and print the table. Return 1 if a check fails, else 0. Main thread only: it handles signals."""
+    checks = _chosen(request)
+    with stop_signals_raise():
+        try:
+            return _verify(request, checks)
+        except RunFailedError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        except InterruptedRunError as signal_name:
+            print(f"interrupted by {signal_name}: the runs are stopped, no result", file=sys.stderr, flush=True)
+    return 1
+
+
+def _chosen(request: Request) -> list[Check]:
+    """Return the checks to make. Raises ``UsageError`` for an unknown name and for options that the runs set."""
+    if request.steps < FEWEST_STEPS:
+        raise UsageError(f"--steps {request.steps}: at least {FEWEST_STEPS} are required, two on each side of the save")
+    plan.refuse_options_set_here(request.arguments)
+    names = [check.name for check in CHECKS]
+    for name in request.only:
+        if name not in names:
+            hint = did_you_mean(nearest(name, names))
+            raise UsageError(f"--only {name}: no such check; the checks are {', '.join(names)}{hint}")
+    wanted = request.only or [name for name in names if name != "launch_file" or request.config_file]
+    if "launch_file" in wanted and request.config_file is None:
+        raise UsageError("--only launch_file: it needs the launch file; give --config_file FILE before the recipe")
+    return [check for check in CHECKS if check.name in wanted]
+
+
+def _verify(request: Request, checks: Sequence[Check]) -> int:
+    recipe = find_recipe(request.recipe)
+    # An invalid launch file is refused before anything runs.
+    machine = None if request.config_file is None else read_machine_config(expand_path(request.config_file))
+    options = read_config(recipe, request.arguments)
+    absent = [name for name in READ_HERE if name not in options]
+    if absent:
+        raise UsageError(
+            f"recipe {request.recipe!r}: it has no option {absent[0]}; a verification needs the options of every "
+            "recipe, so let its Config extend accel_train.experiment.ExperimentConfig"
+        )
+    sizes = plan.choose_sizes(options, request.arguments, request.steps)
+    flags = plan.common_flags(options, request.arguments, sizes)
+    words = [word for name, value in flags.items() for word in (f"--{name}", *value.split())]
+    with _folder(request) as folder:
+        cores, _ = usable_cores()
+        runner = Runner(recipe, [*request.arguments, "--smoke", *words], Path(folder), max(1, cores // PARALLEL))
+        made = _Runs(runner, sizes, request, options, machine)
+        try:
+            evidence = made.make(checks)
+        finally:
+            runner.stop()
+        results = [(check, missing(evidence, check.runs) or check.find(evidence)) for check in checks]
+    command = shlex.join([request.recipe, *request.arguments])
+    facts = _facts(evidence, command)
+    if request.as_json:
+        print(json.dumps(report.as_json(results, facts), indent=1))
+    else:
+        print("\n".join([*_header(facts), *report.text(results)]), flush=True)
+    return 1 if any(found.verdict == "FAILED" for _, found in results) else 0
+
+
+def _folder(request: Request) -> AbstractContextManager[str]:
+    if request.output is None:
+        return tempfile.TemporaryDirectory(prefix="accel-train-verify-", ignore_cleanup_errors=True)
+    path = expand_path(request.output)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"--output {path} is not empty; give another directory, or delete it first")
+    path.mkdir(parents=True, exist_ok=True)
+    return nullcontext(str(path))
+
+
+def _facts(evidence: Evidence, command: str) -> dict[str, Any]:
+    sizes = evidence.sizes
+    return {
+        "command": command,
+        "steps": sizes.steps,
+        "global_batch_size": sizes.batch,
+        "even_micro_batch_size": sizes.even,
+        "ragged_micro_batch_size": sizes.ragged,
+        "max_grad_norm": evidence.max_grad_norm,
+        "max_grad_norm_of_the_config": float(evidence.options["optimizer.max_grad_norm"]),
+    }
+
+
+def _header(facts: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"{facts['command']}: {facts['steps']} steps of {facts['global_batch_size']} samples on the CPU; micro-batches "
+        f"of {facts['even_micro_batch_size']} (even) and {facts['ragged_micro_batch_size']} (ragged)"
+    ]
+    clip = facts["max_grad_norm"]
+    if clip != facts["max_grad_norm_of_the_config"]:
+        lines.append(
+            f"optimizer.max_grad_norm: {clip:g} instead of {facts['max_grad_norm_of_the_config']:g}, so that the clip "
+            "acts in these steps"
+        )
+    return [*lines, ""]
+
+
+class _Runs:
+    """Makes the runs that the checks need, some of them at the same time."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sizes: plan.Sizes,
+        request: Request,
+        options: Mapping[str, Any],
+        machine: MachineConfig | None,
+    ) -> None:
+        self._runner = runner
+        self._sizes = sizes
+        self._options = options
+        self._machine = machine
+        self._specs = plan.all_specs(sizes, machine)
+        self._in_fp32 = "precision" not in plan.given_flags(request.arguments) or options["precision"] == "fp32"
+
+    def make(self, checks: Sequence[Check]) -> Evidence:
+        """Run everything that the checks need. Raises if the first run of all fails."""
+        needed = dict.fromkeys(name for check in checks for name in check.runs)
+        absent = {name: reason for name in needed if (reason := self._obstacle(name))}
+        own = float(self._options["optimizer.max_grad_norm"])
+        clip = self._acting_clip(own) if own > 0 and _CLIPPED.intersection(needed) else own
+        clipped = {"optimizer.max_grad_norm": f"{clip:g}"}
+        specs = [self._specs[name] for name in (REFERENCE, *needed) if name in self._specs and name not in absent]
+        outcomes: dict[str, Outcome] = {}
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            try:
+                started = {spec.name: self._start(pool, spec, clipped) for spec in specs}
+                if "resumed" in needed:
+                    # The longest runs are at work meanwhile.
+                    outcomes[REFERENCE] = started[REFERENCE].result()
+                    spec = plan.resumed(self._sizes, outcomes[REFERENCE])
+                    started["resumed"] = self._start(pool, spec, clipped)
+                outcomes |= {name: run.result() for name, run in started.items()}
+            except BaseException:
+                self._runner.stop()
+                pool.shutdown(cancel_futures=True)
+                raise
+        return Evidence(outcomes, absent, self._sizes, self._options, clip)
+
+    def _obstacle(self, name: str) -> str | None:
+        """Return why a run cannot be made here, or None."""
+        if not self._in_fp32 and name in LAYOUTS:
+            return f"precision {self._options['precision']}: the tolerances are those of fp32; leave --precision out"
+        if name in ("accumulated", "ragged") and name not in self._specs:
+            return f"a batch of {self._sizes.batch} has no such micro-batches; give --global_batch_size 15"
+        if name == "zero2" and importlib.util.find_spec("deepspeed") is None:
+            return "deepspeed is not installed: pip install 'accel_train[deepspeed]'"
+        if name == "launch_file" and self._machine is not None and self._machine.num_machines > 1:
+            return f"{self._machine.path} has num_machines: {self._machine.num_machines}; give a file for one machine"
+        return None
+
+    def _acting_clip(self, own: float) -> float:
+        """Return a ``max_grad_norm`` that acts: the recipe's own, or half the norm of the first gradient."""
+        probe = self._runner.run(plan.probe())
+        if probe.code == 2:
+            raise UsageError(probe.message)
+        if probe.failed or not probe.losses:
+            raise RunFailedError(f"the first run ended with exit code {probe.code}:\n{probe.message}")
+        norm = probe.losses[1]["grad_norm"]
+        return min(own, float(f"{norm / 2:.2g}")) if norm > 0 else own
+
+    def _start(self, pool: ThreadPoolExecutor, spec: Spec, clipped: Mapping[str, str]) -> Future[Outcome]:
+        def run() -> Outcome:
+            started = time.monotonic()
+            outcome = self._runner.run(replace(spec, flags={**clipped, **spec.flags}))
+            ending = f"exit code {outcome.code}" if outcome.failed else "done"
+            print(f"{spec.name}: {ending} in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+            return outcome
+
+        return pool.submit(run)

@@ -1,0 +1,205 @@
+"""``accel-train verify``: no alarm on the recipes of the project, and each planted fault named by its check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train import cli
+from accel_train.commands.bundled import import_recipe
+from accel_train.config import UsageError
+from accel_train.data.sampler import StepSampler
+from accel_train.options.loading import config_of
+from accel_train.options.tree import flatten, to_tree
+from accel_train.verification import plan
+from accel_train.verification import verify as verification
+from accel_train.verification.checks import CHECKS
+from accel_train.verification.runs import Runner
+from tests import zygote
+from tests.distributed.launching import DEMOS, inputs_of
+from tests.verification import faults
+
+pytestmark = pytest.mark.distributed
+
+
+def execute(self: Runner, words: Sequence[str], log: Path) -> int:
+    """Run a command as ``Runner.execute`` does, in forked processes."""
+    fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    sharded = any(word.endswith(("fsdp2.yaml", "zero2.yaml")) for word in words)
+    child = zygote.start(words, log, env=self.environment() | fixed, kind="sharded" if sharded else "plain")
+    return child.wait()
+
+
+def read_config(recipe: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    loaded = config_of(import_recipe(recipe).main, arguments)
+    assert loaded is not None
+    return flatten(to_tree(loaded.config))
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of imports less in each run; one at a time, because one zygote serves all."""
+    monkeypatch.setattr(Runner, "execute", execute)
+    monkeypatch.setattr(verification, "read_config", read_config)
+    monkeypatch.setattr(verification, "PARALLEL", 1)
+
+
+def verify(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit code and the result of each check."""
+    code = cli._main(["verify", "--json", *words])
+    # Packages that the recipe imports, in this process as well, may print before.
+    text = capsys.readouterr().out
+    printed = json.loads(text[text.index("{\n") :])
+    return code, {result["check"]: result for result in printed["checks"]}
+
+
+def failed(results: dict[str, dict[str, str]]) -> set[str]:
+    return {name for name, result in results.items() if result["verdict"] == "FAILED"}
+
+
+ALL_BUT_SHARDED = (
+    "accumulation,ragged,two_processes,learning_rate,sample_order,unkeyed_draws,repeat,resume,evaluation,"
+    "gradient_paths,optimizer_groups,clip,reductions,first_step"
+)
+
+
+def test_the_scaffold_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, results = verify(capsys, "--only", ALL_BUT_SHARDED, "--steps", "4", str(faults.SCAFFOLD))
+    assert {result["verdict"] for result in results.values()} == {"ok"}, results
+    assert len(results) == 14
+    assert code == 0
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(UsageError) as found:
+        cli._main(["verify", *words])
+    return str(found.value)
+
+
+QUICK = (
+    ("mean of means",),
+    ("clip forgotten", "schedule counted by process", "a reduction for each micro-batch"),
+    ("evaluation that leaves the model in eval mode", "optimizer state dropped on resume"),
+    ("unkeyed dropout",),
+    ("frozen conditioning layer",),
+    ("parameter missing from the optimizer",),
+)
+"""Faults whose checks need the same runs stand in one recipe."""
+
+
+@pytest.mark.parametrize("names", QUICK, ids=" and ".join)
+def test_planted_faults_are_named(names: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planted = [faults.FAULTS[name] for name in names]
+    recipe = faults.write(tmp_path / "recipe", *names)
+    expected = {fault.named_by for fault in planted}
+    code, results = verify(capsys, "--only", ",".join(expected), "--steps", "4", str(recipe))
+    assert failed(results) == expected, results
+    assert all(fault.said in results[fault.named_by]["reason"] for fault in planted)
+    assert code == 1
+
+
+@pytest.mark.slow  # one fault of most checks is named above; here, each of them by itself, and that nothing else is
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_a_planted_fault_is_named_and_raises_no_other_alarm(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = faults.FAULTS[name]
+    recipe = faults.write(tmp_path / "recipe", name)
+    code, results = verify(capsys, "--only", ALL_BUT_SHARDED, str(recipe))
+    assert failed(results) == {fault.named_by, *fault.consequences}
+    assert fault.said in results[fault.named_by]["reason"]
+    assert code == 1
+
+
+@pytest.mark.slow  # refusals of a run are read as those of any other
+def test_a_layout_that_is_refused_is_listed_as_not_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of the scaffold's model have no name, so FSDP2 is refused."""
+    code, results = verify(capsys, "--only", "fsdp2,repeat", str(faults.SCAFFOLD))
+    assert results["fsdp2"]["verdict"] == "not checked"
+    assert "fsdp_auto_wrap_policy" in results["fsdp2"]["reason"]
+    assert results["repeat"]["verdict"] == "ok"
+    assert code == 0
+
+
+def test_wrong_usage_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    recipe = str(faults.SCAFFOLD)
+    assert "--steps 3: at least 4" in refused("--steps", "3", recipe)
+    assert "did you mean 'resume'?" in refused("--only", "resumes", recipe)
+    assert "--max_steps: `accel-train verify` sets it" in refused(recipe, "--max_steps", "10")
+    assert "--micro_batch_size" in refused(recipe, "demo", "--micro_batch_size=10")
+    assert "--config_file FILE" in refused("--only", "launch_file", recipe)
+    (tmp_path / "file").touch()
+    assert "is not empty" in refused("--output", str(tmp_path), recipe)
+
+
+@pytest.mark.parametrize(
+    ("asked", "arguments", "batch", "even", "ragged"),
+    [
+        (64, (), 15, 5, 4),
+        (8, (), 7, 1, 2),
+        (4, (), 3, 1, 2),
+        (1, (), 3, 1, 2),
+        (16, ("--global_batch_size", "16"), 16, 8, 6),
+        (2, ("--global_batch_size=2",), 2, 1, None),
+        (1, ("--global_batch_size", "1"), 1, None, None),
+    ],
+)
+def test_sizes(asked: int, arguments: Sequence[str], batch: int, even: int | None, ragged: int | None) -> None:
+    """Micro-batches are equal with the even size, differ with the ragged one, and two processes share unequally."""
+    sizes = plan.choose_sizes({"global_batch_size": asked}, arguments, 6)
+    assert (sizes.batch, sizes.even, sizes.ragged) == (batch, even, ragged)
+    divided = {
+        size: {len(part) for part in StepSampler(100, batch, 0).micro_batches(0, 0, 1, size)}
+        for size in (even, ragged)
+        if size is not None
+    }
+    assert even is None or len(divided[even]) == 1
+    assert ragged is None or len(divided[ragged]) == 2
+
+
+def test_the_page_describes_every_check() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    table = page.partition("| Check |")[2]
+    for check in CHECKS:
+        assert f"`{check.name}`" in table, check.name
+
+
+LEFT_OUT = (*plan.SET_HERE, "global_batch_size", "schedule.warmup_steps", "log.progress_bar")
+"""Flags of the small demos that a verification sets itself, or would rather set."""
+
+
+def flags_of(recipe: str, folder: Path) -> list[str]:
+    """The small demo of a recipe, without what a verification sets itself."""
+    preset, small = DEMOS[recipe]
+    words = [preset]
+    values = [*small, *inputs_of(recipe, folder)]
+    starts = [i for i, word in enumerate(values) if word.startswith("--")]
+    for start, end in zip(starts, [*starts[1:], len(values)], strict=True):
+        if values[start][2:] not in LEFT_OUT:
+            words += values[start:end]
+    return words
+
+
+SHIPPED = {
+    "mmdit": (),
+    "pde": ("--objective.autoencode_steps", "2", "--objective.residual_from", "4", "--objective.residual_steps", "1"),
+    "causal_lm": (),
+    "lora": (),
+}
+
+
+@pytest.mark.slow  # the same recipes on the same layouts, compared by test_invariance.py; here, that no check alarms
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_no_alarm_on_the_recipes_of_the_project(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [recipe, *flags_of(recipe, tmp_path), *SHIPPED[recipe]]
+    code, results = verify(capsys, *words)
+    assert not failed(results), results
+    unchecked = {name for name, result in results.items() if result["verdict"] == "not checked"}
+    assert unchecked <= {"zero2"}
+    assert code == 0
