@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from accel_train import __version__
 from accel_train.runtime.exiting import exit_with
+from accel_train.simulation.flags import add_flags, read_arguments
 
 EXPORT = "write weights with config.json, assets and options, model.py for torch alone, an example and verify.py"
 
@@ -45,6 +46,8 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     if arguments.command == "completion":
         return _completion(arguments)
+    if arguments.command == "simulate":
+        return _simulate(arguments)
     return _launch(arguments)
 
 
@@ -106,6 +109,14 @@ def _launch(arguments: argparse.Namespace) -> int:
     return launch(request, rehearsal=arguments.command == "rehearse")
 
 
+def _simulate(arguments: argparse.Namespace) -> int:
+    from accel_train.simulation.command import simulate
+
+    rest, options = read_arguments(arguments.arguments, arguments)
+    print(simulate(arguments.recipe, rest, options))
+    return 0
+
+
 def _export(arguments: argparse.Namespace) -> int:
     from accel_train.commands.export import export
 
@@ -163,6 +174,10 @@ def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | N
         launch = commands.add_parser(name, help=text, description=text)
         _add_launch(launch, file_required=name == "rehearse")
         _add_recipe(launch, recipes)
+    text = "memory, collectives and FLOPs of a recipe's step at any number of processes, without any of them"
+    simulate = commands.add_parser("simulate", help=text, description=text)
+    add_flags(simulate)
+    _add_recipe(simulate, recipes)
     text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
     _add_compare(commands.add_parser("compare", help=text, description=text), recipes)
     text = "copy a bundled recipe, or begin a new one, with presets and launch files"
