@@ -38,6 +38,8 @@ TESTED: Mapping[str, Tested] = {
             "torch._dynamo.utils.get_compilation_metrics": "compile: summary in the log at the start",
             "torch._inductor.cpp_builder.get_cpp_compiler": "compile: the compiler's own error",
             "torch._C._current_graph_task_id": "simulation: whether a backward runs",
+            "torch._C._get_dispatch_stack_at": "simulation: whether DTensor computes shapes",
+            "torch._C._len_torch_dispatch_stack": "simulation: whether DTensor computes shapes",
             "torch._guards.TracingContext": "simulation: DTensor computes shapes in the same mode",
             "torch._guards.tracing": "simulation: DTensor computes shapes in the same mode",
             "torch._subclasses.fake_tensor.DataDependentOutputException": "simulation: a step that reads a value",

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_train.simulation.fake_tensors import tensors_in
@@ -98,6 +99,9 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **kwargs)
         phase, place = self._place()
         for tensor in tensors_in(result):
+            # DTensor asks for the shapes of results with whole tensors that have no memory anywhere.
+            if has_no_memory(tensor) or in_shape_propagation():
+                continue
             self._see(tensor.untyped_storage(), phase, place)
         self._on_operator(func, args, kwargs, result)
         return result
@@ -193,6 +197,18 @@ class Ledger(TorchDispatchMode):
             total += _rounded(event.after, block) - _rounded(event.before, block)
             most = max(most, total)
         return most
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Return True for a tensor of the meta device, which only tells shapes."""
+    return tensor.device.type == "meta"
+
+
+def in_shape_propagation() -> bool:
+    """Return True while DTensor computes shapes, for which it enters a mode of fake tensors above the ledger."""
+    above = torch._C._len_torch_dispatch_stack()  # pyright: ignore[reportPrivateUsage]
+    modes = [torch._C._get_dispatch_stack_at(number) for number in range(above)]  # pyright: ignore[reportPrivateUsage]
+    return any(isinstance(mode, FakeTensorMode) for mode in modes)
 
 
 def category_of(record: Record) -> str:

@@ -62,6 +62,18 @@ def test_memory_refilled_without_an_operator_counts_as_gathered() -> None:
     assert torch.UntypedStorage.resize_ is before
 
 
+def test_shapes_without_memory_are_not_counted() -> None:
+    """DTensor computes them for whole tensors, in a mode of its own."""
+    ledger = ledger_of()
+    with ledger.recording():
+        shape = torch.empty(MIB, device="meta")
+        with FakeTensorMode():
+            fake = torch.empty(MIB) * 2
+        made = quarter()
+    assert ledger.peak().total == MIB // 4
+    del shape, fake, made
+
+
 def test_a_block_holds_a_tensor_of_four_bytes() -> None:
     ledger = ledger_of()
     with ledger.recording():
