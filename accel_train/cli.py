@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from accel_train import __version__
 from accel_train.rerun import arguments as rerun
 from accel_train.runtime.exiting import exit_with
+from accel_train.simulation.flags import add_flags, read_arguments
 from accel_train.verification import command as verification
 from accel_train.watching.arguments import add_monitor, add_report
 
@@ -60,6 +61,8 @@ def _main(argv: Sequence[str]) -> int:
         from accel_train.watching.report import report
 
         return report(arguments.runs, arguments.output)
+    if arguments.command == "simulate":
+        return _simulate(arguments)
     return _launch(arguments)
 
 
@@ -118,6 +121,14 @@ def _launch(arguments: argparse.Namespace) -> int:
 
         return run(request, ignored=arguments.ignore, as_json=arguments.json, fix=arguments.fix)
     return launch(request, rehearsal=arguments.command == "rehearse")
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from accel_train.simulation.command import simulate
+
+    rest, options = read_arguments(arguments.arguments, arguments)
+    print(simulate(arguments.recipe, rest, options))
+    return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -179,6 +190,10 @@ def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | N
         if name == "check":
             _add_check(launch)
         _add_recipe(launch, recipes)
+    text = "memory, collectives and FLOPs of a recipe's step at any number of processes, without any of them"
+    simulate = commands.add_parser("simulate", help=text, description=text)
+    add_flags(simulate)
+    _add_recipe(simulate, recipes)
     text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
     _add_compare(commands.add_parser("compare", help=text, description=text), recipes)
     rerun.add_commands(commands)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from accel_train import simulated
 from accel_train.checkpoints.saver import Saver
 from accel_train.data import sampler
 from accel_train.data.datasets import MapDataset
@@ -65,6 +66,11 @@ def training(
     Leaving it for any reason finishes the last save and ends readers and trackers. The main process calls
     ``write_extras(directory)`` to add files to a checkpoint, such as the model's config.
     """
+    simulation = simulated.active()
+    if simulation is not None:
+        with simulation.training(opened, prepared, dataset, order) as steps:
+            yield steps
+        return
     config = opened.config
     accelerator = opened.accelerator
     run = opened.run

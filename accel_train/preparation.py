@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import ParamSpec
 
 import torch
 from torch import nn
 
+from accel_train import simulated
 from accel_train.checkpoints.restore import load_initial_weights, restore
 from accel_train.frozen_weights import offload_frozen, resolve_base
 from accel_train.linting.reporting import log_findings
@@ -47,6 +49,9 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
     """
     config = opened.config
     accelerator = opened.accelerator
+    simulation = simulated.active()
+    if simulation is not None:
+        return simulation.build_model(accelerator, lambda: model(*shape, **named))
     size = fitting.size_of(lambda: model(*shape, **named), offload_frozen=config.offload_frozen)
     fitting.refuse_what_cannot_fit(
         size,
@@ -111,10 +116,12 @@ def prepare(
         notices.append(offload_frozen(accelerator, opened.run, model, config.compile.mode))
     # Copied before `accelerator.prepare`, because DeepSpeed rounds the weights there.
     masters = exact_masters(model, config.precision)
-    with embeddings_optional(model):
+    simulation = simulated.active()
+    around = nullcontext() if simulation is None else simulation.preparing()
+    with embeddings_optional(model), around:
         model, optimizer = accelerator.prepare(model, optimizer)
     weights = Shards(model, optimizer, masters)
-    guard, guard_reason = resolve_step_guard(accelerator, optimizer, config.health)
+    guard, guard_reason = resolve_step_guard(accelerator, optimizer, config.health, on_cpu=simulation is not None)
     # The EMA of a fresh start begins at these weights. A restore then overwrites both.
     ema = Ema(config.ema, weights, guard)
     restore(opened.run, accelerator, weights, ema)

@@ -18,7 +18,7 @@ LIBRARY = ROOT / "accel_train"
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
-VALUES = {"config", "cores", "options", "precision", "rng", "strict_yaml", "wording"}
+VALUES = {"config", "cores", "options", "precision", "rng", "simulated", "strict_yaml", "wording"}
 MECHANISM = {
     *("launch_files", "runtime", "training", "speed", "data", "store"),
     *("checkpoints", "hub", "metrics", "linting"),
@@ -43,6 +43,7 @@ ROWS = (
     {"export"},
     {"loading"},
     TOOLS,
+    {"simulation"},
     {"cli", "recipes", "__init__"},
 )
 """Packages from the ground up. A package imports from rows below its own; along a row only as the next table says."""

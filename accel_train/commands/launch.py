@@ -95,7 +95,7 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
         request = replace(request, main_process_port=free_port())
     _check_rendezvous(machine, request)
     settings = accelerate_settings(path, machine, request)
-    environment = _environment(path, machine, settings)
+    environment = launch_environment(path, machine, settings)
     if rehearsal:
         from accel_train.runtime.rehearsal import adapt
 
@@ -106,7 +106,7 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
     return [*command, str(recipe), *request.arguments], environment
 
 
-def _environment(path: Path | None, machine: MachineConfig, settings: Any) -> dict[str, str]:
+def launch_environment(path: Path | None, machine: MachineConfig, settings: Any) -> dict[str, str]:
     """Return Accelerate's environment, with notes for the recipe about the file and the threads."""
     environment = accelerate_environment(settings)
     # Accelerate's environment for several processes leaves it out, and the run would take a GPU.

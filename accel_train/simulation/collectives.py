@@ -1,0 +1,134 @@
+"""Collectives of a step: kind, group, bytes of the whole tensor, and by rule the bytes that each process sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from accel_train.simulation.fake_tensors import tensors_in
+from accel_train.simulation.ledger import COMMUNICATION, Ledger
+
+KINDS: Mapping[str, str] = {
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_reduce_coalesced": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+}
+"""Kind by torch's operator, of its namespaces c10d and _c10d_functional."""
+NOT_COUNTED = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call on one process."""
+
+    kind: str
+    group_size: int
+    size: int
+    """Bytes of the whole tensor: reduced, gathered or scattered. Of an all-to-all what this process has or gets."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """All collectives of one kind and group."""
+
+    kind: str
+    group_size: int
+    count: int
+    size: int
+    """Bytes of the whole tensors."""
+    sent: int
+    """Bytes that each process sends, by the rule of a ring."""
+
+
+@dataclass
+class Collectives:
+    """Collectives seen so far. ``ledger`` learns which storages they read and write."""
+
+    ledger: Ledger | None = None
+    seen: list[Collective] = field(default_factory=list[Collective])
+
+    def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Record the operator if it is a collective. Raises ``ValueError`` for one that is not known here."""
+        if func.namespace not in ("c10d", "_c10d_functional"):
+            return
+        name = func._schema.name.partition("::")[2]
+        if name in NOT_COUNTED:
+            return
+        if name not in KINDS:
+            raise ValueError(f"collective {func}: not known to the simulation")
+        kind = KINDS[name]
+        values = [*args, *kwargs.values()]
+        group_size = _group_size(values)
+        tensors = list(tensors_in(values))
+        self.seen.append(Collective(kind, group_size, _whole(kind, name, tensors, group_size)))
+        if self.ledger is not None:
+            self.ledger.suggest(tensors, COMMUNICATION)
+
+    def rows(self) -> list[Row]:
+        """Return the sums by kind and group, largest first."""
+        sums: dict[tuple[str, int], list[int]] = {}
+        for call in self.seen:
+            count_and_size = sums.setdefault((call.kind, call.group_size), [0, 0])
+            count_and_size[0] += 1
+            count_and_size[1] += call.size
+        rows: list[Row] = []
+        for (kind, group_size), (count, size) in sums.items():
+            rows.append(Row(kind, group_size, count, size, sent_bytes(kind, group_size, size)))
+        return sorted(rows, key=lambda row: -row.size)
+
+
+def sent_bytes(kind: str, group_size: int, size: int) -> int:
+    """Return what each process sends for a tensor of ``size`` bytes: a ring, ``(N - 1) / N`` of it, twice to reduce."""
+    passes = 2 if kind == "all-reduce" else 1
+    return round(passes * size * (group_size - 1) / group_size)
+
+
+def _group_size(values: Sequence[Any]) -> int:
+    value: Any
+    for value in values:
+        if isinstance(value, str) and value.isdigit():
+            # Functional collectives name their group.
+            resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage]
+            return resolve(value).size()
+        if "ProcessGroup" in str(getattr(value, "_type", lambda: "")()):
+            unbox: Any = dist.ProcessGroup.unbox
+            return unbox(value).size()
+        if isinstance(value, dist.ProcessGroup):
+            return value.size()
+    raise ValueError(f"no process group among {values}")
+
+
+def _whole(kind: str, name: str, tensors: Sequence[Tensor], group_size: int) -> int:
+    """Return the bytes of the whole tensor. Shards of it are among the arguments."""
+    if kind in ("all-reduce", "broadcast"):
+        return sum(map(_bytes, tensors))
+    if len(tensors) == 1:
+        size = _bytes(tensors[0])
+        # Functional collectives return their result, so their only argument is the shard or the whole.
+        return size * group_size if kind == "all-gather" else size
+    if name in ("allgather_", "reduce_scatter_"):
+        # Lists of shards on one side, the process's own on the other.
+        return sum(map(_bytes, tensors)) * group_size // (group_size + 1)
+    return max(map(_bytes, tensors))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

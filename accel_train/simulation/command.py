@@ -1,0 +1,98 @@
+"""``accel-train simulate``: start a recipe on fake tensors once for each number of processes, and report its step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_train.commands.bundled import find_recipe
+from accel_train.commands.launch import Launch, accelerate_settings, launch_environment, read_machine
+from accel_train.config import UsageError
+from accel_train.launch_files.machine_config import MachineConfig
+from accel_train.launch_files.requested import REHEARSAL_VARIABLE
+from accel_train.simulation.flags import REPORT, REQUEST, Options
+from accel_train.simulation.refusals import refuse_machine
+from accel_train.simulation.report import Simulated, describe, draw, table
+
+PORT = 29500
+"""A port for the environment of a launch. Nothing listens on it or connects to it."""
+
+
+def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
+    """Return the output of the command. Raises ``UsageError`` for what a start would refuse or cannot be simulated."""
+    found: list[Simulated] = []
+    for number in options.num_processes:
+        request = Launch(
+            options.config_file,
+            recipe,
+            tuple(arguments),
+            num_processes=number,
+            main_process_port=PORT,
+        )
+        found.append(_simulate_one(request, options))
+    if options.picture is not None:
+        draw(found[-1], Path(options.picture))
+    if options.as_json:
+        return json.dumps([simulated.as_json() for simulated in found], indent=2)
+    if len(found) == 1:
+        return describe(found[0])
+    return table(found)
+
+
+def _simulate_one(request: Launch, options: Options) -> Simulated:
+    """Simulate in a process of its own. Raises ``UsageError`` for what it refused."""
+    with tempfile.TemporaryDirectory(prefix="accel-train-simulate-") as place:
+        folder = Path(place)
+        words, environment, assumption = worker_command(request, options, folder)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        if not (folder / REPORT).is_file():
+            raise RuntimeError(f"the simulation of {request.recipe} failed:\n{done.stdout[-2000:]}\n{done.stderr}")
+        report: dict[str, Any] = json.loads((folder / REPORT).read_text())
+    if "refused" in report:
+        raise UsageError(report["refused"])
+    notes = [assumption] if assumption else []
+    return Simulated(report["counted"], report["curve"], (*notes, *report["notes"]))
+
+
+def worker_command(request: Launch, options: Options, folder: Path) -> tuple[list[str], dict[str, str], str | None]:
+    """Write the request of a worker to ``folder``. Return its command, its environment and a note on the machine."""
+    path, machine, assumption = read_machine(request)
+    refuse_machine(machine)
+    find_recipe(request.recipe)
+    asked = {
+        "recipe": request.recipe,
+        "arguments": request.arguments,
+        "step": options.step,
+        "micro_batches": options.micro_batches,
+    }
+    (folder / REQUEST).write_text(json.dumps(asked))
+    words = [sys.executable, "-m", "accel_train.simulation.worker", str(folder)]
+    return words, _environment(path, machine, request), assumption
+
+
+def _environment(path: Path | None, machine: MachineConfig, request: Launch) -> dict[str, str]:
+    """Return the environment that rank 0 of a launch would have, on CPUs."""
+    processes = machine.num_processes or 1
+    settings = accelerate_settings(path, machine, request)
+    environment = launch_environment(path, machine, settings)
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    if processes > 1:
+        environment |= {
+            "WORLD_SIZE": str(processes),
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            # One process of this host: it has its memory for itself.
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(PORT),
+            # Accelerate ignores FSDP on CPUs, except in a rehearsal.
+            REHEARSAL_VARIABLE: "1",
+        }
+    return environment

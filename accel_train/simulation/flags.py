@@ -1,0 +1,63 @@
+"""Flags of ``accel-train simulate``, which may stand before or behind the recipe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accel_train.config import UsageError
+
+REQUEST = "request.json"
+REPORT = "report.json"
+"""Files by which the command and the process that simulates understand each other."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command itself."""
+
+    config_file: str | None
+    num_processes: tuple[int | None, ...]
+    step: int | None
+    micro_batches: int | None
+    as_json: bool
+    picture: str | None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own flags."""
+    parser.add_argument("--config_file", help="accelerate launch file; default: the same as for `accelerate launch`")
+    parser.add_argument(
+        "--num_processes",
+        metavar="N[,N...]",
+        help="processes over all machines; several numbers give a table; default: from the file",
+    )
+    parser.add_argument("--step", type=int, help="number of the step, from 0; default: the middle of the run")
+    parser.add_argument(
+        "--micro_batches",
+        type=int,
+        help="micro-batches of each process, in place of global_batch_size: the same work for any number",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, with the curve of memory")
+    parser.add_argument("--picture", metavar="FILE.png", help="draw the memory by category over the step")
+
+
+def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[list[str], Options]:
+    """Take the command's own flags out of what follows the recipe. ``earlier`` holds those before it."""
+    parser = argparse.ArgumentParser(prog="accel-train simulate", allow_abbrev=False, add_help=False)
+    add_flags(parser)
+    flags, rest = parser.parse_known_args(list(words), earlier)
+    counts = (None,) if flags.num_processes is None else _numbers(flags.num_processes)
+    if flags.micro_batches is not None and flags.micro_batches < 1:
+        raise UsageError(f"micro_batches: {flags.micro_batches}: at least 1 is required; give --micro_batches 1")
+    return rest, Options(flags.config_file, counts, flags.step, flags.micro_batches, flags.json, flags.picture)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = text.split(",")
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise UsageError(
+            f"num_processes: {text}: whole numbers above 0, with commas, are required; give --num_processes 8,64,512"
+        )
+    return tuple(map(int, numbers))

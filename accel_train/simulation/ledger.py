@@ -1,0 +1,228 @@
+"""Count every byte that the tensors of a step hold, from its allocation until nothing refers to it any more.
+
+torch calls a dispatch mode for each operator, forward and backward, whether its tensors are real or fake. A storage is
+recorded when it first appears in a result and released by a weak reference, as an allocator would see it. What it was
+for is often known only later, such as a gradient when the optimizer steps, so the ledger keeps all events, and the
+peak and its parts are found by replaying them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_train.simulation.fake_tensors import tensors_in
+
+PARAMETERS = "parameters"
+BUFFERS = "buffers"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+EMA = "EMA"
+BATCH = "batch"
+GATHERED = "gathered weights"
+UNREDUCED = "unreduced gradients"
+COMMUNICATION = "communication buffers"
+ACTIVATIONS = "activations"
+TEMPORARY = "temporaries"
+CATEGORIES = (
+    *(PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, EMA, BATCH),
+    *(GATHERED, UNREDUCED, COMMUNICATION, ACTIVATIONS, TEMPORARY),
+)
+BLOCK = 512
+"""torch's allocator of CUDA memory rounds each tensor up to a multiple of it."""
+
+
+@dataclass
+class Record:
+    """One storage during its life."""
+
+    phase: str
+    """Where it was allocated: "forward", "backward", or another part of the step."""
+    category: str | None = None
+    size: int = 0
+    alive: bool = True
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change in size of one storage."""
+
+    record: Record
+    before: int
+    after: int
+    place: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The instant with most bytes."""
+
+    total: int
+    by_category: dict[str, int]
+    place: str
+    """Module and direction."""
+    event: int
+    """Number of the event."""
+
+
+class Ledger(TorchDispatchMode):
+    """Record the storages of all tensors, on the thread that enters it."""
+
+    def __init__(self, place: Callable[[], tuple[str, str]], on_operator: Callable[[Any, Any, Any, Any], None]) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self._place = place
+        self._on_operator = on_operator
+        self._records: dict[int, Record] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # A DTensor: its operators on local tensors come here afterwards.
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        phase, place = self._place()
+        for tensor in tensors_in(result):
+            # DTensor asks for the shapes of results with whole tensors that have no memory anywhere.
+            if has_no_memory(tensor) or in_shape_propagation():
+                continue
+            self._see(tensor.untyped_storage(), phase, place)
+        self._on_operator(func, args, kwargs, result)
+        return result
+
+    def _see(self, storage: Any, phase: str, place: str) -> Record:
+        key = storage._cdata  # pyright: ignore[reportPrivateUsage]
+        record = self._records.get(key)
+        if record is None:
+            record = Record(phase)
+            self._records[key] = record
+            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
+        size = storage.nbytes()
+        if size != record.size:
+            self.events.append(Event(record, record.size, size, place))
+            record.size = size
+        return record
+
+    def _forget(self, key: int) -> None:
+        record = self._records.pop(key, None)
+        self._references.pop(key, None)
+        if record is None:
+            return
+        record.alive = False
+        if record.size:
+            self.events.append(Event(record, record.size, 0, self._place()[1]))
+
+    def mark(self, tensors: Iterable[Tensor], category: str) -> int:
+        """Assign ``category`` to the storages of ``tensors``, whatever was assumed before. Returns their bytes."""
+        total = 0
+        phase, place = self._place()
+        seen: set[int] = set()
+        for tensor in plain(tensors):
+            storage = tensor.untyped_storage()
+            if storage._cdata in seen:
+                continue
+            seen.add(storage._cdata)
+            record = self._see(storage, phase, place)
+            record.category = category
+            total += record.size
+        return total
+
+    def suggest(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Assign ``category`` to storages that have none."""
+        phase, place = self._place()
+        for tensor in plain(tensors):
+            record = self._see(tensor.untyped_storage(), phase, place)
+            record.category = record.category or category
+
+    def mark_leftovers(self, phase: str, category: str) -> None:
+        """Assign ``category`` to the storages of ``phase`` that are still held and have none."""
+        for record in self._records.values():
+            if record.phase == phase and record.category is None:
+                record.category = category
+
+    @contextmanager
+    def recording(self) -> Generator[None]:
+        """Record the body. FSDP2 frees and refills the memory of gathered weights without an operator."""
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            phase, place = self._place()
+            record = self._see(storage, phase, place)
+            record.category = record.category or GATHERED
+            return result
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resize), self:
+            yield
+
+    def peak(self) -> Peak:
+        """Return the instant with most bytes, and its parts by category."""
+        total = most = 0
+        where = -1
+        for number, event in enumerate(self.events):
+            total += event.after - event.before
+            if total > most:
+                most = total
+                where = number
+        parts = next(held for number, held in self.replay() if number == where)
+        return Peak(most, parts, self.events[where].place, where)
+
+    def replay(self) -> Iterator[tuple[int, dict[str, int]]]:
+        """Yield the bytes by category after each event. The dictionary is the same one, changed in place."""
+        held = dict.fromkeys(CATEGORIES, 0)
+        for number, event in enumerate(self.events):
+            held[category_of(event.record)] += event.after - event.before
+            yield number, held
+
+    def peak_in_blocks(self, block: int = BLOCK) -> int:
+        """Return the peak if each storage takes a whole number of blocks."""
+        total = most = 0
+        for event in self.events:
+            total += _rounded(event.after, block) - _rounded(event.before, block)
+            most = max(most, total)
+        return most
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Return True for a tensor of the meta device, which only tells shapes."""
+    return tensor.device.type == "meta"
+
+
+def in_shape_propagation() -> bool:
+    """Return True while DTensor computes shapes, for which it enters a mode of fake tensors above the ledger."""
+    above = torch._C._len_torch_dispatch_stack()  # pyright: ignore[reportPrivateUsage]
+    modes = [torch._C._get_dispatch_stack_at(number) for number in range(above)]  # pyright: ignore[reportPrivateUsage]
+    return any(isinstance(mode, FakeTensorMode) for mode in modes)
+
+
+def category_of(record: Record) -> str:
+    """Return the category of a storage, by the part of the step that made it if nothing else is known."""
+    if record.category is not None:
+        return record.category
+    return ACTIVATIONS if record.phase == "forward" else TEMPORARY
+
+
+def _rounded(size: int, block: int) -> int:
+    return -(-size // block) * block
+
+
+def plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the local tensor of each DTensor, and other tensors as they are."""
+    for tensor in tensors:
+        yield getattr(tensor, "_local_tensor", tensor)

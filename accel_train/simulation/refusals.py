@@ -1,0 +1,59 @@
+"""What a simulation cannot show, refused by name before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from accel_train.config import UsageError
+from accel_train.launch_files.machine_config import MachineConfig
+
+
+class Limit(NamedTuple):
+    """Values of an option that can be simulated, and why no others."""
+
+    option: str
+    value: Any
+    allowed: tuple[Any, ...]
+    reason: str
+
+
+def refuse_machine(machine: MachineConfig) -> None:
+    """Refuse launch files that move memory between host and device, or need DeepSpeed's engine."""
+    if machine.strategy.startswith("zero"):
+        raise UsageError(
+            f"distributed_type: DEEPSPEED ({machine.strategy}): DeepSpeed's engine reads the memory of its tensors, "
+            "and simulated ones have none; single, ddp or fsdp2 is required. Simulate accelerate_configs/fsdp2.yaml, "
+            "which divides the same states, or run the engine: accel-train rehearse"
+        )
+    if machine.fsdp is not None and machine.fsdp.offload_params:
+        raise UsageError(
+            "fsdp_offload_params: true: a simulation has one memory, and host and device need two; false is required. "
+            "Simulate accelerate_configs/fsdp2.yaml"
+        )
+
+
+def refuse_config(config: Any) -> None:
+    """Refuse options of the experiment whose memory or collectives torch does not show operator by operator."""
+    distributed = config.distributed
+    limits = (
+        Limit("compile.mode", config.compile.mode, ("off",), "a compiler decides by itself what it keeps"),
+        Limit("precision", config.precision, ("fp32", "bf16"), "the loss scale of fp16 is read from the device"),
+        Limit("offload_frozen", config.offload_frozen, (False,), "host and device are one memory there"),
+        Limit("optimizer.name", config.optimizer.name, ("adamw", "muon"), "its kernels are not torch's"),
+        Limit("distributed.comm_hook", distributed.comm_hook, ("none",), "the hook takes buckets of torch's reducer"),
+        Limit(
+            "distributed.gradient_as_bucket_view",
+            distributed.gradient_as_bucket_view is not False,
+            (True,),
+            "torch's reducer makes the copies",
+        ),
+    )
+    for limit in limits:
+        if limit.value not in limit.allowed:
+            given = str(limit.value).lower()
+            choices = [str(value).lower() for value in limit.allowed]
+            raise UsageError(
+                f"{limit.option}: {given}: a simulation cannot show it, because {limit.reason}; {' or '.join(choices)} "
+                f"is required. Give --{limit.option} {choices[0]} to simulate the rest, or measure it: accel-train "
+                "compare"
+            )

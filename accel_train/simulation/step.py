@@ -1,0 +1,263 @@
+"""Drive a recipe's ``main`` to its training loop, let it run one step there, and count that step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from accel_train.config import UsageError
+from accel_train.data import sampler
+from accel_train.simulation import ledger as ledgers
+from accel_train.simulation.collectives import Collectives, Row
+from accel_train.simulation.fake_tensors import FakeWhereNeeded, build_fake, fake_batch
+from accel_train.simulation.flops import Flops
+from accel_train.simulation.ledger import Ledger, Peak
+from accel_train.simulation.places import Places
+from accel_train.simulation.strategies import without_memory
+from accel_train.training.step_guard import Evidence
+
+if TYPE_CHECKING:
+    from accel_train.data.loader import StepBatches
+
+WARM_UP_DDP = 2
+"""Times that DDP runs the step before it is counted. It divides its buckets anew in the second."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one process holds, sends and computes in one optimizer step."""
+
+    step: int
+    """Number of the step."""
+    strategy: str
+    processes: int
+    global_batch_size: int
+    micro_batches: int
+    rows: int
+    """Samples of the largest micro-batch."""
+    precision: str
+    values: int
+    """Parameters of the whole model."""
+    trained: int
+    held: dict[str, int]
+    """Bytes between two steps, and of gradients before the optimizer steps, by category."""
+    peak: Peak
+    peak_in_blocks: int
+    collectives: list[Row]
+    flops: int
+
+
+class StepCounted(BaseException):
+    """Leaves a recipe's ``main``. A ``BaseException``, so that no recipe catches it."""
+
+    def __init__(self, counted: Counted, ledger: Ledger) -> None:
+        self.counted = counted
+        self.ledger = ledger
+
+
+class FakeStep:
+    """A recipe's step on fake tensors, or with ``real`` on tensors with memory, to compare the two."""
+
+    def __init__(self, step: int | None = None, *, real: bool = False) -> None:
+        """Count step ``step``, or without a number the middle of the run, where warm-up and phases are over."""
+        self._step = step
+        self._fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+        self._where = None if self._fake is None else FakeWhereNeeded(self._fake)
+
+    def build_model(self, accelerator: Any, build: Callable[[], nn.Module]) -> nn.Module:
+        """Return the model of ``build`` with fake parameters. From here on tensors may be fake."""
+        model = build() if self._fake is None else build_fake(self._fake, build)
+        if self._fake is not None:
+            # Everything is on the CPU already, and torch cannot move a fake parameter.
+            accelerator.device_placement = False
+        return model
+
+    @contextmanager
+    def preparing(self) -> Generator[None]:
+        """Let DDP and FSDP2 do without memory."""
+        if self._where is None:
+            yield
+            return
+        with without_memory(), self._where:
+            yield
+
+    @contextmanager
+    def training(self, opened: Any, prepared: Any, dataset: Any, order: Any) -> Generator[Any]:
+        """Return an object that yields one step, to warm up and to be counted."""
+        batches = self._read(opened, dataset, order)
+        if self._where is None:
+            yield Steps(opened, prepared, batches)
+            return
+        # Without a guard on the device the step reads its norm, and clips if it is large.
+        reading = mock.patch.object(Evidence, "read", return_value=math.inf)
+        with reading, self._where, self._computing(self._where, prepared.model):
+            yield Steps(opened, prepared, batches)
+
+    def _read(self, opened: Any, dataset: Any, order: Any) -> StepBatches:
+        config = opened.config
+        number = opened.max_steps // 2 if self._step is None else self._step
+        if number >= opened.max_steps:
+            raise UsageError(f"step: {number}: the run has {opened.max_steps} steps, from 0; give a smaller --step")
+        # Here, because it reads files and stands on much else that the rest of this module does without.
+        from accel_train.data.loader import iterate_steps
+
+        shard = sampler.BatchShard(0, opened.accelerator.num_processes, config.micro_batch_size)
+        steps = iterate_steps(
+            dataset,
+            order,
+            shard,
+            start_step=number,
+            max_steps=number + 1,
+            device=opened.accelerator.device,
+            config=config.loader,
+        )
+        (read,) = steps
+        if self._fake is None:
+            return read
+        fake = self._fake
+        return replace(read, micro_batches=[fake_batch(fake, batch) for batch in read.micro_batches])
+
+    @contextmanager
+    def _computing(self, where: FakeWhereNeeded, model: nn.Module) -> Generator[None]:
+        """Make tensors fake that the model makes from nothing in its forward."""
+
+        def enter(*_: Any) -> None:
+            where.computing += 1
+
+        def leave(*_: Any) -> None:
+            where.computing -= 1
+
+        before = model.register_forward_pre_hook(enter, prepend=True)
+        after = model.register_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+
+class Steps:
+    """Takes the place of ``loop.Training``."""
+
+    def __init__(self, opened: Any, prepared: Any, batches: StepBatches) -> None:
+        self._opened = opened
+        self._prepared = prepared
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[StepBatches]:
+        buckets: list[Tensor] = []
+        if isinstance(self._prepared.model, nn.parallel.DistributedDataParallel):
+            for _ in range(WARM_UP_DDP):
+                with gradients_of_step(self._prepared.model) as buckets:
+                    yield self._batches
+        else:
+            self._prepared.ema.view.create_state()
+        counter = StepCounter(self._prepared)
+        with counter.recording(self._batches, buckets):
+            yield self._batches
+        raise StepCounted(self._counted(counter), counter.ledger)
+
+    def _counted(self, counter: StepCounter) -> Counted:
+        opened = self._opened
+        batches = self._batches
+        parameters = list(self._prepared.model.parameters())
+        return Counted(
+            step=batches.step,
+            strategy=self._prepared.run_info.facts["strategy"],
+            processes=opened.accelerator.num_processes,
+            global_batch_size=opened.config.global_batch_size,
+            micro_batches=len(batches.micro_batches),
+            rows=max(len(batch["weight"]) for batch in batches.micro_batches),
+            precision=opened.config.precision,
+            # A sharded parameter tells its whole size.
+            values=sum(parameter.numel() for parameter in parameters),
+            trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            held=counter.held,
+            peak=counter.ledger.peak(),
+            peak_in_blocks=counter.ledger.peak_in_blocks(),
+            collectives=counter.collectives.rows(),
+            flops=counter.flops.total,
+        )
+
+    def report(self, *_: object, **named: object) -> None:
+        """Do nothing: there is nothing to log."""
+
+    def save_if_due(self, result: object) -> None:
+        """Do nothing: nothing is saved."""
+
+    def evaluate(self, evaluate: Callable[[], object]) -> dict[str, float]:
+        """Return nothing: evaluations are not simulated."""
+        del evaluate
+        return {}
+
+    def end(self) -> None:
+        """Do nothing: the simulation ends by itself."""
+
+
+@contextmanager
+def gradients_of_step(model: nn.Module) -> Generator[list[Tensor]]:
+    """Collect the gradients when the optimizer steps. Under DDP they are views of buckets, which it keeps."""
+    gradients: list[Tensor] = []
+
+    def collect(*_: Any) -> None:
+        gradients.extend(p.grad for p in model.parameters() if p.grad is not None)
+
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        yield gradients
+    finally:
+        handle.remove()
+
+
+class StepCounter:
+    """Counts one step of a prepared model."""
+
+    def __init__(self, prepared: Any) -> None:
+        self._prepared = prepared
+        self.held: dict[str, int] = {}
+        self.flops = Flops()
+        self.collectives = Collectives()
+        self._places = Places(prepared.model)
+        self.ledger = Ledger(self._places.now, self._watch)
+        self.collectives.ledger = self.ledger
+        self._places.before_forward = self._mark_unreduced
+        self._places.before_step = self._mark_gradients
+
+    def _watch(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.collectives.watch(func, args, kwargs)
+        self.flops.watch(func, args, kwargs, result)
+
+    @contextmanager
+    def recording(self, batches: StepBatches, buckets: Sequence[Tensor]) -> Generator[None]:
+        """Count the body: the recipe's lines of one step. ``buckets`` are DDP's, which it keeps between steps."""
+        model = self._prepared.model
+        optimizer = getattr(self._prepared.optimizer, "optimizer", self._prepared.optimizer)
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        held = {
+            ledgers.PARAMETERS: list(model.parameters()),
+            ledgers.BUFFERS: list(model.buffers()),
+            ledgers.OPTIMIZER: [value for value in state if isinstance(value, Tensor)],
+            ledgers.EMA: list(self._prepared.ema.shards.values()),
+            ledgers.GRADIENTS: buckets,
+            ledgers.BATCH: [value for batch in batches.micro_batches for value in batch.values()],
+        }
+        for category, tensors in held.items():
+            self.held[category] = self.ledger.mark(tensors, category)
+        with self._places.following(), self.ledger.recording():
+            yield
+
+    def _mark_unreduced(self) -> None:
+        # Nothing but gradients outlives the backward of a micro-batch.
+        self.ledger.mark_leftovers("backward", ledgers.UNREDUCED)
+
+    def _mark_gradients(self) -> None:
+        gradients = [p.grad for p in self._prepared.model.parameters() if p.grad is not None]
+        self.held[ledgers.GRADIENTS] = self.ledger.mark(gradients, ledgers.GRADIENTS)

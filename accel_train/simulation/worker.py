@@ -1,0 +1,138 @@
+"""The process that simulates: ``python -m accel_train.simulation.worker FOLDER``, in the environment of a launch.
+
+It reads ``request.json`` in the folder and writes ``report.json``: what was counted, or why it could not be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from accel_train.commands.bundled import find_recipe, import_recipe
+from accel_train.config import UsageError
+from accel_train.data.sampler import StepSampler
+from accel_train.options.loading import config_of
+from accel_train.simulated import simulating
+from accel_train.simulation.flags import REPORT, REQUEST
+from accel_train.simulation.ledger import Ledger
+from accel_train.simulation.refusals import refuse_config
+from accel_train.simulation.step import FakeStep, StepCounted
+
+POINTS = 400
+"""Points of the curve of memory over the step."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate what the request asks for, as rank 0. Returns 0, or 2 if it cannot be simulated."""
+    folder = Path(argv[0])
+    request = json.loads((folder / REQUEST).read_text())
+    report: dict[str, Any]
+    try:
+        found, notes = simulate_recipe(**request)
+        report = {"counted": dataclasses.asdict(found.counted), "curve": curve(found.ledger), "notes": notes}
+    except UsageError as error:
+        report = {"refused": str(error)}
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        report = {"refused": _reads_values(error, request["recipe"])}
+    (folder / REPORT).write_text(json.dumps(report))
+    return 2 if "refused" in report else 0
+
+
+def simulate_recipe(
+    recipe: str, arguments: Sequence[str], step: int | None = None, micro_batches: int | None = None
+) -> tuple[StepCounted, list[str]]:
+    """Run the recipe's ``main`` on fake tensors until a step is counted, as rank 0 of ``WORLD_SIZE``.
+
+    ``step`` None is the middle of the run. With ``micro_batches`` the global batch follows the number of processes.
+    Returns what was counted, and notes on what differs from a real start.
+    """
+    module = import_recipe(find_recipe(recipe))
+    loaded = config_of(module.main, arguments)
+    if loaded is None:
+        raise UsageError(f"recipe {recipe!r}: its main ended without a config; a recipe first reads it (load_config)")
+    refuse_config(loaded.config)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        # Registers the backend as it is imported.
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    flags, notes = _global_batch(loaded.config, world_size, micro_batches)
+    with tempfile.TemporaryDirectory(prefix="accel-train-simulate-") as directory:
+        # Nothing of the real run is touched or resumed.
+        words = [*arguments, *flags, "--output_dir", directory]
+        try:
+            with simulating(FakeStep(step)), _samples_repeated(bool(flags)):
+                module.main(words)
+        except StepCounted as found:
+            return found, notes
+    raise UsageError(
+        f"recipe {recipe!r}: its main ended before the first step (evaluate_only, or an option that only prepares); a "
+        "start that trains is required. Leave that option out"
+    )
+
+
+def _global_batch(config: Any, processes: int, micro_batches: int | None) -> tuple[list[str], list[str]]:
+    """Return flags for another global batch, and a note, if one was asked for or a start would refuse the config's."""
+    asked = config.global_batch_size
+    if micro_batches is None and asked >= processes:
+        return [], []
+    size = processes * config.micro_batch_size * (micro_batches or 1)
+    note = f"global_batch_size: {size:,} in place of {asked:,}, as --micro_batches says"
+    if micro_batches is None:
+        note = (
+            f"global_batch_size: {asked:,} is smaller than {processes:,} processes, which a start refuses: simulated "
+            f"with {size:,}, one micro-batch of {config.micro_batch_size} on each"
+        )
+    return ["--global_batch_size", str(size)], [note]
+
+
+@contextmanager
+def _samples_repeated(repeated: bool) -> Generator[None]:
+    """Accept a global batch larger than the dataset in the body. Its samples come from several epochs."""
+    if not repeated:
+        yield
+        return
+    with mock.patch.object(StepSampler, "__post_init__", return_value=None):
+        yield
+
+
+def _reads_values(error: BaseException, recipe: str) -> str:
+    """Name the line that reads a value, which a fake tensor does not have."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename]
+    own = [frame for frame in own if f"{os.sep}simulation{os.sep}" not in frame.filename]
+    where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "torch"
+    return (
+        f"recipe {recipe!r}: its step reads a value from the device ({where}), and simulated tensors have none; a step "
+        "without such a read is required (on a GPU each one waits for the device). Rehearse it instead: accel-train "
+        "rehearse"
+    )
+
+
+def curve(ledger: Ledger) -> list[dict[str, Any]]:
+    """Return the bytes by category over the step, at some hundred of its events and at the peak."""
+    last = len(ledger.events) - 1
+    every = max(1, last // POINTS)
+    peak = ledger.peak().event
+    points: list[dict[str, Any]] = []
+    for number, held in ledger.replay():
+        if number % every == 0 or number in (peak, last):
+            points.append({"place": ledger.events[number].place, **held})
+    return points
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""Bytes by formula: what a strategy should hold and send.
+
+``P`` parameters of ``b`` bytes over ``N`` processes. A ring sends ``(N - 1) / N`` of a tensor to gather or to scatter
+it, and twice that to reduce it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+FP32 = 4
+MOMENTS = 2
+"""AdamW's running means, in fp32."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one process between steps, and of gradients before the optimizer steps."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    ema: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of whole tensors in one optimizer step, and those that each process sends."""
+
+    gathered: int
+    reduced: int
+    scattered: int
+    sent: float
+
+
+def shard_values(shape: Sequence[int], processes: int) -> int:
+    """Return the values of a parameter that FSDP2 keeps on rank 0: its rows, divided and rounded up."""
+    rows, *rest = shape or (1,)
+    values = -(-rows // processes)
+    for size in rest:
+        values *= size
+    return values
+
+
+def replicated(values: int, *, ema: bool) -> States:
+    """One process, or DDP: everything whole, in fp32."""
+    size = values * FP32
+    return States(size, size, MOMENTS * size, size if ema else 0)
+
+
+def fsdp2(shapes: Iterable[Sequence[int]], processes: int, *, ema: bool) -> States:
+    """FSDP2 in fp32: each parameter divided by rows, so small ones are not divided evenly."""
+    return replicated(sum(shard_values(shape, processes) for shape in shapes), ema=ema)
+
+
+def ddp_traffic(values: int, processes: int) -> Traffic:
+    """DDP: one all-reduce of the fp32 gradients per optimizer step, ``2 P b (N - 1) / N``."""
+    size = values * FP32
+    return Traffic(gathered=0, reduced=size, scattered=0, sent=2 * size * _share(processes))
+
+
+def fsdp2_traffic(
+    values: int, root_values: int, processes: int, *, micro_batches: int, bytes_each: int = FP32
+) -> Traffic:
+    """FSDP2: blocks are gathered in forward and backward, the root once, of each micro-batch; one fp32 reduce-scatter.
+
+    ``values`` and ``root_values`` count the padding of each parameter to a multiple of the processes. ``bytes_each`` is
+    the width of gathered weights, 2 in bf16.
+    """
+    blocks = values - root_values
+    gathered = micro_batches * (2 * blocks + root_values) * bytes_each
+    scattered = values * FP32
+    return Traffic(gathered, 0, scattered, (gathered + scattered) * _share(processes))
+
+
+def _share(processes: int) -> float:
+    return (processes - 1) / processes

@@ -1,0 +1,78 @@
+"""Bytes at 8 to 1,024 processes follow the closed forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
+from accel_train.simulation.collectives import sent_bytes
+from tests.distributed.launching import Layout
+from tests.simulation import closed_forms
+from tests.simulation.counting import counted
+
+PROCESSES = (8, 64, 512, 1024)
+
+
+def shapes_of_model() -> dict[str, torch.Size]:
+    """The parameters of the small demo of ``tests.distributed.launching``."""
+    with torch.device("meta"):
+        model = MultimodalMMDiT(ModelConfig(size="demo", depth=2, heads=8).multimodal(512, 32, (1, 64), None))
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def of_kind(found: dict[str, Any], kind: str) -> tuple[int, int]:
+    """Count and bytes of the collectives of a kind."""
+    rows = [row for row in found["collectives"] if row["kind"] == kind]
+    return sum(row["count"] for row in rows), sum(row["size"] for row in rows)
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_fsdp2_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
+    found = counted(Layout("fsdp2", processes), tmp_path, "--global_batch_size", str(max(16, processes)))
+    shapes = shapes_of_model()
+    assert sum(shape.numel() for shape in shapes.values()) == found["values"]
+    states = closed_forms.fsdp2(shapes.values(), processes, ema=True)
+    held = found["held"]
+    assert (held["parameters"], held["gradients"], held["EMA"]) == (states.parameters, states.gradients, states.ema)
+    # A step counter of 4 bytes for each tensor.
+    assert held["optimizer state"] == states.optimizer + 4 * len(shapes)
+
+    padded = {name: processes * closed_forms.shard_values(shape, processes) for name, shape in shapes.items()}
+    root = sum(values for name, values in padded.items() if ".blocks." not in name)
+    traffic = closed_forms.fsdp2_traffic(sum(padded.values()), root, processes, micro_batches=1)
+    assert of_kind(found, "all-gather") == (5, traffic.gathered)
+    assert of_kind(found, "reduce-scatter") == (3, traffic.scattered)
+    sent = sum(row["sent"] for row in found["collectives"] if row["kind"] != "all-reduce")
+    assert sent == pytest.approx(traffic.sent, rel=1e-6)
+
+
+@pytest.mark.parametrize("processes", [8, 1024])
+def test_ddp_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
+    found = counted(Layout("ddp", processes), tmp_path, "--global_batch_size", str(max(16, processes)))
+    states = closed_forms.replicated(found["values"], ema=True)
+    held = found["held"]
+    assert (held["parameters"], held["gradients"], held["EMA"]) == (states.parameters, states.gradients, states.ema)
+    traffic = closed_forms.ddp_traffic(found["values"], processes)
+    count, size = of_kind(found, "all-reduce")
+    # Two of them add up weights and losses.
+    assert count > 2
+    assert traffic.reduced < size < traffic.reduced + 100
+    (row,) = found["collectives"]
+    assert row["sent"] == pytest.approx(traffic.sent, rel=1e-5)
+
+
+def test_a_ring_reduces_in_two_passes() -> None:
+    assert sent_bytes("all-reduce", 4, 1000) == 1500
+    assert sent_bytes("all-gather", 4, 1000) == 750
+    assert sent_bytes("broadcast", 1, 1000) == 0
+
+
+def test_a_small_parameter_is_not_divided_evenly() -> None:
+    """3 rows over 2 processes: two on the first. None over 1,024 is less than one row."""
+    assert closed_forms.shard_values((3, 5), 2) == 10
+    assert closed_forms.shard_values((192,), 1024) == 1
+    assert closed_forms.shard_values((), 8) == 1

@@ -1,0 +1,140 @@
+"""``accel-train simulate``: its flags, what it refuses, what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.launch_files.machine_config import read_machine_config
+from accel_train.simulation import command
+from accel_train.simulation.command import simulate
+from accel_train.simulation.flags import Options, read_arguments
+from accel_train.simulation.refusals import refuse_config, refuse_machine
+from tests.distributed.launching import PRESETS, SMALL, Layout
+from tests.simulation.counting import simulated
+
+
+def options(**changed: Any) -> SimpleNamespace:
+    """What the refusals read of a config, at the defaults."""
+    values: dict[str, Any] = {
+        "compile": SimpleNamespace(mode="off"),
+        "precision": "bf16",
+        "offload_frozen": False,
+        "optimizer": SimpleNamespace(name="adamw"),
+        "distributed": SimpleNamespace(comm_hook="none", gradient_as_bucket_view=None),
+    }
+    return SimpleNamespace(**values | changed)
+
+
+def before_the_recipe(num_processes: str) -> argparse.Namespace:
+    flags = {"config_file": None, "step": None, "micro_batches": None, "json": False, "picture": None}
+    return argparse.Namespace(num_processes=num_processes, **flags)
+
+
+def test_flags_may_stand_behind_the_recipe() -> None:
+    earlier = argparse.Namespace(
+        config_file=None, num_processes="8", step=None, micro_batches=None, json=False, picture=None
+    )
+    words = [
+        "base",
+        "--num_processes",
+        "8,64",
+        "--micro_batch_size",
+        "4",
+        "--json",
+        "--micro_batches",
+        "2",
+        "--config_file",
+        "x.yaml",
+    ]
+    rest, found = read_arguments(words, earlier)
+    assert rest == ["base", "--micro_batch_size", "4"]
+    assert found == Options("x.yaml", (8, 64), None, 2, True, None)
+
+
+@pytest.mark.parametrize("text", ["0", "8,", "a", "8;9"])
+def test_numbers_of_processes_are_whole(text: str) -> None:
+    earlier = argparse.Namespace(
+        config_file=None, num_processes=text, step=None, micro_batches=None, json=False, picture=None
+    )
+    with pytest.raises(UsageError, match=r"num_processes: .*give --num_processes 8,64,512"):
+        read_arguments([], earlier)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"precision": "fp16"}, "precision: fp16: .*fp32 or bf16 is required"),
+        ({"compile": SimpleNamespace(mode="default")}, "compile.mode: default: .*off is required"),
+        ({"offload_frozen": True}, "offload_frozen: true: .*Give --offload_frozen false"),
+        ({"optimizer": SimpleNamespace(name="adamw8bit")}, "optimizer.name: adamw8bit: .*adamw or muon"),
+        (
+            {"distributed": SimpleNamespace(comm_hook="powersgd", gradient_as_bucket_view=None)},
+            "distributed.comm_hook: powersgd",
+        ),
+        (
+            {"distributed": SimpleNamespace(comm_hook="none", gradient_as_bucket_view=False)},
+            "distributed.gradient_as_bucket_view: false: .*true is required",
+        ),
+    ],
+)
+def test_what_torch_does_not_show_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+    refuse_config(options())
+    with pytest.raises(UsageError, match=message):
+        refuse_config(options(**changed))
+
+
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload", "fsdp2_offload"])
+def test_deepspeed_and_offload_are_refused(name: str) -> None:
+    refuse_machine(read_machine_config(PRESETS / "fsdp2.yaml"))
+    with pytest.raises(UsageError, match=r"fsdp2\.yaml"):
+        refuse_machine(read_machine_config(PRESETS / f"{name}.yaml"))
+
+
+def test_a_step_that_reads_a_value_is_refused_with_its_line(tmp_path: Path) -> None:
+    """Packing is proven on the model's own values before it trains."""
+    refused = simulated(Layout("single", 1, "causal_lm"), tmp_path)["refused"]
+    assert "pretrained.py" in refused
+    assert "reads a value" in refused
+
+
+def test_more_processes_than_samples_are_simulated_with_a_note(tmp_path: Path) -> None:
+    """The data has fewer samples than the enlarged batch."""
+    found = simulated(Layout("ddp", 512), tmp_path)
+    assert found["notes"] == [
+        "global_batch_size: 16 is smaller than 512 processes, which a start refuses: simulated with 8,192, one "
+        "micro-batch of 16 on each"
+    ]
+    assert found["counted"]["rows"] == 16
+    assert found["counted"]["global_batch_size"] == 8192
+
+
+def test_the_command_prints_a_table_and_the_same_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def one(request: Any, options: Options) -> Any:
+        folder = tmp_path / str(request.num_processes)
+        folder.mkdir(exist_ok=True)
+        layout = Layout("ddp", request.num_processes)
+        report = simulated(layout, folder)
+        return command.Simulated(report["counted"], report["curve"], ())
+
+    # Forked like other test processes: a new one spends seconds on its imports.
+    monkeypatch.setattr(command, "_simulate_one", one)
+    picture = tmp_path / "memory.png"
+    asked = Options(None, (2, 16), None, None, False, str(picture))
+    lines = simulate("mmdit", SMALL, asked).splitlines()
+    assert lines[1].split()[:2] == ["processes", "global"]
+    assert [line.split()[:2] for line in lines[2:4]] == [["2", "16"], ["16", "16"]]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    found = json.loads(simulate("mmdit", SMALL, Options(None, (2,), None, None, True, None)))
+    (process,) = found
+    assert process["origins"]["held"] == "exact"
+    assert process["origins"]["peak_in_blocks"] == "modelled"
+    largest = max(sum(v for k, v in point.items() if k != "place") for point in process["curve"])
+    assert largest == process["peak"]["total"]

@@ -1,0 +1,77 @@
+"""A simulated step equals a real one of as many processes: every byte, every collective, every FLOP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launching import Layout
+from tests.simulation.counting import counted, real
+
+pytestmark = pytest.mark.distributed
+FULL = ("--activation_checkpointing.mode", "full")
+SELECTIVE = ("--activation_checkpointing.mode", "selective")
+NO_EMA = ("--ema.decay", "0")
+RAGGED = ("--micro_batch_size", "3")
+BF16 = ("--precision", "bf16")
+MUON = ("--optimizer.name", "muon")
+UNPACKED = ("--data.packing", "false")
+
+DAILY = [
+    (Layout("ddp", 2), (*RAGGED, *FULL)),
+    (Layout("fsdp2", 2), RAGGED),
+]
+WEEKLY = [
+    (Layout("single", 1), ()),
+    (Layout("single", 1), (*RAGGED, *FULL)),
+    (Layout("single", 1), (*BF16, *NO_EMA)),
+    (Layout("single", 1, "pde"), FULL),
+    (Layout("single", 1, "lora"), ()),
+    (Layout("ddp", 2), ()),
+    (Layout("ddp", 2), (*RAGGED, *NO_EMA, "--sync", "every")),
+    (Layout("ddp", 2), (*SELECTIVE, *BF16)),
+    (Layout("ddp", 2), (*MUON, *FULL)),
+    (Layout("ddp", 2, "pde"), ()),
+    (Layout("ddp", 2, "lora"), (*FULL,)),
+    (Layout("ddp", 2, "causal_lm"), UNPACKED),
+    (Layout("fsdp2", 2), (*FULL, *NO_EMA)),
+    (Layout("fsdp2", 2), (*RAGGED, *FULL, *BF16)),
+    (Layout("fsdp2", 2), (*RAGGED, "--sync", "every")),
+    (Layout("fsdp2", 2), MUON),
+    (Layout("fsdp2", 4), (*SELECTIVE, *RAGGED)),
+    (Layout("fsdp2", 2, "pde"), FULL),
+    (Layout("fsdp2", 2, "lora"), ()),
+    (Layout("fsdp2", 2, "lora"), (*FULL, *NO_EMA)),
+    (Layout("fsdp2", 2, "causal_lm"), (*UNPACKED, *FULL)),
+]
+
+
+# Slow: the two of every day contain everything that is own code here; these cover options of torch's strategies.
+@pytest.mark.parametrize(
+    ("layout", "flags"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.slow) for case in WEEKLY)], ids=str
+)
+def test_simulated_equals_real(layout: Layout, flags: tuple[str, ...], tmp_path: Path) -> None:
+    fake = counted(layout, tmp_path, *flags)
+    truth = real(layout, tmp_path, *flags)
+    # Clipping and a loss scale read from the device: a few numbers more or less.
+    assert fake["peak"]["total"] == pytest.approx(truth["peak"]["total"], rel=1e-3)
+    for name in ("values", "trained", "held", "micro_batches", "rows", "flops"):
+        assert fake[name] == truth[name], name
+    assert collectives(fake) == collectives(truth)
+    assert bool(fake["collectives"]) == (layout.processes > 1)
+
+
+def collectives(found: dict[str, Any]) -> dict[tuple[str, int], tuple[int, int]]:
+    return {(row["kind"], row["group_size"]): (row["count"], row["size"]) for row in found["collectives"]}
+
+
+# Slow: minutes of a real model, and the other tests compare what torch allocates.
+@pytest.mark.slow
+def test_the_peak_is_what_a_process_grows_by(tmp_path: Path) -> None:
+    """Coarse: the heap, libraries loaded meanwhile and workspaces of kernels are in a process's memory as well."""
+    flags = ("--model.size", "demo", "--model.width", "384", "--micro_batch_size", "16")
+    fake = counted(Layout("single", 1), tmp_path, *flags)
+    grown = real(Layout("single", 1), tmp_path, *flags)["resident_growth"]
+    assert fake["peak"]["total"] == pytest.approx(grown, rel=0.25)
