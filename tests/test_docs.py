@@ -17,6 +17,7 @@ from unittest.mock import ANY
 import pytest
 
 from accel_train import cli
+from accel_train.cli.arguments import build_parser
 from accel_train.config import UsageError
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.metrics.records import read_metrics
@@ -106,7 +107,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize("words", [pytest.param(w, id=f"{page}: {shlex.join(w)}") for page, w in commands()])
 def test_commands_are_accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if words[0] == "accel-train":
-        parsed = cli._parser().parse_args(words[1:])
+        parsed = build_parser().parse_args(words[1:])
         if parsed.command not in ("launch", "rehearse", "check"):
             return
         words = [parsed.recipe, *parsed.arguments]

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from accel_train import __version__, cli
+from accel_train.cli.arguments import build_parser
 from accel_train.commands.check import check
 from accel_train.commands.launch import Launch
 from accel_train.launch_files.machine_config import read_machine_config
@@ -101,7 +102,7 @@ def test_commands_exist(place: str, words: list[str]) -> None:
         extras = [name for word in arguments for name in re.findall(r"\[(.*)\]", word)]
         assert all(name in EXTRAS for names in extras for name in names.split(","))
     elif program == "accel-train":
-        cli._parser().parse_args(arguments)
+        build_parser().parse_args(arguments)
     elif program == "python":
         assert arguments[0] == "-m"
         assert find_spec(arguments[1]) is not None

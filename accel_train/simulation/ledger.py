@@ -107,7 +107,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _see(self, storage: Any, phase: str, place: str) -> Record:
-        key = storage._cdata  # pyright: ignore[reportPrivateUsage]
+        key = storage._cdata
         record = self._records.get(key)
         if record is None:
             record = Record(phase)
@@ -134,7 +134,7 @@ class Ledger(TorchDispatchMode):
         phase, place = self._place()
         seen: set[int] = set()
         for tensor in plain(tensors):
-            storage = tensor.untyped_storage()
+            storage: Any = tensor.untyped_storage()
             if storage._cdata in seen:
                 continue
             seen.add(storage._cdata)

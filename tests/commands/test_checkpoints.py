@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from accel_train import cli
 from accel_train.checkpoints import fetch
 from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.cli.arguments import build_parser
 from accel_train.commands import diff as compare
 from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import MMDiTConfig, ModelConfig, MultimodalMMDiT, MultimodalMMDiTConfig
@@ -539,7 +540,7 @@ def test_a_run_that_trains_is_not_pruned(run: Path) -> None:
 
 
 def test_prune_knows_every_option_of_retention() -> None:
-    flags = set(vars(cli._parser().parse_args(["checkpoints", "prune", "run"])))
+    flags = set(vars(build_parser().parse_args(["checkpoints", "prune", "run"])))
     options = {n for n in asdict(CheckpointConfig()) if n.startswith(("keep_", "best_", "pinned"))}
     assert options == flags - {"command", "action", "place", "dry_run"}
 

@@ -1,176 +1,22 @@
-"""``accel-train``: each command reads its arguments and calls one function of the library."""
+"""The command line of ``accel-train``: its commands, their arguments and their help. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from accel_train import __version__
 from accel_train.rerun import arguments as rerun
-from accel_train.runtime.exiting import exit_with
-from accel_train.simulation.flags import add_flags, read_arguments
+from accel_train.simulation.flags import add_flags
 from accel_train.verification import command as verification
 from accel_train.watching.arguments import add_monitor, add_report
 
 EXPORT = "write weights with config.json, assets and options, model.py for torch alone, an example and verify.py"
 
 
-def main() -> None:
-    """Run the ``accel-train`` command."""
-    exit_with(_main)
-
-
-def _main(argv: Sequence[str]) -> int:
-    # Without the options of recipes, whose imports take a second. Completion alone asks for them.
-    arguments = _parser().parse_args(argv)
-    if arguments.command == "doctor":
-        return _doctor(arguments)
-    if arguments.command == "checkpoints":
-        return _checkpoints(arguments)
-    if arguments.command == "compare":
-        return _compare(arguments)
-    if arguments.command in rerun.COMMANDS:
-        return rerun.run(arguments)
-    if arguments.command == "verify":
-        return verification.run(arguments)
-    if arguments.command == "sample":
-        from accel_train.commands.sample import sample
-
-        return sample(arguments.place, arguments.arguments, arguments.recipe)
-    if arguments.command == "data":
-        return _data(arguments)
-    if arguments.command == "lora":
-        from accel_train.commands.lora import lora
-
-        return lora(arguments.place, arguments.arguments)
-    if arguments.command == "export":
-        return _export(arguments)
-    if arguments.command == "init":
-        from accel_train.commands.init import init
-
-        print(init(arguments.directory, arguments.recipe, scaffold=arguments.scaffold))
-        return 0
-    if arguments.command == "completion":
-        return _completion(arguments)
-    if arguments.command == "monitor":
-        from accel_train.watching.monitor import monitor
-
-        return monitor(arguments.runs, once=arguments.once, as_json=arguments.json, every=arguments.every)
-    if arguments.command == "report":
-        from accel_train.watching.report import report
-
-        return report(arguments.runs, arguments.output)
-    if arguments.command == "simulate":
-        return _simulate(arguments)
-    return _launch(arguments)
-
-
-# Each command imports its own module, so that a fast one never pays for the imports of a slow one.
-def _doctor(arguments: argparse.Namespace) -> int:
-    from accel_train.commands.doctor import attention_report, report
-
-    text = attention_report() if arguments.attention else report()
-    print(text)
-    return 0
-
-
-def _data(arguments: argparse.Namespace) -> int:
-    from accel_train.commands import data
-
-    if arguments.action == "check":
-        return data.check(arguments.place, arguments.arguments)
-    return data.cache(arguments.cache_action, arguments.arguments)
-
-
-def _completion(arguments: argparse.Namespace) -> int:
-    from accel_train.commands.bundled import recipe_names
-    from accel_train.commands.completion import recipes_with_options
-    from accel_train.options.completion import script
-
-    recipes = recipes_with_options([*recipe_names(), *arguments.recipes])
-    print(script(_parser(recipes), arguments.shell))
-    return 0
-
-
-def _compare(arguments: argparse.Namespace) -> int:
-    from accel_train.compare.comparison import Request, compare
-
-    options = vars(arguments)
-    # What is left has the names of the fields of Request.
-    del options["command"]
-    options["sources"] = tuple(arguments.sources)
-    options["gates"] = tuple(arguments.gates)
-    return compare(Request(**options))
-
-
-def _launch(arguments: argparse.Namespace) -> int:
-    from accel_train.commands.launch import Launch, launch
-
-    request = Launch(
-        config_file=arguments.config_file,
-        recipe=arguments.recipe,
-        arguments=tuple(arguments.arguments),
-        num_processes=arguments.num_processes,
-        machine_rank=arguments.machine_rank,
-        main_process_ip=arguments.main_process_ip,
-        main_process_port=arguments.main_process_port,
-    )
-    if arguments.command == "check":
-        from accel_train.commands.check import run
-
-        return run(request, ignored=arguments.ignore, as_json=arguments.json, fix=arguments.fix)
-    return launch(request, rehearsal=arguments.command == "rehearse")
-
-
-def _simulate(arguments: argparse.Namespace) -> int:
-    from accel_train.simulation.command import simulate
-
-    rest, options = read_arguments(arguments.arguments, arguments)
-    print(simulate(arguments.recipe, rest, options))
-    return 0
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    from accel_train.commands.export import export
-
-    return export(
-        arguments.place,
-        arguments.destination,
-        precision=arguments.precision,
-        source=arguments.weights,
-        merged=arguments.merged,
-    )
-
-
-def _checkpoints(arguments: argparse.Namespace) -> int:
-    """Run an action on checkpoints. Only actions on tensors import torch."""
-    place = arguments.place
-    action = arguments.action
-    if action == "diff":
-        from accel_train.commands.diff import diff
-
-        return diff(place, arguments.other)
-    if action == "convert":
-        from accel_train.commands.convert import convert
-
-        return convert(place, arguments.destination, stem=arguments.stem)
-    if action == "export":
-        return _export(arguments)
-    from accel_train.commands import checkpoints as commands
-
-    if action == "ls":
-        return commands.ls(place, as_json=arguments.json, quick=arguments.quick)
-    if action == "verify":
-        return commands.verify(place)
-    not_flags = ("command", "action", "place", "dry_run")
-    flags = {name: value for name, value in vars(arguments).items() if name not in not_flags}
-    if action == "prune":
-        return commands.prune(place, dry_run=arguments.dry_run, flags=flags)
-    return commands.push(place, flags)
-
-
-def _parser(recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | None = None) -> argparse.ArgumentParser:
+def build_parser(
+    recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | None = None,
+) -> argparse.ArgumentParser:
     """Return the parser. With ``recipes``, one for completion: it knows the options of each."""
     parser = argparse.ArgumentParser(
         prog="accel-train", description="Launch, rehearse and check training recipes; manage their checkpoints."
@@ -432,7 +278,3 @@ def _add_prune(prune: argparse.ArgumentParser) -> None:
     prune.add_argument("--best_metric", help="name of a metric in the manifests")
     prune.add_argument("--best_mode", choices=("min", "max"), help="min if a smaller metric is better, else max")
     prune.add_argument("--pinned", nargs="+", metavar="NAME", help="never delete these, in addition to the run's own")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
