@@ -98,18 +98,24 @@ def training(
     made = Training(opened, order, prepared.run_info, log, saver, steps, throughput, prepared.guard)
     observation = nullcontext() if _observe is None else _observe(made, prepared, dataset)
     # Left from the right: the saver's last commit is still recorded in the log.
-    with step_overhead.garbage_frozen(), log, closing(steps), saver, observation:
-        try:
-            yield made
-        except Exception as error:
-            if is_out_of_memory(error):
-                made.run_out_of_memory(error)
-            raise
-        finally:
-            # Those of a step that ends the run as well.
-            made.record_bad_steps()
+    with step_overhead.garbage_frozen(), log, closing(steps), saver, observation, _recorded(made):
+        yield made
     # A request may have ended the saver's wait for the Hub, after the last step.
     made.stopped = made.stopped or saver.stopping
+
+
+@contextmanager
+def _recorded(training: Training) -> Generator[None]:
+    """Record what ended the body, and its bad steps."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            training.run_out_of_memory(error)
+        raise
+    finally:
+        # Those of a step that ends the run as well.
+        training.record_bad_steps()
 
 
 def _recorder(opened: Opened, prepared: Prepared) -> Recorder:

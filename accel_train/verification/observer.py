@@ -86,7 +86,7 @@ def _steps(
     if deviation.continues_to is None:
         return
     accelerator = opened.accelerator
-    shard = BatchShard(accelerator.process_index, accelerator.num_processes, opened.config.micro_batch_size)
+    shard = BatchShard(accelerator.process_index, accelerator.num_processes, opened.micro_batch_size)
     more = iterate_steps(
         dataset,
         training.order,
