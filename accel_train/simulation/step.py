@@ -22,7 +22,7 @@ from accel_train.simulation.flops import Flops
 from accel_train.simulation.ledger import Ledger, Peak
 from accel_train.simulation.places import Places
 from accel_train.simulation.strategies import without_memory
-from accel_train.training.step_guard import Evidence
+from accel_train.training.health.evidence import Evidence, Examined
 
 if TYPE_CHECKING:
     from accel_train.data.loader import StepBatches
@@ -97,7 +97,7 @@ class FakeStep:
             yield Steps(opened, prepared, batches)
             return
         # Without a guard on the device the step reads its norm, and clips if it is large.
-        reading = mock.patch.object(Evidence, "read", return_value=math.inf)
+        reading = mock.patch.object(Evidence, "examine", return_value=Examined(math.inf, None))
         with reading, self._where, self._computing(self._where, prepared.model):
             yield Steps(opened, prepared, batches)
 
