@@ -127,6 +127,7 @@ class DiffusersBase:
 
     def component(self, component: str, precision: Precision) -> nn.Module:
         """Load a component in training mode. On the meta device it has no weights."""
+        _build_whole()
         library, class_name = _index(self.directory)[component]
         kind: Any = getattr(import_module(library), class_name)
         folder = self.directory / component
@@ -200,6 +201,7 @@ class DiffusersBase:
     def _load(self, replaced: dict[str, Any], device: torch.device) -> Any:
         from diffusers import DiffusionPipeline
 
+        _build_whole()
         index = _index(self.directory)
         dtypes = {"default": torch.float32}
         for name in index:
@@ -235,6 +237,13 @@ def text_encoders(pipeline: Any) -> dict[str, nn.Module]:
     """Return the text encoders of a pipeline by name."""
     found = {name: getattr(pipeline, name) for name in pipeline.components if name.startswith("text_encoder")}
     return {name: encoder for name, encoder in found.items() if encoder is not None}
+
+
+def _build_whole() -> None:
+    """Let transformers build whole text encoders under ZeRO-3 too: what is not prepared would stay empty shards."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
 
 
 def _stem(component: str) -> str:
