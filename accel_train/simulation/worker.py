@@ -90,6 +90,8 @@ def _global_batch(config: Any, processes: int, micro_batches: int | None) -> tup
     if micro_batches is None and asked >= processes:
         return [], []
     size = processes * config.micro_batch_size * (micro_batches or 1)
+    if size == asked:
+        return [], []
     note = f"global_batch_size: {size:,} in place of {asked:,}, as --micro_batches says"
     if micro_batches is None:
         note = (

@@ -42,14 +42,6 @@ WEEKLY = [
     (Layout("fsdp2", 2, "pde"), FULL),
     (Layout("fsdp2", 2, "causal_lm"), (*UNPACKED, *FULL)),
 ]
-CLOSE = [
-    (Layout("ddp", 2, "causal_lm"), UNPACKED),
-    (Layout("fsdp2", 2), (*RAGGED, *FULL, *BF16)),
-    (Layout("fsdp2", 2), (*RAGGED, "--sync", "every")),
-    (Layout("fsdp2", 2), MUON),
-    (Layout("fsdp2", 2, "causal_lm"), (*UNPACKED, *FULL)),
-]
-"""Peaks that differ by up to 5.5 %. Everything else of these is equal as well."""
 
 
 # Slow: the two of every day contain everything that is own code here; these cover options of torch's strategies.
@@ -59,9 +51,10 @@ CLOSE = [
 def test_simulated_equals_real(layout: Layout, flags: tuple[str, ...], tmp_path: Path) -> None:
     fake = counted(layout, tmp_path, *flags)
     truth = real(layout, tmp_path, *flags)
-    # Processes over gloo hold some buffers of FSDP2 longer. transformers makes a mask unless it can read that none is
-    # needed, which fake tensors do not tell.
-    margin = 0.06 if (layout, flags) in CLOSE else 1e-3
+    # Over gloo the same run of FSDP2 holds buffers of its collectives now longer, now shorter. transformers makes a mask
+    # unless it can read that none is needed, which fake tensors do not tell.
+    varies = layout.strategy == "fsdp2" or layout.recipe == "causal_lm"
+    margin = 0.06 if varies else 1e-3
     assert fake["peak"]["total"] == pytest.approx(truth["peak"]["total"], rel=margin)
     for name in ("values", "trained", "held", "micro_batches", "rows", "flops"):
         assert fake[name] == truth[name], name
