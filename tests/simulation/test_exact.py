@@ -51,8 +51,8 @@ WEEKLY = [
 def test_simulated_equals_real(layout: Layout, flags: tuple[str, ...], tmp_path: Path) -> None:
     fake = counted(layout, tmp_path, *flags)
     truth = real(layout, tmp_path, *flags)
-    # Over gloo the same run of FSDP2 holds buffers of its collectives now longer, now shorter. transformers makes a mask
-    # unless it can read that none is needed, which fake tensors do not tell.
+    # Over gloo the same run of FSDP2 holds buffers of collectives now longer, now shorter. transformers makes masks
+    # unless it can read that none are needed, which fake tensors do not tell.
     varies = layout.strategy == "fsdp2" or layout.recipe == "causal_lm"
     margin = 0.06 if varies else 1e-3
     assert fake["peak"]["total"] == pytest.approx(truth["peak"]["total"], rel=margin)
