@@ -1,4 +1,4 @@
-"""The seam between a recipe's ``main`` and ``accel-train simulate``: empty in every run that trains.
+"""The seam between a recipe's ``main`` and ``accel-train simulate``: empty in every real run.
 
 A simulation calls ``main`` as a launcher would. ``preparation`` and ``loop`` ask here whether one is active, and let it
 build the model, surround ``accelerator.prepare``, and iterate over the steps in place of the real training loop.
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Simulation(Protocol):
-    """What a simulation replaces. Arguments are those of the functions of the same name."""
+    """Parts of a run replaced by a simulation. Arguments are those of the functions of the same name."""
 
     def build_model(self, accelerator: Any, build: Callable[[], nn.Module]) -> nn.Module:
         """Return the model of ``build``, without memory for its weights."""
@@ -25,7 +25,7 @@ class Simulation(Protocol):
         ...
 
     def training(self, opened: Any, prepared: Any, dataset: Any, order: Any) -> AbstractContextManager[Any]:
-        """Return the object that a recipe's loop iterates over and reports to."""
+        """Return the object for a recipe's loop to iterate over and report to."""
         ...
 
 
@@ -50,5 +50,6 @@ def simulating(simulation: Simulation) -> Generator[None]:
     _state.active = simulation
     try:
         yield
+    # A simulation leaves ``main`` by an exception.
     finally:
         _state.active = None

@@ -1,4 +1,4 @@
-"""How two trainings of the same steps agree: log lines, weights, and the reasons why bits may differ."""
+"""Agreement of two trainings of the same steps: log lines, weights, and reasons for other bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SURROUNDINGS = (
     *("strategy", "world_size", "device", "device_name", "torch_threads", "precision", "cuda", "python"),
     *("attention", "attention_kernels"),
 )
-"""Fields of an environment line that decide the order of floating-point sums."""
+"""Fields of an environment line with an effect on the order of floating-point sums."""
 TOLERANCE = 1e-5
 """Largest difference by reduction order, relative to the recorded loss, gradient norm or norm of all weights.
 Measured over 15 steps in fp32, one process against two: 3e-7, 3.4e-7 and 6.4e-8."""
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def differing(self) -> list[str]:
-        """Fields whose bits differ."""
+        """Fields with other bits."""
         found: list[str] = []
         for name, (a, b) in self.values.items():
             # Unlike ==, it tells -0 from 0 and takes two NaN as equal.
@@ -77,7 +77,7 @@ def relative(a: float, b: float) -> float:
 def rows_of(recorded: Mapping[int, Line], replayed: Mapping[int, Line]) -> list[Row]:
     """Pair the lines of the recorded steps: every loss and the gradient norm.
 
-    What one of them lacks counts as NaN there.
+    A missing value counts as NaN.
     """
     rows: list[Row] = []
     for step in sorted(recorded):
@@ -102,7 +102,7 @@ def _numbers(line: Line) -> dict[str, float]:
 
 
 def reasons_for_other_bits(recorded: Sequence[Start], replayed: Start) -> list[str]:
-    """List what differs between two trainings and allows other bits: layout, machine, versions, order of sums."""
+    """List the reasons for other bits in two trainings: another layout, machine, version or order of sums."""
     # A dict, because a run of several starts would give the same reason for each.
     found: dict[str, None] = {}
     for start in recorded:
@@ -118,7 +118,7 @@ def reasons_for_other_bits(recorded: Sequence[Start], replayed: Start) -> list[s
 
 
 def other_layouts(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:
-    """List what differs between the layouts in two manifests."""
+    """List the differences of the layouts in two manifests."""
     return [
         f"{name} {recorded.get(name)} -> {replayed[name]}" for name in replayed if recorded.get(name) != replayed[name]
     ]
@@ -145,6 +145,7 @@ def verdict(rows: Sequence[Row], weights: Sequence[Weights], reasons: Sequence[s
     # A tolerance on the same layout would hide what a replay is for.
     if not reasons:
         return "different"
+    # Not empty: a window without log lines and checkpoints is refused.
     distances = [row.largest for row in rows]
     distances += [one.relative for one in weights]
     if max(distances) <= tolerance:

@@ -1,7 +1,7 @@
-"""``accel-train branch``: a run that leaves another one at a checkpoint, on the same samples and noise.
+"""``accel-train branch``: fork a run at a checkpoint, on the same samples and noise.
 
-The branch is a new run with an id of its own. Its control is the recorded run itself where that goes on far enough with
-the same options, else an unchanged branch, which is trained too.
+The branch is a new run with an id of its own. Its control is the recorded run itself where it goes on far enough with
+the same options, else an unchanged branch, trained too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BranchOptions:
 
 @dataclass(frozen=True)
 class _Fork:
-    """Where a branch leaves its run, and what it changes."""
+    """The point where a branch leaves its run, and its changes."""
 
     run: RecordedRun
     at: int
@@ -77,7 +77,7 @@ class _Fork:
     free: Sequence[str]
     """Options and groups of the recipe without an effect on the trajectory."""
     last: int
-    """Step at which the branch ends."""
+    """Last step of the branch."""
 
 
 def branch(place: str, arguments: Sequence[str]) -> int:
@@ -104,12 +104,14 @@ def branch(place: str, arguments: Sequence[str]) -> int:
         except InterruptedRunError as signal_name:
             print(f"interrupted by {signal_name}: the same command goes on", file=sys.stderr, flush=True)
             return 1
+    # Opened anew, because the training has just written its log.
     made = recorded.open_run(str(directory))
     rows = branch_report.differences(control, made, fork.checkpoint.step, fork.last)
     print("\n".join(branch_report.table(rows, fork.checkpoint.step, fork.last)), flush=True)
     reasons = reasons_for_other_bits(control.starts(fork.checkpoint.step + 1, fork.last), made.last_start())
     if reasons:
         print(f"not of the change, but of the order of sums, are differences in the last digits: {'; '.join(reasons)}")
+    # In the branch, since nothing is written to the run itself.
     _write(directory / REPORT / BRANCH_FILE, fork, control, rows)
     command = shlex.join(["accel-train", "launch", recorded.name_of(fork.recipe), str(directory / CONFIG_FILE)])
     print(f"the branch is a run of its own: {command}", flush=True)
@@ -174,7 +176,7 @@ def _last_step(run: RecordedRun, options: Tree, start: int, steps: int | None) -
 def _changed_options(
     recipe: Path, options: Tree, flags: Sequence[str], config: Path
 ) -> tuple[dict[str, Any], Sequence[str]]:
-    """Return the options that ``flags`` change, and those without an effect on the trajectory.
+    """Return the options changed by ``flags``, and those without an effect on the trajectory.
 
     Raises ``UsageError`` for a change that a branch cannot have.
     """
@@ -185,6 +187,7 @@ def _changed_options(
     if loaded is None:
         raise UsageError(f"recipe {str(recipe)!r}: its main ended without a config, so its options are unknown")
     values = flatten(to_tree(loaded.config))
+    # The config file given to it has the recorded options, so only flags count as changes.
     given = {name: values[name] for name, origin in loaded.origins.items() if origin == "command line"}
     before = flatten(options)
     free: Sequence[str] = loaded.config.run_options().free_to_change
@@ -193,13 +196,14 @@ def _changed_options(
 
 
 def _directory(fork: _Fork, given: str | None) -> Path:
-    """Return the directory of the branch. Raises ``UsageError`` if it is the run's, or that of another branch."""
+    """Return the directory of the branch. Raises ``UsageError`` if it is the run's, or another branch's."""
     parent = fork.run.directory
     name = f"{parent.name}-at{fork.checkpoint.step}-{changes.label(fork.changed)}"
     # File systems take names of up to 255 bytes, and -control is added to it.
     directory = parent.with_name(name[:200])
     if given is not None:
         directory = expand_path(given)
+    # Resolved: a link must not lead back into the run.
     if directory.resolve().is_relative_to(parent.resolve()):
         raise UsageError(f"--output_dir {directory}: lies in the run itself, which is never changed; give another one")
     if (directory / RUN_FILE).exists():
@@ -239,7 +243,7 @@ def _describe(fork: _Fork, directory: Path) -> list[str]:
 
 
 def _train(fork: _Fork, directory: Path, folder: Path, *, changed: bool) -> None:
-    """Train the branch, or an unchanged one, in ``directory``. Goes on with what is there."""
+    """Train the branch, or an unchanged one, in ``directory``. Continues a run found there."""
     config = folder / CONFIG_FILE
     config.write_text(tree_text(fork.options | {"output_dir": str(directory)}))
     arguments = [str(config), "--resume", str(fork.checkpoint.path.resolve())]
@@ -273,7 +277,7 @@ def _control(fork: _Fork, directory: Path, folder: Path) -> RecordedRun:
 
 
 def _unusable_as_control(fork: _Fork) -> str | None:
-    """Return why the recorded run is not what an unchanged branch would be, or None."""
+    """Return why the recorded run cannot serve as the control, or None."""
     logged = fork.run.lines("train")
     end = max(logged, default=0)
     if end < fork.last:

@@ -1,4 +1,4 @@
-"""The table of a branch: what differs from its control, over the same steps, and how sure that is."""
+"""The table of a branch: differences from its control over the same steps, with intervals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from accel_train.rerun.paired import PairedDifference, paired_difference
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.starts import Line
 
+# Clocks differ between any two runs, and the step is the key.
 NOT_METRICS = ("step", "time", "elapsed_seconds", "processor_seconds")
 
 
@@ -24,7 +25,7 @@ class Row:
 
 
 def differences(control: RecordedRun, branch: RecordedRun, start: int, last: int) -> list[Row]:
-    """Compare losses and evaluations of two runs at the steps after ``start`` up to ``last`` that both have.
+    """Compare losses and evaluations of two runs at their common steps after ``start`` up to ``last``.
 
     The loss also over the last half of these steps, when the change has had its effect.
     """
@@ -56,7 +57,7 @@ def _fields(lines: Mapping[int, Line]) -> list[str]:
 
 
 def _rows(control: Mapping[int, Line], branch: Mapping[int, Line], names: Sequence[str]) -> list[Row]:
-    """Return a row for each of ``names`` that is a number in both, over the steps where it is."""
+    """Return a row for each of ``names`` that is a number in both, over their common steps."""
     rows: list[Row] = []
     for name in names:
         theirs = [step for step, line in control.items() if _has(line, name)]
@@ -77,7 +78,7 @@ def _has(line: Line, name: str) -> bool:
 
 
 def table(rows: Sequence[Row], start: int, last: int) -> list[str]:
-    """Return the differences as lines, with the interval that unpaired runs would have had."""
+    """Return the differences as lines, with the interval of unpaired runs beside the paired one."""
     # Baselines and counts of samples are metrics too, and would fill the table.
     differing = [row for row in rows if not row.found.equal or row.metric == "loss"]
     equal = [row.metric for row in rows if row not in differing]

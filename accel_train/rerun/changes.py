@@ -1,4 +1,4 @@
-"""What a branch may change: everything but what decides its samples, its noise and the shape of its model."""
+"""Changes of a branch: any option, except for its samples, its noise and the shape of its model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFUSED: Mapping[str, str] = {
     "model": "the weights of the checkpoint fit its own model",
     "data": "a branch trains on the samples of its run",
 }
-"""Options and groups that belong to the run. Other changes of shape or data are found when they are built."""
+"""Options and groups kept from the run. Other changes of shape or data are found when they are built."""
 OWN: Mapping[str, str] = {
     "resume": "a branch begins at the checkpoint that --at chooses",
     "allow": "a branch allows what its flags change",
@@ -24,7 +24,7 @@ OWN: Mapping[str, str] = {
     "max_steps": "--steps gives the number of steps after the checkpoint",
     "max_epochs": "--steps gives the number of steps after the checkpoint",
 }
-"""Options of a recipe that the command sets itself."""
+"""Options of a recipe set by the command itself."""
 
 
 def refuse_unchangeable(given: Mapping[str, Any], recorded: Mapping[str, Any], free: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ def refuse_unchangeable(given: Mapping[str, Any], recorded: Mapping[str, Any], f
 
 
 def label(changes: Mapping[str, Any]) -> str:
-    """Return a part of a directory name that tells branches apart: ``lr-0.0003``."""
+    """Return a part of a directory name to tell branches apart: ``lr-0.0003``."""
     words: list[str] = []
     for name, value in changes.items():
         leaf = name.rpartition(".")[2]

@@ -22,7 +22,7 @@ from accel_train.metrics.bootstrap import LEVEL
 BATCHES = 5
 """More would be less independent of each other; fewer make Student's interval wide."""
 FEWEST = 2 * BATCHES
-"""Differences below which no interval is given."""
+"""Fewest differences for an interval."""
 Values = NDArray[np.float64]
 
 
@@ -37,7 +37,7 @@ class PairedDifference:
     difference: float
     """Mean of B - A."""
     half_width: float | None
-    """Of the interval around ``difference``. None for fewer than ``FEWEST`` values, or if one is not finite."""
+    """Half the interval around ``difference``. None for fewer than ``FEWEST`` values, or if one is not finite."""
     unpaired_half_width: float | None
     """The same without pairing, as for two curves with other samples and noise."""
     equal: bool
@@ -45,7 +45,7 @@ class PairedDifference:
 
     @property
     def reading(self) -> str:
-        """What the interval says."""
+        """The interval in a word."""
         if self.equal:
             return "equal"
         if self.half_width is None:
@@ -66,7 +66,9 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifferenc
         half_width = _student(BATCHES - 1) * float(np.sqrt(_variance_of_mean(difference)))
         # Variances of independent means add up.
         apart = _variance_of_mean(left) + _variance_of_mean(right)
+        # Each of the two variances has BATCHES - 1 degrees of freedom.
         unpaired = _student(2 * (BATCHES - 1)) * float(np.sqrt(apart))
+    # Equal by bytes: there NaN equals itself, and 0 is not -0.
     return PairedDifference(
         count=len(left),
         a=float(left.mean()),
@@ -85,6 +87,7 @@ def _variance_of_mean(values: Values) -> float:
 
 
 def _student(degrees_of_freedom: int) -> float:
+    # Here, because it is slow to import and short runs have no interval.
     from scipy import stats
 
     student: Any = stats.t

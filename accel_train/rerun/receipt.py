@@ -1,4 +1,4 @@
-"""The receipt of a replay: what was compared with what, every value in hexadecimal, sealed by its own hash."""
+"""The receipt of a replay: both sides of the comparison, every value in hexadecimal, sealed by its own hash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENVIRONMENT = (
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that a replay found."""
+    """Result of a replay."""
 
     window: tuple[int, int]
     """The steps after the first, up to the last."""
@@ -37,7 +37,7 @@ class Result:
 
     @property
     def first_difference(self) -> Row | None:
-        """The first row in which a bit differs."""
+        """The first row with other bits."""
         return next((row for row in self.rows if row.differing), None)
 
 
@@ -49,12 +49,13 @@ def write_receipt(
     starts: Mapping[str, Sequence[Start]],
     result: Result,
 ) -> None:
-    """Write the receipt. ``starts`` are those that wrote the ``recorded`` lines and the ``replayed`` ones."""
+    """Write the receipt. ``starts`` has those that wrote the ``recorded`` and the ``replayed`` lines."""
     first = result.first_difference
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "run_id": run_id,
+        # The name alone: a path would tell about the machine.
         "recipe": {"name": recipe.name, "sha256": commit.hash_file(recipe)},
         "window": list(result.window),
         "start_step": result.start_step,
@@ -71,7 +72,7 @@ def write_receipt(
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Identify a checkpoint by its name and the hash of its manifest, which has the hashes of all other files."""
+    """Identify a checkpoint by its name and the hash of its manifest, which has those of all other files."""
     return {
         "name": manifest.checkpoint_name(checkpoint.step),
         "manifest_sha256": commit.hash_file(checkpoint.file(manifest.MANIFEST)),

@@ -1,4 +1,4 @@
-"""A recorded run, opened for reading only: its log, its checkpoints and the options that they were trained with."""
+"""A recorded run, opened for reading only: its log, its checkpoints and their options."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class RecordedRun:
     """A run directory. Nothing here writes to it."""
 
     place: str
-    """As given on the command line."""
+    """Word of the command line."""
     directory: Path
     saved: Mapping[str, Any]
-    """Content of ``run.json``, or what a manifest says in its place."""
+    """Content of ``run.json``, or of a manifest in its place."""
     records: Sequence[Line]
-    """Lines of ``metrics.jsonl``. Empty for a run from the Hub, which has no log."""
+    """Lines of ``metrics.jsonl``. Empty for a run from the Hub: it has no log."""
     checkpoints: Sequence[tuple[int, Path]]
     """Steps and directories, oldest first, unverified."""
 
@@ -47,7 +47,7 @@ class RecordedRun:
 
     @property
     def last_step(self) -> int:
-        """Last step that the log or a checkpoint has, 0 for neither."""
+        """Last step in the log or of a checkpoint, 0 for neither."""
         lines = self.lines("train")
         logged = max(lines, default=0)
         saved = self.checkpoints[-1][0] if self.checkpoints else 0
@@ -58,9 +58,9 @@ class RecordedRun:
         return {line["step"]: line for line in last_pass(self.records, event)}
 
     def newest_at(self, step: int) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest checkpoint at or before ``step`` from which a run can go on, and why not a newer one.
+        """Return the newest resumable checkpoint at or before ``step``, and why not a newer one.
 
-        Hashes every file of those that it considers.
+        Hashes every file of each candidate.
         """
         reasons: list[str] = []
         for saved, path in reversed(self.checkpoints):
@@ -72,6 +72,7 @@ class RecordedRun:
             except ValueError as error:
                 reasons.append(str(error))
                 continue
+            # Pushes to the Hub drop the optimizer state unless told to include it.
             if found.manifest.get("state", True):
                 return found, reasons
             reasons.append(f"{path}: weights without optimizer state")
@@ -147,7 +148,7 @@ def open_hub_run(place: str, first: int, last: int, directory: Path) -> Recorded
 
 
 def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:
-    """Return the nested options with which the run trained up to ``checkpoint``, or with None at its start.
+    """Return the nested options of the run up to ``checkpoint``, or with None at its start.
 
     Those of the checkpoint, because a later start may have changed them with ``--allow``.
     """
@@ -168,7 +169,7 @@ def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:
 
 
 def changed_since(run: RecordedRun, checkpoint: Checkpoint) -> list[str]:
-    """Name the options that a later start of the run trained with other values than at ``checkpoint``."""
+    """Name the options changed by a later start of the run, with their values at ``checkpoint`` and now."""
     before: Mapping[str, Any] = checkpoint.manifest.get("experiment", {})
     now: Mapping[str, Any] = run.saved["experiment"]
     names = [name for name in now if name in before and not WITHOUT_EFFECT.fullmatch(name)]
@@ -176,9 +177,9 @@ def changed_since(run: RecordedRun, checkpoint: Checkpoint) -> list[str]:
 
 
 def recipe_of(run: RecordedRun, given: str | None) -> Path:
-    """Return the recipe that trained the run: ``given``, or a bundled one if the log names that.
+    """Return the recipe of the run: ``given``, or a bundled one named in the log.
 
-    A run directory is data, so a file that it names is never executed unless it is the bundled one. Raises
+    A run directory is data: no file named in it is executed, except the bundled one. Raises
     ``UsageError`` if ``--recipe`` is needed.
     """
     if given is not None:
@@ -202,6 +203,6 @@ def recipe_of(run: RecordedRun, given: str | None) -> Path:
 
 
 def name_of(recipe: Path) -> str:
-    """Return what a command line calls a recipe: the name of a bundled one, else its path."""
+    """Return a recipe's name for a command line: that of a bundled one, else its path."""
     bundled = recipe.parent == folder("recipes")
     return recipe.stem if bundled else str(recipe)

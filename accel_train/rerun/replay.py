@@ -60,7 +60,7 @@ class Request:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is trained again, and what it is compared with."""
+    """Steps to train again, and their records to compare with."""
 
     run: RecordedRun
     recipe: Path
@@ -70,7 +70,7 @@ class _Plan:
     """Logged steps to compare, from the checkpoint on."""
     save_every: int
     saved: Sequence[int]
-    """Steps whose checkpoints are compared."""
+    """Steps of the compared checkpoints."""
 
     @property
     def start_step(self) -> int:
@@ -78,7 +78,7 @@ class _Plan:
 
     @property
     def beginning(self) -> str:
-        """Where the replay begins, for people."""
+        """Beginning of the replay, for people."""
         return "step 0" if self.checkpoint is None else checkpoint_name(self.checkpoint.step)
 
 
@@ -116,9 +116,10 @@ def _open_run(place: str, first: int, last: int, folder: Path) -> RecordedRun:
 
 
 def _plan(request: Request, run: RecordedRun, first: int, last: int) -> tuple[_Plan, list[str]]:
-    """Choose the checkpoint and what is compared. Raises ``UsageError`` if nothing can be."""
+    """Choose the checkpoint and the steps to compare. Raises ``UsageError`` if there are none."""
     if last > run.last_step:
         raise UsageError(f"--steps {request.steps}: {run.directory} ends at step {run.last_step}; give a window in it")
+    # Compared from the checkpoint on: steps up to the window are trained anyway, and may differ first.
     checkpoint, reasons = _beginning(run, first)
     start_step = 0 if checkpoint is None else checkpoint.step
     logged = [step for step in run.lines("train") if start_step < step <= last]
@@ -167,7 +168,7 @@ def _nearest(run: RecordedRun, first: int, last: int) -> str:
 
 
 def _notices(plan: _Plan, reasons: Sequence[str]) -> list[str]:
-    """Say where the replay begins, and what of the window can be compared."""
+    """Describe the beginning of the replay, and the comparable part of the window."""
     first, last = plan.window
     lines = [f"passed over: {reason}" for reason in reasons]
     recipe = recorded.name_of(plan.recipe)
@@ -188,6 +189,7 @@ def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[s
     """Train in ``folder`` and compare."""
     run = plan.run
     _, last = plan.window
+    # Ends at the window, so that its last step is saved, and logged as the last one always is.
     options = training.set_length(recorded.options_at(run, plan.checkpoint), last)
     options = training.log_steps(options, plan.logged, last)
     directory = folder / "run"
@@ -226,6 +228,7 @@ def _compare_checkpoints(plan: _Plan, replayed: RecordedRun) -> list[Weights]:
     theirs = dict(plan.run.checkpoints)
     found: list[Weights] = []
     for step in plan.saved:
+        # Still a result: a missing checkpoint must not pass for an equal one.
         if step in ours:
             found.append(weights.compare_weights(step, theirs[step], ours[step]))
         else:

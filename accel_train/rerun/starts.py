@@ -1,4 +1,4 @@
-"""What a start of a run recorded about its machine and its options."""
+"""The record of a start of a run: its machine and its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Start:
-    """What one start of a run recorded before its first step."""
+    """The record of one start, made before its first step."""
 
     environment: Line
     options: Line

@@ -1,4 +1,4 @@
-"""Training of recorded steps again: a directory that resumes like the run's own, and the process that trains in it."""
+"""Training of recorded steps again: a directory to resume in like the run's own, and the process training in it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from accel_train.store.run_file import write_run
 
 THREADS = "OMP_NUM_THREADS"
 MOST_SAVES = 20
-"""More saves than this many between two checkpoints of the run are not made for the sake of a comparison."""
+"""Largest number of saves from the first compared checkpoint to the end. Older checkpoints are left out beyond it."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What ``accel-train launch`` is given."""
+    """Options of ``accel-train launch``."""
 
     config_file: str | None = None
     num_processes: int | None = None
 
     def command(self, recipe: Path, arguments: Sequence[str]) -> list[str]:
-        """Return the command that runs the recipe on this machine."""
+        """Return the command to run the recipe on this machine."""
         head = [sys.executable, "-m", "accel_train.cli", "launch"]
         if self.config_file is not None:
             # The strict reader refuses an invalid file before anything else is done.
@@ -50,7 +50,7 @@ class Machine:
 def train(command: Sequence[str], log: Path, threads: int | None = None) -> None:
     """Run a recipe to its end with its output in ``log``. Raises like ``compare.runs.run_once``.
 
-    ``threads`` is for a start without a checkpoint, whose number of threads a resume would restore by itself.
+    ``threads`` is for a start without a checkpoint. A resume restores the number by itself.
     """
     environment: dict[str, str] = {}
     # A number that a person has set stays, and shows as a difference of the layout.
@@ -69,7 +69,7 @@ def recorded_threads(starts: Sequence[Start]) -> int | None:
 
 
 def steps_to_save(saved: Sequence[int], last: int) -> tuple[int, list[int]]:
-    """Return ``save_every`` for a window that ends at ``last``, and those of the steps ``saved`` that it then saves.
+    """Return ``save_every`` for a window up to ``last``, and the steps of ``saved`` to be saved with it.
 
     A run saves at multiples of one number only, and always at its end. Only the newest steps are saved again if all of
     them would need many saves more.
@@ -77,6 +77,7 @@ def steps_to_save(saved: Sequence[int], last: int) -> tuple[int, list[int]]:
     # The last step is saved in any case.
     inner = [step for step in saved if step < last]
     kept = list(saved)
+    # The oldest are given up, since later weights carry on an earlier difference.
     every = math.gcd(*inner)
     while inner and (last - inner[0]) // every > MOST_SAVES:
         kept.remove(inner.pop(0))
@@ -87,10 +88,10 @@ def steps_to_save(saved: Sequence[int], last: int) -> tuple[int, list[int]]:
 def build_directory(
     directory: Path, run: RecordedRun, checkpoint: Checkpoint | None, options: Tree, save_every: int
 ) -> Path:
-    """Create a run directory that goes on from ``checkpoint``, and return the path of its config.
+    """Create a run directory to continue from ``checkpoint``, and return the path of its config.
 
-    With None it begins at step 0, with what the run's first start derived. The files of the checkpoint are linked one
-    by one, so that nothing can be deleted or replaced through a link but the link itself.
+    With None it begins at step 0, with the values derived by the run's first start. The files of the checkpoint are
+    linked one by one: through a link nothing can be deleted or replaced but the link itself.
     """
     checkpoints = directory / "checkpoints"
     checkpoints.mkdir(parents=True)
@@ -124,13 +125,15 @@ def link_checkpoint(checkpoint: Checkpoint, folder: Path) -> Path:
 
 
 def _writing_here(options: Tree, directory: Path, save_every: int) -> Tree:
-    """Return the options with everything that is written going to ``directory`` alone, and every save kept."""
+    """Return the options with all output going to ``directory`` alone, and every save kept."""
     checkpoints: dict[str, Any] = dict(options["checkpoints"])
     for name in checkpoints:
         # Retention would delete what is to be compared, and strip what is linked.
         if name.startswith("keep_"):
             checkpoints[name] = type(checkpoints[name])(0)
+    # Saves by the clock or by epochs have no counterpart to compare with.
     checkpoints |= {"save_every": save_every, "save_every_minutes": 0, "save_every_epochs": 0, "pinned": []}
+    # A replay must neither push to the run's repository nor appear in its tracker.
     changed = {
         "output_dir": str(directory),
         "checkpoints": checkpoints,
@@ -141,7 +144,7 @@ def _writing_here(options: Tree, directory: Path, save_every: int) -> Tree:
 
 
 def set_length(options: Tree, steps: int) -> Tree:
-    """Return the options of a run that ends after ``steps`` optimizer steps."""
+    """Return the options of a run of ``steps`` optimizer steps."""
     if "max_steps" not in options:
         raise UsageError("the recipe of this run has no option max_steps, so it cannot be ended at a given step")
     return options | {"max_steps": steps, "max_epochs": None}

@@ -1,4 +1,4 @@
-"""Collectives of a step: kind, group, bytes of the whole tensor, and by rule the bytes that each process sends."""
+"""Collectives of a step: kind, group, bytes of the whole tensor, and by rule the bytes sent by each process."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ KINDS: Mapping[str, str] = {
     "broadcast": "broadcast",
 }
 """Kind by torch's operator, of its namespaces c10d and _c10d_functional."""
+# Of the same namespaces, but they send no tensor.
 NOT_COUNTED = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 
@@ -42,7 +43,7 @@ class Collective:
     kind: str
     group_size: int
     size: int
-    """Bytes of the whole tensor: reduced, gathered or scattered. Of an all-to-all what this process has or gets."""
+    """Bytes of the whole tensor: reduced, gathered or scattered. Of an all-to-all the larger side of this process."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,24 @@ class Row:
     size: int
     """Bytes of the whole tensors."""
     sent: int
-    """Bytes that each process sends, by the rule of a ring."""
+    """Bytes sent by each process, by the rule of a ring."""
 
 
 @dataclass
 class Collectives:
-    """Collectives seen so far. ``ledger`` learns which storages they read and write."""
+    """Collectives seen so far. ``ledger`` learns the storages they read and write."""
 
     ledger: Ledger | None = None
     seen: list[Collective] = field(default_factory=list[Collective])
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Record the operator if it is a collective. Raises ``ValueError`` for one that is not known here."""
+        """Record the operator if it is a collective. Raises ``ValueError`` for an unknown one."""
         if func.namespace not in ("c10d", "_c10d_functional"):
             return
         name = func._schema.name.partition("::")[2]
         if name in NOT_COUNTED:
             return
+        # An error, because traffic left out would make the table wrong without a sign.
         if name not in KINDS:
             raise ValueError(f"collective {func}: not known to the simulation")
         kind = KINDS[name]
@@ -80,6 +82,7 @@ class Collectives:
         tensors = list(tensors_in(values))
         self.seen.append(Collective(kind, group_size, _whole(kind, name, tensors, group_size)))
         if self.ledger is not None:
+            # Only a suggestion: a tensor with a category keeps it, such as a bucket of gradients.
             self.ledger.suggest(tensors, COMMUNICATION)
 
     def rows(self) -> list[Row]:
@@ -126,6 +129,7 @@ def _whole(kind: str, name: str, tensors: Sequence[Tensor], group_size: int) -> 
         return size * group_size if kind == "all-gather" else size
     if name in ("allgather_", "reduce_scatter_"):
         # Lists of shards on one side, the process's own on the other.
+        # So the sum is N shards and one more.
         return sum(map(_bytes, tensors)) * group_size // (group_size + 1)
     return max(map(_bytes, tensors))
 

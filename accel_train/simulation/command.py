@@ -24,7 +24,7 @@ PORT = 29500
 
 
 def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
-    """Return the output of the command. Raises ``UsageError`` for what a start would refuse or cannot be simulated."""
+    """Return the output of the command. Raises ``UsageError`` if a start would refuse, or cannot be simulated."""
     found: list[Simulated] = []
     for number in options.num_processes:
         request = Launch(
@@ -45,11 +45,12 @@ def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
 
 
 def _simulate_one(request: Launch, options: Options) -> Simulated:
-    """Simulate in a process of its own. Raises ``UsageError`` for what it refused."""
+    """Simulate in a process of its own. Raises ``UsageError`` with its refusal."""
     with tempfile.TemporaryDirectory(prefix="accel-train-simulate-") as place:
         folder = Path(place)
         words, environment, assumption = worker_command(request, options, folder)
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        # Only a worker that crashed leaves none: refusals are reports too.
         if not (folder / REPORT).is_file():
             raise RuntimeError(f"the simulation of {request.recipe} failed:\n{done.stdout[-2000:]}\n{done.stderr}")
         report: dict[str, Any] = json.loads((folder / REPORT).read_text())
@@ -63,6 +64,7 @@ def worker_command(request: Launch, options: Options, folder: Path) -> tuple[lis
     """Write the request of a worker to ``folder``. Return its command, its environment and a note on the machine."""
     path, machine, assumption = read_machine(request)
     refuse_machine(machine)
+    # The worker finds it by itself. Here an unknown name is refused before a process is started.
     find_recipe(request.recipe)
     asked = {
         "recipe": request.recipe,
@@ -76,11 +78,12 @@ def worker_command(request: Launch, options: Options, folder: Path) -> tuple[lis
 
 
 def _environment(path: Path | None, machine: MachineConfig, request: Launch) -> dict[str, str]:
-    """Return the environment that rank 0 of a launch would have, on CPUs."""
+    """Return the environment of rank 0 of a launch, on CPUs."""
     processes = machine.num_processes or 1
     settings = accelerate_settings(path, machine, request)
     environment = launch_environment(path, machine, settings)
     environment |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+    # Those of a launcher around this command would pass for the simulated ones.
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
     if processes > 1:

@@ -1,6 +1,6 @@
 """Tensors without memory: the model and the batches are fake, small numbers of the host stay real.
 
-A recipe computes a few numbers on the host before a step (which mode, which learning rate), and reads them. Inside of
+A recipe computes a few numbers on the host before a step (its mode, its learning rate), and reads them. Inside of
 ``FakeTensorMode`` that is impossible, so only the model is built in it. Later an operator is fake if one of its inputs
 is, and a tensor made from nothing is fake inside of forward and backward.
 """
@@ -64,6 +64,7 @@ class FakeWhereNeeded(TorchDispatchMode):
 
     def _from_nothing(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return a real tensor if it is small."""
+        # Made fake first, to learn its size without memory for it.
         with self.fake:
             made = func(*args, **kwargs)
         if isinstance(made, Tensor) and made.numel() * made.element_size() < HOST_BYTES:
@@ -96,12 +97,14 @@ def build_fake(fake: FakeTensorMode, build: Callable[[], nn.Module]) -> nn.Modul
     """
     with fake:
         model = build()
+    # From 1: 0 is the address of tensors without memory.
     for number, parameter in enumerate(model.parameters(), 1):
         setattr(parameter, "data_ptr", _constant(number))  # noqa: B010  shadows the method of the class
     return model
 
 
 def _constant(number: int) -> Callable[[], int]:
+    # A function of its own: a lambda in the loop would return the last number for all.
     return lambda: number
 
 

@@ -1,4 +1,4 @@
-"""Flags of ``accel-train simulate``, which may stand before or behind the recipe."""
+"""Flags of ``accel-train simulate``, given before or behind the recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel_train.config import UsageError
 
 REQUEST = "request.json"
 REPORT = "report.json"
-"""Files by which the command and the process that simulates understand each other."""
+"""Files for the exchange between the command and the process that simulates."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[list[str], Options]:
-    """Take the command's own flags out of what follows the recipe. ``earlier`` holds those before it."""
+    """Take the command's own flags out of the words after the recipe. ``earlier`` holds those before it."""
+    # No abbreviations: a flag of the recipe may begin like one of these. Its --help is the recipe's.
     parser = argparse.ArgumentParser(prog="accel-train simulate", allow_abbrev=False, add_help=False)
     add_flags(parser)
     flags, rest = parser.parse_known_args(list(words), earlier)

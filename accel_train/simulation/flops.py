@@ -21,6 +21,7 @@ class Flops:
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Add the operations of one operator."""
+        # The registry has one entry for all overloads of an operator.
         packet = func._overloadpacket
         if packet is _FORWARD:
             query, key, value = args[:3]

@@ -1,4 +1,4 @@
-"""Count every byte that the tensors of a step hold, from its allocation until nothing refers to it any more.
+"""Count every byte held by the tensors of a step, from its allocation until nothing refers to it any more.
 
 torch calls a dispatch mode for each operator, forward and backward, whether its tensors are real or fake. A storage is
 recorded when it first appears in a result and released by a weak reference, as an allocator would see it. What it was
@@ -46,7 +46,7 @@ class Record:
     """One storage during its life."""
 
     phase: str
-    """Where it was allocated: "forward", "backward", or another part of the step."""
+    """Part of the step of its allocation: "forward", "backward", or another part of the step."""
     category: str | None = None
     size: int = 0
     alive: bool = True
@@ -107,12 +107,14 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _see(self, storage: Any, phase: str, place: str) -> Record:
+        # The address of the C++ storage, which all views of it share.
         key = storage._cdata
         record = self._records.get(key)
         if record is None:
             record = Record(phase)
             self._records[key] = record
             self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
+        # A known storage may have another size, after `resize_`.
         size = storage.nbytes()
         if size != record.size:
             self.events.append(Event(record, record.size, size, place))
@@ -135,6 +137,7 @@ class Ledger(TorchDispatchMode):
         seen: set[int] = set()
         for tensor in plain(tensors):
             storage: Any = tensor.untyped_storage()
+            # Tied weights, or gradients in one bucket.
             if storage._cdata in seen:
                 continue
             seen.add(storage._cdata)
@@ -144,7 +147,7 @@ class Ledger(TorchDispatchMode):
         return total
 
     def suggest(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Assign ``category`` to storages that have none."""
+        """Assign ``category`` to storages without one."""
         phase, place = self._place()
         for tensor in plain(tensors):
             record = self._see(tensor.untyped_storage(), phase, place)
@@ -180,6 +183,7 @@ class Ledger(TorchDispatchMode):
             if total > most:
                 most = total
                 where = number
+        # A second pass, because a copy of the parts at each new maximum would cost more.
         parts = next(held for number, held in self.replay() if number == where)
         return Peak(most, parts, self.events[where].place, where)
 
@@ -200,19 +204,19 @@ class Ledger(TorchDispatchMode):
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Return True for a tensor of the meta device, which only tells shapes."""
+    """Return True for a tensor of the meta device: a shape without memory."""
     return tensor.device.type == "meta"
 
 
 def in_shape_propagation() -> bool:
-    """Return True while DTensor computes shapes, for which it enters a mode of fake tensors above the ledger."""
+    """Return True while DTensor computes shapes, in a mode of fake tensors above the ledger."""
     above = torch._C._len_torch_dispatch_stack()  # pyright: ignore[reportPrivateUsage]
     modes = [torch._C._get_dispatch_stack_at(number) for number in range(above)]  # pyright: ignore[reportPrivateUsage]
     return any(isinstance(mode, FakeTensorMode) for mode in modes)
 
 
 def category_of(record: Record) -> str:
-    """Return the category of a storage, by the part of the step that made it if nothing else is known."""
+    """Return the category of a storage, by the part of the step of its allocation if nothing else is known."""
     if record.category is not None:
         return record.category
     return ACTIVATIONS if record.phase == "forward" else TEMPORARY

@@ -1,4 +1,4 @@
-"""Where in the step a tensor is made: the part of the step, and the module, by torch's hooks."""
+"""Places in a step: its part and the current module, by torch's hooks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Places:
         self._backward = ""
         self._part = BEFORE
         self._followed: Callable[[], Tensor | None] = lambda: None
-        """Output that was followed last. A reference would keep its memory."""
+        """The output followed last, held weakly: a reference would keep its memory."""
         self.before_forward: Callable[[], None] = lambda: None
         """Called before each forward of the whole model."""
         self.before_step: Callable[[], None] = lambda: None
@@ -67,6 +67,7 @@ class Places:
         if module is self._root:
             self.before_forward()
             self._part = FORWARD
+            # The last module of the micro-batch before would be named for this one's loss.
             self._backward = ""
         name = self._names.get(id(module))
         if name is not None:
@@ -85,6 +86,7 @@ class Places:
 
     def _follow(self, tensor: Tensor, name: str) -> None:
         def arrived(_: Tensor) -> None:
+            # The gradient of its output has arrived, so this module's backward runs next.
             self._backward = name
             self._stack.clear()
             self._part = CLIP

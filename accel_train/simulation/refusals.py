@@ -1,4 +1,4 @@
-"""What a simulation cannot show, refused by name before anything is built."""
+"""Limits of a simulation, refused by name before anything is built."""
 
 from __future__ import annotations
 

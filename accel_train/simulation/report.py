@@ -1,4 +1,4 @@
-"""What a simulation found, as text, as a table by number of processes, or as JSON."""
+"""Results of a simulation, as text, as a table by number of processes, or as JSON."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ def table(found: Sequence[Simulated]) -> str:
     """Return a table with a line for each number of processes."""
     rows = [_row(simulated.counted) for simulated in found]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    # Most notes are the same for every number of processes.
     lines = list(dict.fromkeys(f"note: {note}" for simulated in found for note in simulated.notes))
     first = found[0].counted
     lines.append(f"one process of each, {first['strategy']}, {first['precision']}; {first['values']:,} parameters")
@@ -131,6 +132,7 @@ def draw(simulated: Simulated, path: Path) -> None:
     """Draw the memory by category into ``path``, over the allocations and releases of a step."""
     import matplotlib as mpl
 
+    # Needs no display.
     mpl.use("Agg")
     from matplotlib import pyplot
 

@@ -1,4 +1,4 @@
-"""Drive a recipe's ``main`` to its training loop, let it run one step there, and count that step."""
+"""Drive a recipe's ``main`` to its training loop, let it run one step there, and count it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from accel_train.data.loader import StepBatches
 
 WARM_UP_DDP = 2
-"""Times that DDP runs the step before it is counted. It divides its buckets anew in the second."""
+"""Runs of the step under DDP before it is counted. DDP divides its buckets anew in the second."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What one process holds, sends and computes in one optimizer step."""
+    """Memory, traffic and computation of one process in one optimizer step."""
 
     step: int
     """Number of the step."""
@@ -56,7 +56,7 @@ class Counted:
 
 
 class StepCounted(BaseException):
-    """Leaves a recipe's ``main``. A ``BaseException``, so that no recipe catches it."""
+    """Leaves a recipe's ``main``. A ``BaseException``, so no recipe catches it."""
 
     def __init__(self, counted: Counted, ledger: Ledger) -> None:
         self.counted = counted
@@ -69,6 +69,7 @@ class FakeStep:
     def __init__(self, step: int | None = None, *, real: bool = False) -> None:
         """Count step ``step``, or without a number the middle of the run, where warm-up and phases are over."""
         self._step = step
+        # Numbers of the host stay real and meet fake tensors in the same operators.
         self._fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
         self._where = None if self._fake is None else FakeWhereNeeded(self._fake)
 
@@ -91,7 +92,7 @@ class FakeStep:
 
     @contextmanager
     def training(self, opened: Any, prepared: Any, dataset: Any, order: Any) -> Generator[Any]:
-        """Return an object that yields one step, to warm up and to be counted."""
+        """Return an iterable over one step, first to warm up and then to be counted."""
         batches = self._read(opened, dataset, order)
         if self._where is None:
             yield Steps(opened, prepared, batches)
@@ -109,6 +110,7 @@ class FakeStep:
         # Here, because it reads files and stands on much else that the rest of this module does without.
         from accel_train.data.loader import iterate_steps
 
+        # Rank 0 has the largest share of a batch, and the largest shards.
         shard = sampler.BatchShard(0, opened.accelerator.num_processes, config.micro_batch_size)
         steps = iterate_steps(
             dataset,
@@ -119,6 +121,7 @@ class FakeStep:
             device=opened.accelerator.device,
             config=config.loader,
         )
+        # Unpacked, not next(): the end of the generator ends its workers.
         (read,) = steps
         if self._fake is None:
             return read
@@ -136,6 +139,7 @@ class FakeStep:
             where.computing -= 1
 
         before = model.register_forward_pre_hook(enter, prepend=True)
+        # Always called, or a forward that raises would leave everything after it fake.
         after = model.register_forward_hook(leave, always_call=True)
         try:
             yield
@@ -159,6 +163,7 @@ class Steps:
                 with gradients_of_step(self._prepared.model) as buckets:
                     yield self._batches
         else:
+            # Optimizers allocate their state in their first step. Counted is one in the middle of a run.
             self._prepared.ema.view.create_state()
         counter = StepCounter(self._prepared)
         with counter.recording(self._batches, buckets):
@@ -204,7 +209,7 @@ class Steps:
 
 @contextmanager
 def gradients_of_step(model: nn.Module) -> Generator[list[Tensor]]:
-    """Collect the gradients when the optimizer steps. Under DDP they are views of buckets, which it keeps."""
+    """Collect the gradients when the optimizer steps. Under DDP they are views of its buckets."""
     gradients: list[Tensor] = []
 
     def collect(*_: Any) -> None:
@@ -237,7 +242,7 @@ class StepCounter:
 
     @contextmanager
     def recording(self, batches: StepBatches, buckets: Sequence[Tensor]) -> Generator[None]:
-        """Count the body: the recipe's lines of one step. ``buckets`` are DDP's, which it keeps between steps."""
+        """Count the body: the recipe's lines of one step. ``buckets`` are DDP's, kept between steps."""
         model = self._prepared.model
         optimizer = getattr(self._prepared.optimizer, "optimizer", self._prepared.optimizer)
         state = [value for values in optimizer.state.values() for value in values.values()]

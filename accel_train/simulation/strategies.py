@@ -1,7 +1,7 @@
-"""The two parts of torch's strategies that fake tensors need in another form. All the rest is torch's own.
+"""Two parts of torch's strategies in another form for fake tensors. All the rest is torch's own.
 
-DDP's ``Reducer`` is C++ that reads memory, which fake tensors do not have. ``BucketReducer`` does with the gradients
-what it does: buckets of the same sizes, gradients as views of them, rebuilt after the first backward in the order in
+DDP's ``Reducer`` is C++ and reads memory, which fake tensors do not have. ``BucketReducer`` treats the gradients
+as it does: buckets of the same sizes, gradients as views of them, rebuilt after the first backward in the order in
 which gradients arrive, one all-reduce for each as soon as it is full. ``tests/simulation`` compares both parts with
 real processes.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 class BucketReducer:
-    """Stands in for ``torch.distributed.Reducer``, with the methods that ``DistributedDataParallel`` calls."""
+    """Stands in for ``torch.distributed.Reducer``, with the methods called by ``DistributedDataParallel``."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class BucketReducer:
 
     def _hook(self, index: int) -> Any:
         def arrived(parameter: Tensor) -> None:
+            # Under `no_sync` DDP prepares no backward, and gradients only accumulate.
             if self._expects:
                 self._ready(index, parameter)
 
@@ -71,13 +72,14 @@ class BucketReducer:
 
     @torch.no_grad()
     def _ready(self, index: int, parameter: Tensor) -> None:
-        """Copy a gradient into its bucket, divided by the number of processes, and reduce buckets that are full."""
+        """Copy a gradient into its bucket, divided by the number of processes, and reduce full buckets."""
         if not self._rebuilt:
             self._arrived.append(index)
         view = self._views[index]
         gradient = parameter.grad
         assert gradient is not None
         torch.mul(gradient, 1.0 / self._group.size(), out=view)
+        # As DDP does: the gradient's own memory is released at once.
         if self._as_views:
             parameter.grad = view
         number = self._bucket_of[index]
@@ -117,7 +119,7 @@ class BucketReducer:
         """Do nothing: there is no logger."""
 
     def _set_static_graph(self) -> None:
-        """Do nothing: the same graph in every step is what a simulation sees."""
+        """Do nothing: a simulation sees the same graph in every step."""
 
 
 class NoLogger:
@@ -137,10 +139,10 @@ class NoLogger:
 
 
 class Chunks:
-    """FSDP2's division of a parameter over ``count`` processes: only the parts that are asked for.
+    """FSDP2's division of a parameter over ``count`` processes: only the parts asked for.
 
-    torch makes a list of all of them to take one. With fake tensors and 1,024 processes that was four fifths of a
-    simulation's time.
+    torch makes a list of all of them to take one. With fake tensors and 1,024 processes this took four fifths
+    of a simulation's time.
     """
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
@@ -165,6 +167,7 @@ def without_memory() -> Generator[None]:
     with (
         mock.patch.object(dist, "Reducer", BucketReducer),
         mock.patch.object(dist, "Logger", NoLogger),
+        # It compares shapes with the other processes, and there are none.
         mock.patch.object(dist, "_verify_params_across_processes", return_value=None),
         # Weights without values need not be made equal.
         mock.patch.object(dist, "_broadcast_coalesced", return_value=None),

@@ -1,6 +1,6 @@
 """The process that simulates: ``python -m accel_train.simulation.worker FOLDER``, in the environment of a launch.
 
-It reads ``request.json`` in the folder and writes ``report.json``: what was counted, or why it could not be.
+It reads ``request.json`` in the folder and writes ``report.json``: the counts, or the reason of a refusal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POINTS = 400
 
 
 def main(argv: Sequence[str]) -> int:
-    """Simulate what the request asks for, as rank 0. Returns 0, or 2 if it cannot be simulated."""
+    """Simulate the request, as rank 0. Returns 0, or 2 if it cannot be simulated."""
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
     report: dict[str, Any]
@@ -56,12 +56,13 @@ def simulate_recipe(
     """Run the recipe's ``main`` on fake tensors until a step is counted, as rank 0 of ``WORLD_SIZE``.
 
     ``step`` None is the middle of the run. With ``micro_batches`` the global batch follows the number of processes.
-    Returns what was counted, and notes on what differs from a real start.
+    Returns the counts, and notes on differences from a real start.
     """
     module = import_recipe(find_recipe(recipe))
     loaded = config_of(module.main, arguments)
     if loaded is None:
         raise UsageError(f"recipe {recipe!r}: its main ended without a config; a recipe first reads it (load_config)")
+    # Before `main` builds the model.
     refuse_config(loaded.config)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
@@ -107,13 +108,15 @@ def _samples_repeated(repeated: bool) -> Generator[None]:
     if not repeated:
         yield
         return
+    # The check of the sampler that refuses it.
     with mock.patch.object(StepSampler, "__post_init__", return_value=None):
         yield
 
 
 def _reads_values(error: BaseException, recipe: str) -> str:
-    """Name the line that reads a value, which a fake tensor does not have."""
+    """Name the line that reads a value. Fake tensors have none."""
     frames = traceback.extract_tb(error.__traceback__)
+    # The line of the recipe or its model: those of torch and of this package's modes help nobody.
     own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename]
     own = [frame for frame in own if f"{os.sep}simulation{os.sep}" not in frame.filename]
     where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "torch"

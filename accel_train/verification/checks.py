@@ -1,4 +1,4 @@
-"""The checks: what each takes from the runs, and its finding."""
+"""The checks: the runs each needs, and its finding."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from accel_train.verification.plan import REFERENCE, Sizes
 from accel_train.wording import shortened
 
 Verdict = Literal["ok", "FAILED", "not checked"]
+# As for logged norms. Correct recipes show about 3e-6 (docs/verify.md).
 NORM_TOLERANCE = 1e-4
-"""Relative difference of a clipped norm that rounding explains."""
+"""Largest relative difference of a clipped norm that rounding explains."""
+# A whole reduction too many adds 1, far above this.
 SHARE_TOLERANCE = 0.01
 """Difference of the values reduced in a step, as a multiple of the number of parameters."""
 NAMES_SHOWN = 6
@@ -29,26 +31,26 @@ class Finding:
     """Largest difference, with its quantity."""
     tolerance: str = ""
     reason: str = ""
-    """What is wrong, or why it was not checked. Empty for ``ok``, unless there is something to add."""
+    """Reason for the verdict. Empty for ``ok``, unless there is something to add."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the checks look at."""
+    """Input of the checks."""
 
     outcomes: Mapping[str, Outcome]
     absent: Mapping[str, str]
-    """Run that was not made -> the reason."""
+    """Skipped run -> the reason."""
     sizes: Sizes
     options: Mapping[str, Any]
     """Options of the recipe, as resolved with the user's flags."""
     max_grad_norm: float
-    """Of the runs."""
+    """Value in the runs, possibly lower than the config's."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check by its name, the runs it needs beside the reference, and what its failure means."""
+    """A check by its name, the runs it needs beside the reference, and the meaning of its failure."""
 
     name: str
     title: str
@@ -58,11 +60,12 @@ class Check:
 
 
 def missing(evidence: Evidence, names: Sequence[str]) -> Finding | None:
-    """Return the finding for runs that were not made or did not end well, or None if all are there."""
+    """Return the finding for skipped or failed runs, or None if all are there."""
     for name in (REFERENCE, *names):
         if name in evidence.absent:
             return Finding("not checked", reason=evidence.absent[name])
         outcome = evidence.outcomes[name]
+        # A refusal, such as options that exclude a strategy, says nothing about the gradient.
         if outcome.code == 2:
             return Finding("not checked", reason=f"refused: {outcome.message}")
         if outcome.failed:
@@ -72,7 +75,8 @@ def missing(evidence: Evidence, names: Sequence[str]) -> Finding | None:
 
 
 def _decided(differences: Sequence[Difference]) -> Finding:
-    """Return the finding of a comparison: the difference that is largest beside its tolerance."""
+    """Return the finding of a comparison: the difference largest beside its tolerance."""
+    # A NaN exceeds every tolerance but has no order, so `exceeds` is compared first.
     worst = max(differences, key=lambda d: (d.exceeds, d.value / (d.tolerance or 1.0)))
     exceeding = [str(d) for d in differences if d.exceeds]
     tolerance = f"{worst.tolerance:.0e}" if worst.tolerance else "0 (every bit)"
@@ -103,11 +107,13 @@ def _has_the_bits(name: str) -> Callable[[Evidence], Finding]:
 def _resume(evidence: Evidence) -> Finding:
     sizes = evidence.sizes
     reference = evidence.outcomes[REFERENCE]
+    # The resumed run has no log lines of the steps before its checkpoint.
     return _decided(bit_for_bit(reference, evidence.outcomes["resumed"], sizes.steps, after=sizes.middle))
 
 
 def _evaluation(evidence: Evidence) -> Finding:
     evaluated = evidence.outcomes["evaluated"]
+    # Without one, equal bits would prove nothing.
     if not evaluated.facts.evaluations:
         return Finding("not checked", reason="the recipe made no evaluation after the last step (training.evaluate)")
     return _has_the_bits("evaluated")(evidence)
@@ -124,6 +130,7 @@ def _learning_rate(evidence: Evidence) -> Finding:
         if not outcome.failed and len(found) <= len(expected):
             apart = [abs(a - b) / scale for a, b in zip(wanted, found, strict=True)]
             step = 1 + apart.index(max(apart)) + len(expected) - len(found)
+            # Rates are float64 on the host, so only another count of steps exceeds this.
             differences.append(Difference("rate", max(apart), 1e-12, f"step {step}, {name}"))
     return _decided(differences)
 
@@ -137,9 +144,11 @@ def _clip(evidence: Evidence) -> Finding:
         if outcome.failed or not reached:
             continue
         lines = [outcome.losses[step]["grad_norm"] for step in sorted(outcome.losses)]
+        # log_every is 1 in these runs, so each step has its line.
         if len(lines) != len(reached):
             said = f"{name}: the optimizer made {len(reached)} steps in {len(lines)} steps of training"
             return Finding("FAILED", reason=said)
+        # Log lines have the norm before the clip.
         wanted = [min(norm, limit) if limit > 0 else norm for norm in lines]
         apart = [abs(a - b) / a if a else b for a, b in zip(wanted, reached, strict=True)]
         worst = apart.index(max(apart))
@@ -160,6 +169,7 @@ def _reductions(evidence: Evidence) -> Finding:
     if not any(facts.reduced):
         return Finding("not checked", reason="DDP takes one communication hook, and the recipe has its own")
     expected = 1
+    # This option reduces after each micro-batch by design.
     if evidence.options["sync"] == "every":
         sizes = evidence.sizes
         expected = accumulation_steps(sizes.batch, 2, sizes.on_layouts)

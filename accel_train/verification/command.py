@@ -9,7 +9,7 @@ HELP = "short runs of a recipe on the CPU, compared: does its gradient depend on
 
 
 def add_options(verify: argparse.ArgumentParser) -> None:
-    """Add the options that stand before the recipe."""
+    """Add the options before the recipe."""
     text = "make this check only; NAME,NAME for several"
     verify.add_argument("--only", action="append", default=[], metavar="NAME", help=text)
     verify.add_argument("--steps", type=int, default=6, help="optimizer steps of each run; default: 6")
@@ -20,7 +20,7 @@ def add_options(verify: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Any) -> int:
-    """Call ``verify`` with what the parser has read."""
+    """Call ``verify`` with the parsed arguments."""
     from accel_train.verification.verify import Request, verify
 
     request = Request(

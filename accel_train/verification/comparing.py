@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accel_train.store.weights import TensorInfo
 
 TOLERANCES: Mapping[str, float] = {"loss": 1e-5, "grad_norm": 1e-4, "weights": 1e-4, "state": 1e-3}
-"""Largest relative differences that the order of floating-point sums explains, in fp32 over a few steps.
+"""Largest relative differences explained by the order of floating-point sums, in fp32 over a few steps.
 
 Losses and gradient norms of a step are relative to their largest in the run, tensors to the norm of their collection.
 State of the optimizer is wider: a second moment has twice the error of the gradient.
@@ -31,7 +31,7 @@ class Difference:
     value: float
     tolerance: float
     place: str = ""
-    """Where it is largest, such as ``step 3``."""
+    """Place of the largest difference, such as ``step 3``."""
 
     @property
     def exceeds(self) -> bool:
@@ -47,7 +47,7 @@ class Difference:
 
 
 def within_rounding(reference: Outcome, other: Outcome, step: int) -> list[Difference]:
-    """Return the difference of each quantity, for runs that may differ in the order of sums, at the end of ``step``."""
+    """Return the difference of each quantity, for runs with another order of sums, at the end of ``step``."""
     return [*_lines(reference, other, 0), *_tensors(reference, other, step)]
 
 
@@ -69,6 +69,7 @@ def _lines(reference: Outcome, other: Outcome, after: int) -> Iterator[Differenc
     names = dict.fromkeys(name for step in steps for name in reference.losses[step])
     for name in names:
         pairs = {step: _pair(reference, other, step, name) for step in steps}
+        # The largest of the run: beside a loss near 0, rounding would look large. A term that stays 0 has no scale.
         scale = max((abs(a) for a, _ in pairs.values() if not math.isnan(a)), default=0.0) or 1.0
         distances = {step: _distance(a, b) / scale for step, (a, b) in pairs.items()}
         worst = max(distances, key=lambda step: distances[step])
@@ -90,6 +91,7 @@ def _distance(a: float, b: float) -> float:
 def _tensors(reference: Outcome, other: Outcome, step: int) -> Iterator[Difference]:
     for name, compared in _compared(reference, other, step).items():
         value = compared.relative
+        # Tensors without a counterpart are not part of the relative norm.
         if compared.only_in_a or compared.only_in_b or compared.shapes:
             value = math.inf
         elif math.isnan(value):  # all values of the reference are 0

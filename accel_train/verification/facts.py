@@ -1,4 +1,4 @@
-"""A run of a verification as data: what is asked of it, and what it leaves behind."""
+"""A run of a verification as data: its request and its result."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LINES_SHOWN = 12
-"""Lines of the output of a failed run that are shown."""
+"""Lines shown of the output of a failed run."""
 REFUSAL = "error (wrong usage, exit code 2): "
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How a run differs from the reference, beside its options and its number of processes."""
+    """Differences of a run from the reference, beside its options and its number of processes."""
 
     evaluates: bool = False
     """Call the recipe's evaluation. Otherwise it is skipped, with no metrics as after a stop."""
     continues_to: int | None = None
-    """Go on to this step after ``max_steps``, so that the evaluation at the end comes in the middle."""
+    """Go on to this step after ``max_steps``, so the evaluation at the end comes in the middle."""
     reverses_samples: bool = False
     """Reverse the samples of every micro-batch."""
     disturbs_generators: bool = False
@@ -27,7 +27,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Spec:
-    """One run: its name, its flags beside those of every run, and what it deviates in."""
+    """One run: its name, its flags beside those of every run, and its deviation."""
 
     name: str
     flags: Mapping[str, str]
@@ -42,10 +42,10 @@ class Spec:
 
 @dataclass
 class Facts:
-    """What one run was seen to do. Written as JSON by process 0."""
+    """Observations of one run. Written as JSON by process 0."""
 
     learning_rates: list[list[float]] = field(default_factory=list[list[float]])
-    """Of each step, of each group of the optimizer."""
+    """By step, then by group of the optimizer."""
     clipped_norms: list[float] = field(default_factory=list[float])
     """Norm of the gradient that reached the optimizer, by step. Empty under DeepSpeed, whose engine steps itself."""
     largest_gradients: dict[str, float] = field(default_factory=dict[str, float])
@@ -53,9 +53,9 @@ class Facts:
     groups_of: dict[str, int] = field(default_factory=dict[str, int])
     """In how many groups of the optimizer each trained parameter is."""
     always_frozen: list[str] = field(default_factory=list[str])
-    """Parameters that the recipe has frozen in every step (``optimizers.set_frozen``), as a later stage does."""
+    """Parameters frozen by the recipe in every step (``optimizers.set_frozen``), as those of a later stage are."""
     moved: int = 0
-    """Parameters that the first step with a learning rate above 0 has changed."""
+    """Parameters changed by the first step with a learning rate above 0."""
     first_moving_step: int | None = None
     """The first step with a learning rate above 0, counted from 0."""
     reduced: list[float] = field(default_factory=list[float])
@@ -65,7 +65,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left behind."""
+    """Result of a run."""
 
     directory: Path
     code: int
@@ -83,6 +83,7 @@ class Outcome:
     def message(self) -> str:
         """The last lines of the output, or the sentence of a refusal."""
         lines = [line for line in self.output.splitlines() if line.strip()]
+        # Not only the last line: a launcher may add some of its own.
         refusals = [line.partition(REFUSAL)[2] for line in lines if REFUSAL in line]
         if self.code == 2 and refusals:
             return refusals[-1]

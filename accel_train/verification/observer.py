@@ -1,4 +1,4 @@
-"""What a short run of a recipe is made to do, and what is measured inside of its process.
+"""Steer a short run of a recipe, and measure it inside of its process.
 
 It is entered through ``loop.observed``, once the model is prepared. It puts hooks on the optimizer and replaces the
 iterator of steps. The recipe's own lines run unchanged.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from accel_train.opened import Prepared
 
 OTHER_STATE = 20_231
-"""Seed of the global generators in the run that must not depend on them. Any number that no recipe seeds with."""
+"""Seed of the global generators in the run that must not depend on them. Any number unlikely as a recipe's seed."""
 
 
 @contextmanager
@@ -38,6 +38,7 @@ def observing(
     """Observe a training loop, and write its facts to ``path`` when it ends without an error."""
     facts = Facts()
     _choose_evaluations(training, deviation, facts)
+    # By identity, since groups hold parameters without names.
     names = {id(p): name for name, p in _trained(prepared.model).items()}
     for group in prepared.optimizer.param_groups:
         for parameter in group["params"]:
@@ -47,6 +48,7 @@ def observing(
     facts.groups_of = {name: facts.groups_of.get(name, 0) for name in names.values()}
     reductions = _count_reductions(prepared.model)
     _hook_optimizer(prepared, names, facts)
+    # After the model is built, so its initial weights stay those of the reference.
     if deviation.disturbs_generators:
         torch.manual_seed(OTHER_STATE)
         np.random.seed(OTHER_STATE)
@@ -54,11 +56,13 @@ def observing(
     steps = _steps(training.steps, training, deviation, dataset)
     training.steps = _watched(steps, prepared, facts, reductions)
     yield
+    # Not after an error: facts of half a run would mislead.
     if training.opened.accelerator.is_main_process:
         write_json(path, vars(facts))
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    # Names of the model itself, the same under each wrapper.
     inner: Any = getattr(model, "module", model)
     return {name: p for name, p in inner.named_parameters() if p.requires_grad}
 
@@ -96,6 +100,7 @@ def _steps(
         device=accelerator.device,
         config=opened.config.loader,
     )
+    # Closing it also ends the workers of the loader.
     with closing(more):
         yield from _arranged(more, deviation)
 
@@ -117,7 +122,7 @@ def _reversed(batch: Batch) -> Batch:
 def _watched(
     steps: Iterator[StepBatches], prepared: Prepared, facts: Facts, reductions: list[float]
 ) -> Iterator[StepBatches]:
-    """Yield the steps, and read after each what its lines have set."""
+    """Yield the steps, and read rates and frozen groups after each."""
     names = {id(p): name for name, p in _trained(prepared.model).items()}
     frozen = set(names.values())
     for batches in steps:
@@ -144,6 +149,7 @@ def _count_reductions(model: nn.Module) -> list[float]:
         return shares
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+    # Frozen parameters are in no bucket.
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
 
     def counted(bucket: Any) -> Any:
@@ -168,17 +174,21 @@ def _hook_optimizer(prepared: Prepared, names: dict[int, str], facts: Facts) -> 
 
     def in_front(optimizer: torch.optim.Optimizer, *_: object) -> None:
         gradients = {name: _whole(p.grad) for name, p in parameters.items() if p.grad is not None}
+        # Counted all the same, because norms are paired with log lines by their number.
         if not gradients:
             facts.clipped_norms.append(0.0)
             return
+        # In float64, so this sum adds no rounding to the comparison.
         norm = torch.linalg.vector_norm(torch.stack([g.double().norm() for g in gradients.values()]))
         facts.clipped_norms.append(float(norm))
         for name, gradient in gradients.items():
+            # `max` raises for a tensor without elements.
             largest = float(gradient.abs().max()) if gradient.numel() else 0.0
             facts.largest_gradients[name] = max(facts.largest_gradients.get(name, 0.0), largest)
         moves = any(group["lr"] > 0 for group in optimizer.param_groups)
         if moves and facts.first_moving_step is None:
             facts.first_moving_step = len(facts.clipped_norms) - 1
+            # For one step only: the copy needs the memory of a second model.
             before.update({name: _whole(p).clone() for name, p in parameters.items()})
 
     def behind(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The runs of a verification: how the user's config is shrunk, and what each run does differently."""
+"""The runs of a verification: the user's config, shrunk, and the deviation of each run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.verification.facts import Deviation, Outcome, Spec
 
 LARGEST_BATCH = 15
-"""Samples of a step. Odd, so that two processes have unequal shares: one repeats a sample with weight 0."""
+"""Samples of a step. Odd, for unequal shares of two processes: one repeats a sample with weight 0."""
 SET_HERE = (
     *("output_dir", "max_steps", "max_epochs", "micro_batch_size", "resume", "overwrite", "evaluate_only", "init_from"),
     *("checkpoints.save_every", "log.log_every"),
 )
-"""Options that the runs of a verification set themselves."""
+"""Options set by the runs of a verification."""
 WARMUP = 2
-"""Steps of the warm-up: the fewest in which a rate that counts something else than steps is another."""
+"""Steps of the warm-up: the fewest that expose a rate counting anything but steps."""
 REFERENCE = "reference"
 
 
@@ -33,7 +33,7 @@ class Sizes:
     even: int | None
     """Micro-batch size that divides the batch. None: no smaller one does."""
     ragged: int | None
-    """Micro-batch size with which micro-batches differ in size. None: with every size they are equal."""
+    """Micro-batch size for micro-batches of unequal size. None: with every size they are equal."""
 
     @property
     def on_layouts(self) -> int:
@@ -50,7 +50,7 @@ def refuse_options_set_here(arguments: Sequence[str]) -> None:
 
 
 def given_flags(arguments: Sequence[str]) -> list[str]:
-    """List the names of the options that the command line sets."""
+    """List the names of the options on the command line."""
     flags = [word.removeprefix("--") for word in arguments if word.startswith("--")]
     return [flag.partition("=")[0] for flag in flags]
 
@@ -61,8 +61,10 @@ def choose_sizes(options: Mapping[str, Any], arguments: Sequence[str], steps: in
     if "global_batch_size" not in given_flags(arguments):
         batch = min(batch, LARGEST_BATCH)
         batch -= 1 - batch % 2
+        # Two unequal micro-batches need three samples.
         batch = max(batch, 3)
     divisors = [size for size in range(1, batch) if batch % size == 0]
+    # Samples are divided evenly over the micro-batches, so only an indivisible batch makes them unequal.
     uneven = [size for size in range(2, batch) if batch % _pieces(batch, size)]
     # About four micro-batches: few enough to be quick, and a mean of means is far off.
     ragged = min(uneven, key=lambda size: abs(_pieces(batch, size) - 4), default=None)
@@ -74,18 +76,21 @@ def _pieces(batch: int, size: int) -> int:
 
 
 def common_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Sizes) -> dict[str, str]:
-    """Return the flags of every run. ``--smoke`` comes before them and sets what takes long in the recipe's own."""
+    """Return the flags of every run. ``--smoke`` comes before them and shortens the rest of the recipe."""
     flags = {
         "max_steps": str(sizes.steps),
         "max_epochs": "None",
         "global_batch_size": str(sizes.batch),
         "micro_batch_size": str(sizes.batch),
+        # The tolerances hold for it.
         "precision": "fp32",
         "log.log_every": "1",
         "log.progress_bar": "off",
         "checkpoints.save_every": str(sizes.middle),
+        # More than a run saves: the resume needs the middle one, the comparisons the last.
         "checkpoints.keep_last": "9",
         "checkpoints.keep_best": "0",
+        # Most runs skip the evaluation that has the metric.
         "checkpoints.best_metric": "None",
         **_schedule(options, sizes),
     }
@@ -128,13 +133,14 @@ def all_specs(sizes: Sizes, launch_file: MachineConfig | None) -> dict[str, Spec
     if sizes.ragged is not None:
         specs.append(Spec("ragged", {"micro_batch_size": str(sizes.ragged)}))
     if launch_file is not None:
+        # The file may be for more devices than this machine has cores.
         processes = 1 if launch_file.strategy == "single" else 2
         specs.append(Spec("launch_file", {"micro_batch_size": micro}, file=launch_file.path, processes=processes))
     return {spec.name: spec for spec in specs}
 
 
 def resumed(sizes: Sizes, reference: Outcome) -> Spec:
-    """Return the run that goes on from the reference's checkpoint in the middle."""
+    """Return the run from the reference's checkpoint in the middle."""
     return Spec("resumed", {"resume": str(reference.checkpoint(sizes.middle))})
 
 

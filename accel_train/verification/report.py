@@ -14,7 +14,7 @@ Results = Sequence["tuple[Check, Finding]"]
 
 
 def text(results: Results) -> list[str]:
-    """Return the table, what failed, what was not checked, and a last line."""
+    """Return the table, the failures, the checks not made, and a last line."""
     rows = [("check", "what", "largest difference", "tolerance", "verdict")]
     for check, found in results:
         rows.append((check.name, check.title, found.largest, found.tolerance, found.verdict))

@@ -1,4 +1,4 @@
-"""Short runs of a recipe on the processors of this machine, and what they leave behind."""
+"""Short runs of a recipe on the processors of this machine, and their results."""
 
 from __future__ import annotations
 
@@ -73,13 +73,16 @@ class Runner:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of every run: no accelerator, a fixed number of threads, no launcher's variables."""
+        # This command may itself run under a launcher, whose variables would make each run one of its processes.
         launchers = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+        # The number of threads decides the order of sums, so bits are compared under equal ones.
         fixed = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(self._threads)}
         return kept | fixed
 
     def execute(self, words: Sequence[str], log: Path) -> int:
         """Run a command with its output in ``log`` and return its exit code."""
+        # Started under the lock: `stop` on another thread misses no child.
         with log.open("wb") as output, self._lock:
             if self._stopped:
                 return 1

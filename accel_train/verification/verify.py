@@ -32,7 +32,7 @@ PARALLEL = 2
 FEWEST_STEPS = 4
 READ_HERE = ("global_batch_size", "micro_batch_size", "optimizer.max_grad_norm", "schedule.kind", "sync", "precision")
 LAYOUTS = ("accumulated", "ragged", "two_processes", "fsdp2", "zero2", "launch_file", "reversed")
-"""Runs compared within rounding, for which the tolerances are those of fp32."""
+"""Runs compared within rounding, by the tolerances of fp32."""
 _CLIPPED = frozenset(LAYOUTS) - {"reversed"}
 """Runs that show another clip, if the clip acts."""
 
@@ -68,7 +68,7 @@ def verify(request: Request) -> int:
 
 
 def _chosen(request: Request) -> list[Check]:
-    """Return the checks to make. Raises ``UsageError`` for an unknown name and for options that the runs set."""
+    """Return the checks to make. Raises ``UsageError`` for an unknown name and for options in ``plan.SET_HERE``."""
     if request.steps < FEWEST_STEPS:
         raise UsageError(f"--steps {request.steps}: at least {FEWEST_STEPS} are required, two on each side of the save")
     plan.refuse_options_set_here(request.arguments)
@@ -99,6 +99,7 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
     words = [word for name, value in flags.items() for word in (f"--{name}", *value.split())]
     with _folder(request) as folder:
         cores, _ = usable_cores()
+        # `--smoke` sets only options without a flag, so these sizes win over its own.
         runner = Runner(recipe, [*request.arguments, "--smoke", *words], Path(folder), max(1, cores // PARALLEL))
         made = _Runs(runner, sizes, request, options, machine)
         try:
@@ -117,6 +118,7 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
 
 def _folder(request: Request) -> AbstractContextManager[str]:
     if request.output is None:
+        # A run that is being killed may still create files while they are deleted.
         return tempfile.TemporaryDirectory(prefix="accel-train-verify-", ignore_cleanup_errors=True)
     path = expand_path(request.output)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -189,6 +191,7 @@ class _Runs:
                     started["resumed"] = self._start(pool, spec, clipped)
                 outcomes |= {name: run.result() for name, run in started.items()}
             except BaseException:
+                # The runs first, because the threads of the pool wait for them.
                 self._runner.stop()
                 pool.shutdown(cancel_futures=True)
                 raise
