@@ -1,4 +1,4 @@
-"""Facts that the rules of the linter read: options, layout of the processes, host and environment."""
+"""Facts for the rules of the linter: options, layout of the processes, host and environment."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ class Layout:
     @property
     def local_processes(self) -> int:
         """Processes on each machine."""
+        # At least 1, because callers divide by it.
         return max(1, self.processes // self.machines)
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Where the run directory lies."""
+    """The place of the run directory."""
 
     filesystem: str = ""
     """Type as in /proc/mounts. Empty if unknown."""
@@ -68,7 +69,7 @@ class Host:
     """Usable by this process: affinity and quota."""
     all_cores: int = 1
     memory_bytes: int | None = None
-    """Of the host, or the limit of its cgroup."""
+    """Memory of the host, or the limit of its cgroup."""
     shared_memory_bytes: int | None = None
     open_files: float | None = None
     core_file_bytes: float = 0
@@ -87,7 +88,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that a rule may read, collected once."""
+    """Everything a rule may read, collected once."""
 
     options: Mapping[str, Any]
     """Values of the config by dotted name."""
@@ -95,19 +96,20 @@ class Facts:
     host: Host = field(default_factory=Host)
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Where each option was set: default, a preset or file, or the command line."""
+    """The place where each option was set: default, a preset or file, or the command line."""
     dataset_size: int | None = None
     """Samples of an epoch, once the data are open."""
     parameters: int | None = None
     """Trained parameters, once the model is counted."""
 
     def option(self, name: str, default: Any = None) -> Any:
-        """Return an option's value. The default stands for an option that this recipe does not have."""
+        """Return an option's value. The default stands for an option missing from this recipe."""
         return self.options.get(name, default)
 
     def number(self, name: str) -> float:
-        """Return an option that is a number, 0 for None, "auto" or an option that the recipe does not have."""
+        """Return a numeric option, 0 for None, "auto" or an option missing from the recipe."""
         value = self.options.get(name)
+        # "auto" counts as 0, so that rules compare numbers without asking for types.
         if isinstance(value, (int, float)):
             return value
         return 0
@@ -127,7 +129,8 @@ class Facts:
 
     @property
     def steps(self) -> int | None:
-        """Length of the run, None if it depends on data that are not open."""
+        """Length of the run, None if it depends on data not open yet."""
+        # max_steps needs no data, so such a run is judged from the start on.
         steps = self.option("max_steps")
         if steps is not None:
             return int(steps)
@@ -138,6 +141,7 @@ class Facts:
     @property
     def is_smoke(self) -> bool:
         """Tell if the run was started with --smoke."""
+        # --smoke is a set of values, not an option of the config: only the origins show it.
         return "--smoke" in self.origins.values()
 
     @property
@@ -148,6 +152,7 @@ class Facts:
     @property
     def accumulation(self) -> int:
         """Micro-batches per process and optimizer step."""
+        # Rounded up: the process with the largest share sets the number of micro-batches for all.
         share = math.ceil(self.number("global_batch_size") / self.layout.processes)
         return math.ceil(share / max(1, self.number("micro_batch_size")))
 
@@ -162,6 +167,7 @@ class Facts:
         asked = self.option("loader.num_workers", 0)
         if asked != "auto":
             return int(asked)
+        # On a CPU the training process needs the cores itself.
         if not self.on_gpu:
             return 0
         # It imports torch, which explaining a rule does not need.
@@ -176,6 +182,7 @@ class Facts:
             return None
         from accel_train.speed.fitting import OPTIMIZER_BYTES
 
+        # 4 bytes each for weight and gradient in fp32; the EMA below is fp32 too.
         each = 8 + OPTIMIZER_BYTES.get(str(self.option("optimizer.name")), 0)
         if self.number("ema.decay") > 0:
             each += 4

@@ -1,4 +1,4 @@
-"""A rule of the linter, and what it finds."""
+"""A rule of the linter, and its finding."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Stage = Literal["start", "data", "model"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule has found."""
+    """The finding of a rule."""
 
     option: str
     """Dotted option, environment variable, key of the launch file, or property of the host."""
     value: object
     reason: str
-    """What follows from it, with the numbers."""
+    """The consequence, with the numbers."""
     remedy: str
     change: tuple[str, object] | None = None
     """Dotted option and new value, if the remedy is another value in the recipe's YAML."""

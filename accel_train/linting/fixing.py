@@ -28,6 +28,7 @@ def with_values(path: Path, text: str, changes: Mapping[str, object]) -> str:
     """
     for option, value in changes.items():
         try:
+            # Read again after each edit: an edit that changes anything else is refused, and the person writes the line.
             edited = _with_value(text, option.split("."), value)
             expected = flatten(parse_yaml(path, text).values) | {option: value}
             if flatten(parse_yaml(path, edited).values) != expected:
@@ -80,6 +81,7 @@ def _entry(parts: Sequence[str], value: object) -> str:
 def _written(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_written(item) for item in value)}]"
+    # Through a mapping, because the writer of the config quotes values, and writes whole mappings only.
     return tree_text({"k": value}).removeprefix("k:").strip()
 
 
@@ -89,9 +91,11 @@ def _with_entry(text: str, node: yaml.MappingNode, entry: str) -> str:
         start = node.start_mark.index + 1
         separator = ", " if node.value else ""
         return text[:start] + entry + separator + text[start:]
+    # A file from Windows keeps its line ends.
     newline = "\r\n" if "\r\n" in text else "\n"
     first_key, _ = node.value[0]
     indent = " " * first_key.start_mark.column
+    # The end of that line, so that a comment behind the last value stays with it.
     end = text.find(newline, _end_of(node))
     if end == -1:
         end = len(text)
@@ -99,7 +103,7 @@ def _with_entry(text: str, node: yaml.MappingNode, entry: str) -> str:
 
 
 def _end_of(node: yaml.Node) -> int:
-    """Return the offset behind the last value of a node. Marks of a block lie behind the comments that follow it."""
+    """Return the offset behind the last value of a node. Marks of a block lie behind the comments below it."""
     while isinstance(node, yaml.CollectionNode) and not node.flow_style:
         last = node.value[-1]
         node = last[1] if isinstance(last, tuple) else last
@@ -116,11 +120,14 @@ def fix_file(path: Path, changes: Mapping[str, object]) -> str:
     copy = path.with_name(f"{path.name}.orig")
     if copy.exists():
         raise UsageError(f"--fix: {copy} exists, the copy of an earlier fix; move or delete it first")
+    # Bytes, because reading as text would change the ends of lines.
     before = path.read_bytes()
     text = before.decode("utf-8")
     mark = BYTE_ORDER_MARK if text.startswith(BYTE_ORDER_MARK) else ""
     after = mark + with_values(path, text.removeprefix(mark), changes)
+    # The copy first: a crash between the two leaves the former content twice, never not at all.
     replace_file(copy, before)
+    # A replaced file is a new one, with default permissions.
     shutil.copymode(path, copy)
     replace_file(path, after.encode())
     shutil.copymode(copy, path)

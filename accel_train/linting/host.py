@@ -24,6 +24,7 @@ CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
 INTERFACES = Path("/sys/class/net")
 INFINIBAND = Path("/sys/class/infiniband")
 MOUNTS = Path("/proc/mounts")
+# More cores than any rule could miss.
 UNLIMITED = 10**6
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -51,7 +52,8 @@ def facts_of(
 
 
 def layout_of_file(machine: MachineConfig, *, has_devices: bool) -> Layout:
-    """Return the layout that a launch file asks for."""
+    """Return the layout asked for by a launch file."""
+    # Any other type names accelerators, wherever it is checked. These two take one only if it is there.
     needs_devices = machine.distributed_type not in ("NO", "MULTI_CPU")
     on_cpu = machine.use_cpu or not (needs_devices or has_devices)
     return _layout(
@@ -80,6 +82,7 @@ def facts_of_start(
     if not threads.asked(environment, launcher_flags(command_lines)):
         environment.pop(THREADS_VARIABLE, None)
     processes = int(accelerator.num_processes)
+    # Set by torchrun. Without it the processes are those of one machine.
     local = int(environment.get("LOCAL_WORLD_SIZE", processes))
     layout = _layout(
         requested.machine,
@@ -93,7 +96,7 @@ def facts_of_start(
 
 
 def unknown_host() -> Host:
-    """Return a host of which nothing is known, in which no rule finds anything."""
+    """Return an unknown host, without a finding by any rule."""
     return Host(cores=UNLIMITED, all_cores=UNLIMITED)
 
 
@@ -127,10 +130,12 @@ def _layout(machine: MachineConfig | None, *, strategy: str, processes: int, mac
 def read_host(output_dir: str, environment: Mapping[str, str]) -> Host:
     """Read the facts of this host."""
     cores, _ = usable_cores()
+    # The soft limits: those stop a process.
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Host(
         cores=cores,
+        # Beside the usable ones: a difference shows that this process is bound or limited.
         all_cores=os.cpu_count() or cores,
         memory_bytes=_memory_bytes(),
         shared_memory_bytes=_size_of(SHARED_MEMORY),
@@ -142,13 +147,14 @@ def read_host(output_dir: str, environment: Mapping[str, str]) -> Host:
         devices=visible_devices(),
         output=_disk(expand_path(output_dir), environment),
         compile_cache_filesystem=_cache_filesystem(environment),
+        # The first method is the default. Asking for the method in use would fix it for the process.
         forks=multiprocessing.get_all_start_methods()[0] == "fork",
         seconds_left=_seconds_left(environment),
     )
 
 
 def visible_devices() -> tuple[Device, ...]:
-    """Return the CUDA devices that this process sees. Imports torch, as every recipe has done before."""
+    """Return the CUDA devices visible to this process. Imports torch, as every recipe has done before."""
     import torch
 
     found: list[Device] = []
@@ -184,6 +190,7 @@ def _size_of(path: Path) -> int | None:
         status = os.statvfs(path)
     except OSError:
         return None
+    # Its size, not the free part: other processes use it for a moment only.
     return status.f_blocks * status.f_frsize
 
 
@@ -199,6 +206,7 @@ def _disk(path: Path, environment: Mapping[str, str]) -> Disk:
     free = None
     with suppress(OSError):
         status = os.statvfs(existing)
+        # Not f_bfree, which counts blocks reserved for root.
         free = status.f_bavail * status.f_frsize
     temporary = {Path("/tmp"), Path("/var/tmp"), Path(environment.get("TMPDIR") or tempfile.gettempdir())}
     return Disk(
@@ -209,7 +217,7 @@ def _disk(path: Path, environment: Mapping[str, str]) -> Disk:
 
 
 def filesystem_of(path: Path, mounts: Path = MOUNTS) -> str:
-    """Return the type of the filesystem that holds a path, empty if the system does not say."""
+    """Return the type of a path's filesystem, empty if the system does not say."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -238,6 +246,7 @@ def _cache_filesystem(environment: Mapping[str, str]) -> str:
 
 
 def _seconds_left(environment: Mapping[str, str]) -> float | None:
+    # Seconds since 1970, set by newer versions of SLURM only.
     end = environment.get("SLURM_JOB_END_TIME", "")
     if not end.isdigit():
         return None

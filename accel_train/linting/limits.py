@@ -10,7 +10,7 @@ SMALL_SHARED_MEMORY = 64 * MIB
 """Docker's default."""
 TENSORS_OF_A_BATCH = 16
 FILES_OF_A_PROCESS = 256
-"""Descriptors that a training process has open without its workers: libraries, sockets, logs, data."""
+"""Descriptors open in a training process without its workers: libraries, sockets, logs, data."""
 MANY_READ_AHEAD = 64
 FEW_BYTES_FREE = GIB
 BF16_CAPABILITY = (8, 0)
@@ -26,6 +26,7 @@ def small_shared_memory(facts: Facts) -> Finding | None:
     size = facts.host.shared_memory_bytes
     if facts.workers == 0 or size is None or size > SMALL_SHARED_MEMORY:
         return None
+    # One /dev/shm serves all processes of the machine.
     waiting = _read_ahead(facts) * facts.layout.local_processes
     return Finding(
         option="/dev/shm",
@@ -36,7 +37,8 @@ def small_shared_memory(facts: Facts) -> Finding | None:
 
 
 def _read_ahead(facts: Facts) -> int:
-    """Micro-batches that wait for one training process."""
+    """Micro-batches waiting for one training process."""
+    # 2 is torch's default.
     each = facts.option("loader.prefetch_factor") or 2
     return facts.workers * int(each)
 
@@ -47,6 +49,7 @@ def workers_above_cores(facts: Facts) -> Finding | None:
     """
     asked = facts.option("loader.num_workers")
     total = facts.workers * facts.layout.local_processes
+    # auto divides the cores by itself.
     if asked == "auto" or total <= facts.host.cores:
         return None
     return Finding(
@@ -63,6 +66,7 @@ def workers_memory(facts: Facts) -> Finding | None:
     """A reading process takes about 300 MiB of memory before it has read anything."""
     memory = facts.host.memory_bytes
     total = facts.workers * facts.layout.local_processes
+    # Half is left to the training processes, the page cache and snapshots of saves.
     if memory is None or total * WORKER_BYTES <= memory / 2:
         return None
     return Finding(
@@ -92,7 +96,7 @@ def few_cores(facts: Facts) -> Finding | None:
 
 
 def few_open_files(facts: Facts) -> Finding | None:
-    """Every tensor that a worker hands over is an open file of the training process until it is used."""
+    """Every tensor handed over by a worker is an open file of the training process until it is used."""
     limit = facts.host.open_files
     needed = FILES_OF_A_PROCESS + _read_ahead(facts) * TENSORS_OF_A_BATCH
     if limit is None or facts.workers == 0 or limit >= needed:
@@ -107,8 +111,9 @@ def few_open_files(facts: Facts) -> Finding | None:
 
 
 def core_files(facts: Facts) -> Finding | None:
-    """A process that crashes writes its memory into a core file in the working directory, each process its own."""
+    """A crashing process writes its memory into a core file in the working directory, each process its own."""
     limit = facts.host.core_file_bytes
+    # A smaller limit cuts the core file before it can fill a disk.
     if limit < GIB or not facts.on_gpu or facts.is_trial:
         return None
     return Finding(
@@ -122,6 +127,7 @@ def core_files(facts: Facts) -> Finding | None:
 def deep_read_ahead(facts: Facts) -> Finding | None:
     """Read-ahead hides uneven reading times. Beyond some micro-batches it only takes shared memory."""
     waiting = _read_ahead(facts)
+    # Without prefetch_factor the number of workers is the cause, and has its own rules.
     if waiting <= MANY_READ_AHEAD or facts.option("loader.prefetch_factor") is None:
         return None
     return Finding(
@@ -135,7 +141,7 @@ def deep_read_ahead(facts: Facts) -> Finding | None:
 
 
 def pageable_memory(facts: Facts) -> Finding | None:
-    """Copies from memory that is not page-locked do not overlap with computation."""
+    """Copies from pageable memory do not overlap with computation."""
     if not facts.on_gpu or facts.option("loader.pin_memory") is not False:
         return None
     return Finding(
@@ -167,6 +173,7 @@ def fp16_beside_bf16(facts: Facts) -> Finding | None:
     """
     devices = facts.host.devices
     new = [device for device in devices if device.capability >= BF16_CAPABILITY]
+    # One old device among them is reason enough for fp16.
     if facts.option("precision") != "fp16" or not new or len(new) < len(devices):
         return None
     return Finding(
@@ -242,7 +249,7 @@ def output_not_shared(facts: Facts) -> Finding | None:
 
 
 def disk_nearly_full(facts: Facts) -> Finding | None:
-    """A save that finds no space fails, and with `checkpoints.on_error: stop` the run with it."""
+    """A save without space fails, and with `checkpoints.on_error: stop` the run with it."""
     free = facts.host.output.free_bytes
     if free is None or free >= FEW_BYTES_FREE or facts.is_trial:
         return None
@@ -284,6 +291,7 @@ def host_memory_of_offload(facts: Facts) -> Finding | None:
     if not facts.layout.offload or facts.parameters is None or memory is None:
         return None
     asynchronous = bool(facts.option("checkpoints.asynchronous"))
+    # fp32 weight, gradient and two moments of Adam, 4 bytes each; the snapshot doubles them.
     each = 32 if asynchronous else 16
     needed = facts.parameters * each / facts.layout.machines
     if needed <= memory:
@@ -306,6 +314,7 @@ def time_limit(facts: Facts) -> Finding | None:
     if left is None or facts.option("checkpoints.save_every") or facts.option("checkpoints.save_every_epochs"):
         return None
     given = facts.option("checkpoints.save_every_minutes")
+    # 10 is the default where no other interval is given.
     minutes = 10.0 if given is None else float(given)
     if minutes and minutes * 60 < left:
         return None

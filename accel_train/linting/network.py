@@ -16,6 +16,7 @@ def _over_nccl(facts: Facts) -> bool:
 def nccl_debug(facts: Facts) -> Finding | None:
     """NCCL_DEBUG=INFO prints lines for every communicator, TRACE for every operation."""
     value = facts.variable("NCCL_DEBUG")
+    # WARN and VERSION print a line or two, and may stay.
     if value not in ("info", "trace") or not _over_nccl(facts) or facts.is_trial:
         return None
     return Finding(
@@ -66,6 +67,7 @@ def peer_to_peer_off(facts: Facts) -> Finding | None:
     """
     if not _over_nccl(facts) or facts.variable("NCCL_P2P_DISABLE") != "1" or facts.layout.local_processes == 1:
         return None
+    # Peer-to-peer fails there with older drivers, so somebody may have switched it off for good reason.
     if any("RTX 40" in device.name for device in facts.host.devices):
         return None
     return Finding(
@@ -87,6 +89,7 @@ def missing_interface(facts: Facts) -> Finding | None:
         # With ^ NCCL takes all other interfaces.
         if not value or value.startswith("^"):
             continue
+        # The two libraries read the same form of value by different rules.
         exact = variable.startswith("GLOO") or value.startswith("=")
         names = value.removeprefix("=").split(",")
         if not any(_matches(name, facts.host.interfaces, exact=exact) for name in names):
@@ -179,6 +182,7 @@ def one_connection(facts: Facts) -> Finding | None:
 def forced_protocol(facts: Facts) -> Finding | None:
     """NCCL chooses protocols by what the platform supports. LL128 on one that does not support it can corrupt data."""
     value = facts.variable("NCCL_PROTO")
+    # ^ excludes protocols, so LL128 behind it is switched off, not forced.
     if not _over_nccl(facts) or value.startswith("^") or "ll128" not in value.split(","):
         return None
     return Finding(

@@ -1,4 +1,4 @@
-"""Rules about processes, devices and the way in which a model is shared."""
+"""Rules about processes, devices and the sharing of a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accel_train.linting.findings import Finding, Rule
 
 MANY_MICRO_BATCHES = 16
 FITS_EASILY = 0.4
-"""Share of a device that weights, gradients, optimizer and EMA may take to be said to fit. The rest is activations."""
+"""Weights, gradients, optimizer and EMA fit up to this share of a device. The rest is activations."""
 LARGE_SHARE = 0.25
 LONG_TIMEOUT_SECONDS = 4 * 3600
 SHORT_TIMEOUT_SECONDS = 60
@@ -51,6 +51,7 @@ def unequal_devices(facts: Facts) -> Finding | None:
     CUDA numbers devices by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID, so an index may name another device than in
     nvidia-smi.
     """
+    # Process i takes device i, so those behind are not used.
     devices = facts.host.devices[: facts.layout.local_processes]
     names = sorted({device.name for device in devices})
     if not facts.on_gpu or len(names) < 2:
@@ -64,7 +65,7 @@ def unequal_devices(facts: Facts) -> Finding | None:
 
 
 def cpu_beside_devices(facts: Facts) -> Finding | None:
-    """A launch file with `use_cpu: true` trains on the CPU of a machine that has accelerators."""
+    """A launch file with `use_cpu: true` trains on the CPU of a machine with accelerators."""
     count = len(facts.host.devices)
     if facts.on_gpu or count == 0 or facts.is_trial:
         return None
@@ -96,6 +97,7 @@ def _fits_each_device(facts: Facts) -> bool:
     device = facts.device_bytes
     if state is None or device is None or not facts.on_gpu:
         return False
+    # False while anything is unknown: the rules that ask would advise against sharding.
     return state <= FITS_EASILY * device
 
 
@@ -165,6 +167,7 @@ def gathered_weights_kept(facts: Facts) -> Finding | None:
     device = facts.device_bytes
     if layout.strategy != "fsdp2" or layout.reshard_after_forward or facts.parameters is None or device is None:
         return None
+    # FSDP2 gathers in the precision of the computation.
     bytes_each = 4 if facts.option("precision") == "fp32" else 2
     gathered = facts.parameters * bytes_each
     if gathered < LARGE_SHARE * device:
@@ -228,11 +231,12 @@ def many_offloaded_micro_batches(facts: Facts) -> Finding | None:
 
 
 def powersgd_that_never_starts(facts: Facts) -> Finding | None:
-    """PowerSGD reduces full gradients before `powersgd_start_step`. A run that ends before it never compresses."""
+    """PowerSGD reduces full gradients before `powersgd_start_step`. A shorter run never compresses."""
     if facts.option("distributed.comm_hook") != "powersgd" or facts.steps is None:
         return None
     from accel_train.runtime.distributed_options import POWERSGD_START
 
+    # None leaves the start to the hook's own default.
     start = facts.option("distributed.powersgd_start_step") or POWERSGD_START
     if facts.steps > start:
         return None
@@ -274,7 +278,7 @@ def debug_mode_of_accelerate(facts: Facts) -> Finding | None:
 
 
 def long_collective_timeout(facts: Facts) -> Finding | None:
-    """All devices stay reserved while the processes wait for one that is gone."""
+    """All devices stay reserved while the processes wait for a dead one."""
     seconds = facts.number("collective_timeout_seconds")
     count = facts.layout.processes
     if count == 1 or seconds <= LONG_TIMEOUT_SECONDS:

@@ -15,11 +15,11 @@ from accel_train.linting.table import IGNORE_VARIABLE, Found, ignored_names, lin
 logger = logging.getLogger(__name__)
 WIDTH = 100
 LOGGED = 6
-"""Most lines that a start logs."""
+"""Most lines logged by a start."""
 
 
 def describe(found: Sequence[Found]) -> list[str]:
-    """Return the lines that ``accel-train check`` prints."""
+    """Return the lines printed by ``accel-train check``."""
     if not found:
         return ["no findings"]
     errors = sum(1 for rule, _ in found if rule.severity == "error")
@@ -71,9 +71,9 @@ def explain(rule: Rule) -> str:
 def log_findings(
     config: Any, accelerator: Any, stage: Stage, *, dataset_size: int | None = None, parameters: int | None = None
 ) -> None:
-    """Log what the rules of one stage of a start find, on the main process. Every process calls it, without waiting.
+    """Log the findings of one stage of a start, on the main process. Every process calls it, without waiting.
 
-    Takes about 10 ms. Raises ``UsageError`` for a name in ``ACCEL_TRAIN_IGNORE`` that is no rule.
+    Takes about 10 ms. Raises ``UsageError`` for an unknown name in ``ACCEL_TRAIN_IGNORE``.
     """
     # On every process, so that all of them end together.
     ignored = ignored_names(os.environ)
@@ -84,6 +84,7 @@ def log_findings(
 
 
 def _log(found: Sequence[Found]) -> None:
+    # Errors come first, so the cut leaves out warnings.
     for rule, finding in found[:LOGGED]:
         level = logging.ERROR if rule.severity == "error" else logging.WARNING
         text = f"{finding.option}: {finding.value}: {finding.reason}; {finding.remedy} [{rule.name}]"

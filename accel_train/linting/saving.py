@@ -24,11 +24,13 @@ def _saves(facts: Facts) -> int:
     every = _save_every(facts)
     if not every or facts.steps is None:
         return 0
+    # Saves of the interval alone. The one at the end of the run is not among them.
     return facts.steps // every
 
 
 def _round_steps(steps: int) -> int:
     """Round to one digit: 1234 to 1000."""
+    # A person reads and types the number, so a round one is better than an exact one.
     power = 10 ** (len(str(max(1, steps))) - 1)
     return max(1, steps // power * power)
 
@@ -81,7 +83,7 @@ def waiting_saves(facts: Facts) -> Finding | None:
 
 
 def one_checkpoint(facts: Facts) -> Finding | None:
-    """A run that goes wrong is often noticed some saves later. With one checkpoint there is none from before, and none
+    """A run going wrong is often noticed some saves later. With one checkpoint there is none from before, and none
     to fall back to if a disk damages it.
     """
     others = ("keep_best", "keep_every", "keep_window_steps", "keep_window_epochs")
@@ -121,6 +123,7 @@ def keep_every_between_saves(facts: Facts) -> Finding | None:
     save = _save_every(facts)
     if not keep or not save or keep % save == 0:
         return None
+    # At least one interval: a keep_every below save_every would round to 0.
     nearest = max(1, round(keep / save)) * save
     return Finding(
         option="checkpoints.keep_every",
@@ -186,7 +189,8 @@ def best_between_saves(facts: Facts) -> Finding | None:
 
 
 def _restarts(facts: Facts) -> str | None:
-    """Return the variable that shows that somebody starts this command again."""
+    """Return the variable of a launcher with restarts, None without one."""
+    # torchrun sets its variable to 0 where it does not restart.
     for name in (MAX_RESTARTS, RESTARTED):
         if facts.variable(name) not in ("", "0"):
             return name
@@ -209,7 +213,7 @@ def overwrite_with_restarts(facts: Facts) -> Finding | None:
 
 
 def no_resume_with_restarts(facts: Facts) -> Finding | None:
-    """With `resume: never` a used directory is refused, which is what a restart finds."""
+    """With `resume: never` a used directory is refused, and a restart finds one."""
     name = _restarts(facts)
     if name is None or facts.option("resume") != "never":
         return None
@@ -227,6 +231,7 @@ def grace_above_torchrun(facts: Facts) -> Finding | None:
     if "TORCHELASTIC_RUN_ID" not in facts.environment:
         return None
     given = facts.variable(GRACE)
+    # Anything but a whole number is left to torchrun to judge.
     allowed = int(given) if given.isdigit() else TORCHRUN_GRACE_SECONDS
     if grace <= allowed:
         return None

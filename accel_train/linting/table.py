@@ -24,6 +24,7 @@ SUBJECTS = {
     "Saving and pushing": SAVING_RULES,
     "Training": TRAINING_RULES,
 }
+# By name, because findings, --ignore and --explain name rules.
 RULES: dict[str, Rule] = {rule.name: rule for rules in SUBJECTS.values() for rule in rules}
 STAGES: tuple[Stage, ...] = ("start", "data", "model")
 IGNORE_VARIABLE = "ACCEL_TRAIN_IGNORE"
@@ -31,14 +32,14 @@ IGNORE_VARIABLE = "ACCEL_TRAIN_IGNORE"
 
 
 class Found(NamedTuple):
-    """A finding, with the rule that found it."""
+    """A finding, with its rule."""
 
     rule: Rule
     finding: Finding
 
 
 def lint(facts: Facts, ignored: Iterable[str] = (), stages: Iterable[Stage] = STAGES) -> list[Found]:
-    """Return what the rules find, errors first. Takes about a millisecond."""
+    """Return the findings, errors first. Takes about a millisecond."""
     silent = set(ignored)
     wanted = set(stages)
     found: list[Found] = []
@@ -53,7 +54,7 @@ def lint(facts: Facts, ignored: Iterable[str] = (), stages: Iterable[Stage] = ST
 
 
 def ignored_names(environment: Mapping[str, str], more: Iterable[str] = ()) -> list[str]:
-    """Return the rules that a person has silenced. Raises ``UsageError`` for a name that is no rule."""
+    """Return the names of the silenced rules. Raises ``UsageError`` for an unknown name."""
     named = environment.get(IGNORE_VARIABLE, "").split(",")
     given = [name.strip() for name in named if name.strip()]
     return [find_rule(name).name for name in (*given, *more)]

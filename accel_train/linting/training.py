@@ -18,12 +18,13 @@ DECAYED_SHARE = 0.1
 
 
 def warmup_beyond_the_run(facts: Facts) -> Finding | None:
-    """A warm-up that is longer than the run never reaches the peak. A start refuses it, or shortens one from a preset
+    """A warm-up longer than the run never reaches the peak. A start refuses it, or shortens one from a preset
     if the command line has shortened the run.
     """
     warmup = int(facts.number("schedule.warmup_steps"))
     if facts.steps is None or facts.option("schedule.decay_steps") is not None or warmup <= facts.steps:
         return None
+    # A start shortens the warm-up of a preset by itself then.
     shortened = facts.origins.get("max_steps") == "command line"
     if shortened and facts.origins.get("schedule.warmup_steps") != "command line":
         return None
@@ -189,6 +190,7 @@ def swapped_betas(facts: Facts) -> Finding | None:
     second; the other way round is a slip.
     """
     betas = list(facts.option("optimizer.betas") or ())
+    # Equal ones are unusual, and no slip of order.
     if len(betas) != 2 or betas[0] <= betas[1]:
         return None
     return Finding(
@@ -223,6 +225,7 @@ def decayed_adapters(facts: Facts) -> Finding | None:
     decay = facts.number("optimizer.weight_decay")
     if facts.number("lora.rank") == 0 or facts.steps is None:
         return None
+    # At the peak rate throughout, so the share is an upper bound.
     exponent = facts.number("optimizer.lr") * decay * facts.steps
     if exponent <= DECAYED_SHARE:
         return None
@@ -245,6 +248,7 @@ def scale_of_adapters(facts: Facts) -> Finding | None:
         return None
     divisor = math.sqrt(rank) if facts.option("lora.variant") == "rslora" else rank
     scale = alpha / divisor
+    # Scales that guides recommend, such as alpha = 2 * rank, are well inside.
     if 1 / 16 <= scale <= 16:
         return None
     return Finding(

@@ -83,7 +83,8 @@ def no_memory_caching(facts: Facts) -> Finding | None:
 
 
 def compiler_logs(facts: Facts) -> Finding | None:
-    """TORCH_LOGS prints what the compiler does, with `+` every guard of every graph, in every process."""
+    """TORCH_LOGS prints the compiler's work, with `+` every guard of every graph, in every process."""
+    # Without compilation the compiler logs nothing.
     if "TORCH_LOGS" not in facts.environment or not facts.compiles or facts.is_trial:
         return None
     return Finding(
@@ -165,7 +166,7 @@ def hub_offline(facts: Facts) -> Finding | None:
 
 
 def obsolete_variable(facts: Facts) -> Finding | None:
-    """Variables of older versions of transformers and huggingface_hub that have lost their effect."""
+    """Variables of older versions of transformers and huggingface_hub, without effect today."""
     for name, problem in OBSOLETE.items():
         if name in facts.environment:
             return Finding(
@@ -214,6 +215,7 @@ def threads_above_cores(facts: Facts) -> Finding | None:
         return None
     threads = int(value) * facts.layout.local_processes
     cores = facts.host.cores
+    # One thread per process cannot be lowered: too many processes are another rule's finding.
     if int(value) <= 1 or threads <= cores:
         return None
     return Finding(
@@ -231,8 +233,10 @@ def bound_threads(facts: Facts) -> Finding | None:
     """
     name = next((each for each in BINDINGS if facts.environment.get(each)), None)
     sharing = facts.layout.local_processes + facts.workers
+    # Fewer usable cores than the host has: a launcher has bound each process already.
     if name is None or sharing == 1 or facts.host.cores < facts.host.all_cores:
         return None
+    # Each variable has its own word for no binding.
     if facts.variable(name) in ("false", "disabled", "none"):
         return None
     return Finding(

@@ -2,7 +2,7 @@
 
 torch's fused optimizers accept two tensors made for loss scaling: ``found_inf`` = 1 skips the update, and
 ``grad_scale`` divides the gradient. ``StepGuard`` owns both. A non-finite loss or norm sets the first on the device,
-and clipping sets the second. The host reads what was found at log points and saves. Other optimizers are guarded by the
+and clipping sets the second. The host reads the findings at log points and saves. Other optimizers are guarded by the
 host, which then waits for the device in every step.
 """
 
@@ -77,9 +77,11 @@ class StepGuard:
         if self.on_device:
             self._watch_on_device(evidence, norm, max_grad_norm)
             return None
+        # The host decides here: it waits, and knows the step before its update.
         value, bad = evidence.examine()
         self.skips_this_step = bad is not None and self._skips(bad)
         self._note(bad)
+        # A skipped norm stays out of the median, or a row of spikes would become the usual.
         if self._spikes is not None and not self.skips_this_step:
             self._spikes.add(norm)
         return value
@@ -126,6 +128,7 @@ class StepGuard:
             self._spikes.add(norm, trained=1 - self.found)
         self._unread.append(evidence)
         if self._judges_each:
+            # Stacking copies them: the flags are overwritten by the next step.
             second = torch.zeros_like(self.found) if spike is None else spike
             self._verdicts.append(torch.stack([self._non_finite, second]))
 
@@ -135,7 +138,7 @@ class StepGuard:
         return self.config.skips or self.config.finds_spikes
 
     def check(self) -> None:
-        """Wait for the device once, count the bad steps since the last check, and raise for one that ends the run.
+        """Wait for the device once, count the bad steps since the last check, and raise if one ends the run.
 
         All ranks call it at the same step. After a ``NonFiniteError``, every later check raises it again. Does nothing
         where the host decides, because it knows every step already.
@@ -144,6 +147,7 @@ class StepGuard:
         verdicts = self._verdicts
         self._unread = []
         self._verdicts = []
+        # An error stays: the run is to end, so no later check may pass.
         if self._error is None and unread:
             try:
                 self._read(unread, verdicts)
@@ -299,6 +303,7 @@ def read_loss_scale(accelerator: Accelerator, model: nn.Module) -> dict[str, Any
     loss_scaler = _of_deepspeed(accelerator, model)
     if loss_scaler is None:
         return None
+    # DeepSpeed counts iterations from the start, torch the steps since the last change: stored as torch's.
     steps = loss_scaler.cur_iter - loss_scaler.last_overflow_iter - 1
     return {"scale": float(loss_scaler.cur_scale), "steps": int(steps)}
 
@@ -309,6 +314,7 @@ def write_loss_scale(accelerator: Accelerator, model: nn.Module, saved: Mapping[
     if scaler is not None:
         state = scaler.state_dict()
         state["scale"] = float(saved["scale"])
+        # The scaler grows its scale after so many good steps, so a resume needs both.
         state["_growth_tracker"] = int(saved["steps"])
         scaler.load_state_dict(state)
         return

@@ -1,4 +1,4 @@
-"""Alerts: what somebody should look at, from the records of a run. An alert stands as long as its cause is there."""
+"""Alerts: things to look at, from the records of a run. An alert stands as long as its cause is there."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from accel_train.watching.run_files import Record, RunFiles
 from accel_train.watching.run_state import RunState, lines_by_mode
 
 SLOWER = 0.3
-"""Loss of throughput, against the median of its start, that is an alert."""
+"""An alert is due from this loss of throughput on, against the median of its start."""
 SPEED_LINES = 10
 """Training lines of a start before its throughput is judged. The first intervals include warm-up."""
 SPIKE_BEFORE = 50
-"""Lines of the same mode that a loss is compared with. A tenth of them suffices at the start."""
+"""Lines of the same mode to compare a loss with. A tenth of them suffices at the start."""
 SPIKE_RECENT = 10
 """A spike stands for so many lines of its mode."""
 SPIKE_DEVIATIONS = 8.0
-"""Distance from the median, in standard deviations that are estimated from the median deviation."""
+"""Distance from the median, in standard deviations, estimated from the median deviation."""
 SPIKE_SHARE = 0.2
 """Distance from the median, as a share of it, below which a loss is none: a converged loss hardly varies."""
 NORMAL = 1.4826
@@ -30,7 +30,7 @@ SAVES_MISSED = 2
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that somebody should look at."""
+    """Something for a person to look at."""
 
     kind: str
     """One word for scripts: ``crashed``, ``silent``, ``non_finite``, ``loss_spike``, ``throughput``, ``save``,
@@ -40,8 +40,9 @@ class Alert:
 
 
 def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
-    """Return the alerts that stand, the gravest first."""
+    """Return the standing alerts, the gravest first."""
     found: list[Alert] = []
+    # stopped is none: the run saved, as it was asked to.
     if state.status in ("crashed", "silent"):
         found.append(Alert(state.status, state.reason, state.step))
     found += _non_finite(files)
@@ -59,7 +60,7 @@ def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
 
 
 def _non_finite(files: RunFiles) -> list[Alert]:
-    """Return an alert for the first non-finite value of each field. A resume drops the lines that it repeats."""
+    """Return an alert for the first non-finite value of each field. A resume drops the lines it repeats."""
     first: dict[str, Record] = {}
     for line in (*files.training, *files.evaluations):
         for name in _non_finite_fields(line):
@@ -91,6 +92,7 @@ def _highest_spike(name: str, lines: Sequence[Record]) -> list[Alert]:
     losses = [float(line["loss"]) for line in lines]
     highest: list[Alert] = []
     highest_loss = -math.inf
+    # A median of fewer lines would be chance.
     first = max(SPIKE_BEFORE // 10, len(lines) - SPIKE_RECENT)
     for index in range(first, len(lines)):
         before = losses[max(0, index - SPIKE_BEFORE) : index]
@@ -104,7 +106,7 @@ def _highest_spike(name: str, lines: Sequence[Record]) -> list[Alert]:
 
 
 def _limit(before: Sequence[float]) -> float:
-    """Return the highest loss that is no spike."""
+    """Return the highest loss still within the usual."""
     middle = median(before)
     deviation = NORMAL * median(abs(value - middle) for value in before)
     # Medians, because one earlier spike would widen a mean and a standard deviation.
@@ -127,8 +129,9 @@ def _slow(state: RunState) -> list[Alert]:
 
 
 def _overdue_save(files: RunFiles, state: RunState) -> list[Alert]:
-    """Return an alert for a run that trains on without saving, as with ``checkpoints.on_error continue``."""
+    """Return an alert for a run training on without saving, as with ``checkpoints.on_error continue``."""
     every = files.options.get("checkpoints.save_every")
+    # Saves by minutes or epochs have no step at which one is overdue.
     if not isinstance(every, int) or every <= 0 or state.status != "training":
         return []
     saved = state.checkpoint_step or 0

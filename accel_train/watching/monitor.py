@@ -23,12 +23,13 @@ from accel_train.watching.run_state import state_of
 from accel_train.watching.status import condition_of
 from accel_train.watching.terminal import BLOCKS, Terminal, Watched, page
 
+# Apart from 1 and 2, which every command uses for errors and wrong usage.
 EXIT_ALERT = 3
 ENDED = ("finished", "stopped", "crashed")
 HOME = "\x1b[H"
 CLEAR = "\x1b[2J"
 REST = 9.0
-"""Seconds of rest for each second that a page took."""
+"""Seconds of rest for each second spent on a page."""
 CLEAR_REST_OF_LINE = "\x1b[K"
 CLEAR_BELOW = "\x1b[J"
 
@@ -36,7 +37,7 @@ CLEAR_BELOW = "\x1b[J"
 def monitor(places: Sequence[str], *, once: bool = False, as_json: bool = False, every: float = 2.0) -> int:
     """Show runs until all have ended or Ctrl-C. Return 3 if an alert stands on the last page, else 0.
 
-    Files are read, and nothing is written or locked, so it may run on any machine that sees the directories. With
+    Files are read, and nothing is written or locked, so it may run on any machine with access to the directories. With
     ``once`` or ``as_json`` it shows one page or one JSON object. ``every`` is in seconds.
     """
     # False for NaN as well.
@@ -46,6 +47,7 @@ def monitor(places: Sequence[str], *, once: bool = False, as_json: bool = False,
     for place in places:
         # A run that is named twice is shown once.
         directory = find_directory(place)
+        # Kept between pages, because it remembers how far it has read.
         files[directory] = MetricsFile(directory / METRICS_FILE)
     if as_json or once:
         return _exit_code(_print_once(files, as_json))
@@ -63,6 +65,7 @@ def _print_once(files: dict[Path, MetricsFile], as_json: bool) -> list[Watched]:
     now = time.time()
     runs = _look(files, now)
     if as_json:
+        # allow_nan=False: NaN is no JSON, and `plain` has made it a string.
         text = json.dumps(_as_json(runs, now), indent=2, ensure_ascii=False, allow_nan=False)
     else:
         text = "\n".join(page(runs, now, _terminal()))
@@ -118,6 +121,7 @@ def _show(lines: Sequence[str], in_place: bool) -> None:
 def _terminal() -> Terminal:
     encoding = sys.stdout.encoding or "ascii"
     try:
+        # Tried, because the name of an encoding does not tell what it can write.
         BLOCKS.encode(encoding)
         unicode = True
     except (UnicodeEncodeError, LookupError):

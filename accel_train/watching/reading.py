@@ -24,7 +24,7 @@ HOLDER = re.compile(r"process (\d+) on (\S+)")
 
 
 def find_directory(text: str) -> Path:
-    """Return the directory of a run, also of one that has only begun. Raises ``UsageError`` for anything else."""
+    """Return the directory of a run, also of one only just begun. Raises ``UsageError`` for anything else."""
     path = expand_path(text)
     if not path.is_dir():
         kind = "does not exist"
@@ -34,6 +34,7 @@ def find_directory(text: str) -> Path:
     metrics = path / METRICS_FILE
     if metrics.exists() and not os.access(metrics, os.R_OK):
         raise UsageError(f"{metrics}: may not be read by this user; watch as a user with read access")
+    # Any one is enough: a start writes them one after another.
     names = (*OF_A_START, "checkpoints")
     if not any((path / name).exists() for name in names):
         held = contents(path)
@@ -42,7 +43,7 @@ def find_directory(text: str) -> Path:
 
 
 def read_files(directory: Path, metrics: MetricsFile, now: float) -> RunFiles:
-    """Read everything that a page shows of a run. Only the new lines of ``metrics`` are parsed."""
+    """Read everything shown of a run on a page. Only the new lines of ``metrics`` are parsed."""
     records = metrics.read()
     return RunFiles(
         directory=directory,
@@ -56,6 +57,7 @@ def read_files(directory: Path, metrics: MetricsFile, now: float) -> RunFiles:
 
 
 def _options(directory: Path, records: Sequence[Record]) -> Mapping[str, Any]:
+    # The newest start may have other options than the first.
     for record in reversed(records):
         if record.get("event") == "config" and isinstance(record.get("config"), dict):
             return flatten(record["config"])
@@ -66,7 +68,7 @@ def _options(directory: Path, records: Sequence[Record]) -> Mapping[str, Any]:
 
 
 def _process(lock: Path) -> Process | None:
-    """Return the process in the lock file. Trying the lock instead could refuse a run that starts at this moment."""
+    """Return the process in the lock file. Trying the lock instead could refuse a run starting at this moment."""
     try:
         text = lock.read_text(encoding="utf-8", errors="replace").strip()
         started_at = lock.stat().st_mtime
@@ -76,6 +78,7 @@ def _process(lock: Path) -> Process | None:
     # Also empty for a moment, while a start writes its name.
     if holder is None:
         return None
+    # A process number means nothing on another host.
     alive = None
     if holder[2] == socket.gethostname():
         alive = _is_alive(int(holder[1]), started_at)
@@ -87,6 +90,7 @@ def _is_alive(pid: int, locked_at: float) -> bool:
 
     try:
         process = psutil.Process(pid)
+        # It has ended, and its parent has not asked for the exit code yet.
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
         # A process that began after the lock was taken has only inherited the number. One second for coarse clocks.

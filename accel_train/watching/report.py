@@ -24,6 +24,7 @@ def report(places: Sequence[str], output: str) -> int:
     _refuse_output(path)
     # Each run once, in the given order.
     directories = dict.fromkeys(find_directory(place) for place in places)
+    # One moment for all runs, so that their ages compare.
     now = time.time()
     runs: list[ReportedRun] = []
     for directory in directories:
@@ -38,7 +39,7 @@ def report(places: Sequence[str], output: str) -> int:
 
 
 def _refuse_output(path: Path) -> None:
-    """Raise ``UsageError`` for a place that cannot be written, and for a file that is no report."""
+    """Raise ``UsageError`` for a place without write access, and for a file other than a report."""
     if path.is_dir():
         raise UsageError(f"--output {path}: is a directory; give the name of a file, such as {path}/report.html")
     if not path.parent.is_dir():
@@ -46,6 +47,7 @@ def _refuse_output(path: Path) -> None:
     # An earlier report may be replaced, whatever else has that name may not.
     if path.exists():
         with path.open("rb") as file:
+            # The mark stands in the head of the page; a report may be large.
             head = file.read(1000)
         if GENERATOR.encode() not in head:
             raise UsageError(f"--output {path}: exists and is no report of accel-train; give another file")

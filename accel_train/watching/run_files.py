@@ -1,4 +1,4 @@
-"""What a run has written, as the pages read it. ``reading.py`` finds it on the disk."""
+"""The files of a run, as the pages read them. ``reading.py`` finds them on the disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Status = Literal["starting", "training", "silent", "finished", "stopped", "crash
 
 @dataclass(frozen=True)
 class Condition:
-    """Whether a run goes on."""
+    """The status of a run."""
 
     status: Status
     reason: str = ""
@@ -35,7 +35,7 @@ class Process:
     started_at: float
     """When it took the lock, in seconds since 1970."""
     alive: bool | None
-    """None on another host, which cannot be asked."""
+    """None for a process on another host."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run has written up to ``now``."""
+    """Everything written by a run up to ``now``."""
 
     directory: Path
     records: Sequence[Record]
@@ -75,6 +75,7 @@ class RunFiles:
     def last_start(self) -> Sequence[Record]:
         """The records of the last start, in file order."""
         for index in range(len(self.records) - 1, -1, -1):
+            # Every start writes it as its first line.
             if self.records[index].get("event") == "environment":
                 return self.records[index:]
         return self.records
@@ -96,8 +97,9 @@ class RunFiles:
 
 
 def number(record: Record, name: str) -> float | None:
-    """Return a field that is a number, or None."""
+    """Return a numeric field, or None."""
     value = record.get(name)
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value)
@@ -105,7 +107,7 @@ def number(record: Record, name: str) -> float | None:
 
 @dataclass
 class MetricsFile:
-    """Records of a ``metrics.jsonl`` that grows: each ``read`` parses the new lines only."""
+    """Records of a growing ``metrics.jsonl``: each ``read`` parses the new lines only."""
 
     path: Path
     records: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -126,6 +128,7 @@ class MetricsFile:
                 self._begin_again(status.st_ino)
             file.seek(self._offset)
             content = file.read()
+        # The writer may be in the middle of its last line.
         whole = content[: content.rfind(b"\n") + 1]
         self.records += parse_lines(whole.split(b"\n"))
         self._offset += len(whole)

@@ -1,4 +1,4 @@
-"""The state of a run: how far is it, and what are its newest values."""
+"""The state of a run: its progress and its newest values."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Speed:
     samples_per_second: float
     median_samples_per_second: float
     change: float
-    """Of the newest line against the median: -0.2 is a fifth slower."""
+    """The newest line against the median: -0.2 is a fifth slower."""
     log_lines: int
 
 
 @dataclass(frozen=True)
 class RunState:
-    """One moment of a run. Fields that its files do not tell are None or empty."""
+    """One moment of a run. Fields missing from its files are None or empty."""
 
     name: str
     directory: str
@@ -122,7 +122,7 @@ def _eta_seconds(files: RunFiles, line: Record) -> float | None:
 
 
 def newest_step(files: RunFiles) -> int:
-    """Return the step that the last start has reached: of its last line, or the one it resumed from."""
+    """Return the step reached by the last start: of its last line, or the one it resumed from."""
     # Not the highest of all starts: a resume goes back to its checkpoint.
     steps = [record.get("step") for record in files.last_start]
     return max((step for step in steps if isinstance(step, int)), default=0)
@@ -188,6 +188,7 @@ def metrics_of(files: RunFiles) -> list[Metric]:
     if not lines:
         return []
     found: list[Metric] = []
+    # A metric that is no longer measured has no newest value.
     for name in lines[-1]:
         # As in curves.png: durations and counts describe the evaluation, not its result.
         kind = name.removesuffix("_shuffled").rsplit("_", 1)[-1]

@@ -12,12 +12,12 @@ from accel_train.watching.run_files import Condition, Record, RunFiles, number
 SHORTEST_SECONDS = 120.0
 """No silence is shorter, so that a busy machine or a slow file system is none."""
 LINES = 10
-"""Median times between two training lines that may pass without one."""
+"""So many median times between two training lines may pass without one."""
 LONGEST = 2.0
-"""Factor on the longest time seen so far. It covers saves, which no line announces."""
+"""Factor on the longest time seen so far. It covers saves, since no line announces them."""
 UNKNOWN_SECONDS = 1800.0
-"""Allowed for what the run has not done before: loading, compilation, the first evaluation. It is the default of
-``collective_timeout_seconds``, after which a process that waits for the others gives up."""
+"""Allowed for anything new to the run: loading, compilation, the first evaluation. It is the default of
+``collective_timeout_seconds``, the time until a waiting process gives up."""
 
 
 def condition_of(files: RunFiles) -> Condition:
@@ -51,11 +51,12 @@ def _begins_again(files: RunFiles) -> bool:
 
 
 def _ended(files: RunFiles) -> Condition | None:
-    """Return the condition that the end line of the last start tells, or None without one."""
+    """Return the condition told by the end line of the last start, or None without one."""
     reasons = [record.get("reason") for record in files.last_start if record.get("event") == "end"]
     if not reasons:
         return None
     reason = reasons[-1]
+    # Two reasons are words of the run. Any other names the exception that ended it.
     if reason == "finished":
         return Condition("finished")
     if reason == "stopped":
@@ -81,12 +82,13 @@ def _silent(files: RunFiles) -> Condition | None:
 
 
 def allowed_seconds(files: RunFiles) -> float:
-    """Return the longest time until the next line that is no silence."""
+    """Return the longest wait for the next line before the run counts as silent."""
     unknown = _option(files, "collective_timeout_seconds", UNKNOWN_SECONDS)
     lines = [record for record in files.last_start if number(record, "time") is not None]
     gaps = _gaps(lines, "train")
     if not gaps or _begins_again(files):
         return unknown
+    # The longest gap beside the median, because saves come rarely and no line announces them.
     allowed = max(SHORTEST_SECONDS, LINES * median(gaps), LONGEST * max(gaps))
     # An evaluation writes its line at its end, so its beginning has to be guessed.
     if _may_evaluate(files, lines):
@@ -99,7 +101,7 @@ def allowed_seconds(files: RunFiles) -> float:
 
 
 def _evaluation_seconds(files: RunFiles) -> float | None:
-    """Return the longest time that an evaluation may take, by those of all starts. None before the first."""
+    """Return the longest time allowed for an evaluation, by those of all starts. None before the first."""
     timed = [record for record in files.records if number(record, "time") is not None]
     gaps = _gaps(timed, "evaluation")
     if not gaps:

@@ -28,7 +28,7 @@ STYLES = {"bold": "1", "red": "1;31", "green": "1;32", "yellow": "1;33", "dim": 
 
 @dataclass(frozen=True)
 class Watched:
-    """A run with its alerts: what a page shows of it."""
+    """A run with its alerts, for a page."""
 
     state: RunState
     alerts: Sequence[Alert]
@@ -36,7 +36,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Terminal:
-    """What the output can show."""
+    """Abilities of the output."""
 
     width: int
     unicode: bool
@@ -118,6 +118,7 @@ def _progress(state: RunState, terminal: Terminal) -> str:
         # A run whose length was lowered is beyond its end.
         share = min(1.0, state.step / state.max_steps)
         full, empty = ("█", "░") if terminal.unicode else ("#", ".")
+        # The step and the time left have to fit beside it.
         width = min(BAR_WIDTH, terminal.width // 4)
         done = int(share * width)
         bar = full * done + empty * (width - done)

@@ -1,1 +1,1 @@
-"""What happens to a step whose loss or gradient is not finite, or whose gradient is far larger than usual."""
+"""Steps with a loss or gradient that is not finite, or a gradient far larger than usual."""

@@ -1,4 +1,4 @@
-"""Device tensors of a step, and what they say once the host has read them."""
+"""Device tensors of a step, and the verdict once the host has read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that was not finite, or a spike. The same on every rank."""
+    """A step with a value that is not finite, or a spike. The same on every rank."""
 
     step: int
     """0-based, as the loop counts."""
@@ -31,7 +31,7 @@ class BadStep:
     grad_norm: float | None
     """Norm of the gradient before clipping. None if the losses are refused before there is one."""
     samples: list[list[int]]
-    """Of each rank: sample numbers of its micro-batches with a sum that is not finite. If all sums are finite: of all
+    """For each rank: sample numbers of its micro-batches with a sum that is not finite. If all sums are finite: of all
     its micro-batches."""
     precision: str
 
@@ -43,7 +43,7 @@ class BadStep:
 
     @property
     def finding(self) -> str:
-        """What was found, for messages. Counts the step as training lines do, from 1."""
+        """The finding, for messages. Counts the step as training lines do, from 1."""
         number = self.step + 1
         if self.reason == "spike":
             return f"gradient norm {self.grad_norm} of step {number} is a spike"
@@ -52,7 +52,7 @@ class BadStep:
 
     @property
     def explanation(self) -> str:
-        """Why the run stops, and what to do."""
+        """The reason for the stop, and the remedy."""
         return (
             f"{self.finding}; the optimizer has not stepped and the last checkpoint is untouched. Samples of the "
             f"micro-batches concerned: {self.suspects}. Look at those samples, lower the learning rate, or "
@@ -102,6 +102,7 @@ class Evidence:
         """
         reduced = [self.totals]
         further = [extra for extra in (self.norm, self.spike) if extra is not None]
+        # One type and device for all, as torch.cat needs; the order is that in which the values are taken off again.
         reduced += [extra.reshape(1).to(self.totals) for extra in further]
         # One tensor, so that the host waits once.
         values: list[float] = torch.cat(reduced).tolist()
@@ -132,6 +133,7 @@ class Evidence:
             samples = self.samples[index]
             if samples is not None:
                 suspects.update(samples.tolist())
+        # Not strict: the norm stands behind the sums.
         by_term = dict(zip(self.terms, values, strict=False))
         norm = values[-1] if self.norm is not None else None
         return BadStep(self.step, reason, by_term, norm, _of_all_ranks(sorted(suspects)), self.precision)

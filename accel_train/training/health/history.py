@@ -1,4 +1,4 @@
-"""Bad steps of a run: how many were skipped, and which of them the log does not have yet."""
+"""Bad steps of a run: the number skipped, and those missing from the log so far."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class History:
         self.in_a_row += 1
         self._row.append(bad)
         self._unreported.append((bad, True))
+        # Counted first, so that the message and a later look at the counts agree.
         if self.in_a_row > self._max_in_a_row:
             steps = "; ".join(f"{each.finding}, samples {each.suspects}" for each in self._row)
             raise NonFiniteError(
@@ -45,7 +46,7 @@ class History:
             )
 
     def take_unreported(self) -> list[tuple[BadStep, bool]]:
-        """Return each bad step that was not returned before, and whether it was skipped."""
+        """Return each bad step not returned before, and if it was skipped."""
         unreported = self._unreported
         self._unreported = []
         return unreported
@@ -59,4 +60,5 @@ class History:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from the counts of ``state``."""
         self.skipped = int(saved.get("skipped", 0))
+        # A resume continues the row: a restart must not begin it over, or the limit would never be reached.
         self.in_a_row = int(saved.get("skipped_in_a_row", 0))

@@ -1,4 +1,4 @@
-"""Leave out the update of a step that the host has refused, under any strategy."""
+"""Leave out the update of a step refused by the host, under any strategy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def leave_out(accelerator: Accelerator, model: nn.Module, step: int) -> None:
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         engine: Any = model
+        # The engine judges by itself, so make sure that it came to the same verdict.
         if engine.was_step_applied():
             raise RuntimeError(f"step {step + 1} is not finite, and DeepSpeed has stepped all the same")
         return

@@ -62,7 +62,7 @@ class HealthConfig:
             )
 
     def describe(self) -> list[str]:
-        """Return notices of what will happen to bad steps. Empty for the defaults."""
+        """Return notices about the treatment of bad steps. Empty for the defaults."""
         notices: list[str] = []
         if self.non_finite == "skip":
             notices.append(f"steps that are not finite are skipped, up to {self.max_skipped} in a row")
@@ -80,6 +80,7 @@ def refuse_inexact(config: HealthConfig, model: nn.Module, strategy: str, precis
     if not config.skips:
         return
     option = "health.non_finite: skip" if config.non_finite == "skip" else "health.spike: skip"
+    # What a bad step leaves behind differs by part: each has its own refusal and remedy.
     zero = strategy.startswith("zero")
     if zero and config.skips_spikes:
         raise UsageError(

@@ -34,6 +34,7 @@ class Spikes:
 
     def add(self, norm: Tensor, trained: Tensor | None = None) -> None:
         """Replace the oldest norm, but not where ``trained`` is 0."""
+        # A mask, because an index from the device would make the host wait for it.
         is_next = self._places == self._count % self._window
         if trained is None:
             self._norms = torch.where(is_next, norm, self._norms)
@@ -46,13 +47,14 @@ class Spikes:
         """Return the norms from the oldest on, for a checkpoint. Waits for the device."""
         norms: list[float] = self._norms.tolist()
         count = int(self._count)
+        # Until the ring is full, its oldest entry is at 0.
         if count < self._window:
             return norms[:count]
         oldest = count % self._window
         return norms[oldest:] + norms[:oldest]
 
     def write(self, norms: Sequence[float]) -> None:
-        """Continue from the norms of ``read``. A window that is smaller now keeps the latest."""
+        """Continue from the norms of ``read``. A smaller window keeps the latest."""
         latest = list(norms)[-self._window :]
         self._norms.zero_()
         self._norms[: len(latest)] = torch.tensor(latest, device=self._norms.device)

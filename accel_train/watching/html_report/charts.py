@@ -24,7 +24,7 @@ class Curve:
     steps: Sequence[int]
     values: Sequence[float]
     smooth: Sequence[float]
-    """The smoothed curve at the same steps, computed from all logged points. Empty for a curve that is not noisy."""
+    """The smoothed curve at the same steps, computed from all logged points. Empty for a smooth curve."""
     logged: int
     """Finite values in the log. More than are drawn if the curve was thinned."""
 
@@ -48,7 +48,7 @@ class Chart:
 
 @dataclass
 class _Group:
-    """Lines that share a chart."""
+    """Lines of one chart."""
 
     panel: Panel
     title: str
@@ -94,6 +94,7 @@ def _groups_of_several(runs: Sequence[tuple[str, Sequence[Any]]]) -> list[_Group
                 # The label of the only line of a panel may hold numbers of the run, which differ.
                 if len(panel.lines) == 1:
                     title = panel.title
+                # The first run with a panel decides its axes.
                 group = groups.setdefault(title, _Group(panel, title))
                 group.lines.append((name, color, series))
     return list(groups.values())

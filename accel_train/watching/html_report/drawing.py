@@ -22,7 +22,7 @@ COLORS = 8
 POINTS_SHOWN = 30
 """A short curve is drawn with a dot for each value."""
 TICKS = ("save", "evaluation")
-"""Events that are too many for a line across the chart."""
+"""Events too frequent for a line across the chart."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def axes_of(chart: Chart, last_step: int) -> Axes:
     if chart.logarithmic:
         return Axes(last_step, low / 1.1, high * 1.1, True)
     if chart.from_zero:
+        # 1.0 where all values are 0, since an axis needs a length.
         return Axes(last_step, 0.0, 1.1 * high or 1.0, False)
     # A constant curve runs through the middle.
     room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
@@ -150,6 +151,7 @@ def linear_ticks(low: float, high: float, count: int) -> list[float]:
         return [low]
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
+    # 0.999 and the 1e-9 below absorb rounding, so that a round end of the range keeps its tick.
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)

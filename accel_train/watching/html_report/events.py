@@ -15,7 +15,7 @@ Kind = Literal["start", "restart", "save", "evaluation", "warning", "not finite"
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at a step."""
+    """Something noteworthy at a step."""
 
     kind: Kind
     step: int
@@ -29,6 +29,7 @@ def starts_of(records: Sequence[Record]) -> list[Sequence[Record]]:
     begins = [index for index, record in enumerate(records) if record.get("event") == "environment"]
     # A log that somebody has cut begins in the middle of a start.
     if records and begins[:1] != [0]:
+        # Its lines count as a start of their own, so that none is lost.
         begins.insert(0, 0)
     ends = [*begins, len(records)][1:]
     return [records[begin:end] for begin, end in zip(begins, ends, strict=False)]

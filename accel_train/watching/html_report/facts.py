@@ -1,4 +1,4 @@
-"""Facts about a run for the head of its report: what ran, on what, for how long, and how to resume it."""
+"""Facts about a run for the head of its report: command, machine, duration, and how to resume it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from accel_train.watching.run_files import Record, RunFiles, number
 from accel_train.watching.run_state import RunState
 
 COMMANDS = ("Command", "To resume")
-"""Facts that a reader copies into a terminal."""
+"""Facts to copy into a terminal."""
 
 
 def facts_of(files: RunFiles, state: RunState) -> list[tuple[str, str]]:
-    """Return (name, text) pairs. What the run did not record is left out."""
+    """Return (name, text) pairs. Facts missing from the records are left out."""
     starts = starts_of(files.records)
     environment: Mapping[str, Any] = {}
     # The last start: an earlier one may have been on another machine.
@@ -76,7 +76,7 @@ def _split(command: str) -> list[str]:
 
 
 def resume_command(directory: Path, command: str, world_size: int) -> str:
-    """Return the command that goes on with the run, from the directory in which it was started.
+    """Return the command to resume the run, from the directory where it was started.
 
     The resolved options are in the run's own config.yaml. The launch file of several processes is not recorded, so the
     reader has to name it.
@@ -85,6 +85,7 @@ def resume_command(directory: Path, command: str, world_size: int) -> str:
     recipe = shlex.quote(words[0])
     options = shlex.join(words[1:])
     config = directory / CONFIG_FILE
+    # Not written yet, or deleted: then the recorded arguments have to do.
     if config.is_file():
         options = shlex.quote(str(config))
     program = "python"
@@ -110,7 +111,7 @@ def _versions(environment: Mapping[str, Any]) -> str:
 
 
 def _hours(starts: Sequence[Sequence[Record]]) -> str:
-    """Return the time of all starts up to their last lines. Lines that a resume has dropped are not in it."""
+    """Return the time of all starts up to their last lines. Lines dropped by a resume are not in it."""
     if not starts:
         return ""
     seconds = 0.0

@@ -1,4 +1,4 @@
-"""Parts of the page that all of its sections use. Everything that comes from a file is escaped."""
+"""Parts for all sections of the page. Everything from a file is escaped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def section(title: str, parts: Sequence[str]) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table. One that is too wide scrolls by itself, and the page does not."""
+    """Return a table. One too wide scrolls by itself, and the page does not."""
     parts = ['<div class="table">', "<table>", _row(head, "th")]
     parts += [_row(row, "td") for row in rows]
     return [*parts, "</table>", "</div>"]
@@ -35,7 +35,7 @@ def _row(cells: Sequence[str], tag: str) -> str:
 
 
 def details(summary: str, parts: Sequence[str]) -> list[str]:
-    """Return parts that are folded away behind a line."""
+    """Return parts, folded away behind a line."""
     return [f"<details><summary>{escape(summary)}</summary>", *parts, "</details>"]
 
 

@@ -22,7 +22,7 @@ GENERATOR = '<meta name="generator" content="accel-train report">'
 # Even a mistake in the escaping could neither load nor send anything.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 ON_CURVES = ("restart", "save", "evaluation", "warning", "not finite", "stop", "crash")
-"""Kinds of events that are marked. Start and end are the ends of the curve."""
+"""Kinds of events to mark. Start and end are the ends of the curve."""
 
 
 def page_html(runs: Sequence[ReportedRun]) -> str:
@@ -167,7 +167,7 @@ def _notes(charts: Sequence[Chart]) -> str:
 
 
 def _data(charts: Sequence[Chart], last_step: int) -> str:
-    """Return the points of the charts as JSON, for the script and for whoever wants the numbers."""
+    """Return the points of the charts as JSON, for the script and for other programs."""
     described = [_described(chart) for chart in charts]
     # The script turns the place of the pointer into a step with these.
     data = {"width": WIDTH, "left": LEFT, "right": RIGHT, "last_step": last_step, "charts": described}

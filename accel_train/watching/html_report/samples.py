@@ -1,4 +1,4 @@
-"""Samples of a run as HTML: the pages and pictures that its recipe wrote into ``report/``."""
+"""Samples of a run as HTML: the pages and pictures of its recipe in ``report/``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ DRAWN_ANEW = "curves.png"
 def samples_html(report: Path) -> list[str]:
     """Return the Markdown pages, then the pictures, embedded. Empty for a run without any."""
     parts: list[str] = []
+    # Sorted, because a directory has no order of its own. Hidden files are left out, as by a shell.
     for path in sorted(report.glob("[!.]*.md")):
         try:
             text = path.read_text(encoding="utf-8", errors="replace")

@@ -67,7 +67,7 @@ def _extremum(found: Extremum | None) -> str:
 
 
 def samples(runs: Sequence[ReportedRun]) -> list[str]:
-    """Return the samples that the recipe of each run has written."""
+    """Return the samples written by the recipe of each run."""
     parts: list[str] = []
     for run in runs:
         found = samples_html(run.files.directory / REPORT)
@@ -112,6 +112,7 @@ def options(runs: Sequence[ReportedRun]) -> list[str]:
 
 def _differing_options(runs: Sequence[ReportedRun]) -> list[str]:
     trees = [run.files.options for run in runs]
+    # A dict keeps the order of the config, which a set would lose.
     names = dict.fromkeys(name for tree in trees for name in tree)
     rows: list[Sequence[str]] = []
     for name in names:
