@@ -8,7 +8,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from accel_train import loop, preparation, rng
@@ -58,7 +57,13 @@ class Training(loop.Training):
 def main(argv: Sequence[str]) -> int:
     recipe: Any = importlib.import_module(f"recipes.{argv[0]}")
     vars(loop).update(Training=Training)
-    vars(preparation).update(resolve_step_guard=partial(preparation.resolve_step_guard, on_cpu=True))  # as on a GPU
+    resolve = preparation.resolve_step_guard
+
+    def on_the_device(accelerator: Any, optimizer: Any, health: Any, **_: Any) -> Any:
+        """As on a GPU."""
+        return resolve(accelerator, optimizer, health, on_cpu=True)
+
+    vars(preparation).update(resolve_step_guard=on_the_device)
     code = recipe.main(argv[1:])
     print(f"RESULT {json.dumps(OF_STEPS)}", file=sys.stdout, flush=True)
     return code
