@@ -89,7 +89,6 @@ class Saver:
             self._saved_step = run.start_step
         policy.warn_about_grace(run.checkpoint, config, self._main)
 
-    # ------------------------------------------------------------------------------------------------ the loop's calls
     def begin(self) -> None:
         """Mark that there is work to save at a stop. Cheap. ``boundary`` calls it too."""
         self._requests.begin()
@@ -197,6 +196,10 @@ class Saver:
                 self.finish()
             if kind is None:
                 self._end_run()
+        except RuntimeError as lost:
+            # Another rank may have ended since the loop was left.
+            explain(lost)
+            raise
         finally:
             self._close(hurry=kind is not None or self._stopping)
 
@@ -222,7 +225,6 @@ class Saver:
             # Killed halfway, it is of no use to anybody.
             shutil.rmtree(self._pending.temporary, ignore_errors=True)
 
-    # ------------------------------------------------------------------------------------------------------- beginning
     def _take_snapshot(self, step: int, began: float, metrics: Mapping[str, float]) -> PendingSave | None:
         """Copy the state and build the writer's job. None if the directory could not be made. A collective."""
         buffers = self._prepare(step)
@@ -296,7 +298,6 @@ class Saver:
         numbers = shards.numbers() if step > 0 else {}  # without a step there is no state yet
         return contents.texts(planned, step, state, numbers, loss_scale, self._ema.guard.state())
 
-    # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:
         """Submit the job once the snapshot is complete, or take the writer's answer and report it to the others."""
         pending = self._pending
