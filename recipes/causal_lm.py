@@ -15,13 +15,13 @@ if __name__ == "__main__":
     before_imports()  # --help needs none of them
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_train import experiment, loop, preparation, startup
 from accel_train.data.loader import StepBatches
@@ -77,25 +77,7 @@ def weigh(batch: Batch) -> tuple[Batch, Tensor]:
     return batch, perplexity.trained_tokens(batch)
 
 
-@dataclass(frozen=True)
-class LanguageModel:
-    """The prepared model, called with the inputs that its attention and the packing need."""
-
-    module: nn.Module
-    packing: bool
-    attention: str
-
-    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits of the next token, (B, S, V)."""
-        return pretrained.logits(
-            self.module,
-            batch,
-            packing=self.packing,
-            attention=self.attention,
-        )
-
-
-def loss_sum(model: LanguageModel, batch: Batch) -> Tensor:
+def loss_sum(model: pretrained.LanguageModel, batch: Batch) -> Tensor:
     """Sum the loss over a micro-batch, in fp32. The window divides by the tokens of the global batch."""
     logits = model.logits(batch)
     return perplexity.loss_sum(logits, perplexity.targets(batch))
@@ -113,7 +95,7 @@ def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
 def evaluate(
     config: Config,
     prepared: Prepared,
-    model: LanguageModel,
+    model: pretrained.LanguageModel,
     data: prepare.LanguageData,
 ) -> dict[str, float]:
     """Compute held-out perplexity and write samples.md, with the EMA weights. Every process calls it."""
@@ -173,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     base = pretrained.base_of(config.model, shape, config.lora)
     example = partial(pretrained.attention_example, packing=config.data.packing)
     prepared = preparation.prepare(opened, plain, base=base, example=example)
-    model = LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
+    model = pretrained.LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
     run_evaluation = partial(evaluate, config, prepared, model, data)
     if config.evaluate_only:
         return loop.evaluate_only(opened, run_evaluation)

@@ -262,27 +262,36 @@ def attention_of(model: nn.Module) -> str:
     return config._attn_implementation
 
 
-def logits(model: nn.Module, inputs: Mapping[str, Tensor], *, packing: bool, attention: str) -> Tensor:
-    """Return the logits (B, S, V) of a batch of rows, with each text of a packed row for itself.
+@dataclass(frozen=True)
+class LanguageModel:
+    """The prepared model, called with the inputs that its attention and the packing need."""
 
-    Padding is at the end of a row and needs no mask: no token sees a later one.
-    """
-    ids = inputs["input_ids"]
-    named: dict[str, Tensor] = {}
-    shape = ids.shape
-    if packing:
-        named["position_ids"] = inputs["position_ids"]
-        if "flash" in attention:
-            # The kernel for varying lengths takes one row: all rows one after another.
-            ids = ids.reshape(1, -1)
-            named["position_ids"] = named["position_ids"].reshape(1, -1)
-    output = model(input_ids=ids, use_cache=False, **named)
-    return output.logits.reshape(*shape, -1)
+    module: nn.Module
+    packing: bool
+    attention: str
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits (B, S, V) of a batch of rows, with each text of a packed row for itself.
+
+        Padding is at the end of a row and needs no mask: no token sees a later one.
+        """
+        ids = batch["input_ids"]
+        shape = ids.shape
+        named: dict[str, Tensor] = {}
+        if self.packing:
+            named["position_ids"] = batch["position_ids"]
+            if "flash" in self.attention:
+                # The kernel for varying lengths takes one row: all rows one after another.
+                ids = ids.reshape(1, -1)
+                named["position_ids"] = named["position_ids"].reshape(1, -1)
+        output = self.module(input_ids=ids, use_cache=False, **named)
+        return output.logits.reshape(*shape, -1)
 
 
 def attention_example(model: nn.Module, *, packing: bool) -> Tensor:
     """Call the model on one row, of two texts with ``packing``, so that its attention can be proven as it is used."""
-    return logits(model, _two_texts(model), packing=packing, attention=attention_of(model))
+    language_model = LanguageModel(model, packing, attention_of(model))
+    return language_model.logits(_two_texts(model))
 
 
 def _two_texts(model: nn.Module) -> dict[str, Tensor]:

@@ -107,8 +107,8 @@ def test_logits_and_losses_of_packed_texts_are_those_of_the_texts_alone(
     assert len(data) < len(texts)
     batch = data.batch(list(range(len(data)))) | {"weight": torch.ones(len(data))}
     with torch.no_grad():
-        logits = pretrained.logits(model, batch, packing=True, attention=attention)
-        leaking = pretrained.logits(model, batch, packing=False, attention=attention)
+        logits = pretrained.LanguageModel(model, packing=True, attention=attention).logits(batch)
+        leaking = pretrained.LanguageModel(model, packing=False, attention=attention).logits(batch)
         alone = {tuple(ids): model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids, _ in texts}
     losses: list[torch.Tensor] = []
     worst_leak = 0.0
@@ -138,8 +138,8 @@ def test_rows_one_after_another_have_the_same_logits(tmp_path: Path) -> None:
     shapes: list[tuple[int, ...]] = []
     model.register_forward_pre_hook(lambda *given: shapes.append(tuple(given[2]["input_ids"].shape)), with_kwargs=True)
     with torch.no_grad():
-        expected = pretrained.logits(model, batch, packing=True, attention="sdpa")
-        found = pretrained.logits(model, batch, packing=True, attention="flash_attention_2")
+        expected = pretrained.LanguageModel(model, packing=True, attention="sdpa").logits(batch)
+        found = pretrained.LanguageModel(model, packing=True, attention="flash_attention_2").logits(batch)
     assert shapes == [(len(data), S), (1, len(data) * S)]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -197,7 +197,7 @@ def test_activation_checkpointing_of_its_blocks_changes_no_gradient(config: str,
         if checkpointed:
             notice = apply_activation_checkpointing(model, ActivationCheckpointingConfig(mode))
             assert f"{1 if mode == 'every_nth' else 2} of 2 blocks" in notice
-        pretrained.logits(model, packed, packing=True, attention="sdpa").square().sum().backward()
+        pretrained.LanguageModel(model, packing=True, attention="sdpa").logits(packed).square().sum().backward()
         return [parameter.grad for parameter in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
