@@ -23,7 +23,7 @@ from accel_train.hub.pusher import push_the_rest
 from accel_train.linting.reporting import log_findings
 from accel_train.metrics import gates
 from accel_train.metrics.logs import info
-from accel_train.opened import Opened
+from accel_train.opened import Opened, smaller_micro_batch
 from accel_train.runtime import threads
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import on_main
@@ -160,7 +160,7 @@ def open_experiment(
 
 def _agree_on_micro_batch(config: ExperimentConfig, accelerator: Accelerator) -> tuple[int, list[str]]:
     """Return the micro-batch size of this start, the same on every process, and notices. Collective."""
-    smaller = config.smaller_micro_batch()
+    smaller = smaller_micro_batch(config)
     sizes: list[int] = [smaller.used if smaller else config.micro_batch_size]
     if accelerator.num_processes > 1:
         # A process that looked a moment earlier may have missed a record that is being written.

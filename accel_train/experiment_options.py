@@ -6,27 +6,27 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from accel_train.checkpoints.policy import CheckpointConfig, RunOptions
+from accel_train.checkpoints.policy import CheckpointConfig, RunOptions, of_this_start
 from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
 from accel_train.data.options import LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.metrics.progress import Labels
 from accel_train.metrics.recorder import LogConfig
 from accel_train.options.tree import config_text, defaults_tree, experiment_tree, flatten, option_names, to_tree
-from accel_train.pipeline import Pipeline
 from accel_train.precision import Precision
 from accel_train.runtime.distributed_options import DistributedConfig
-from accel_train.runtime.exiting import started_again
-from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
-from accel_train.speed.out_of_memory import OutOfMemory, SmallerMicroBatch, recorded
+from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8, OutOfMemory
 from accel_train.store.names import REPORT
 from accel_train.training.accumulation import SyncPolicy
 from accel_train.training.ema import EmaConfig
 from accel_train.training.health.options import HealthConfig
 from accel_train.training.optimizers import OptimizerConfig
 from accel_train.training.schedules import ScheduleConfig
+
+if TYPE_CHECKING:
+    from accel_train.pipeline import Pipeline
 
 FREE_TO_CHANGE = (
     "output_dir",
@@ -164,17 +164,6 @@ class ExperimentConfig:
         """Directory for curves, metrics and samples, to be looked at. May not exist yet."""
         return expand_path(self.output_dir) / REPORT
 
-    def smaller_micro_batch(self) -> SmallerMicroBatch | None:
-        """Return the micro-batch that an earlier start of the run has fallen back to. None: ``micro_batch_size``."""
-        if self.out_of_memory == "stop" or self.deletes_earlier_run:
-            return None
-        return recorded(expand_path(self.output_dir), self.micro_batch_size)
-
-    @property
-    def deletes_earlier_run(self) -> bool:
-        """``overwrite``, but for a start that continues what this command has begun."""
-        return self.overwrite and not started_again()
-
     @classmethod
     def first_options(cls) -> list[str]:
         """Return the options that ``--help`` shows first: the recipe's own, then those of every recipe."""
@@ -218,23 +207,24 @@ class ExperimentConfig:
         return values | dict(self.recipe.smoke)
 
     def run_options(self) -> RunOptions:
-        """Return the options of ``open_run``."""
+        """Return the options of ``open_run`` in this start."""
         loader = self.recipe.loads_with
-        return RunOptions(
+        options = RunOptions(
             output_dir=self.output_dir,
             experiment=flatten(experiment_tree(self)),
             defaults=flatten(defaults_tree(type(self))),
             config_text=config_text(self),
             free_to_change=(*FREE_TO_CHANGE, *self.recipe.free_to_change),
             loads_with=None if loader is None else f"{loader.__module__}.{loader.__qualname__}",
-            resume="auto" if started_again() else self.resume,
+            resume=self.resume,
             allow=self.allow,
-            overwrite=self.deletes_earlier_run,
+            overwrite=self.overwrite,
             evaluate_only=self.evaluate_only,
             init_from=self.init_from,
             hub=self.hub,
             collective_timeout_seconds=self.collective_timeout_seconds,
         )
+        return of_this_start(options)
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.max_epochs is None):

@@ -10,13 +10,22 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from accel_train.checkpoints.run import Run
+from accel_train.config import expand_path
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.recorder import RunInfo
+from accel_train.speed.out_of_memory import SmallerMicroBatch, recorded
 from accel_train.training import schedules
 from accel_train.training.accumulation import Batch, GradientWindow, SyncPolicy
 from accel_train.training.ema import Ema
 from accel_train.training.schedules import ScheduleConfig
 from accel_train.training.step_guard import StepGuard
+
+
+def smaller_micro_batch(config: ExperimentConfig) -> SmallerMicroBatch | None:
+    """Return the micro-batch that an earlier start of the run has fallen back to. None: ``micro_batch_size``."""
+    if config.out_of_memory == "stop" or config.run_options().overwrite:
+        return None
+    return recorded(expand_path(config.output_dir), config.micro_batch_size)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from accel_train.experiment_options import ExperimentConfig
 from accel_train.linting.reporting import log_findings
 from accel_train.metrics.logs import info, setup_logging
 from accel_train.metrics.trackers import resolve_trackers
+from accel_train.opened import smaller_micro_batch
 from accel_train.runtime import early_stop, step_overhead, threads
 from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
@@ -47,7 +48,7 @@ def start(config: ExperimentConfig) -> Accelerator:
     directory = expand_path(config.output_dir)
     # Listed before the processes first meet: none of them has created anything yet.
     before = refused.present(directory)
-    smaller = config.smaller_micro_batch()
+    smaller = smaller_micro_batch(config)
     accelerator = build_accelerator(
         precision=config.precision,
         global_batch_size=config.global_batch_size,
@@ -94,7 +95,7 @@ def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Acc
 def earlier_assets(config: ExperimentConfig) -> Path | None:
     """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, or None for a run without one."""
     directory = expand_path(config.output_dir)
-    if config.deletes_earlier_run:
+    if config.run_options().overwrite:
         return None
     folders = [path / "assets" for _, path in committed(directory / "checkpoints")]
     saved = [folder for folder in folders if folder.is_dir()]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
 from accel_train.hub.options import HubConfig
 from accel_train.precision import Precision
+from accel_train.runtime.exiting import started_again
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import Checkpoint
 from accel_train.wording import did_you_mean, nearest
@@ -164,6 +165,13 @@ class RunOptions:
                 f"overwrite: true with resume: {self.resume} would delete before it is known whether that can be read; "
                 "leave --overwrite out and give an unused --output_dir"
             )
+
+
+def of_this_start(options: RunOptions) -> RunOptions:
+    """Return the options without ``overwrite`` and ``resume`` if an earlier start of the same command obeyed them."""
+    if not started_again():
+        return options
+    return replace(options, overwrite=False, resume="auto")
 
 
 def invalid_pins(names: Iterable[str]) -> list[str]:

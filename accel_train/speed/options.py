@@ -42,3 +42,6 @@ class CompileConfig:
 
 Float8 = Literal["none", "tensorwise", "rowwise"]
 """torchao's names of its recipes, or none."""
+
+OutOfMemory = Literal["halve", "stop"]
+"""What a training step that does not fit leads to."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from accel_train.store import atomic_files, strict_json
 from accel_train.store.names import MICRO_BATCH_FILE
 
-OutOfMemory = Literal["halve", "stop"]
 MAX_BYTES = 1 << 16
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 """In the ``RuntimeError`` of torch's allocator for host memory, which has no type of its own."""
@@ -43,9 +44,6 @@ class SmallerMicroBatch(NamedTuple):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an error of torch's allocator, of a device or of host memory."""
-    # Late, because the options of every recipe import this module, and `--help` needs no torch.
-    import torch
-
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error)
