@@ -30,12 +30,14 @@ EXIT_PREEMPTED = 75
 EXIT_AGAIN = 76
 """Reported to ``accel-train launch`` in place of 75 by a process that asks for a new start at once."""
 STARTED_AGAIN_VARIABLE = "ACCEL_TRAIN_STARTED_AGAIN"
-"""Set for a start that continues the run of the same command."""
+"""Set by ``accel-train launch`` for a start that continues the run of the same command. ``one_run`` takes it away."""
 
 current_run = ExitStack()
 """Cleanup of the run in this process."""
 _imports = ExitStack()
 """What ends once a recipe has imported everything."""
+_continues = False
+"""The run in this process continues what an earlier start of the same command has begun."""
 
 
 class StartAgain(RuntimeError):
@@ -47,7 +49,7 @@ class StartAgain(RuntimeError):
 
 def started_again() -> bool:
     """Return True in a start that continues the run of its own command, which has obeyed ``--overwrite`` already."""
-    return STARTED_AGAIN_VARIABLE in os.environ
+    return _continues
 
 
 def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
@@ -59,7 +61,9 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
 
     @functools.wraps(main)
     def run(argv: Sequence[str]) -> int:
-        asked_for = started_again()
+        global _continues
+        # It is said of this run alone: neither of a process that it starts, nor of the next run in this one.
+        _continues = os.environ.pop(STARTED_AGAIN_VARIABLE, None) is not None
         try:
             while True:
                 code = _run_once(main, argv)
@@ -67,10 +71,9 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
                     return code
                 # Here the error is gone, and with it the frames that held the model.
                 _free_memory()
-                os.environ[STARTED_AGAIN_VARIABLE] = "1"
+                _continues = True
         finally:
-            if not asked_for:
-                os.environ.pop(STARTED_AGAIN_VARIABLE, None)
+            _continues = False
 
     return run
 

@@ -7,12 +7,13 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from accel_train.runtime import exiting
-from accel_train.runtime.exiting import reported_exit_code
+from accel_train.runtime.exiting import STARTED_AGAIN_VARIABLE, StartAgain, one_run, reported_exit_code, started_again
 from tests.waiting import PATIENCE_SECONDS, until
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +154,28 @@ def test_a_wrong_usage_is_in_the_log_of_the_run_where_there_is_one(
         "an earlier start",
         "accel_train.runtime.exiting: error (wrong usage, exit code 2): --seed fast",
     )
+
+
+def test_one_run_alone_knows_that_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its children nor the next run of a notebook: they would not obey their own ``--overwrite``."""
+    seen: list[tuple[bool, bool]] = []
+
+    @one_run
+    def main(argv: Sequence[str]) -> int:
+        seen.append((started_again(), STARTED_AGAIN_VARIABLE in os.environ))
+        if argv and len(seen) < 3:
+            raise StartAgain("step 3 ran out of memory")
+        return 0
+
+    main(["twice"])
+    assert seen == [(False, False), (True, False), (True, False)]
+    main([])
+    assert seen[3:] == [(False, False)]
+    # As `accel-train launch` says it to new processes.
+    monkeypatch.setenv(STARTED_AGAIN_VARIABLE, "1")
+    main([])
+    main([])
+    assert seen[4:] == [(True, False), (False, False)]
 
 
 @pytest.mark.parametrize(
