@@ -72,20 +72,21 @@ def launch(request: Launch, *, rehearsal: bool = False) -> int:
     """Run the recipe to its end and return its exit code (0 done, 2 usage error, 75 preempted, else 1)."""
     # Entered before the slow import of Accelerate, so that a signal meanwhile gives exit code 75.
     with _SignalRelay() as relay:
-        command, environment = _prepare(request, rehearsal=rehearsal)
+        command, environment, num_machines = _prepare(request, rehearsal=rehearsal)
         code = _run(command, environment, relay)
         while code == EXIT_AGAIN:
-            # A stop that came meanwhile has ended nothing.
-            if relay.stopped:
+            # First: a stop from here on ends the launcher, so none falls between the question and the new start.
+            relay.begin_again()
+            # The launchers of other machines have ended with an error, and this one would wait for them.
+            if relay.stopped or num_machines > 1:
                 return EXIT_PREEMPTED
             print("accel-train launch: starting again", file=sys.stderr, flush=True)
-            relay.begin_again()
             code = _run(command, environment | {STARTED_AGAIN_VARIABLE: "1"}, relay)
         return code
 
 
-def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, str]]:
-    """Return the command and its environment. Raises ``UsageError``."""
+def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, str], int]:
+    """Return the command, its environment and the number of machines. Raises ``UsageError``."""
     path, machine, assumption = read_machine(request)
     if assumption is not None:
         print(assumption, flush=True)
@@ -103,7 +104,7 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
         print("\n".join(banner), flush=True)
         environment[REHEARSAL_VARIABLE] = "1"
     command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)
-    return [*command, str(recipe), *request.arguments], environment
+    return [*command, str(recipe), *request.arguments], environment, machine.num_machines
 
 
 def launch_environment(path: Path | None, machine: MachineConfig, settings: Any) -> dict[str, str]:

@@ -163,6 +163,11 @@ def main(argv):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
         os.write(1, b"ready\\n")  # in one piece, beside the other process
         time.sleep(1800)
+    if argv[0] == "again":
+        from accel_train.runtime.exiting import StartAgain
+        if os.environ["RANK"] == "1":
+            raise StartAgain("step 3 ran out of memory")
+        return 1
     return int(argv[0]) if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK", "0") else 0
 
 run_main(main)
@@ -247,6 +252,24 @@ def test_a_signal_reaches_the_recipe(number: signal.Signals, file: str, files: P
             waiting -= line == "ready\n"
         child.send_signal(number)
         assert child.wait(timeout=PATIENCE_SECONDS) == 75
+
+
+@pytest.mark.distributed
+@pytest.mark.slow  # two launchers with torchrun; quick tests start one machine again
+def test_of_several_machines_none_starts_again_alone(files: Path, worker: str) -> None:
+    """It would wait for launchers that have ended. A scheduler starts all of them."""
+    port = free_port()
+    (files / "hosts.yaml").write_text(
+        "distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 2\nmain_process_ip: 127.0.0.1\n"
+        f"main_process_port: {port}\nmachine_rank: 0\nrdzv_backend: static\nsame_network: true\n"
+    )
+    head = [sys.executable, "-m", "accel_train.cli", "launch", "--config_file", str(files / "hosts.yaml")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    launchers = [
+        subprocess.Popen([*head, "--machine_rank", str(rank), worker, "again"], env=environment) for rank in (0, 1)
+    ]
+    codes = [launcher.wait(timeout=PATIENCE_SECONDS) for launcher in launchers]
+    assert codes == [1, 75]
 
 
 @pytest.mark.distributed
