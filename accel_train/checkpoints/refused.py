@@ -8,9 +8,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from accel_train.runtime.exiting import SECONDS_TO_BE_HEARD
+from accel_train.store import commit
 from accel_train.store import lock as locks
 from accel_train.store.names import OF_A_START
-from accel_train.store.run_file import has_trained
+from accel_train.store.run_file import has_trained, recall
 
 
 def present(directory: Path) -> frozenset[Path]:
@@ -23,9 +24,9 @@ def present(directory: Path) -> frozenset[Path]:
 def remove_new(directory: Path, before: frozenset[Path], rank: int) -> None:
     """Remove the files that this start created in a directory without a run.
 
-    Every process calls it, after closing its log and lock. Only files of a start, absent from ``before``, are removed,
-    and only if no other process holds the lock. Folders are removed if they are empty. Never raises: anything that
-    cannot be removed stays.
+    Every process calls it, after closing its log and lock. Only files of a start and the checkpoint that it copied,
+    absent from ``before``, are removed, and only if no other process holds the lock. Folders are removed if they are
+    empty. Never raises: anything that cannot be removed stays.
     """
     with suppress(OSError, locks.LockedError):
         if rank == 0:
@@ -40,22 +41,39 @@ def remove_new(directory: Path, before: frozenset[Path], rank: int) -> None:
 def _wait_for_main(directory: Path, before: frozenset[Path]) -> None:
     """Wait some seconds for the main process, because torchrun ends all processes once the first exits."""
     deadline = time.monotonic() + SECONDS_TO_BE_HEARD
-    while _of_main(directory, before) and not _holds_run(directory) and time.monotonic() < deadline:
+    while _of_main(directory, before) and not has_trained(directory) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def _remove_all_files(directory: Path, before: frozenset[Path]) -> None:
     with closing(locks.acquire(directory)):
         # Asked under the lock: another start may have begun to train here meanwhile.
-        if _holds_run(directory):
+        if _holds_run(directory, before):
             return
+        for checkpoint in directory.glob("checkpoints/*"):
+            # If it stayed, the next start would find a used directory and resume from it.
+            commit.remove(checkpoint)
         _rmdir(directory / "checkpoints", before)
         for file in (*directory.glob("logs/rank_*.log"), *_of_main(directory, before)):
             _unlink(file, before)
 
 
-def _holds_run(directory: Path) -> bool:
-    return has_trained(directory) or any(directory.glob("checkpoints/*"))
+def _holds_run(directory: Path, before: frozenset[Path]) -> bool:
+    """Return True for more than an untrained start with the checkpoint that it copied."""
+    if has_trained(directory):
+        return True
+    checkpoints = directory / "checkpoints"
+    held = {path.name for path in checkpoints.glob("*")}
+    if not held:
+        return False
+    return checkpoints in before or held != {_copied(directory)}
+
+
+def _copied(directory: Path) -> str | None:
+    """Return the name of the checkpoint that a start with ``--resume PATH`` began from, or None."""
+    saved, _ = recall(directory)
+    parent = None if saved is None else saved.get("parent")
+    return None if parent is None else parent["checkpoint"]
 
 
 def _of_main(directory: Path, before: frozenset[Path]) -> list[Path]:

@@ -7,7 +7,6 @@ the same options, else an unchanged branch, trained too.
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from accel_train.rerun.recorded import WITHOUT_EFFECT, RecordedRun
 from accel_train.rerun.training import Machine
 from accel_train.store.manifest import Checkpoint, checkpoint_name
 from accel_train.store.names import CONFIG_FILE, REPORT, RUN_FILE
-from accel_train.store.run_file import has_trained, is_covered, recall
+from accel_train.store.run_file import is_covered, recall
 from accel_train.wording import shortened
 
 BRANCH_FILE = "branch.json"
@@ -252,14 +251,7 @@ def _train(fork: _Fork, directory: Path, folder: Path, *, changed: bool) -> None
         # An option of a list needs a value.
         if fork.changed:
             arguments += ["--allow", *fork.changed]
-    is_new = not directory.exists()
-    try:
-        training.train(fork.machine.command(fork.recipe, arguments), folder / "log")
-    except UsageError:
-        # Refused once the model was built. The copy of the checkpoint would pass for a run.
-        if is_new and not has_trained(directory):
-            shutil.rmtree(directory, ignore_errors=True)
-        raise
+    training.train(fork.machine.command(fork.recipe, arguments), folder / "log")
 
 
 def _control(fork: _Fork, directory: Path, folder: Path) -> RecordedRun:
@@ -283,13 +275,9 @@ def _unusable_as_control(fork: _Fork) -> str | None:
     if end < fork.last:
         return f"the run logged steps up to {end}"
     wanted = flatten(fork.options)
-    # A warm-up that was shortened is logged as asked for, and saved as it was.
-    asked = fork.run.saved["resolved"].get("schedule.warmup", [None])[0]
     for start in fork.run.starts(fork.checkpoint.step + 1, fork.last):
         for name, value in flatten(start.options).items():
             # Options that change no result need not be those of the branch.
-            if name == "schedule.warmup_steps" and value == asked:
-                continue
             if name in wanted and wanted[name] != value and not is_covered(name, fork.free):
                 return f"the run went on with {name} {value!r}"
     return None

@@ -17,6 +17,7 @@ from tests.waiting import PATIENCE_SECONDS
 WRITTEN = (".lock", "config.yaml", "logs/rank_0.log", "metrics.jsonl", "run.json")
 ALL = {f"a/run/{name}" for name in WRITTEN}
 SAVED = "checkpoints/checkpoint_00000002/manifest.json"
+OTHER = "checkpoints/checkpoint_00000004/manifest.json"
 RUN = {"run_id": "r", "experiment": {}, "resolved": {}}
 
 
@@ -31,6 +32,17 @@ def begin(directory: Path) -> None:
     write(directory, *WRITTEN)
     (directory / "checkpoints").mkdir(exist_ok=True)
     write_run(directory, RUN)
+
+
+def copied(directory: Path) -> None:
+    """As with ``--resume PATH``."""
+    write(directory, SAVED)
+    write_run(directory, RUN | {"parent": {"run_id": "p", "checkpoint": Path(SAVED).parent.name}})
+
+
+def begin_from(directory: Path) -> None:
+    begin(directory)
+    copied(directory)
 
 
 def trained(directory: Path) -> None:
@@ -56,7 +68,15 @@ def nothing(_: Path) -> None:
         pytest.param(nothing, lambda run: write(run, "notes.txt"), {"a/run/notes.txt"}, id="a-file-of-somebody"),
         pytest.param(lambda run: write(run, WRITTEN[2]), nothing, {"a/run/logs/rank_0.log"}, id="an-earlier-log"),
         pytest.param(begin, nothing, {*ALL, "a/run/checkpoints"}, id="resumed"),
-        pytest.param(nothing, lambda run: write(run, SAVED), {*ALL, f"a/run/{SAVED}"}, id="from-a-checkpoint"),
+        pytest.param(nothing, lambda run: write(run, SAVED), {*ALL, f"a/run/{SAVED}"}, id="a-checkpoint-of-its-own"),
+        pytest.param(nothing, copied, set[str](), id="from-a-checkpoint"),
+        pytest.param(begin_from, copied, {*ALL, f"a/run/{SAVED}"}, id="resumed-from-a-checkpoint"),
+        pytest.param(
+            nothing,
+            lambda run: (copied(run), write(run, OTHER)),
+            {*ALL, f"a/run/{SAVED}", f"a/run/{OTHER}"},
+            id="a-checkpoint-and-its-own",
+        ),
         pytest.param(nothing, trained, {*ALL, "a/run/checkpoints"}, id="trained"),
     ],
 )
