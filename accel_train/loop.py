@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -120,13 +120,15 @@ def _recorded(training: Training) -> Generator[None]:
 
 def _recorder(opened: Opened, prepared: Prepared) -> Recorder:
     config = opened.config
+    # As the run trains, where it cannot as asked: with a smaller micro-batch, or a shorter warm-up.
+    used = replace(config, micro_batch_size=opened.micro_batch_size, schedule=opened.schedule)
     return Recorder(
         opened.accelerator,
         opened.run.directory,
         config.log,
         max_steps=opened.max_steps,
         start_step=opened.start_step,
-        config=to_tree(config),
+        config=to_tree(used),
         facts=prepared.run_info.facts,
         labels=config.recipe.labels,
     )
@@ -275,6 +277,7 @@ class Training:
             return
         directory = self.opened.run.directory
         smaller = out_of_memory.record_half(directory, config.micro_batch_size, used, self.done)
+        self.log.out_of_memory(self.done, {"micro_batch_size": used, "next_micro_batch_size": smaller.used})
         # Without the error as its cause, whose frames hold the tensors of the step.
         raise StartAgain(
             f"step {self.done} ran out of memory with micro_batch_size {used}; the next start goes on from the newest "

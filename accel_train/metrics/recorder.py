@@ -191,14 +191,24 @@ class Recorder:
         if event not in EVENTS:
             raise ValueError(f"event {event!r} is not in the schema; use one of {', '.join(EVENTS)}")
         if self._main:
-            head: dict[str, object] = {"event": event}
-            if step is not None:
-                head["step"] = step
-            head["time"] = time.time()
-            head["elapsed_seconds"] = time.perf_counter() - self._started
-            head["processor_seconds"] = time.process_time()
-            # Twice: the first sets the order of the keys, the second overrides fields of the same name.
-            self._writer.write({**head, **fields, **head})
+            self._writer.write(self._line(event, fields, step))
+
+    def out_of_memory(self, step: int, fields: Mapping[str, int]) -> None:
+        """Write the event of a step that did not fit, on whichever process met it: the main one may never know."""
+        # A writer of its own, since only the main process keeps one.
+        writer = LineWriter(self._directory / METRICS_FILE)
+        named = {**fields, "process": self._accelerator.process_index}
+        writer.write(self._line("out_of_memory", named, step))
+
+    def _line(self, event: str, fields: Mapping[str, object], step: int | None) -> dict[str, object]:
+        head: dict[str, object] = {"event": event}
+        if step is not None:
+            head["step"] = step
+        head["time"] = time.time()
+        head["elapsed_seconds"] = time.perf_counter() - self._started
+        head["processor_seconds"] = time.process_time()
+        # Twice: the first sets the order of the keys, the second overrides fields of the same name.
+        return {**head, **fields, **head}
 
     def close(self) -> None:
         """Finish trackers and bar. A second call has no effect."""

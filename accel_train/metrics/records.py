@@ -18,7 +18,18 @@ from accel_train.store.atomic_files import replace_file
 
 logger = logging.getLogger(__name__)
 
-EVENTS = ("environment", "config", "resume", "train", "evaluation", "checkpoint", "bad_step", "warning", "end")
+EVENTS = (
+    "environment",
+    "config",
+    "resume",
+    "train",
+    "evaluation",
+    "checkpoint",
+    "bad_step",
+    "out_of_memory",
+    "warning",
+    "end",
+)
 
 # Required fields of a training line, beside event, step and time.
 TRAIN_FIELDS = (

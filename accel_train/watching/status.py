@@ -23,8 +23,12 @@ UNKNOWN_SECONDS = 1800.0
 def condition_of(files: RunFiles) -> Condition:
     """Return the status of a run and the reason, from its last line, its lock and the time between its lines."""
     process = files.process
-    ended = _ended(files)
     begins_again = _begins_again(files)
+    half = _starts_again(files)
+    if half is not None and not begins_again:
+        # Whoever starts it again may take its time, and the process of the lock has to end first.
+        return _silent(files) or half
+    ended = _ended(files)
     # An end line is of the process that is gone only if that process wrote lines at all.
     if process is not None and process.alive is False and (ended is None or begins_again):
         return Condition("crashed", f"{process.text} is gone and wrote no end line")
@@ -48,6 +52,16 @@ def _begins_again(files: RunFiles) -> bool:
         return False
     last = number(files.records[-1], "time")
     return last is not None and files.process.started_at > last
+
+
+def _starts_again(files: RunFiles) -> Condition | None:
+    """Return the condition of a run whose last start ran out of memory, or None."""
+    for record in files.last_start:
+        if record.get("event") == "out_of_memory":
+            size = record.get("next_micro_batch_size")
+            text = f"step {record.get('step')} ran out of memory: the next start goes on with a micro-batch of {size}"
+            return Condition("starting", text)
+    return None
 
 
 def _ended(files: RunFiles) -> Condition | None:

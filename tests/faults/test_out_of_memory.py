@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from accel_train.metrics.records import read_metrics
 from accel_train.speed import out_of_memory
 from accel_train.store.names import MICRO_BATCH_FILE
+from accel_train.watching.html_report.events import events_of
 from tests import zygote
 from tests.distributed.launching import LAUNCH_FILES, ROOT, environment
 from tests.waiting import PATIENCE_SECONDS, free_port
@@ -38,6 +39,22 @@ def weights(directory: Path, step: int = 8) -> dict[str, torch.Tensor]:
 def losses(directory: Path) -> dict[int, float]:
     lines = read_metrics(directory / "metrics.jsonl")
     return {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
+
+
+def ran_out(directory: Path) -> list[tuple[int, ...]]:
+    """Step, micro-batch, next micro-batch and process of each event."""
+    lines = read_metrics(directory / "metrics.jsonl")
+    names = ("step", "micro_batch_size", "next_micro_batch_size", "process")
+    return [tuple(line[name] for name in names) for line in lines if line["event"] == "out_of_memory"]
+
+
+def sizes_of_starts(directory: Path) -> list[int]:
+    lines = read_metrics(directory / "metrics.jsonl")
+    return [line["config"]["micro_batch_size"] for line in lines if line["event"] == "config"]
+
+
+def kinds(directory: Path) -> list[str]:
+    return [event.kind for event in events_of(read_metrics(directory / "metrics.jsonl")) if event.kind != "save"]
 
 
 def largest_difference(a: Path, b: Path) -> float:
@@ -79,6 +96,10 @@ def test_after_a_save_it_goes_on_from_there(tmp_path: Path, with_four: Path, pla
     assert found.keys() == expected.keys()
     assert max(abs(found[step] - expected[step]) for step in found) < 1e-6
     assert 0 < largest_difference(directory, with_four) < 1e-6
+    assert ran_out(directory) == [(6, 16, 8, 0), (6, 8, 4, 0)]
+    assert sizes_of_starts(directory) == [16, 8, 4]
+    rerun = ["out of memory", "restart"]
+    assert kinds(directory) == ["start", *rerun, *rerun, "evaluation", "end"], "the report knows no crash"
     # The next start knows it, and somebody who asks for another size is obeyed.
     assert out_of_memory.recorded(directory, 16) == (16, 4, 6)
     assert out_of_memory.recorded(directory, 12) is None
@@ -133,7 +154,15 @@ def test_an_evaluation_that_does_not_fit_leaves_the_micro_batch(tmp_path: Path) 
 @pytest.mark.distributed
 @pytest.mark.fault("F52", injected="out of memory on one rank of two", outcome="accel-train launch starts again")
 @pytest.mark.parametrize("place", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        # The same mechanism under every strategy, and DDP covers it in seconds.
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        pytest.param("zero2", marks=pytest.mark.slow),
+    ],
+)
 def test_one_of_two_processes(tmp_path: Path, with_four: Path, strategy: str, place: str) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(f"num_machines: 1\nnum_processes: 2\n{LAUNCH_FILES[strategy]}")
@@ -144,6 +173,10 @@ def test_one_of_two_processes(tmp_path: Path, with_four: Path, strategy: str, pl
     assert done.returncode == 0, done.stdout
     assert "accel-train launch: starting again" in done.stdout
     assert "micro_batch_size: 4 instead of 16, because step 6 ran out of memory" in done.stdout
+    # By the process that ran out: the main one has failed in a reduction. Half of the global batch is 8.
+    assert ran_out(directory) == [(6, 8, 4, 1)]
+    assert kinds(directory)[:2] == ["start", "out of memory"]
+    assert "crash" not in kinds(directory)
     found, expected = losses(directory), losses(with_four)
     assert max(abs(found[step] - expected[step]) for step in expected) < 1e-6
     assert largest_difference(directory, with_four) < 1e-6

@@ -246,18 +246,25 @@ def test_the_command_to_resume_names_what_is_not_recorded(tmp_path: Path) -> Non
 def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     run = noisy_run(tmp_path / "run")
     run.add("warning", 60, message="the disk is nearly full")
+    run.add("bad_step", 60, reason="spike", skipped=True)
+    run.add("out_of_memory", 60, micro_batch_size=8, next_micro_batch_size=4, process=1)
+    run.add("end", 60, reason="RuntimeError")
+    run.add("environment", strategy="single", world_size=1)
     run.add("end", 60, reason="stopped")
     page = write(tmp_path / "page.html", run)
     rows = re.findall(r"<tr><td>(\d+)</td><td>([a-z ]+)</td>", page.source)
     assert rows == [
         *[("0", "start"), ("0", "crash"), ("0", "start"), ("20", "evaluation"), ("30", "save"), ("30", "crash")],
-        *[("30", "restart"), ("40", "evaluation"), ("60", "evaluation"), ("60", "warning"), ("60", "stop")],
+        *[("30", "restart"), ("40", "evaluation"), ("60", "evaluation"), ("60", "warning"), ("60", "bad step")],
+        *[("60", "out of memory"), ("0", "start"), ("60", "stop")],
         ("11", "not finite"),
     ]
     chart = page.source.split("<svg")[1].split("</svg>")[0]
     marks = re.findall(r'class="event ([a-z-]+)', chart)
     assert sorted(marks) == sorted(kind.replace(" ", "-") for _, kind in rows if kind != "start")
     assert "warning at step 60: the disk is nearly full" in chart
+    assert "bad step at step 60: a spike of the gradient norm, skipped" in chart
+    assert "out of memory at step 60: micro-batch of 8; goes on with 4" in chart
 
 
 def test_samples_and_pictures_are_in_the_page(tmp_path: Path) -> None:

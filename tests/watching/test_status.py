@@ -45,6 +45,24 @@ def test_the_end_line_tells_how_a_run_ended(run: RunDirectory, reason: str, stat
     assert ("RuntimeError" in found.reason) == (status == "crashed")
 
 
+def test_out_of_memory_is_no_crash_while_the_next_start_may_come(run: RunDirectory) -> None:
+    run.add("out_of_memory", 11, micro_batch_size=8, next_micro_batch_size=4, process=1)
+    # The main process failed in a reduction, and is gone.
+    run.add("end", 10, reason="RuntimeError")
+    run.lock(pid_of_the_dead(), at=BEGIN)
+    found = condition(run)
+    assert found.status == "starting"
+    assert "step 11 ran out of memory: the next start goes on with a micro-batch of 4" in found.reason
+    # Nobody started it.
+    assert condition(run, after=UNKNOWN_SECONDS).status == "silent"
+    # The next start dies before its first line.
+    run.lock(pid_of_the_dead(), at=run.time + 1)
+    assert condition(run).status == "crashed"
+    run.add("environment")
+    run.add("end", 10, reason="RuntimeError")
+    assert condition(run).status == "crashed"
+
+
 def test_the_end_of_an_earlier_start_is_not_that_of_the_run(run: RunDirectory) -> None:
     run.add("end", 10, reason="stopped")
     run.add("environment")

@@ -10,7 +10,19 @@ from typing import Literal
 from accel_train.metrics.records import last_pass
 from accel_train.watching.run_files import Record, number
 
-Kind = Literal["start", "restart", "save", "evaluation", "warning", "not finite", "stop", "crash", "end"]
+Kind = Literal[
+    "start",
+    "restart",
+    "save",
+    "evaluation",
+    "warning",
+    "bad step",
+    "out of memory",
+    "not finite",
+    "stop",
+    "crash",
+    "end",
+]
 
 
 @dataclass(frozen=True)
@@ -40,18 +52,26 @@ def events_of(records: Sequence[Record]) -> list[Event]:
     found: list[Event] = []
     starts = starts_of(records)
     for index, start in enumerate(starts):
-        found.append(_begin(start))
-        for record in start:
-            event = _event(record)
-            if event is not None:
-                found.append(event)
         # The last start may still be training.
-        ended = any(record.get("event") == "end" for record in start)
-        if not ended and index < len(starts) - 1:
-            reached = max(_step(record) or 0 for record in start)
-            text = "killed, or its machine went down; a resume has dropped its lines behind the newest checkpoint"
-            found.append(Event("crash", reached, text, number(start[-1], "time")))
+        found += _events_of_start(start, is_last=index == len(starts) - 1)
     return found + _non_finite(records)
+
+
+def _events_of_start(start: Sequence[Record], *, is_last: bool) -> list[Event]:
+    found = [_begin(start)]
+    kinds = {record.get("event") for record in start}
+    for record in start:
+        # One process ran out of memory, and the main one may have ended by an error that came of it.
+        if record.get("event") == "end" and "out_of_memory" in kinds:
+            continue
+        event = _event(record)
+        if event is not None:
+            found.append(event)
+    if is_last or "end" in kinds or "out_of_memory" in kinds:
+        return found
+    reached = max(_step(record) or 0 for record in start)
+    text = "killed, or its machine went down; a resume has dropped its lines behind the newest checkpoint"
+    return [*found, Event("crash", reached, text, number(start[-1], "time"))]
 
 
 def _begin(start: Sequence[Record]) -> Event:
@@ -88,9 +108,21 @@ def _event(record: Record) -> Event | None:
         return Event("save", step, f"checkpoint of step {step}", time)
     if kind == "evaluation":
         return Event("evaluation", step, f"evaluation after step {step}", time)
+    if kind == "bad_step":
+        return Event("bad step", step, _bad_step(record), time)
+    if kind == "out_of_memory":
+        text = f"micro-batch of {record.get('micro_batch_size')}; goes on with {record.get('next_micro_batch_size')}"
+        return Event("out of memory", step, text, time)
     if kind == "end":
         return _end(str(record.get("reason")), step, time)
     return None
+
+
+def _bad_step(record: Record) -> str:
+    reasons = {"spike": "a spike of the gradient norm", "loss": "loss not finite", "gradient": "gradient not finite"}
+    reason = str(record.get("reason"))
+    outcome = "skipped" if record.get("skipped") else "trained all the same"
+    return f"{reasons.get(reason, reason)}, {outcome}"
 
 
 def _end(reason: str, step: int, time: float | None) -> Event:

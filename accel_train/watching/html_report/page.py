@@ -21,7 +21,17 @@ from accel_train.watching.html_report.tables import ReportedRun
 GENERATOR = '<meta name="generator" content="accel-train report">'
 # Even a mistake in the escaping could neither load nor send anything.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-ON_CURVES = ("restart", "save", "evaluation", "warning", "not finite", "stop", "crash")
+ON_CURVES = (
+    "restart",
+    "save",
+    "evaluation",
+    "warning",
+    "bad step",
+    "out of memory",
+    "not finite",
+    "stop",
+    "crash",
+)
 """Kinds of events to mark. Start and end are the ends of the curve."""
 
 
