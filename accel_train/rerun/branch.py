@@ -179,7 +179,7 @@ def _changed_options(
 
     Raises ``UsageError`` for a change that a branch cannot have.
     """
-    config.write_text(tree_text(options))
+    config.write_text(tree_text(options), encoding="utf-8")
     # The recipe itself checks names, types and ranges.
     main = import_recipe(recipe).main
     loaded = config_of(main, [str(config), *flags])
@@ -197,9 +197,7 @@ def _changed_options(
 def _directory(fork: _Fork, given: str | None) -> Path:
     """Return the directory of the branch. Raises ``UsageError`` if it is the run's, or another branch's."""
     parent = fork.run.directory
-    name = f"{parent.name}-at{fork.checkpoint.step}-{changes.label(fork.changed)}"
-    # File systems take names of up to 255 bytes, and -control is added to it.
-    directory = parent.with_name(name[:200])
+    directory = parent.with_name(changes.directory_name(parent.name, fork.checkpoint.step, fork.changed))
     if given is not None:
         directory = expand_path(given)
     # Resolved: a link must not lead back into the run.
@@ -244,7 +242,8 @@ def _describe(fork: _Fork, directory: Path) -> list[str]:
 def _train(fork: _Fork, directory: Path, folder: Path, *, changed: bool) -> None:
     """Train the branch, or an unchanged one, in ``directory``. Continues a run found there."""
     config = folder / CONFIG_FILE
-    config.write_text(tree_text(fork.options | {"output_dir": str(directory)}))
+    options = fork.options | {"output_dir": str(directory)}
+    config.write_text(tree_text(options), encoding="utf-8")
     arguments = [str(config), "--resume", str(fork.checkpoint.path.resolve())]
     if changed:
         arguments += fork.flags

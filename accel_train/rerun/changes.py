@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ REFUSED: Mapping[str, str] = {
     "data": "a branch trains on the samples of its run",
 }
 """Options and groups kept from the run. Other changes of shape or data are found when they are built."""
+NAME_BYTES = 200
 OWN: Mapping[str, str] = {
     "resume": "a branch begins at the checkpoint that --at chooses",
     "allow": "a branch allows what its flags change",
@@ -46,12 +48,21 @@ def refuse_unchangeable(given: Mapping[str, Any], recorded: Mapping[str, Any], f
                 )
 
 
+def directory_name(parent: str, step: int, changes: Mapping[str, Any]) -> str:
+    """Return the name of a branch's directory: that of its run, with the step and the changes."""
+    name = f"{parent}-at{step}-{label(changes)}"
+    # File systems take names of up to 255 bytes, and -control is added to it. A letter may have four.
+    return os.fsencode(name)[:NAME_BYTES].decode(errors="ignore")
+
+
 def label(changes: Mapping[str, Any]) -> str:
     """Return a part of a directory name to tell branches apart: ``lr-0.0003``."""
     words: list[str] = []
     for name, value in changes.items():
         leaf = name.rpartition(".")[2]
-        words += [leaf, *(str(one) for one in (value if isinstance(value, list) else [value]))]
+        words.append(leaf)
+        values: list[Any] = value if isinstance(value, list) else [value]
+        words += map(str, values)
     # Values may be paths or have spaces.
     text = "-".join(words) or "unchanged"
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)

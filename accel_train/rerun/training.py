@@ -109,7 +109,8 @@ def build_directory(
     if log.is_file():
         (directory / METRICS_FILE).write_bytes(log.read_bytes())
     config = directory / CONFIG_FILE
-    config.write_text(tree_text(_writing_here(options, directory, save_every)))
+    here = _writing_here(options, directory, save_every)
+    config.write_text(tree_text(here), encoding="utf-8")
     return config
 
 

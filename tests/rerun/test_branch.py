@@ -129,6 +129,18 @@ def test_refusals(run: Finished, tmp_path: Path) -> None:
     assert "its parent is" in said
 
 
+def test_a_branch_that_is_refused_by_its_start_leaves_nothing(
+    run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only with its model and optimizer built, after the checkpoint was copied."""
+    recording.fork_runs(monkeypatch)
+    directory = tmp_path / "branch"
+    words = ["--at", "4", "--optimizer.name", "muon", "--output_dir", str(directory)]
+    with pytest.raises(UsageError, match="has no place in this optimizer"):
+        branch.branch(str(run.directory), words)
+    assert not directory.exists()
+
+
 def test_what_may_change() -> None:
     recorded_options = {"data.cache_dir": None, "data.path": "a", "optimizer.lr": 1e-3, "seed": 0}
     free = ("data.cache_dir",)
@@ -137,6 +149,10 @@ def test_what_may_change() -> None:
         changes.refuse_unchangeable({"data.path": "b"}, recorded_options, free)
     assert changes.label({"optimizer.lr": 3e-4, "optimizer.betas": [0.9, 0.99]}) == "lr-0.0003-betas-0.9-0.99"
     assert changes.label({}) == "unchanged"
+    assert changes.directory_name("run", 8, {"seed": 1}) == "run-at8-seed-1"
+    # The longest name that a file system takes, of letters of three bytes.
+    name = changes.directory_name("験" * 85, 8, {})
+    assert name == "験" * 66
 
 
 def test_words_of_the_command_and_of_the_recipe() -> None:

@@ -51,10 +51,11 @@ def test_what_two_curves_have_in_common_does_not_widen_the_paired_interval() -> 
 
 
 def test_readings() -> None:
-    rising = [float(step) for step in range(20)]
+    rising = [float(step) for step in range(24)]
     assert paired_difference(rising, rising).reading == "equal"
     few = paired_difference(rising[: FEWEST - 1], [2 * value for value in rising[: FEWEST - 1]])
-    assert (few.half_width, few.reading) == (None, "no interval: 9 value(s)")
+    assert (few.half_width, few.reading) == (None, "no interval: 19 value(s)")
     noise = [(-1.0) ** step for step in range(21)]
     assert paired_difference([0.0] * 21, noise).reading == "no effect shown"
-    assert paired_difference(rising, [*rising[:-1], math.nan]).half_width is None
+    broken = paired_difference(rising, [*rising[:-1], math.nan])
+    assert (broken.half_width, broken.reading) == (None, "not finite")
