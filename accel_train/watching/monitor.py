@@ -65,8 +65,9 @@ def _print_once(files: dict[Path, MetricsFile], as_json: bool) -> list[Watched]:
     now = time.time()
     runs = _look(files, now)
     if as_json:
-        # allow_nan=False: NaN is no JSON, and `plain` has made it a string.
-        text = json.dumps(_as_json(runs, now), indent=2, ensure_ascii=False, allow_nan=False)
+        # allow_nan=False: NaN is no JSON, and `plain` has made it a string. In ASCII, since a name on the disk may hold
+        # letters that the encoding of the output lacks.
+        text = json.dumps(_as_json(runs, now), indent=2, allow_nan=False)
     else:
         text = "\n".join(page(runs, now, _terminal()))
     print(text)

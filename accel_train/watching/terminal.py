@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 import time
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -228,13 +230,30 @@ def _shortened(path: str, width: int) -> str:
     return "..." + path[-max(0, width - 3) :]
 
 
+def _cut(text: str, width: int) -> str:
+    """Return the text, with its end left out where it is too wide."""
+    widths = [_columns(letter) for letter in text]
+    if sum(widths) <= width:
+        return text
+    ends = itertools.accumulate(widths)
+    fitting = sum(end <= width - 3 for end in ends)
+    return text[:fitting] + "..."
+
+
+def _columns(letter: str) -> int:
+    """Return the columns of a letter: two for one of Chinese, none for an accent that joins the letter before."""
+    if unicodedata.combining(letter):
+        return 0
+    is_wide = unicodedata.east_asian_width(letter) in ("W", "F")
+    return 2 if is_wide else 1
+
+
 def _shown(line: Line, terminal: Terminal) -> str:
     # Names and messages come from files, and a control character could change the terminal.
     text = "".join(letter if letter.isprintable() else "?" for letter in line.text)
     if not terminal.unicode:
         text = text.encode("ascii", "replace").decode()
-    if len(text) > terminal.width:
-        text = text[: max(0, terminal.width - 3)] + "..."
+    text = _cut(text, terminal.width)
     style = STYLES.get(line.style)
     if not terminal.color or style is None:
         return text

@@ -261,6 +261,14 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int, unicode:
     assert all(line.isascii() for line in lines) == (not unicode)
 
 
+def test_wide_letters_take_two_columns(tmp_path: Path) -> None:
+    lines = shown(rich_run(tmp_path / ("实验a\u0301" * 12)), width=60)
+    headline = next(line for line in lines if line.startswith("实验"))
+    # 12 columns of 5 for each repetition: an accent joins its letter.
+    assert headline == ("实验a\u0301" * 12)[: 4 * 11] + "实..."
+    assert headline.count("实") * 2 + headline.count("验") * 2 + headline.count("a") + 3 <= 60
+
+
 def test_the_page_tells_the_values(tmp_path: Path) -> None:
     text = "\n".join(shown(rich_run(tmp_path / "run"), 100))
     for expected in (
@@ -320,6 +328,16 @@ def test_json_is_one_object_with_every_value(
     assert first["alerts"] == [{"kind": "non_finite", "message": "loss is nan", "step": 101}]
     assert math.isnan(float(first["losses"][0]["value"]))
     assert [alert["kind"] for alert in second["alerts"]] == ["silent"]  # its only lines are of 2023
+
+
+def test_json_of_a_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
+    name = os.fsdecode(b"l\xe4uft-\xe5\xae\x9f")
+    run = RunDirectory(tmp_path / name)
+    words = ["-m", "accel_train.cli", "monitor", str(run.path), "--json"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
+    (found,) = json.loads(done.stdout)["runs"]
+    assert found["name"] == name, done.stderr
 
 
 def test_once_prints_a_page_and_the_code_tells_of_alerts(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
