@@ -54,8 +54,6 @@ class Saver:
     _save_by_clock = False
     _stopping = False
     _last_failure: str | None = None
-    _unoffered: Checkpoint | None = None
-    """The last commit until it is offered to the Hub. The metrics of an evaluation may still join it."""
 
     def __init__(
         self,
@@ -80,15 +78,24 @@ class Saver:
         self._rank = accelerator.process_index
         self._main = accelerator.is_main_process
         self._agreement = Agreement(accelerator, REDUCTIONS, run.timeout_seconds)
-        self._pusher = _build_pusher(run, config, hub_config, main=self._main)
+        self._pusher = Pusher(
+            run.directory,
+            hub_config,
+            is_main=self._main,
+            best_metric=config.best_metric,
+            best_mode=config.best_mode,
+        )
         self._requests = StopRequests(run.directory, main=self._main, alone=accelerator.num_processes == 1)
         self._status = dict.fromkeys(REDUCTIONS, 0)
         """Values of this rank for the next exchange."""
         self._last_save = time.monotonic()
         if run.checkpoint is not None:
             self._saved_step = run.start_step
+            # The last process may have died after the commit and before it offered the checkpoint to the Hub.
+            self._pusher.offer(run.checkpoint)
         policy.warn_about_grace(run.checkpoint, config, self._main)
 
+    # ------------------------------------------------------------------------------------------------ the loop's calls
     def begin(self) -> None:
         """Mark that there is work to save at a stop. Cheap. ``boundary`` calls it too."""
         self._requests.begin()
@@ -100,7 +107,7 @@ class Saver:
         a finished write, and raises ``CheckpointWriteError`` on every rank for a failed one.
         """
         self.begin()
-        self._offer()
+        self._pusher.offer_held()
         self._take_answer(wait=False)
         if self._main:
             self._run.note_training()
@@ -173,7 +180,7 @@ class Saver:
         path = self._run.checkpoints / checkpoint_name(step)
         try:
             commit.rewrite_manifest(path, {"metrics": contents.finite_metrics(metrics)})
-            self._unoffered = commit.open_verified(path)
+            self._pusher.hold(commit.open_verified(path))
         except (OSError, ValueError) as error:
             logger.warning("the metrics of step %d could not be added to its checkpoint: %s", step, error)
 
@@ -208,7 +215,7 @@ class Saver:
         if self._last_failure is not None:
             raise CheckpointWriteError(self._last_failure)
         self._agreement.close()
-        self._offer()
+        self._pusher.offer_held()
         self._pusher.finish(preempted=self._stopping, asked_to_stop=lambda: self._requests.requested)
         if self._main and self._pusher.broken_off:
             self._stopping = True
@@ -225,6 +232,7 @@ class Saver:
             # Killed halfway, it is of no use to anybody.
             shutil.rmtree(self._pending.temporary, ignore_errors=True)
 
+    # ------------------------------------------------------------------------------------------------------- beginning
     def _take_snapshot(self, step: int, began: float, metrics: Mapping[str, float]) -> PendingSave | None:
         """Copy the state and build the writer's job. None if the directory could not be made. A collective."""
         buffers = self._prepare(step)
@@ -298,6 +306,7 @@ class Saver:
         numbers = shards.numbers() if step > 0 else {}  # without a step there is no state yet
         return contents.texts(planned, step, state, numbers, loss_scale, self._ema.guard.state())
 
+    # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:
         """Submit the job once the snapshot is complete, or take the writer's answer and report it to the others."""
         pending = self._pending
@@ -353,13 +362,7 @@ class Saver:
             saved = Checkpoint(self._run.checkpoints / checkpoint_name(pending.step), pending.step, pending.manifest)
             logger.info("saved %s in %.1f s", saved.path, pending.manifest["seconds"])
             self._on_commit(saved)
-            self._unoffered = saved
-
-    def _offer(self) -> None:
-        """Offer the last commit to the Hub, a step later: by then the metrics of its evaluation are in it."""
-        if self._unoffered is not None:
-            self._pusher.offer(self._unoffered)
-            self._unoffered = None
+            self._pusher.hold(saved)
 
     def _release(self) -> None:
         """End the writer and free its memory."""
@@ -390,11 +393,3 @@ class Saver:
             raise CheckpointWriteError(reason)
         self._last_failure = reason
         logger.warning("checkpoint of step %d was not saved; training goes on: %s", step, reason)
-
-
-def _build_pusher(run: Run, config: CheckpointConfig, hub_config: HubConfig, *, main: bool) -> Pusher:
-    pusher = Pusher(run.directory, hub_config, is_main=main, best_metric=config.best_metric, best_mode=config.best_mode)
-    if run.checkpoint is not None:
-        # The last process may have died after the commit and before it offered the checkpoint to the Hub.
-        pusher.offer(run.checkpoint)
-    return pusher

@@ -76,6 +76,8 @@ class Pusher:
         self._log_position = self._queue.log_size()
         """Bytes of the worker's log already repeated in the log of training."""
         self._newest: Checkpoint | None = None
+        self._held: Checkpoint | None = None
+        """The last commit until it is offered. The metrics of an evaluation may still join it."""
         self.broken_off = False
         """``finish`` was asked to stop while it waited."""
         self._on = is_main and config.repo_id is not None
@@ -90,6 +92,16 @@ class Pusher:
         """
         if self._on:
             self._guarded(lambda: self._offer(checkpoint))
+
+    def hold(self, checkpoint: Checkpoint) -> None:
+        """Keep a committed checkpoint for ``offer_held``, in place of one held before."""
+        self._held = checkpoint
+
+    def offer_held(self) -> None:
+        """Offer what is held, if anything is. A step after its commit the metrics of its evaluation are in it."""
+        if self._held is not None:
+            self.offer(self._held)
+            self._held = None
 
     def busy(self) -> set[str]:
         """Names of waiting checkpoints, including the one being pushed. Retention must keep them. Any process."""
