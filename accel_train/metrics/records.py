@@ -168,7 +168,7 @@ def _is_valid_at(line: bytes, step: int) -> bool:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict):
         return None

@@ -58,9 +58,9 @@ def _starts_again(files: RunFiles) -> Condition | None:
     """Return the condition of a run whose last start ran out of memory, or None."""
     for record in files.last_start:
         if record.get("event") == "out_of_memory":
+            step = record.get("step")
             size = record.get("next_micro_batch_size")
-            text = f"step {record.get('step')} ran out of memory: the next start goes on with a micro-batch of {size}"
-            return Condition("starting", text)
+            return Condition("starting", f"step {step} ran out of memory; next micro-batch: {size}")
     return None
 
 

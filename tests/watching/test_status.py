@@ -52,7 +52,7 @@ def test_out_of_memory_is_no_crash_while_the_next_start_may_come(run: RunDirecto
     run.lock(pid_of_the_dead(), at=BEGIN)
     found = condition(run)
     assert found.status == "starting"
-    assert "step 11 ran out of memory: the next start goes on with a micro-batch of 4" in found.reason
+    assert "step 11 ran out of memory; next micro-batch: 4" in found.reason
     # Nobody started it.
     assert condition(run, after=UNKNOWN_SECONDS).status == "silent"
     # The next start dies before its first line.
