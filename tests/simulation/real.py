@@ -16,6 +16,7 @@ from torch import nn
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.simulated import simulating
 from accel_train.simulation.step import FakeStep, StepCounted
+from tests.simulation.gloo import without_its_own_memory
 
 
 class RealStep(FakeStep):
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     module = import_recipe(find_recipe(argv[0]))
     step = RealStep(real=True)
     try:
-        with simulating(step):
+        with simulating(step), without_its_own_memory():
             module.main(argv[1:])
     except StepCounted as found:
         counted = dataclasses.asdict(found.counted)

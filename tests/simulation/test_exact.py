@@ -51,10 +51,8 @@ WEEKLY = [
 def test_simulated_equals_real(layout: Layout, flags: tuple[str, ...], tmp_path: Path) -> None:
     fake = counted(layout, tmp_path, *flags)
     truth = real(layout, tmp_path, *flags)
-    # Over gloo the same run of FSDP2 holds buffers of collectives now longer, now shorter. transformers makes masks
-    # unless it can read that none are needed, which fake tensors do not tell.
-    varies = layout.strategy == "fsdp2" or layout.recipe == "causal_lm"
-    margin = 0.06 if varies else 1e-3
+    # transformers makes masks unless it can read that none are needed, which fake tensors do not tell.
+    margin = 0.03 if layout.recipe == "causal_lm" else 1e-3
     assert fake["peak"]["total"] == pytest.approx(truth["peak"]["total"], rel=margin)
     for name in ("values", "trained", "held", "micro_batches", "rows", "flops"):
         assert fake[name] == truth[name], name
