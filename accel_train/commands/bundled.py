@@ -49,7 +49,14 @@ def find_recipe(text: str) -> Path:
 
 
 def import_recipe(path: Path) -> ModuleType:
-    """Import the recipe as a module. Raises ``UsageError`` for a file without ``main``."""
+    """Import the recipe as a module, with its folder at the front of ``sys.path``, as Python has it for a script.
+
+    Raises ``UsageError`` for a file without ``main``.
+    """
+    # Left there, because a recipe may import a file beside it only when its ``main`` runs.
+    beside = str(path.resolve().parent)
+    if beside not in sys.path:
+        sys.path.insert(0, beside)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

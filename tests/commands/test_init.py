@@ -84,6 +84,17 @@ def test_a_bundled_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pyte
     assert bundled.find_recipe("mmdit") == tmp_path / "mmdit"
 
 
+def test_a_recipe_imports_the_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``python recipe.py`` does: when it is loaded, and later when its main runs."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "beside_one.py").write_text("WIDTH = 8\n")
+    (tmp_path / "beside_two.py").write_text("DEPTH = 2\n")
+    recipe = tmp_path / "mine.py"
+    recipe.write_text("import beside_one\ndef main(argv):\n    import beside_two\n    return beside_one, beside_two\n")
+    one, two = bundled.import_recipe(recipe).main([])
+    assert (one.WIDTH, two.DEPTH) == (8, 2)
+
+
 @pytest.mark.parametrize("command", ["launch", "check", "compare"])
 def test_neither_a_file_nor_a_name_is_refused(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
