@@ -174,7 +174,7 @@ class Training:
             # Checked when the loop asks for the next step, after everything that it does with this one.
             for name in CALLS:
                 if name not in self._called:
-                    raise RuntimeError(f"step {batches.step}: the loop did not call training.{name}; add the call")
+                    raise RuntimeError(f"step {batches.done}: the loop did not call training.{name}; add the call")
             if self._ended and not self.stopped:
                 self._save()
             if self.stopped or self._ended:

@@ -49,7 +49,8 @@ class Request(NamedTuple):
         samples = [str(draw.sample) for draw in self.draws[:SHOWN_SAMPLES]]
         if len(self.draws) > SHOWN_SAMPLES:
             samples.append("...")
-        return f"step {self.step}, micro-batch {self.micro_batch} (samples {', '.join(samples)})"
+        # Counted from 1, like the steps of log lines and checkpoints.
+        return f"step {self.step + 1}, micro-batch {self.micro_batch + 1} (samples {', '.join(samples)})"
 
 
 class BatchShard(NamedTuple):

@@ -115,9 +115,9 @@ class Workers:
         if sample == IDLE:
             activity = "between two micro-batches"
         elif sample == WHOLE_BATCH:
-            activity = f"reading a micro-batch of step {step} at once"
+            activity = f"reading a micro-batch of step {step + 1} at once"
         else:
-            activity = f"reading sample {sample} of step {step}"
+            activity = f"reading sample {sample} of step {step + 1}"
         return f"worker {worker} (pid {pid}), {activity}"
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N[,N...]",
         help="processes over all machines; several numbers give a table; default: from the file",
     )
-    parser.add_argument("--step", type=int, help="number of the step, from 0; default: the middle of the run")
+    parser.add_argument("--step", type=int, help="number of the step, from 1; default: the middle of the run")
     parser.add_argument(
         "--micro_batches",
         type=int,

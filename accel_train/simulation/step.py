@@ -36,7 +36,7 @@ class Counted:
     """Memory, traffic and computation of one process in one optimizer step."""
 
     step: int
-    """Number of the step."""
+    """Number of the step, from 1."""
     strategy: str
     processes: int
     global_batch_size: int
@@ -67,7 +67,7 @@ class FakeStep:
     """A recipe's step on fake tensors, or with ``real`` on tensors with memory, to compare the two."""
 
     def __init__(self, step: int | None = None, *, real: bool = False) -> None:
-        """Count step ``step``, or without a number the middle of the run, where warm-up and phases are over."""
+        """Count step ``step``, from 1. Without a number the middle of the run, where warm-up and phases are over."""
         self._step = step
         # Numbers of the host stay real and meet fake tensors in the same operators.
         self._fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -104,9 +104,13 @@ class FakeStep:
 
     def _read(self, opened: Any, dataset: Any, order: Any) -> StepBatches:
         config = opened.config
-        number = opened.max_steps // 2 if self._step is None else self._step
-        if number >= opened.max_steps:
-            raise UsageError(f"step: {number}: the run has {opened.max_steps} steps, from 0; give a smaller --step")
+        number = self._step
+        if number is None:
+            number = max(1, opened.max_steps // 2)
+        if not 1 <= number <= opened.max_steps:
+            raise UsageError(
+                f"step: {number}: the run has steps 1 to {opened.max_steps}; give one of them, or leave --step out"
+            )
         # Here, because it reads files and stands on much else that the rest of this module does without.
         from accel_train.data.loader import iterate_steps
 
@@ -116,8 +120,8 @@ class FakeStep:
             dataset,
             order,
             shard,
-            start_step=number,
-            max_steps=number + 1,
+            start_step=number - 1,
+            max_steps=number,
             device=opened.accelerator.device,
             config=config.loader,
         )
@@ -175,7 +179,7 @@ class Steps:
         batches = self._batches
         parameters = list(self._prepared.model.parameters())
         return Counted(
-            step=batches.step,
+            step=batches.done,
             strategy=self._prepared.run_info.facts["strategy"],
             processes=opened.accelerator.num_processes,
             global_batch_size=opened.config.global_batch_size,

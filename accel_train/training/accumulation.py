@@ -233,8 +233,9 @@ class GradientWindow:
             return dict.fromkeys(self.coefficients, found)
         if found.keys() != self.coefficients.keys():
             raise ValueError(
-                f"step {self.step}: a micro-batch has {kind} of {sorted(found)}, the loss terms by their coefficients "
-                f"are {sorted(self.coefficients)}; name the same terms in both, with coefficient 0 where one is unused"
+                f"step {self.step + 1}: a micro-batch has {kind} of {sorted(found)}, the loss terms by their "
+                f"coefficients are {sorted(self.coefficients)}; name the same terms in both, with "
+                "coefficient 0 where one is unused"
             )
         return found
 

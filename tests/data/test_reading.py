@@ -101,7 +101,7 @@ def test_an_exception_names_the_sample(workers):
     with pytest.raises(LoadingError) as error:
         seen.extend(step.step for step in steps_of(Faulty("raise"), num_workers=workers))
     text = str(error.value)
-    assert text.startswith(f"sample {BAD} of step 3, micro-batch 1 (samples ")
+    assert text.startswith(f"sample {BAD} of step 4, micro-batch 2 (samples ")
     assert f"OSError: cannot read file {BAD}.png" in text
     assert ("worker 1 (pid " if workers else "the training process") in text
     assert seen == [0, 1, 2]
@@ -117,22 +117,22 @@ def test_a_worker_killed_while_it_reads():
         list(steps_of(Faulty("kill"), num_workers=2))
     text = str(error.value)
     # what the worker had read before and not yet handed over is lost with it
-    assert re.match(r"step [0123], micro-batch [01] \(samples \d+, \d+, \d+, \d+\) did not arrive: ", text), text
-    assert re.search(rf"It was worker 1 \(pid \d+\), reading sample {BAD} of step 3\.", text), text
+    assert re.match(r"step [1234], micro-batch [12] \(samples \d+, \d+, \d+, \d+\) did not arrive: ", text), text
+    assert re.search(rf"It was worker 1 \(pid \d+\), reading sample {BAD} of step 4\.", text), text
     assert "lower num_workers" in text
     assert multiprocessing.active_children() == []
 
 
 def test_a_worker_killed_before_it_sent_anything():
     started = time.monotonic()
-    with pytest.raises(LoadingError, match=rf"^step 0, micro-batch 1 .*worker 1 .*reading sample {FIRST} of step 0"):
+    with pytest.raises(LoadingError, match=rf"^step 1, micro-batch 2 .*worker 1 .*reading sample {FIRST} of step 1"):
         list(steps_of(Faulty("kill first"), num_workers=2))
     assert time.monotonic() - started < 200  # not the 300 seconds of the timeout
 
 
 @pytest.mark.timeout(120)  # without its own context, the DataLoader waits forever
 def test_a_worker_killed_while_it_holds_a_lock():
-    with pytest.raises(LoadingError, match=rf"worker 1 \(pid \d+\), reading sample {BAD} of step 3"):
+    with pytest.raises(LoadingError, match=rf"worker 1 \(pid \d+\), reading sample {BAD} of step 4"):
         list(steps_of(Faulty("kill holding the DataLoader's lock"), num_workers=2))
 
 
@@ -151,8 +151,8 @@ def test_a_worker_that_hangs():
     with pytest.raises(LoadingError) as error:
         list(steps_of(Faulty("hang"), num_workers=2, timeout_seconds=5.0))
     text = str(error.value)
-    assert text.startswith("timeout_seconds=5: step 3, micro-batch 1 (samples ")
-    assert f"reading sample {BAD} of step 3" in text
+    assert text.startswith("timeout_seconds=5: step 4, micro-batch 2 (samples ")
+    assert f"reading sample {BAD} of step 4" in text
     assert "from worker 1 (pid " in text
     assert 5.0 <= time.monotonic() - started < 300  # not the 600 seconds of the sample
 
@@ -197,7 +197,7 @@ def test_the_signal_handler_of_the_process_stays():
     [("field", "field 'weight' is added by the loader"), ("text", "leading dimension 4 is required, got a list")],
 )
 def test_fields_that_no_batch_can_have(fault, words):
-    with pytest.raises(LoadingError, match=f"collating of step 0, micro-batch 0.*{words}"):
+    with pytest.raises(LoadingError, match=f"collating of step 1, micro-batch 1.*{words}"):
         next(steps_of(Faulty(fault), num_workers=0))
 
 
@@ -216,20 +216,20 @@ def test_where_reading_at_once_fails_the_sample_is_named(workers):
     with pytest.raises(LoadingError) as error:
         list(steps_of(Whole("raise"), num_workers=workers))
     text = str(error.value)
-    assert text.startswith(f"sample {BAD} of step 3, micro-batch 1 (samples ")
+    assert text.startswith(f"sample {BAD} of step 4, micro-batch 2 (samples ")
     assert f"OSError: cannot read file {BAD}.png" in text
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_where_no_sample_is_to_blame_the_batch_is(workers):
-    with pytest.raises(LoadingError, match=r"^reading of step 3, micro-batch 1 \(samples .*ValueError: cannot stack"):
+    with pytest.raises(LoadingError, match=r"^reading of step 4, micro-batch 2 \(samples .*ValueError: cannot stack"):
         list(steps_of(Whole("batch"), num_workers=workers))
 
 
 def test_a_worker_that_hangs_in_a_whole_batch():
     with pytest.raises(
-        LoadingError, match=r"^timeout_seconds=5: step 3, micro-batch 1 .*a micro-batch of step 3 at once"
+        LoadingError, match=r"^timeout_seconds=5: step 4, micro-batch 2 .*a micro-batch of step 4 at once"
     ):
         list(steps_of(Whole("hang"), num_workers=2, timeout_seconds=5.0))
 

@@ -152,4 +152,4 @@ def test_an_early_end_saves_its_step_with_its_metrics(trainers: Trainers, out: P
 def test_a_call_that_the_loop_forgets_is_named(trainers: Trainers, out: Path, call: str) -> None:
     run = trainers.run(out, patch=INSTEAD, FORGOTTEN=call)
     assert run.wait() == [1]
-    assert f"step 0: the loop did not call training.{call}" in run.output()
+    assert f"step 1: the loop did not call training.{call}" in run.output()

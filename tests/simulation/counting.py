@@ -24,7 +24,7 @@ def flags_of(layout: Layout, folder: Path, flags: Sequence[str]) -> list[str]:
     return [preset, *small, *inputs_of(layout.recipe, folder), *flags]
 
 
-def simulated(layout: Layout, folder: Path, *flags: str) -> dict[str, Any]:
+def simulated(layout: Layout, folder: Path, *flags: str, options: Options = ANYTHING) -> dict[str, Any]:
     """The report of a simulation, whose process is forked from one that has imported everything."""
     command(layout, [], folder)
     file = folder / f"{layout}.yaml"
@@ -36,7 +36,7 @@ def simulated(layout: Layout, folder: Path, *flags: str) -> dict[str, Any]:
         tuple(flags_of(layout, folder, flags)),
         main_process_port=29500,
     )
-    words, variables, _ = worker_command(request, ANYTHING, folder)
+    words, variables, _ = worker_command(request, options, folder)
     kind = "plain" if layout.strategy in ("single", "ddp") else "sharded"
     variables = {**environment(), **{k: v for k, v in variables.items() if not k.startswith("OMP_")}}
     variables["OMP_NUM_THREADS"] = "1"

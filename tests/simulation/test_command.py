@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from accel_train.simulation.command import simulate
 from accel_train.simulation.flags import Options, read_arguments
 from accel_train.simulation.refusals import refuse_config, refuse_machine
 from tests.distributed.launching import PRESETS, SMALL, Layout
-from tests.simulation.counting import simulated
+from tests.simulation.counting import ANYTHING, simulated
 
 
 def options(**changed: Any) -> SimpleNamespace:
@@ -102,6 +103,14 @@ def test_a_step_that_reads_a_value_is_refused_with_its_line(tmp_path: Path) -> N
     refused = simulated(Layout("single", 1, "causal_lm"), tmp_path)["refused"]
     assert "pretrained.py" in refused
     assert "reads a value" in refused
+
+
+def test_steps_are_counted_from_one_as_in_log_lines(tmp_path: Path) -> None:
+    last, beyond = (replace(ANYTHING, step=step) for step in (3, 4))
+    found = simulated(Layout("single", 1), tmp_path, "--max_steps", "3", options=last)
+    assert found["counted"]["step"] == 3
+    refused = simulated(Layout("single", 1), tmp_path, "--max_steps", "3", options=beyond)["refused"]
+    assert refused.startswith("step: 4: the run has steps 1 to 3; ")
 
 
 def test_more_processes_than_samples_are_simulated_with_a_note(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_weights_must_name_the_terms(accelerator: Accelerator, weights: dict[str
     model = accelerator.prepare(nn.Linear(6, 2))
     x, y, _ = batch()
     wrong = {name: torch.tensor(value) for name, value in weights.items()}
-    with pytest.raises(ValueError, match=r"step 3: a micro-batch has weights of .*are \['aux', 'main'\]"):
+    with pytest.raises(ValueError, match=r"step 4: a micro-batch has weights of .*are \['aux', 'main'\]"):
         GradientWindow(accelerator, model, [({"x": x, "y": y}, wrong)], WEIGHTS, 3)
 
 
