@@ -5,7 +5,6 @@ from __future__ import annotations
 from accel_train.linting.facts import GIB, MIB, Facts
 from accel_train.linting.findings import Finding, Rule
 
-WORKER_BYTES = 300 * MIB
 SMALL_SHARED_MEMORY = 64 * MIB
 """Docker's default."""
 TENSORS_OF_A_BATCH = 16
@@ -16,7 +15,7 @@ FEW_BYTES_FREE = GIB
 BF16_CAPABILITY = (8, 0)
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "9p", "afs", "fuse.sshfs")
 LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "ramfs")
-OBJECT_STORES = ("fuse.s3fs", "fuse.gcsfuse", "fuse.goofys", "fuse.rclone", "fuse.mount-s3", "fuse.blobfuse2")
+OBJECT_STORES = ("fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.blobfuse2")
 
 
 def small_shared_memory(facts: Facts) -> Finding | None:
@@ -59,23 +58,6 @@ def workers_above_cores(facts: Facts) -> Finding | None:
         f"processes on {facts.host.cores} core(s)",
         remedy="leave it at auto",
         change=("loader.num_workers", "auto"),
-    )
-
-
-def workers_memory(facts: Facts) -> Finding | None:
-    """A reading process takes about 300 MiB of memory before it has read anything."""
-    memory = facts.host.memory_bytes
-    total = facts.workers * facts.layout.local_processes
-    # Half is left to the training processes, the page cache and snapshots of saves.
-    if memory is None or total * WORKER_BYTES <= memory / 2:
-        return None
-    return Finding(
-        option="loader.num_workers",
-        value=facts.option("loader.num_workers"),
-        reason=f"{total} reading processes take about {total * WORKER_BYTES / GIB:.0f} GiB of the "
-        f"{memory / GIB:.0f} GiB of this host",
-        remedy="give fewer",
-        change=("loader.num_workers", max(1, int(memory / 4 / WORKER_BYTES / facts.layout.local_processes))),
     )
 
 
@@ -279,7 +261,6 @@ def checkpoints_above_disk(facts: Facts) -> Finding | None:
         reason=f"{kept + 1} checkpoints of {each / GIB:.1f} GiB are on the disk at once, and {free / GIB:.1f} GiB are "
         "free",
         remedy="free space, keep fewer, or drop old optimizer states with checkpoints.keep_state_last",
-        change=("checkpoints.keep_last", max(1, int(free // each) - 1)),
     )
 
 
@@ -302,7 +283,6 @@ def host_memory_of_offload(facts: Facts) -> Finding | None:
         reason=f"{facts.parameters:,} parameters take {needed / GIB:.0f} GiB of host memory with a save "
         f"({each} bytes each), and there are {memory / GIB:.0f} GiB",
         remedy="give --checkpoints.no_asynchronous, or use more machines",
-        change=("checkpoints.asynchronous", False),
     )
 
 
@@ -344,7 +324,6 @@ DISKS = "docs/checkpoints.md"
 LIMIT_RULES = (
     Rule("shared-memory-small", "warning", "pytorch#5040", small_shared_memory),
     Rule("workers-above-cores", "warning", "torch: DataLoader, suggested number of workers", workers_above_cores),
-    Rule("workers-memory", "warning", "pytorch#13246", workers_memory),
     Rule("few-cores", "warning", "SLURM: srun --cpus-per-task", few_cores),
     Rule("few-open-files", "warning", "pytorch#973", few_open_files),
     Rule("core-files", "warning", "core(5)", core_files),

@@ -195,7 +195,6 @@ def whole_gradients_kept(facts: Facts) -> Finding | None:
         reason=f"{facts.parameters * 4 / GIB:.1f} GiB of whole gradients stay on each device of "
         f"{device / GIB:.0f} GiB over {facts.accumulation} micro-batches",
         remedy="give sync: every, at one reduction for each micro-batch",
-        change=("sync", "every"),
     )
 
 
@@ -245,7 +244,6 @@ def powersgd_that_never_starts(facts: Facts) -> Finding | None:
         value=start,
         reason=f"the run has {facts.steps} steps, so every reduction is of full gradients",
         remedy=f"give a start below {facts.steps}, or leave the hook out",
-        change=("distributed.powersgd_start_step", max(2, facts.steps // 10)),
     )
 
 

@@ -89,5 +89,6 @@ def _log(found: Sequence[Found]) -> None:
         level = logging.ERROR if rule.severity == "error" else logging.WARNING
         text = f"{finding.option}: {finding.value}: {finding.reason}; {finding.remedy} [{rule.name}]"
         logger.log(level, "%s", text)
-    if len(found) > LOGGED:
-        logger.warning("%d more findings: `accel-train check` with the same arguments lists them", len(found) - LOGGED)
+    left_out = len(found) - LOGGED
+    if left_out > 0:
+        logger.warning("%d more finding(s): `accel-train check` with the same arguments lists them", left_out)

@@ -111,7 +111,6 @@ def every_checkpoint(facts: Facts) -> Finding | None:
         value=0,
         reason=f"{count} checkpoints with optimizer state stay on the disk",
         remedy=f"keep the last 3, and every {apart} steps one for good with checkpoints.keep_every",
-        change=("checkpoints.keep_last", 3),
     )
 
 
@@ -130,7 +129,6 @@ def keep_every_between_saves(facts: Facts) -> Finding | None:
         value=keep,
         reason=f"saves happen every {save} steps, so the first one to be kept is at step {math.lcm(keep, save)}",
         remedy=f"give a multiple of {save}, such as {nearest}",
-        change=("checkpoints.keep_every", nearest),
     )
 
 

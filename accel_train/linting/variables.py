@@ -10,8 +10,8 @@ OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 NO_COMPILATION = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 NO_COMPILE_CACHE = ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCH_COMPILE_FORCE_DISABLE_CACHES")
-TF32 = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 RUST_THREADS = "TOKENIZERS_PARALLELISM"  # of the package tokenizers
 OBSOLETE = {
     "TRANSFORMERS_CACHE": "transformers 5 does not read it; HF_HOME moves the cache",
@@ -36,18 +36,6 @@ def launch_blocking(facts: Facts) -> Finding | None:
         value=facts.environment["CUDA_LAUNCH_BLOCKING"],
         reason="the host waits for every kernel, and no copy or reduction overlaps with computation",
         remedy="unset it once the error is found",
-    )
-
-
-def old_allocator_name(facts: Facts) -> Finding | None:
-    """torch reads the allocator's settings from PYTORCH_ALLOC_CONF. The name with CUDA is kept for older scripts."""
-    if OLD_ALLOCATOR not in facts.environment or NEW_ALLOCATOR in facts.environment or not facts.on_gpu:
-        return None
-    return Finding(
-        option=OLD_ALLOCATOR,
-        value=facts.environment[OLD_ALLOCATOR],
-        reason="it is the former name, read for backward compatibility",
-        remedy=f"set {NEW_ALLOCATOR} instead",
     )
 
 
@@ -154,8 +142,9 @@ def parallel_tokenizers(facts: Facts) -> Finding | None:
 
 def hub_offline(facts: Facts) -> Finding | None:
     """HF_HUB_OFFLINE=1 and TRANSFORMERS_OFFLINE=1 forbid every request to the Hub, pushes as well. A start refuses."""
-    name = next((each for each in OFFLINE if facts.switched_on(each)), None)
-    if name is None or facts.option("hub.repo_id") is None:
+    # huggingface_hub reads the second only if the first is not set.
+    name = next((each for each in OFFLINE if facts.variable(each)), None)
+    if name is None or not facts.switched_on(name) or facts.option("hub.repo_id") is None:
         return None
     return Finding(
         option="hub.repo_id",
@@ -179,17 +168,14 @@ def obsolete_variable(facts: Facts) -> Finding | None:
 
 
 def forced_tf32(facts: Facts) -> Finding | None:
-    """NVIDIA_TF32_OVERRIDE=1 and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 round the inputs of fp32 matrix products to 10 bits
-    of fraction, whatever the program asks for.
-    """
-    name = _first_set(facts, TF32)
-    if name is None or not facts.on_gpu or facts.option("precision") != "fp32":
+    """TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 lets torch round the inputs of fp32 matrix products to 10 bits of fraction."""
+    if facts.variable(TF32) != "1" or not facts.on_gpu or facts.option("precision") != "fp32":
         return None
     return Finding(
-        option=name,
+        option=TF32,
         value=1,
         reason="precision: fp32 is asked for, and matrix products round their inputs to 10 bits instead of 23",
-        remedy=f"unset {name}; for speed give --precision bf16, which the run records",
+        remedy=f"unset {TF32}; for speed give --precision bf16, which the run records",
     )
 
 
@@ -250,7 +236,6 @@ def bound_threads(facts: Facts) -> Finding | None:
 
 VARIABLE_RULES = (
     Rule("launch-blocking", "warning", "torch: CUDA environment variables", launch_blocking),
-    Rule("allocator-old-name", "warning", "torch: c10/core/AllocatorConfig.h", old_allocator_name),
     Rule("allocator-set-twice", "warning", "torch: c10/cuda/CUDAAllocatorConfig.h", allocator_set_twice),
     Rule("no-memory-caching", "warning", "torch: CUDA environment variables", no_memory_caching),
     Rule("compiler-logs-left-on", "warning", "torch: torch._logging", compiler_logs),

@@ -25,7 +25,8 @@ MINE = """\
 # mine
 output_dir: runs/mine
 max_steps: 1500
-optimizer: {lr: 1.5e-3, betas: [0.99, 0.9], max_grad_norm: 0}  # by hand
+log: {log_every: 1500}  # by hand
+optimizer: {betas: [0.99, 0.9]}
 checkpoints:
   keep_last: 1   # small disk
 """
@@ -90,19 +91,20 @@ def test_a_command_line_explains_a_rule_without_a_recipe_and_without_torch() -> 
 def test_a_file_is_fixed_and_keeps_its_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(MINE)
-    assert check("--fix", RECIPE, str(file), "--log.log_every", "2000") == 0
+    assert check("--fix", RECIPE, str(file), "--collective_timeout_seconds", "30") == 0
     shown = capsys.readouterr().out
-    assert "nothing-logged: --log.log_every is given on the command line: give 15 there\n" in shown
+    given = "--collective_timeout_seconds is given on the command line: give 1800 there\n"
+    assert f"short-collective-timeout: {given}" in shown
     assert "\n-  keep_last: 1   # small disk\n+  keep_last: 3   # small disk\n" in shown
     assert f"{file} is changed; the former one is mine.yaml.orig\n" in shown
-    assert "findings: 0 error(s), 1 warning(s)\n  warning nothing-logged" in shown
-    assert file.read_text() == MINE.replace("[0.99, 0.9], max_grad_norm: 0", "[0.9, 0.99], max_grad_norm: 1.0").replace(
-        "keep_last: 1 ", "keep_last: 3 "
-    )
+    # Other betas would be another experiment.
+    assert "findings: 0 error(s), 2 warning(s)\n  warning short-collective-timeout" in shown
+    assert "\n  warning swapped-betas: optimizer.betas: [0.99, 0.9]\n" in shown
+    fixed = MINE.replace("log_every: 1500", "log_every: 15").replace("keep_last: 1 ", "keep_last: 3 ")
+    assert file.read_text() == fixed
     assert (tmp_path / "mine.yaml.orig").read_text() == MINE
     config = load_config(mmdit.Config, [str(file)], presets=PRESETS).config
-    assert (config.optimizer.betas, config.optimizer.max_grad_norm) == ((0.9, 0.99), 1.0)
-    assert config.checkpoints.keep_last == 3
+    assert (config.log.log_every, config.checkpoints.keep_last) == (15, 3)
     assert check("--fix", RECIPE, str(file)) == 0
     assert capsys.readouterr().out.startswith(f"nothing to fix in {file}\n")
 

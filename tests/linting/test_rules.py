@@ -9,17 +9,21 @@ from pathlib import Path
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.experiment_options import FREE_TO_CHANGE
 from accel_train.linting import reporting
 from accel_train.linting.facts import Facts
 from accel_train.linting.findings import Rule
 from accel_train.linting.table import RULES, SUBJECTS, find_rule, ignored_names, lint
 from accel_train.options.tree import option_names
+from accel_train.store.run_file import is_covered
 from recipes import causal_lm, lora, mmdit, pde
 from tests import linting_page
 from tests.linting.cases import CASES, DDP, FSDP2, given
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {name for recipe in (causal_lm, lora, mmdit, pde) for name in option_names(recipe.Config)}
+FREE = (*FREE_TO_CHANGE, "evaluation")
+"""Options that a resume may change. ``evaluation`` is one of each recipe."""
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 
 
@@ -55,6 +59,10 @@ def test_a_change_is_of_a_known_option_and_ends_the_finding(rule: Rule) -> None:
         return
     option, value = finding.change
     assert option in OPTIONS
+    # A resume with the changed file is no other experiment.
+    assert is_covered(option, FREE)
+    # --fix belongs to a check, which counts no model.
+    assert rule.stage == "start"
     assert fires.options[option] != value
     changed = replace(fires, options={**fires.options, option: value})
     assert rule.find(changed) is None
@@ -111,7 +119,7 @@ def test_numbers_of_findings_are_those_of_the_facts() -> None:
     kept, _ = CASES["keep-every-between-saves"]
     (found,) = lint(kept)
     assert "every 300 steps, so the first one to be kept is at step 3000" in found.finding.reason
-    assert found.finding.change == ("checkpoints.keep_every", 900)
+    assert found.finding.remedy == "give a multiple of 300, such as 900"
 
 
 def test_the_page_has_every_rule() -> None:

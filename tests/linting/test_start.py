@@ -56,7 +56,7 @@ def logged(caplog: pytest.LogCaptureFixture, config: Any, accelerator: Any) -> l
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         log_findings(config, accelerator, "start")
-    return [message for message in caplog.messages if message.endswith("]") or "more findings" in message]
+    return [message for message in caplog.messages if message.endswith("]") or "more finding(s)" in message]
 
 
 def test_findings_are_lines_of_the_log(
@@ -82,7 +82,7 @@ def test_findings_are_lines_of_the_log(
     more = ("--schedule.warmup_steps", "900", "--checkpoints.save_every", "2000")
     lines = logged(caplog, config_of(*WRONG, *many, *more), accelerator)
     assert len(lines) == LOGGED + 1
-    assert lines[-1].startswith("2 more findings: `accel-train check`")
+    assert lines[-1].startswith("1 more finding(s): `accel-train check`")
 
 
 def test_an_unknown_name_is_refused_on_every_process(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,11 +129,20 @@ def test_each_stage_of_a_start_knows_what_the_run_knows(tmp_path: Path) -> None:
     data = tmp_path / "texts.jsonl"
     texts = [f"the {number} small ships sail to the harbour of the {number * 7} towns" for number in range(24)]
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    flags = ["--data.path", str(data), "--data.heldout_fraction", "0.2", "--data.latent_dim", "8", "--max_steps", "101"]
+    flags = [
+        "--data.path",
+        str(data),
+        "--data.heldout_fraction",
+        "0.2",
+        "--data.packing",
+        "false",
+        "--max_steps",
+        "101",
+    ]
     flags += ["--global_batch_size", "21", "--optimizer.betas", "0.99", "0.9", "--checkpoints.keep_last", str(10**9)]
     # It needs a GPU, which is asked for once the model is built.
     flags += ["--compile.mode", "on", "--compile.optimize", "reduce-overhead", "--micro_batch_size", "21"]
-    done = run_recipe(Layout("single", 1), tmp_path / "run", *flags, ok=False)
+    done = run_recipe(Layout("single", 1, "causal_lm"), tmp_path / "run", *flags, ok=False)
     assert done.code == 2
     lines = [line for line in done.output.splitlines() if line.endswith("]") and "warning:" in line]
     names = [line.rsplit(" ", 1)[1] for line in lines]
