@@ -71,7 +71,24 @@ def missing(evidence: Evidence, names: Sequence[str]) -> Finding | None:
         if outcome.failed:
             said = f"the run {name} ended with exit code {outcome.code}:\n{outcome.message}"
             return Finding("FAILED", reason=said)
+        unobserved = _unobserved(outcome, name, evidence.sizes)
+        if unobserved is not None:
+            return unobserved
     return None
+
+
+def _unobserved(outcome: Outcome, name: str, sizes: Sizes) -> Finding | None:
+    """Return the finding for a run without the steps asked for. Nothing was varied in them, so they prove nothing."""
+    expected = sizes.steps
+    # A resume that begins again would have all of them, and the bits of the reference.
+    if name == "resumed":
+        expected -= sizes.middle
+    made = len(outcome.facts.learning_rates)
+    logged = len(outcome.losses)
+    if made == logged == expected:
+        return None
+    said = f"the run {name} made {made} steps of loop.training and logged {logged}; {expected} were asked for"
+    return Finding("FAILED", reason=said)
 
 
 def _decided(differences: Sequence[Difference]) -> Finding:
@@ -126,12 +143,15 @@ def _learning_rate(evidence: Evidence) -> Finding:
     for name, outcome in evidence.outcomes.items():
         found = [max(rates) for rates in outcome.facts.learning_rates]
         # A resume has the last steps only.
-        wanted = expected[len(expected) - len(found) :]
-        if not outcome.failed and len(found) <= len(expected):
-            apart = [abs(a - b) / scale for a, b in zip(wanted, found, strict=True)]
-            step = 1 + apart.index(max(apart)) + len(expected) - len(found)
-            # Rates are float64 on the host, so only another count of steps exceeds this.
-            differences.append(Difference("rate", max(apart), 1e-12, f"step {step}, {name}"))
+        earlier = len(expected) - len(found)
+        # A run without steps has failed, by each check that needs it.
+        if not found or earlier < 0:
+            continue
+        apart = [abs(a - b) / scale for a, b in zip(expected[earlier:], found, strict=True)]
+        largest = max(apart)
+        step = 1 + earlier + apart.index(largest)
+        # Rates are float64 on the host, so only another count of steps exceeds this.
+        differences.append(Difference("rate", largest, 1e-12, f"step {step}, {name}"))
     return _decided(differences)
 
 
@@ -166,7 +186,7 @@ def _reductions(evidence: Evidence) -> Finding:
     facts = evidence.outcomes["two_processes"].facts
     # The first step of a process may reduce once more, to lay out DDP's buckets.
     counted = facts.reduced[1:]
-    if not any(facts.reduced):
+    if not facts.reduced:
         return Finding("not checked", reason="DDP takes one communication hook, and the recipe has its own")
     expected = 1
     # This option reduces after each micro-batch by design.

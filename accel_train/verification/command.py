@@ -12,7 +12,7 @@ def add_options(verify: argparse.ArgumentParser) -> None:
     """Add the options before the recipe."""
     text = "make this check only; NAME,NAME for several"
     verify.add_argument("--only", action="append", default=[], metavar="NAME", help=text)
-    verify.add_argument("--steps", type=int, default=6, help="optimizer steps of each run; default: 6")
+    verify.add_argument("--steps", type=int, default=6, help="optimizer steps of each run, an even number; default: 6")
     text = "launch file of your own, rehearsed on two CPU processes as one more layout"
     verify.add_argument("--config_file", help=text)
     verify.add_argument("--output", help="directory that keeps the runs; default: a temporary one")

@@ -59,7 +59,7 @@ class Facts:
     first_moving_step: int | None = None
     """The first step with a learning rate above 0, counted from 0."""
     reduced: list[float] = field(default_factory=list[float])
-    """Values handed to DDP's reduction in each step, as a multiple of the number of parameters."""
+    """Values handed to DDP's reduction in each step, as a multiple of the parameters. Empty if not counted."""
     evaluations: int = 0
 
 

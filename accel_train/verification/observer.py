@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,18 +120,20 @@ def _reversed(batch: Batch) -> Batch:
 
 
 def _watched(
-    steps: Iterator[StepBatches], prepared: Prepared, facts: Facts, reductions: list[float]
+    steps: Iterator[StepBatches], prepared: Prepared, facts: Facts, reductions: list[float] | None
 ) -> Iterator[StepBatches]:
     """Yield the steps, and read rates and frozen groups after each."""
     names = {id(p): name for name, p in _trained(prepared.model).items()}
     frozen = set(names.values())
     for batches in steps:
-        reductions.clear()
+        if reductions is not None:
+            reductions.clear()
         yield batches
         # Here the recipe has run the lines of this step and asks for the next one.
         groups = prepared.optimizer.param_groups
         facts.learning_rates.append([float(group["lr"]) for group in groups])
-        facts.reduced.append(sum(reductions))
+        if reductions is not None:
+            facts.reduced.append(sum(reductions))
         for group in groups:
             if not group.get("frozen"):
                 frozen.difference_update(names.get(id(p), "") for p in group["params"])
@@ -139,27 +141,30 @@ def _watched(
         facts.always_frozen = [name for name in sorted(frozen) if facts.groups_of[name]]
 
 
-def _count_reductions(model: nn.Module) -> list[float]:
-    """Return a list that grows by the share of the parameters in each reduction of DDP. Other strategies: stays empty.
+def _count_reductions(model: nn.Module) -> list[float] | None:
+    """Return a list that grows by the share of the parameters in each reduction of DDP. None where it cannot.
 
     The hook reduces as DDP does without one.
     """
-    shares: list[float] = []
     if not isinstance(model, DistributedDataParallel):
-        return shares
+        return None
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     # Frozen parameters are in no bucket.
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
 
+    shares: list[float] = []
+
     def counted(bucket: Any) -> Any:
         shares.append(bucket.buffer().numel() / total)
         return allreduce_hook(None, bucket)  # pyright: ignore[reportArgumentType]  # None: all processes
 
-    # DDP takes one hook only: with one of the recipe's own, nothing is counted.
-    with suppress(RuntimeError):
+    try:
         # A lambda, because DDP compares annotations, which are text in this file.
         model.register_comm_hook(None, lambda _, bucket: counted(bucket))
+    except RuntimeError:
+        # DDP takes one hook only, and the recipe has its own.
+        return None
     return shares
 
 

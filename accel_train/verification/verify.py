@@ -69,8 +69,11 @@ def verify(request: Request) -> int:
 
 def _chosen(request: Request) -> list[Check]:
     """Return the checks to make. Raises ``UsageError`` for an unknown name and for options in ``plan.SET_HERE``."""
-    if request.steps < FEWEST_STEPS:
-        raise UsageError(f"--steps {request.steps}: at least {FEWEST_STEPS} are required, two on each side of the save")
+    if request.steps < FEWEST_STEPS or request.steps % 2:
+        raise UsageError(
+            f"--steps {request.steps}: an even number, at least {FEWEST_STEPS}, is required, with as many steps before "
+            "the save in the middle as behind it; give --steps 6"
+        )
     plan.refuse_options_set_here(request.arguments)
     names = [check.name for check in CHECKS]
     for name in request.only:
@@ -203,6 +206,8 @@ class _Runs:
             return f"precision {self._options['precision']}: the tolerances are those of fp32; leave --precision out"
         if name in ("accumulated", "ragged") and name not in self._specs:
             return f"a batch of {self._sizes.batch} has no such micro-batches; give --global_batch_size 15"
+        if name == "reversed" and self._sizes.batch == 1:
+            return "one sample has no order; give --global_batch_size 15"
         if name == "zero2" and importlib.util.find_spec("deepspeed") is None:
             return "deepspeed is not installed: pip install 'accel_train[deepspeed]'"
         if name == "launch_file" and self._machine is not None and self._machine.num_machines > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from accel_train.options.loading import config_of
 from accel_train.options.tree import flatten, to_tree
 from accel_train.verification import plan
 from accel_train.verification import verify as verification
-from accel_train.verification.checks import CHECKS
+from accel_train.verification.checks import CHECKS, Evidence, Finding, missing
+from accel_train.verification.facts import Facts, Outcome
 from accel_train.verification.runs import Runner
 from tests import zygote
 from tests.distributed.launching import DEMOS, inputs_of
@@ -127,13 +129,43 @@ def test_a_layout_that_is_refused_is_listed_as_not_checked(capsys: pytest.Captur
 
 def test_wrong_usage_is_refused_before_anything_runs(tmp_path: Path) -> None:
     recipe = str(faults.SCAFFOLD)
-    assert "--steps 3: at least 4" in refused("--steps", "3", recipe)
+    assert "--steps 2: an even number, at least 4, is required" in refused("--steps", "2", recipe)
+    # Saves are multiples of half the steps: without one at the end there is nothing to compare.
+    assert "--steps 7: an even number" in refused("--steps", "7", recipe)
     assert "did you mean 'resume'?" in refused("--only", "resumes", recipe)
     assert "--max_steps: `accel-train verify` sets it" in refused(recipe, "--max_steps", "10")
     assert "--micro_batch_size" in refused(recipe, "demo", "--micro_batch_size=10")
     assert "--config_file FILE" in refused("--only", "launch_file", recipe)
     (tmp_path / "file").touch()
     assert "is not empty" in refused("--output", str(tmp_path), recipe)
+
+
+def outcome(steps: int, **facts: Any) -> Outcome:
+    losses = {step: {"loss": 1.0, "grad_norm": 1.0} for step in range(1, steps + 1)}
+    return Outcome(Path(), 0, "", losses, Facts(learning_rates=[[1.0]] * steps, **facts))
+
+
+def finding(name: str, **outcomes: Outcome) -> Finding:
+    sizes = plan.choose_sizes({"global_batch_size": 64}, (), 4)
+    evidence = Evidence({"reference": outcome(4), **outcomes}, {}, sizes, {"sync": "auto"}, 1.0)
+    (check,) = [check for check in CHECKS if check.name == name]
+    return missing(evidence, check.runs) or check.find(evidence)
+
+
+def test_a_run_without_the_steps_asked_for_proves_nothing() -> None:
+    """A recipe with a loop of its own is not observed; a resume that begins again has the bits of the reference."""
+    unobserved = finding("gradient_paths", reference=replace(outcome(4), facts=Facts()))
+    assert unobserved.verdict == "FAILED"
+    assert "made 0 steps of loop.training and logged 4; 4 were asked for" in unobserved.reason
+    again = finding("resume", resumed=outcome(4))
+    assert again.verdict == "FAILED"
+    assert "the run resumed made 4 steps" in again.reason
+
+
+def test_a_gradient_that_is_never_reduced_fails() -> None:
+    assert finding("reductions", two_processes=outcome(4, reduced=[1.0] * 4)).verdict == "ok"
+    assert finding("reductions", two_processes=outcome(4, reduced=[0.0] * 4)).verdict == "FAILED"
+    assert finding("reductions", two_processes=outcome(4)).verdict == "not checked"
 
 
 @pytest.mark.parametrize(
