@@ -24,7 +24,7 @@ from accel_train.data.sampler import Sampler
 from accel_train.metrics import evaluation
 from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
-from accel_train.metrics.recorder import Recorder, RunInfo, describe_evaluation, write_report
+from accel_train.metrics.recorder import Recorder, RunInfo, log_evaluation, write_report
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.opened import Opened, Prepared
 from accel_train.options.tree import to_tree
@@ -345,7 +345,8 @@ def evaluate_only(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -
     step = opened.start_step
     metrics = evaluate()
     write_report(opened.accelerator, opened.run.directory, step, metrics)
-    info(logger, describe_evaluation(step, metrics), f"written: {opened.config.report_directory}")
+    log_evaluation(step, metrics, own_summary=opened.config.recipe.labels.own_summary)
+    info(logger, f"written: {opened.config.report_directory}")
     return 0
 
 

@@ -13,9 +13,10 @@ from torch import nn
 
 from accel_train import simulated
 from accel_train.checkpoints.restore import load_initial_weights, restore
+from accel_train.config import origin_of
 from accel_train.frozen_weights import offload_frozen, resolve_base
 from accel_train.linting.reporting import log_findings
-from accel_train.metrics.logs import info
+from accel_train.metrics.logs import details, info, log_file
 from accel_train.metrics.recorder import RunInfo
 from accel_train.opened import Opened, Prepared
 from accel_train.runtime.strategy import (
@@ -40,6 +41,8 @@ from accel_train.training.step_guard import resolve_step_guard
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
+STEP_GUARD = "step_guard"
+"""Among the choices of a run: where it is found out that a step is not finite. Not an option."""
 
 
 def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, **named: P.kwargs) -> nn.Module:
@@ -128,9 +131,10 @@ def prepare(
     wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
     prefetch = apply_fsdp2_prefetch(config.distributed, model)
     _, sync_reason = resolve_sync(config.sync, accelerator)
-    reasons = [optimizer_reason, sync_reason, guard_reason, *config.health.describe()]
-    info(logger, wrapped, *notices, *prefetch, *applied.notices, *reasons)
-    run_info = _run_info(opened, applied, optimizer)
+    choices = {**applied.choices, "optimizer.name": optimizer_reason, "sync": sync_reason, STEP_GUARD: guard_reason}
+    info(logger, wrapped, *notices, *prefetch, *applied.notices, *config.health.describe())
+    _log_choices(opened, choices)
+    run_info = _run_info(opened, applied, optimizer, choices)
     return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard)
 
 
@@ -164,6 +168,21 @@ def _build_optimizer(
     )
 
 
-def _run_info(opened: Opened, applied: Applied, optimizer: torch.optim.Optimizer) -> RunInfo:
-    facts = applied.facts | {"run_id": opened.run.run_id, "strategy": strategy_of(opened.accelerator)}
+def _log_choices(opened: Opened, choices: Mapping[str, str]) -> None:
+    """Log what was chosen and why, by option. The console shows only the options that were set."""
+    for option, choice in choices.items():
+        log = details if origin_of(opened.config, option) == "default" else info
+        log(logger, choice)
+    info(logger, f"other choices and their reasons: {log_file(opened.run.directory, rank=0)}")
+
+
+def _run_info(
+    opened: Opened, applied: Applied, optimizer: torch.optim.Optimizer, choices: Mapping[str, str]
+) -> RunInfo:
+    facts = {
+        **applied.facts,
+        "run_id": opened.run.run_id,
+        "strategy": strategy_of(opened.accelerator),
+        "choices": choices,
+    }
     return RunInfo(facts, applied.compiled, optimizer, opened.config.global_batch_size)

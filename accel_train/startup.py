@@ -15,7 +15,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.data.options import resolve_loader
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.linting.reporting import log_findings
-from accel_train.metrics.logs import info, setup_logging
+from accel_train.metrics.logs import details, setup_logging
 from accel_train.metrics.trackers import resolve_trackers
 from accel_train.opened import smaller_micro_batch
 from accel_train.runtime import early_stop, step_overhead, threads
@@ -63,7 +63,7 @@ def start(config: ExperimentConfig) -> Accelerator:
         early_stop.look_for_stop_file(directory)
     log_notices()
     log_findings(config, accelerator, "start")
-    info(logger, threads.resolve_threads(accelerator.device.type))
+    details(logger, threads.resolve_threads(accelerator.device.type))
     resolve_loader(config.loader, accelerator.device)
     return accelerator
 

@@ -1,9 +1,12 @@
-"""Parts of messages: the name that was probably meant, and a list cut short. Standard library only."""
+"""Parts of messages: the name that was probably meant, a list cut short, where one goes. Standard library only."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+
+FILE_ONLY = "file_only"
+"""Attribute of a log record for the log file only, not for the console."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

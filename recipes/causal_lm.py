@@ -53,7 +53,11 @@ class Config(experiment.ExperimentConfig):
     recipe: ClassVar = experiment.Recipe(
         # Runs of before have the last one, in whose place there is --attention.
         free_to_change=("evaluation", "data.cache_dir", "model.attn_implementation"),
-        labels=Labels(units={"nll": "nats per token", "accuracy": "fraction"}, titles={"nll": "NLL"}),
+        labels=Labels(
+            units={"nll": "nats per token", "accuracy": "fraction"},
+            titles={"nll": "NLL"},
+            own_summary=True,
+        ),
         first_options=("model.source", "lora.rank", "data.path", "data.max_length", "data.packing", "evaluation.every"),
         pipeline=pipeline.LanguagePipeline,
         smoke={"evaluation.samples": 2, "evaluation.shown": 1, "evaluation.max_new_tokens": 4},

@@ -63,7 +63,7 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", "data.cache_dir", "data.cache_mib", "data.workers"),
-        labels=Labels(loss_of="task"),
+        labels=Labels(loss_of="task", own_summary=True),
         loads_with=transformer.PdeTransformer,
         first_options=("model.width", "model.depth", "data.path", "data.tasks", "task_weights", "evaluation.every"),
         pipeline=pipeline.FieldPipeline,

@@ -28,7 +28,7 @@ from tests import transcripts, zygote
 from tests.transcripts import PRESETS, SOURCES, Folder, stamp, written
 
 NUMBER = re.compile(r"-?\d[\d.,]*(?:e-?\d+)?")
-STEP = re.compile(r"step (\d+)/(\d+)  loss (\S+) \((\w+)\)  lr (\S+)  (\S+) samples/s  ETA (\S+)")
+STEP = re.compile(r"step (\d+)/(\d+)  loss (\S+) \((\w+)\)(?:  \w+ \S+)*?  lr (\S+)  (\S+) samples/s  ETA (\S+)")
 
 
 def old(source: str) -> str:

@@ -21,6 +21,7 @@ from accel_train.data.options import LoaderConfig, LoaderSettings, resolve_loade
 from accel_train.data.reading import Reader
 from accel_train.data.sampler import BatchShard, Draw, Request, Sampler, accumulation_steps
 from accel_train.data.workers import Workers
+from accel_train.wording import FILE_ONLY
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ def iterate_steps(
     accumulation_steps(sampler.global_batch_size, shard.world_size, shard.micro_batch_size)
     config = config or LoaderConfig()
     settings = resolve_loader(config, device)
-    logger.info("loader: %s", _describe(settings, device))
+    is_default = config == LoaderConfig()
+    logger.info("loader: %s", _describe(settings, device), extra={FILE_ONLY: is_default})
     buckets = _resolve_micro_batches(dataset, sampler, shard, config)
     reader = Reader(dataset, sampler.seed, collate, settings.num_workers)
     plan = Plan(sampler, shard, start_step, max_steps, buckets)

@@ -16,7 +16,7 @@ from typing import TextIO
 
 from accel_train.config import UsageError
 from accel_train.metrics.environment import command_line
-from accel_train.metrics.progress import FILE_ONLY
+from accel_train.wording import FILE_ONLY
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def setup_logging(output_dir: Path, rank: int, world_size: int) -> Logs:
     global _active
     if _active is not None:  # a notebook or test that starts a second run
         _active.close()
-    path = output_dir / "logs" / f"rank_{rank}.log"
+    path = log_file(output_dir, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _RankFile(path, _header(rank, world_size))
@@ -99,6 +99,11 @@ def setup_logging(output_dir: Path, rank: int, world_size: int) -> Logs:
         handlers.append(_Console(sys.stdout))
     _active = Logs(path, handlers)
     return _active
+
+
+def log_file(output_dir: Path, rank: int) -> Path:
+    """Return the log of one process."""
+    return output_dir / "logs" / f"rank_{rank}.log"
 
 
 def _header(rank: int, world_size: int) -> str:
@@ -197,3 +202,9 @@ def info(logger: logging.Logger, *lines: str) -> None:
     """Log each line as a message, to the console of the main process and the file of every process."""
     for line in lines:
         logger.info("%s", line)
+
+
+def details(logger: logging.Logger, *lines: str) -> None:
+    """Log each line as a message, to the file of every process only."""
+    for line in lines:
+        logger.info("%s", line, extra={FILE_ONLY: True})

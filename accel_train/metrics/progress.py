@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NoReturn
 
+from accel_train.wording import FILE_ONLY
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
-
-# Attribute of a log record for the log file only, not for the console.
-FILE_ONLY = "file_only"
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,12 @@ class Labels:
     """Unit of evaluation metrics, by the last word of their name."""
     titles: Mapping[str, str] = field(default_factory=dict[str, str])
     """Title of the panel of evaluation metrics, by the last word of their name."""
+    own_summary: bool = False
+    """The recipe's evaluation logs a summary, so the console does not list all metrics after it."""
 
 
+TERM = "loss_"
+"""Beginning of the names of the terms of the loss in a training line."""
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
@@ -94,6 +97,7 @@ def describe(fields: Mapping[str, object], loss_of: str | None = None) -> list[s
         if loss_of is not None and loss_of in fields:
             text += f" ({fields[loss_of]})"
         shown.append(text)
+    shown += _terms(fields)
     lr = fields.get("lr")
     if isinstance(lr, (int, float)):
         shown.append(f"lr {short_exponent(lr)}")
@@ -102,6 +106,14 @@ def describe(fields: Mapping[str, object], loss_of: str | None = None) -> list[s
         digits = ".0f" if throughput >= 100 else ".3g"
         shown.append(f"{throughput:{digits}} samples/s")
     return shown
+
+
+def _terms(fields: Mapping[str, object]) -> list[str]:
+    """Format the terms of the loss. Empty for a single one, which is the loss but for its coefficient."""
+    terms = {name.removeprefix(TERM): value for name, value in fields.items() if name.startswith(TERM)}
+    if len(terms) < 2:
+        return []
+    return [f"{name} {value:#.4g}" for name, value in terms.items() if isinstance(value, (int, float))]
 
 
 def time_left(step: int, max_steps: int, fields: Mapping[str, object]) -> str:

@@ -18,6 +18,7 @@ from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
+from accel_train.wording import FILE_ONLY
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -141,6 +142,7 @@ class Recorder:
         run = _run_name(options, output_dir, facts)
         self._trackers = Trackers(accelerator, names, output_dir, run=run, config=config)
         self._progress = Progress(options.progress_bar, max_steps, start_step, labels.loss_of)
+        self._own_summary = labels.own_summary
 
     def due(self, step: int) -> bool:
         """Return True if ``step`` is a log point. It depends on the step alone, so all processes agree."""
@@ -180,7 +182,7 @@ class Recorder:
             write_report(self._accelerator, self._directory, step, values)
             named = {f"evaluation/{name}": value for name, value in values.items()}
             self._trackers.log(named, step)
-            logger.info("%s", describe_evaluation(step, values))
+            log_evaluation(step, values, own_summary=self._own_summary)
 
     def saved(self, checkpoint: Saved) -> None:
         """Record a committed checkpoint. The saver calls it as ``on_commit``."""
@@ -253,13 +255,13 @@ def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
     return LineWriter(path)
 
 
-def describe_evaluation(step: int, values: Mapping[str, object]) -> str:
-    """Format the numbers of an evaluation as one log line."""
+def log_evaluation(step: int, values: Mapping[str, object], *, own_summary: bool) -> None:
+    """Log the numbers of an evaluation in one line, which the console leaves out after the recipe's own summary."""
     numbers: list[str] = []
     for name, value in values.items():
         if isinstance(value, (int, float)):
             numbers.append(f"{name} {value:.4g}")
-    return f"evaluation at step {step}: {'  '.join(numbers)}"
+    logger.info("evaluation at step %d: %s", step, "  ".join(numbers), extra={FILE_ONLY: own_summary})
 
 
 def write_report(accelerator: Accelerator, directory: Path, step: int, metrics: Mapping[str, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,8 +36,10 @@ class SpeedOptions:
 class Applied:
     """Result of `apply_speed_options`."""
 
-    notices: tuple[str, ...]
-    """Habits of the model that were settled, then a notice for each option, with the decision and its reason."""
+    notices: Sequence[str]
+    """Habits of the model that were settled."""
+    choices: Mapping[str, str]
+    """The decision and its reason, by option."""
     facts: dict[str, Any]
     """Run info: the attention kernel by name, and the device kernels behind it. `own` for a model's own attention."""
     compiled: CompiledBlocks
@@ -81,7 +84,13 @@ def apply_speed_options(
     compiled = apply_compile(model, options.compile, device, accumulation_steps)
     if options.float8 != "none" and not compiled.blocks:
         float8 += "; uncompiled it is slower than bf16, for each rounding is a pass over memory: set compile.mode on"
-    return Applied((*habits, attention, float8, checkpointing, compiled.notice), facts, compiled)
+    choices = {
+        "attention": attention,
+        "float8": float8,
+        "activation_checkpointing.mode": checkpointing,
+        "compile.mode": compiled.notice,
+    }
+    return Applied(habits, choices, facts, compiled)
 
 
 def _attention(model: nn.Module, needs: AttentionNeeds | None, name: str) -> tuple[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ import pytest
 
 from accel_train.config import UsageError
 from accel_train.metrics.logs import setup_logging
-from accel_train.metrics.progress import FILE_ONLY
+from accel_train.wording import FILE_ONLY
 
 own = logging.getLogger("accel_train.some.module")
 other = logging.getLogger("httpx")

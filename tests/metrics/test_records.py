@@ -33,6 +33,7 @@ from accel_train.metrics import environment, progress, recorder, records, tracke
 from accel_train.metrics.recorder import LogConfig, Recorder
 from accel_train.metrics.records import LineWriter, encode, read_metrics, repair_metrics, write_json
 from accel_train.metrics.throughput import Throughput
+from accel_train.wording import FILE_ONLY
 from tests import compiling
 from tests.waiting import PATIENCE_SECONDS, free_port
 
@@ -572,13 +573,34 @@ def test_plain_lines_where_there_is_no_terminal(
         bar.show(120, FIELDS)
         bar.close()
     assert caplog.messages == ["step 120/1500  loss 3.412  lr 1.2e-3  412 samples/s  ETA 1:32"]
-    assert not getattr(caplog.records[0], progress.FILE_ONLY)
+    assert not getattr(caplog.records[0], FILE_ONLY)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["mode", "task"])
 def test_a_loss_says_of_what_it_is(name: str) -> None:
     assert progress.describe(FIELDS | {name: "l2t"}, name) == ["loss 3.412 (l2t)", "lr 1.2e-3", "412 samples/s"]
+
+
+def test_several_terms_of_a_loss_are_shown_and_a_single_one_is_not() -> None:
+    one = FIELDS | {"loss_text": 3.412}
+    assert progress.describe(one) == ["loss 3.412", "lr 1.2e-3", "412 samples/s"]
+    two = one | {"loss_latent": 0.5}
+    assert progress.describe(two) == ["loss 3.412", "text 3.412", "latent 0.5000", "lr 1.2e-3", "412 samples/s"]
+
+
+@pytest.mark.parametrize("own_summary", [True, False])
+def test_an_evaluation_is_on_the_console_once(
+    own_summary: bool, accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = progress.Labels(own_summary=own_summary)
+    with caplog.at_level(logging.INFO, logger="accel_train"):
+        log = Recorder(accelerator, tmp_path, LogConfig(), max_steps=4, labels=labels)
+        log.evaluation(4, {"accuracy": 0.5})
+        log.close()
+    line = next(record for record in caplog.records if "evaluation at step 4" in record.getMessage())
+    assert "accuracy 0.5" in line.getMessage()
+    assert getattr(line, FILE_ONLY) is own_summary
 
 
 def test_a_bar_keeps_its_lines_off_the_console(
@@ -588,7 +610,7 @@ def test_a_bar_keeps_its_lines_off_the_console(
         bar = progress.Progress("on", 1500, 100)
         bar.show(120, FIELDS)
         bar.close()
-    assert getattr(caplog.records[0], progress.FILE_ONLY)
+    assert getattr(caplog.records[0], FILE_ONLY)
     drawn = capsys.readouterr().err
     assert "100/1500" in drawn
     assert "120/1500" in drawn

@@ -49,6 +49,7 @@ LABELS = Labels(
     loss_of="mode",
     units={"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"},
     titles={"nll": "NLL"},
+    own_summary=True,
 )
 """Of the metrics in both directions, and of the loss."""
 
@@ -302,8 +303,7 @@ def text_nll_sums(predict: Predict, batch: Batch, mask_id: int, seed: int, times
     tokens = batch["tokens"]
     maskable = batch["maskable"]
     weight = batch["weight"]
-    names: list[str] = ["nll", "tokens", "correct", "masked"]
-    sums = dict.fromkeys(names, torch.zeros((), device=tokens.device))
+    sums = dict.fromkeys(["nll", "tokens", "correct", "masked"], torch.zeros((), device=tokens.device))
     for noisy, masked, time in _corruptions(batch, mask_id, seed, timesteps):
         logits = predict(noisy, time)
         added = {
@@ -394,7 +394,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
 
 
 def _less(gain: float) -> str:
-    # Rounded before the comparison: -0.04 % would otherwise read 0.0% more.
     percent = round(100 * gain, 1)
-    direction = "more" if percent < 0 else "less"
-    return f"{abs(percent):.1f}% {direction}"
+    if not percent:
+        return "less than 0.05% apart"
+    return f"{abs(percent):.1f}% {'more' if percent < 0 else 'less'}"
