@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from accel_train.data import heldout
 from accel_train.data.datasets import Batch, MapDataset
-from accel_train.training.accumulation import widest
 from accel_train.training.ema import Ema
+from accel_train.training.parameters import widest
 
 B = TypeVar("B")
 

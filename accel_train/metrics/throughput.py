@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_train.speed.device_peaks import peak_of
-from accel_train.training.accumulation import widest
+from accel_train.training.parameters import widest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -19,13 +19,20 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from accel_train.config import UsageError
 from accel_train.training.health.evidence import Evidence
 from accel_train.training.health.leaving_out import leave_out
-from accel_train.training.parameters import clear_gradients, without_gradients
+from accel_train.training.parameters import clear_gradients, widest, without_gradients
 from accel_train.training.step_guard import StepGuard, StepResult, read_loss_scale, term_factor, write_loss_scale
 
 SyncPolicy = Literal["auto", "last", "every"]
 Batch = dict[str, Tensor]
+PLACES = {
+    "coefficients": "the coefficients given to prepared.window",
+    "weights": "the weights given to prepared.window (what `corrupt` of a recipe returns, or its counterpart)",
+    "sums": "the sums given to window.backward (what `loss_sums` of a recipe returns)",
+}
+"""Where a recipe names its loss terms, for a message."""
 DDP_TYPES = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -78,7 +85,7 @@ class GradientWindow:
         result = window.finish(max_grad_norm)               # agree, clip
         optimizer.step()
 
-    Each micro-batch is (inputs, {term: weight}). Coefficients, weights and sums name the same terms, or ``ValueError``.
+    Each micro-batch is (inputs, {term: weight}). Coefficients, weights and sums name the same terms, or ``UsageError``.
     A single weight tensor applies to every term, and a single sum tensor needs a single term. Every rank must run the
     same number of micro-batches. Costs two small reductions a step (weights, losses). A non-finite step must not move
     the optimizer: ``guard`` stops it on the device (``resolve_step_guard``). Without one, ``finish`` waits for the
@@ -215,7 +222,9 @@ class GradientWindow:
         """
         if isinstance(sums, Tensor) and len(self.coefficients) != 1:
             names = sorted(self.coefficients)
-            raise ValueError(f"one tensor for {len(names)} loss terms; give {names} each")
+            raise UsageError(
+                f"window.backward: one tensor for the loss terms {names}; give a dict with the sum of each"
+            )
         by_term = self._by_term(sums, "sums")
         terms = [by_term[k].float() for k in self.coefficients]
         self._sums.append([term.detach() for term in terms])
@@ -231,11 +240,11 @@ class GradientWindow:
     def _by_term(self, found: Mapping[str, Tensor] | Tensor, kind: str) -> Mapping[str, Tensor]:
         if isinstance(found, Tensor):
             return dict.fromkeys(self.coefficients, found)
-        if found.keys() != self.coefficients.keys():
-            raise ValueError(
-                f"step {self.step + 1}: a micro-batch has {kind} of {sorted(found)}, the loss terms by their "
-                f"coefficients are {sorted(self.coefficients)}; name the same terms in both, with "
-                "coefficient 0 where one is unused"
+        for name in sorted(found.keys() ^ self.coefficients.keys()):
+            present, absent = (kind, "coefficients") if name in found else ("coefficients", kind)
+            raise UsageError(
+                f"loss term {name!r} (step {self.step + 1}): it is in {PLACES[present]} but not in {PLACES[absent]}; add "
+                "it there, with coefficient 0 in steps that do not train it, or remove it from both"
             )
         return found
 
@@ -372,11 +381,6 @@ def _parameters(accelerator: Accelerator, model: nn.Module) -> list[nn.Parameter
         _require_prepared(accelerator, model)
         _PARAMETERS[model] = list(model.parameters())
     return _PARAMETERS[model]
-
-
-def widest(tensor: Tensor) -> Tensor:
-    """Convert to fp64, or to fp32 on Apple's devices, which have no fp64."""
-    return tensor.float() if tensor.device.type == "mps" else tensor.double()
 
 
 def _zero_stage(accelerator: Accelerator) -> int:

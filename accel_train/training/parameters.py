@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 ParamGroup = dict[str, Any]
 """Parameter group of an optimizer: its tensors under `params`, and their options."""
@@ -137,3 +137,8 @@ def without_gradients(model: nn.Module, optimizers: Iterable[Any]) -> Generator[
 
 def _frozen_groups(optimizers: Iterable[Any]) -> list[ParamGroup]:
     return [group for optimizer in optimizers for group in optimizer.param_groups if group.get("frozen")]
+
+
+def widest(tensor: Tensor) -> Tensor:
+    """Convert to fp64, or to fp32 on Apple's devices, which have no fp64."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()

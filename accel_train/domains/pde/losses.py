@@ -109,7 +109,7 @@ TERMS: Mapping[str, Term] = {
     "reencoding": Term(_reencoding, ("reencoding", "target")),
     "residual": Term(_residual, ("correction",)),
 }
-"""All terms by name. docs/recipes.md, "A loss term or an option more", lists the places of a new one."""
+"""All terms by name. docs/recipes.md, "Adding a loss term or an option", lists the places of a new one."""
 
 
 def needs_of(terms: Collection[str]) -> set[Need]:

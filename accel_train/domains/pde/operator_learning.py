@@ -153,11 +153,16 @@ class StepObjective:
 
 
 def objective_of_step(config: ObjectiveConfig, step: int, number: int, task: FieldTask) -> StepObjective:
-    """Return the objective of optimizer step ``step``, a step of task ``number``."""
+    """Return the objective of optimizer step ``step``, a step of task ``number``. Raises ``UsageError``."""
+    weights = coefficients(config, step, task.conserved, task.boundary)
+    for name in sorted(weights.keys() ^ TERMS.keys()):
+        places = ["TERMS of domains/pde/losses.py", "coefficients of domains/pde/operator_learning.py"]
+        present, absent = places if name in TERMS else reversed(places)
+        raise UsageError(f"loss term {name!r}: it is in {present} but not in {absent}; add it there")
     return StepObjective(
         number,
         task,
-        coefficients(config, step, task.conserved, task.boundary),
+        weights,
         frozen_parts(config, step),
         train_encoder=not config.freeze_autoencoder,
     )

@@ -19,6 +19,7 @@ from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, 
 from accel_train.domains.pde.tokens import coordinates
 from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.training.schedules import ScheduleConfig, learning_rate_factor
+from tests.trained import ADVECTION
 
 
 def test_the_first_stage_has_the_inverse_terms_alone() -> None:
@@ -35,6 +36,21 @@ def test_the_first_stage_has_the_inverse_terms_alone() -> None:
         "reencoding",
         "spectral",
     }
+
+
+@pytest.mark.parametrize(
+    ("terms", "says"),
+    [
+        ({**TERMS, "energy": TERMS["latent"]}, r"'energy': it is in TERMS .*losses\.py but not in coefficients of"),
+        ({name: TERMS[name] for name in TERMS if name != "latent"}, r"'latent': it is in coefficients .* not in TERMS"),
+    ],
+)
+def test_a_term_named_in_one_place_only_is_refused(
+    terms: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator_learning, "TERMS", terms)
+    with pytest.raises(UsageError, match=says):
+        operator_learning.objective_of_step(ObjectiveConfig(), 0, 0, ADVECTION)
 
 
 def test_inverse_terms_pause_with_a_coefficient_of_zero() -> None:
