@@ -35,6 +35,12 @@ PROOFS = ("example.json", ADAPTER_DESCRIPTION)
 """In an export: the sha256 of all other files, with its example, or with the base of adapters."""
 
 
+OWN_RECIPE = (
+    "A recipe of your own needs a pipeline class, given as `accel-train sample --recipe FILE PLACE` or "
+    'load(place, pipeline=MyPipeline): docs/use.md, "A pipeline for a recipe of your own"'
+)
+
+
 class Adaptable(Protocol):
     """A pipeline that takes further adapters."""
 
@@ -146,8 +152,8 @@ def _recognised(description: Mapping[str, Any], directory: Path) -> type[Pipelin
                 if candidate.recognises(description):
                     return candidate
     raise UsageError(
-        f"{_description_file(directory)}: does not name the pipeline of its recipe, and is no config of a recipe of "
-        "this package; for a recipe of your own pass the class, as in load(place, pipeline=MyPipeline)"
+        f"{_description_file(directory)}: does not name the pipeline of its recipe, and no recipe of this package "
+        f"wrote it. {OWN_RECIPE}"
     )
 
 
@@ -158,8 +164,8 @@ def read_description(directory: Path) -> dict[str, Any]:
         return strict_json.read_object(path, MAX_DESCRIPTION_BYTES)
     except FileNotFoundError:
         raise UsageError(
-            f"{directory}: has no config.json, so nothing says what its weights are; a checkpoint of a recipe that "
-            "writes one is required"
+            f"{directory}: has no config.json, so the model of its weights is unknown. `write_extras` of the recipe "
+            f"has to write one. {OWN_RECIPE}"
         ) from None
     except ValueError as error:
         raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy") from None

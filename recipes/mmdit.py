@@ -16,7 +16,7 @@ if __name__ == "__main__":
     before_imports()  # --help needs none of them
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,11 @@ def loss_sums(config: Config, model: nn.Module, inputs: Batch, mask_id: int) -> 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
-    config: Config, prepared: Prepared, data: dataset.PreparedData, scores: Scores, step: int
+    config: Config,
+    prepared: Prepared,
+    data: dataset.PreparedData,
+    scores: Scores,
+    step: int,
 ) -> dict[str, float]:
     """Compute held-out metrics, the same on any layout, and write the report, with the EMA weights. Collective."""
     options = config.evaluation
@@ -138,20 +142,13 @@ def evaluate(
         shown = evaluation.first_samples(accelerator, data.heldout, options.shown)
         drawn = both.sample_all(shown, unconditional=scores is not None)
     metrics = both_ways.metrics_from_sums(sums, options.timesteps) | picture_scores.metrics(scores, sums)
+    # Files and simple predictors need one process. Only the main process records metrics.
     if accelerator.is_main_process:
-        metrics |= report(config, data, scores, step, shown, drawn)
+        samples.report_samples(config.report_directory, data, drawn.tokens, drawn.latents)
+        picture_scores.report(scores, config.report_directory, step, shown, drawn)
+        metrics |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
     logs.info(logger, *both_ways.summary(metrics), *picture_scores.summary(metrics))
     return metrics
-
-
-def report(
-    config: Config, data: dataset.PreparedData, scores: Scores, step: int, shown: Batch, drawn: both_ways.Sampled
-) -> Mapping[str, float]:
-    """Write samples, and return what simple predictors score. Main process only: it alone records metrics."""
-    options = config.evaluation
-    samples.report_samples(config.report_directory, data, drawn.tokens, drawn.latents)
-    picture_scores.report(scores, config.report_directory, step, shown, drawn)
-    return baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
 
 
 # ------------------------------------------------------------------------------------------------------------ main

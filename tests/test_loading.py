@@ -117,7 +117,7 @@ def test_a_place_without_a_model_is_refused_with_what_it_is(tmp_path: Path) -> N
     with pytest.raises(UsageError, match="does not exist"):
         accel_train.load(tmp_path / "none")
     (tmp_path / "config.json").write_text('{"hidden": 3}')
-    with pytest.raises(UsageError, match="no config of a recipe of this package"):
+    with pytest.raises(UsageError, match="no recipe of this package wrote it"):
         accel_train.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"config\.json: cannot be read"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from accel_train import cli
+from accel_train.config import UsageError
 from accel_train.metrics.records import read_metrics
 from accel_train.store.manifest import MANIFEST, checkpoint_name
 from tests import zygote
@@ -89,6 +91,29 @@ def test_a_resume_goes_on_bit_for_bit(begun: Path) -> None:
 
     assert hashes("parts") == hashes("whole")
     assert len(hashes("whole")) >= 2
+
+
+@pytest.mark.distributed
+def test_a_run_of_it_is_sampled_with_the_pipeline_of_the_page(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without it, the error names what is missing and the page."""
+    run(begun, "recipe.py", *SHORT, "--max_steps", "2")
+    page = r'docs/use\.md, "A pipeline for a recipe of your own"'
+    recipe, place = begun / "recipe.py", str(begun / "runs" / "rings")
+    with pytest.raises(UsageError, match=rf"no config\.json.*--recipe FILE.*{page}"):
+        cli._main(["sample", place])
+    with pytest.raises(UsageError, match=rf"declares no pipeline.*{page}"):
+        cli._main(["sample", "--recipe", str(recipe), place])
+
+    text = (ROOT / "docs" / "use.md").read_text()
+    example = next(part for part in text.split("```python\n") if "class RingPipeline" in part).partition("```")[0]
+    before, config, after = recipe.read_text().partition("@dataclass(frozen=True)\nclass Config")
+    after = after.replace(
+        "    width:", "    recipe: ClassVar = experiment.Recipe(pipeline=RingPipeline)\n    width:", 1
+    )
+    recipe.write_text(before + "from typing import ClassVar\n" + example + config + after)
+    capsys.readouterr()
+    assert cli._main(["sample", "--recipe", str(recipe), place, "--place", "0.1", "0.2"]) == 0
+    assert re.fullmatch(r"ring [0-4]\n", capsys.readouterr().out)
 
 
 @pytest.mark.distributed

@@ -51,7 +51,8 @@ def _declared(recipe: str) -> type[Pipeline]:
     pipeline: type[Pipeline] | None = getattr(declaration, "pipeline", None)
     if pipeline is None:
         raise UsageError(
-            f"recipe {recipe!r}: declares no pipeline, so nothing says how to sample from its models; give its Config "
-            "a recipe = Recipe(pipeline=...)"
+            f"recipe {recipe!r}: its Config declares no pipeline, the class that loads its model and samples from it. "
+            "Write one and declare it, recipe: ClassVar = experiment.Recipe(pipeline=MyPipeline): docs/use.md, "
+            '"A pipeline for a recipe of your own"'
         )
     return pipeline

@@ -211,18 +211,26 @@ def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size
 
 
 def notices(global_batch_size: int, world_size: int, micro_batch_size: int) -> list[str]:
-    """Return a notice if the batch does not divide evenly, with settings that would."""
+    """Return a notice if a micro-batch is larger than a process's share, or the batch does not divide evenly."""
+    share = math.ceil(global_batch_size / world_size)
+    larger: list[str] = []
+    if micro_batch_size > share:
+        larger.append(
+            f"micro_batch_size: {micro_batch_size} is more than the {share} samples of the global batch "
+            f"({global_batch_size}) that each of the {world_size} process(es) has: every forward takes {share}"
+        )
     settings = even_settings(global_batch_size, world_size, micro_batch_size)
     if not settings:
-        return []
+        return larger
     # Uneven settings are allowed, so this is advice: they cost some time and change nothing.
     proposals = "; ".join(
         f"--global_batch_size {s.global_batch_size} --micro_batch_size {s.micro_batch_size}" for s in settings
     )
     return [
+        *larger,
         f"global_batch_size {global_batch_size} over {world_size} process(es) in micro-batches of "
         f"{micro_batch_size} is uneven: shares and micro-batches differ by one sample, the gradient is still exact. "
-        f"Even: {proposals}"
+        f"Even: {proposals}",
     ]
 
 

@@ -147,6 +147,15 @@ def test_even_settings_are_even(batch, world_size, micro_batch_size):
         assert forwards(total, micro) == {micro}
 
 
+def test_a_micro_batch_above_the_share_of_a_process_is_said():
+    [notice] = notices(64, 1, 512)
+    assert "micro_batch_size: 512 is more than the 64 samples" in notice
+    assert "every forward takes 64" in notice
+    [shared] = notices(64, 2, 64)
+    assert "every forward takes 32" in shared
+    assert notices(64, 2, 32) == []
+
+
 def test_notice_of_an_uneven_setting():
     assert notices(96, 3, 16) == []
     [notice] = notices(100, 3, 16)
