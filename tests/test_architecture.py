@@ -44,6 +44,7 @@ ROWS = (
     {"loading"},
     TOOLS,
     {"simulation"},
+    {"planning"},
     {"cli", "recipes", "__init__"},
 )
 """Packages from the ground up. A package imports from rows below its own; along a row only as the next table says."""

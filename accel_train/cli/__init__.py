@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from accel_train.cli.arguments import build_parser
+from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
 from accel_train.runtime.exiting import exit_with
 from accel_train.simulation.flags import read_arguments
@@ -59,6 +60,8 @@ def _main(argv: Sequence[str]) -> int:
         return report(arguments.runs, arguments.output)
     if arguments.command == "simulate":
         return _simulate(arguments)
+    if arguments.command == "plan":
+        return _plan(arguments)
     return _launch(arguments)
 
 
@@ -124,6 +127,15 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
     rest, options = read_arguments(arguments.arguments, arguments)
     print(simulate(arguments.recipe, rest, options))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    # Read first, so that a wrong flag is refused without the imports of a simulation.
+    rest, options = planning.read_arguments(arguments.arguments, arguments)
+    from accel_train.planning.command import plan
+
+    print(plan(arguments.recipe, rest, options))
     return 0
 
 

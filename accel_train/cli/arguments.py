@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping
 
 from accel_train import __version__
+from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
 from accel_train.simulation.flags import add_flags
 from accel_train.verification import command as verification
@@ -40,6 +41,9 @@ def build_parser(
     simulate = commands.add_parser("simulate", help=text, description=text)
     add_flags(simulate)
     _add_recipe(simulate, recipes)
+    plan = commands.add_parser("plan", help=planning.HELP, description=planning.HELP)
+    planning.add_flags(plan)
+    _add_recipe(plan, recipes)
     text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
     _add_compare(commands.add_parser("compare", help=text, description=text), recipes)
     rerun.add_commands(commands)

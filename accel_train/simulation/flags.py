@@ -23,6 +23,8 @@ class Options:
     micro_batches: int | None
     as_json: bool
     picture: str | None
+    largest: int | None = None
+    """Run no more than so many micro-batches of the step, the largest. Not a flag: ``accel-train plan`` sets it."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

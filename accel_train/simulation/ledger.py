@@ -159,6 +159,15 @@ class Ledger(TorchDispatchMode):
             if record.phase == phase and record.category is None:
                 record.category = category
 
+    def held(self, category: str, phase: str) -> tuple[int, int]:
+        """Return the bytes held of ``category``, and by storages of ``phase`` without one, plain and in blocks."""
+        total = in_blocks = 0
+        for record in self._records.values():
+            if record.category == category or (record.category is None and record.phase == phase):
+                total += record.size
+                in_blocks += _rounded(record.size, BLOCK)
+        return total, in_blocks
+
     @contextmanager
     def recording(self) -> Generator[None]:
         """Record the body. FSDP2 frees and refills the memory of gathered weights without an operator."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from accel_train.config import UsageError
 from accel_train.data import sampler
 from accel_train.simulation import ledger as ledgers
-from accel_train.simulation.collectives import Collectives, Row
+from accel_train.simulation.collectives import Collectives, Row, sent_bytes
 from accel_train.simulation.fake_tensors import FakeWhereNeeded, build_fake, fake_batch
-from accel_train.simulation.flops import Flops
 from accel_train.simulation.ledger import Ledger, Peak
-from accel_train.simulation.places import Places
+from accel_train.simulation.places import BEFORE, Places
 from accel_train.simulation.strategies import without_memory
+from accel_train.simulation.work import Work, WorkCounter
 from accel_train.training.health.evidence import Evidence, Examined
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ class Counted:
     peak_in_blocks: int
     collectives: list[Row]
     flops: int
+    inputs: int
+    """Bytes of all micro-batches and of what was made of them before the first forward."""
+    inputs_in_blocks: int
+    work: list[Work]
+    """Before the first forward, and of each micro-batch; that of the last holds the end of the step. Empty if the
+    micro-batches differ in their number of forwards."""
 
 
 class StepCounted(BaseException):
@@ -66,9 +73,13 @@ class StepCounted(BaseException):
 class FakeStep:
     """A recipe's step on fake tensors, or with ``real`` on tensors with memory, to compare the two."""
 
-    def __init__(self, step: int | None = None, *, real: bool = False) -> None:
-        """Count step ``step``, from 1. Without a number the middle of the run, where warm-up and phases are over."""
+    def __init__(self, step: int | None = None, *, real: bool = False, largest: int | None = None) -> None:
+        """Count step ``step``, from 1. Without a number the middle of the run, where warm-up and phases are over.
+
+        With ``largest`` the step has no more than so many of its micro-batches, those of most bytes.
+        """
         self._step = step
+        self._largest = largest
         # Numbers of the host stay real and meet fake tensors in the same operators.
         self._fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
         self._where = None if self._fake is None else FakeWhereNeeded(self._fake)
@@ -127,6 +138,9 @@ class FakeStep:
         )
         # Unpacked, not next(): the end of the generator ends its workers.
         (read,) = steps
+        if self._largest is not None:
+            by_size = sorted(read.micro_batches, key=batch_bytes, reverse=True)
+            read = replace(read, micro_batches=by_size[: self._largest])
         if self._fake is None:
             return read
         fake = self._fake
@@ -163,9 +177,11 @@ class Steps:
     def __iter__(self) -> Iterator[StepBatches]:
         buckets: list[Tensor] = []
         if isinstance(self._prepared.model, nn.parallel.DistributedDataParallel):
+            # One micro-batch is enough for it: every gradient arrives.
+            first = replace(self._batches, micro_batches=self._batches.micro_batches[:1])
             for _ in range(WARM_UP_DDP):
                 with gradients_of_step(self._prepared.model) as buckets:
-                    yield self._batches
+                    yield first
         else:
             # Optimizers allocate their state in their first step. Counted is one in the middle of a run.
             self._prepared.ema.view.create_state()
@@ -193,7 +209,10 @@ class Steps:
             peak=counter.ledger.peak(),
             peak_in_blocks=counter.ledger.peak_in_blocks(),
             collectives=counter.collectives.rows(),
-            flops=counter.flops.total,
+            flops=counter.work.flops.total,
+            inputs=counter.inputs,
+            inputs_in_blocks=counter.inputs_in_blocks,
+            work=counter.work_by_part(len(batches.micro_batches)),
         )
 
     def report(self, *_: object, **named: object) -> None:
@@ -209,6 +228,11 @@ class Steps:
 
     def end(self) -> None:
         """Do nothing: the simulation ends by itself."""
+
+
+def batch_bytes(batch: Mapping[str, Tensor]) -> int:
+    """Return the bytes of a micro-batch."""
+    return sum(value.numel() * value.element_size() for value in batch.values())
 
 
 @contextmanager
@@ -232,17 +256,32 @@ class StepCounter:
     def __init__(self, prepared: Any) -> None:
         self._prepared = prepared
         self.held: dict[str, int] = {}
-        self.flops = Flops()
+        self.inputs = 0
+        self.inputs_in_blocks = 0
+        self.work = WorkCounter()
         self.collectives = Collectives()
+        self._marks: list[Work] = []
         self._places = Places(prepared.model)
         self.ledger = Ledger(self._places.now, self._watch)
         self.collectives.ledger = self.ledger
-        self._places.before_forward = self._mark_unreduced
+        self._places.before_forward = self._begin_forward
         self._places.before_step = self._mark_gradients
 
     def _watch(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.collectives.watch(func, args, kwargs)
-        self.flops.watch(func, args, kwargs, result)
+        self.work.watch(func, args, kwargs, result)
+
+    def work_by_part(self, micro_batches: int) -> list[Work]:
+        """Return the fields of ``Counted.work``."""
+        each, rest = divmod(len(self._marks), micro_batches)
+        if rest or not each:
+            return []
+        bounds = [Work(), *self._marks[::each], self._so_far()]
+        return [stop + start.times(-1) for start, stop in itertools.pairwise(bounds)]
+
+    def _so_far(self) -> Work:
+        calls = self.collectives.seen
+        return self.work.work(sum(sent_bytes(call.kind, call.group_size, call.size) for call in calls))
 
     @contextmanager
     def recording(self, batches: StepBatches, buckets: Sequence[Tensor]) -> Generator[None]:
@@ -263,7 +302,10 @@ class StepCounter:
         with self._places.following(), self.ledger.recording():
             yield
 
-    def _mark_unreduced(self) -> None:
+    def _begin_forward(self) -> None:
+        if not self._marks:
+            self.inputs, self.inputs_in_blocks = self.ledger.held(ledgers.BATCH, BEFORE)
+        self._marks.append(self._so_far())
         # Nothing but gradients outlives the backward of a micro-batch.
         self.ledger.mark_leftovers("backward", ledgers.UNREDUCED)
 

@@ -51,11 +51,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def simulate_recipe(
-    recipe: str, arguments: Sequence[str], step: int | None = None, micro_batches: int | None = None
+    recipe: str,
+    arguments: Sequence[str],
+    step: int | None = None,
+    micro_batches: int | None = None,
+    largest: int | None = None,
 ) -> tuple[StepCounted, list[str]]:
     """Run the recipe's ``main`` on fake tensors until a step is counted, as rank 0 of ``WORLD_SIZE``.
 
     ``step`` None is the middle of the run. With ``micro_batches`` the global batch follows the number of processes.
+    With ``largest`` no more than so many micro-batches of the step are run, those of most bytes.
     Returns the counts, and notes on differences from a real start.
     """
     module = import_recipe(find_recipe(recipe))
@@ -75,7 +80,7 @@ def simulate_recipe(
         # Nothing of the real run is touched or resumed.
         words = [*arguments, *flags, "--output_dir", directory]
         try:
-            with simulating(FakeStep(step)), _samples_repeated(bool(flags)):
+            with simulating(FakeStep(step, largest=largest)), _samples_repeated(bool(flags)):
                 module.main(words)
         except StepCounted as found:
             return found, notes

@@ -1,0 +1,106 @@
+"""What a plan chooses from, what it fixes, and what it does not consider."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accel_train.config import UsageError
+
+MICRO_BATCH = "micro_batch_size"
+MODE = "activation_checkpointing.mode"
+MODES = ("none", "selective", "full")
+"""From the fastest to the smallest."""
+LAUNCH_FILES = {"single": "single_gpu.yaml", "ddp": "ddp.yaml", "fsdp2": "fsdp2.yaml"}
+"""Bundled launch file by strategy."""
+NOT_CONSIDERED: Mapping[str, str] = {
+    "DeepSpeed ZeRO (zero2_offload.yaml, zero3_offload.yaml)": "its engine cannot be simulated",
+    "fsdp_offload_params (fsdp2_offload.yaml), offload_frozen": "a simulation has one memory, and offload needs two",
+    "parallelism_config (HSDP), several machines": "one machine is planned for",
+    f"{MODE} every_nth, attention, ffn": "their memory and time lie between those of none and full",
+    "compile, float8, attention, precision, optimizer, sync": "left as the preset and the flags set them",
+}
+"""Named in every plan."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Values that a plan may choose."""
+
+    strategy: str
+    mode: str
+    micro_batch_size: int
+
+    def flags(self) -> list[str]:
+        """Return the recipe's flags."""
+        return [f"--{MICRO_BATCH}", str(self.micro_batch_size), f"--{MODE}", self.mode]
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {MODE} {self.mode}, {MICRO_BATCH} {self.micro_batch_size}"
+
+
+@dataclass(frozen=True)
+class Space:
+    """Everything to choose from, for one config and number of GPUs."""
+
+    gpus: int
+    global_batch_size: int
+    strategies: tuple[str, ...]
+    modes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Micro-batches that divide a process's share of the global batch, ascending."""
+    fixed: frozenset[str]
+    """Options set by a flag, which are not chosen."""
+
+    @property
+    def share(self) -> int:
+        return self.global_batch_size // self.gpus
+
+    def micro_batches(self, candidate: Candidate) -> int:
+        """Return the micro-batches of each process in a step."""
+        return self.share // candidate.micro_batch_size
+
+
+def space_of(config: Any, origins: Mapping[str, str], gpus: int) -> Space:
+    """Return what to choose from. Raises ``UsageError`` if the global batch cannot be divided exactly."""
+    total = config.global_batch_size
+    if total % gpus:
+        raise UsageError(
+            f"gpus: {gpus}: a plan keeps global_batch_size {total:,} exactly, so a number that divides it is required; "
+            f"give --gpus {' or '.join(map(str, _nearest(total, gpus)))}, or another --global_batch_size"
+        )
+    share = total // gpus
+    fixed = frozenset(name for name in (MICRO_BATCH, MODE) if origins.get(name) == "command line")
+    sizes = divisors(share)
+    if MICRO_BATCH in fixed:
+        if share % config.micro_batch_size:
+            raise UsageError(
+                f"micro_batch_size: {config.micro_batch_size}: each of {gpus} GPU(s) has {share} of {total:,} samples, "
+                f"and a divisor of that is required: {', '.join(map(str, sizes))}; give one, or leave the flag out"
+            )
+        sizes = (config.micro_batch_size,)
+    return Space(
+        gpus=gpus,
+        global_batch_size=total,
+        # In this order, because one that fits whole spares the others their search, and FSDP2 needs less.
+        strategies=("fsdp2", "ddp") if gpus > 1 else ("single",),
+        modes=(config.activation_checkpointing.mode,) if MODE in fixed else MODES,
+        sizes=sizes,
+        fixed=fixed,
+    )
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, ascending."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
+
+
+def _nearest(total: int, gpus: int) -> Sequence[int]:
+    """Return the divisors of ``total`` beside ``gpus``."""
+    known = divisors(total)
+    below = [number for number in known if number < gpus][-1:]
+    above = [number for number in known if number > gpus][:1]
+    return [*below, *above]

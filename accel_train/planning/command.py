@@ -1,0 +1,77 @@
+"""``accel-train plan``: simulate candidates on a machine without the GPUs, and choose among those that fit them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+
+from accel_train.commands.bundled import find_recipe
+from accel_train.planning import report, writing
+from accel_train.planning.candidates import Candidate, space_of
+from accel_train.planning.devices import DEFAULT, find_device
+from accel_train.planning.flags import Options
+from accel_train.planning.memory import BALANCED_SHARE, Budget, default_margin
+from accel_train.planning.plan import make_plan
+from accel_train.planning.probe import Probe, probe_of
+from accel_train.planning.search import Measure, search
+from accel_train.planning.simulator import Simulator
+from accel_train.planning.times import Rates, rates_of
+
+
+def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
+    """Return the output of the command. Raises ``UsageError`` if nothing fits or a start would refuse the config."""
+    simulator = Simulator(recipe, arguments, options.gpus, options.step)
+    loaded = simulator.read_config()
+    config = loaded.config
+    space = space_of(config, loaded.origins, options.gpus)
+    device, peak = find_device(options.device or DEFAULT, config.precision)
+    named = report.Named(options.device, device, peak) if options.device else None
+    budget = budget_of(options)
+    measure = _reporting(simulator, budget, rates_of(device, peak), space.share)
+    chains = search(space, options.goal, budget, measure)
+    found = make_plan(recipe, options.goal, space, budget, chains, config)
+    text = report.describe(found, named, explain=options.explain)
+    if options.as_json:
+        text = json.dumps(report.as_json(found, named), indent=2)
+    if options.write is None:
+        return text
+    command = shlex.join(["accel-train", "plan", recipe, *arguments, *_flags(options)])
+    launch, preset = writing.write(options.write, command, found.chosen.candidate, options.gpus, loaded)
+    if options.as_json:
+        return text
+    start = shlex.join(["accelerate", "launch", "--config_file", str(launch), str(find_recipe(recipe)), str(preset)])
+    return f"{text}\n\nwritten: {launch}, {preset}\n  {start}"
+
+
+def budget_of(options: Options) -> Budget:
+    """Return the memory that a plan may use."""
+    margin = options.margin_gib
+    if margin is None:
+        margin = default_margin(options.vram_gib)
+    share = BALANCED_SHARE if options.goal == "balanced" else 1.0
+    return Budget(options.vram_gib, margin, options.gpus, share)
+
+
+def _reporting(simulator: Simulator, budget: Budget, rates: Rates, share: int) -> Measure:
+    """Return a measure that names each candidate on stderr, because some take many seconds."""
+
+    def measure(candidate: Candidate) -> Probe:
+        counted = simulator.count(candidate)
+        probe = probe_of(candidate, share // candidate.micro_batch_size, counted, rates)
+        verdict = "fits" if probe.fits(budget) else "too much"
+        needed = probe.needed_gib(budget)
+        print(f"simulated {candidate}: {needed:.2f} GiB, {verdict}", file=sys.stderr, flush=True)
+        return probe
+
+    return measure
+
+
+def _flags(options: Options) -> list[str]:
+    words = ["--gpus", str(options.gpus), "--vram_gib", f"{options.vram_gib:g}", "--goal", options.goal]
+    if options.device is not None:
+        words += ["--device", options.device]
+    if options.margin_gib is not None:
+        words += ["--margin_gib", f"{options.margin_gib:g}"]
+    return words

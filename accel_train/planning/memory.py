@@ -1,0 +1,68 @@
+"""Memory of a GPU beside the tensors that a simulation counts: rules with their numbers, none of them measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+GIB = 2**30
+
+
+class Rule(NamedTuple):
+    """Memory that something takes on a GPU."""
+
+    name: str
+    gib: float
+    """A fixed part."""
+    share: float
+    """A part of the tensors."""
+    several: bool
+    """Only with several processes."""
+    reason: str
+
+
+RULES = (
+    Rule("CUDA context", 0.5, 0.0, False, "driver, and the code of kernels"),
+    Rule("workspaces", 0.0625, 0.0, False, "cuBLAS and cuBLASLt, 32 MiB each as on compute capability 9.0"),
+    Rule("NCCL buffers", 0.5, 0.0, True, "of channels to the other GPUs"),
+    Rule("fragmentation", 0.0, 0.05, False, "gaps in segments of 2 and 20 MiB: 5 % of the tensors"),
+)
+MARGIN_SHARE = 0.05
+"""Part of ``--vram_gib`` that stays free without ``--margin_gib``."""
+BALANCED_SHARE = 0.8
+"""Part of the memory that ``--goal balanced`` plans for."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory of each GPU, of which a plan may use ``limit_gib``."""
+
+    vram_gib: float
+    margin_gib: float
+    processes: int
+    share: float = 1.0
+    """Part of what is left to use."""
+
+    @property
+    def limit_gib(self) -> float:
+        return (self.vram_gib - self.margin_gib) * self.share
+
+    def parts_gib(self, tensors: int) -> dict[str, float]:
+        """Return what each rule adds to ``tensors`` bytes."""
+        rules = [rule for rule in RULES if self.processes > 1 or not rule.several]
+        return {rule.name: rule.gib + rule.share * tensors / GIB for rule in rules}
+
+    def needed_gib(self, tensors: int) -> float:
+        """Return what a GPU needs for ``tensors`` bytes in blocks of the allocator."""
+        return tensors / GIB + sum(self.parts_gib(tensors).values())
+
+    def tensor_bytes(self) -> float:
+        """Return the most bytes of tensors that fit."""
+        fixed = sum(self.parts_gib(0).values())
+        growth = self.needed_gib(GIB) - fixed
+        return (self.limit_gib - fixed) / growth * GIB
+
+
+def default_margin(vram_gib: float) -> float:
+    """Return the margin without ``--margin_gib``."""
+    return MARGIN_SHARE * vram_gib

@@ -1,0 +1,133 @@
+"""A plan: the chosen candidate, the reason for each of its values, and what helps if nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accel_train.config import UsageError
+from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, Space
+from accel_train.planning.flags import Goal
+from accel_train.planning.memory import GIB, Budget
+from accel_train.planning.probe import Probe
+from accel_train.planning.search import Chain, best, smallest
+from accel_train.simulation import ledger
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen and from what."""
+
+    recipe: str
+    goal: Goal
+    space: Space
+    budget: Budget
+    chains: Sequence[Chain]
+    chosen: Probe
+
+    def reasons(self) -> dict[str, str]:
+        """Return why each value was chosen, by option."""
+        candidate = self.chosen.candidate
+        others = [name for name in self.space.strategies if name != candidate.strategy]
+        strategy = "one GPU"
+        if others:
+            strategy = self._compared_with(others, lambda chain: chain.strategy)
+        modes = [name for name in self.space.modes if name != candidate.mode]
+        mode = "as the flag says"
+        if MODE not in self.space.fixed:
+            mode = self._compared_with(modes, self._mode_of)
+        return {"launch file": strategy, MICRO_BATCH: self._reason_of_size(), MODE: mode}
+
+    def exceeding(self) -> list[Probe]:
+        """Return the simulated candidates that do not fit, the nearest first."""
+        probes = [probe for chain in self.chains for probe in chain.probes if not probe.fits(self.budget)]
+        return sorted(probes, key=lambda probe: probe.tensors)
+
+    def _mode_of(self, chain: Chain) -> str:
+        # Compared under the chosen strategy only.
+        return chain.mode if chain.strategy == self.chosen.candidate.strategy else ""
+
+    def _compared_with(self, values: Sequence[str], key: Callable[[Chain], str]) -> str:
+        """Compare the best candidate of each other value with the chosen one."""
+        by_reason: dict[str, list[str]] = {}
+        for value in values:
+            chains = [chain for chain in self.chains if key(chain) == value]
+            by_reason.setdefault(self._compared(chains), []).append(value)
+        return "; ".join(f"{' and '.join(names)}: {reason}" for reason, names in by_reason.items())
+
+    def _compared(self, chains: Sequence[Chain]) -> str:
+        other = best(chains, self.goal, self.budget)
+        if other is not None and self.goal == "memory":
+            return f"needs {other.needed_gib(self.budget):.2f} GiB"
+        if other is not None:
+            return f"takes {other.time.total / self.chosen.time.total:.2f} times as long"
+        nearest = smallest(chains)
+        reasons = [chain.left_out for chain in chains if chain.left_out]
+        if nearest is not None and not reasons:
+            return f"does not fit, needs at least {nearest.needed_gib(self.budget):.2f} GiB"
+        return reasons[0]
+
+    def _reason_of_size(self) -> str:
+        size = self.chosen.candidate.micro_batch_size
+        if MICRO_BATCH in self.space.fixed:
+            return "as the flag says"
+        if self.goal == "memory":
+            ends = [self.space.sizes[0], self.space.sizes[-1]]
+            return f"of {ends[0]} and {ends[1]}, the ends, the one of less memory"
+        if size == self.space.share:
+            return "the whole share of a GPU: nothing is accumulated"
+        larger = self.space.sizes[self.space.sizes.index(size) + 1]
+        for probe in self.exceeding():
+            candidate = probe.candidate
+            same = (candidate.strategy, candidate.mode) == (self.chosen.candidate.strategy, self.chosen.candidate.mode)
+            if same and candidate.micro_batch_size == larger:
+                needed = probe.needed_gib(self.budget)
+                over = needed - self.budget.limit_gib
+                return f"the largest that fits: {larger} needs {needed:.2f} GiB, {over:.2f} too much"
+        return "the largest that fits"
+
+
+def make_plan(recipe: str, goal: Goal, space: Space, budget: Budget, chains: Sequence[Chain], config: Any) -> Plan:
+    """Choose among what was simulated. Raises ``UsageError`` if nothing fits or a start would refuse everything."""
+    chosen = best(chains, goal, budget)
+    if chosen is None:
+        raise UsageError(_nothing_fits(space, budget, chains, config))
+    return Plan(recipe, goal, space, budget, chains, chosen)
+
+
+def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config: Any) -> str:
+    found = smallest(chains)
+    if found is None:
+        # All for the same reason, mostly: an option of the experiment.
+        return str(chains[0].left_out)
+    states = found.states / GIB
+    activations = found.by_category[ledger.ACTIVATIONS] / GIB
+    needed = found.needed_gib(budget)
+    helps = _remedies(space, config, found)
+    # With a margin that grows with the memory, as the default one does.
+    enough = needed * budget.vram_gib / budget.limit_gib
+    return (
+        f"vram_gib: {budget.vram_gib:g}: nothing fits into {budget.limit_gib:.2f} GiB, {_share(budget)}; the smallest "
+        f"that was found needs {needed:.2f} GiB ({found.candidate}): weights, gradients, optimizer and EMA take "
+        f"{states:.2f}, activations {activations:.2f}. What helps: a GPU of {enough:.1f} GiB; {'; '.join(helps)}"
+    )
+
+
+def _share(budget: Budget) -> str:
+    text = f"which is {budget.vram_gib:g} less a margin of {budget.margin_gib:.2f}"
+    return text if budget.share == 1 else f"{budget.share:.0%} of what is left by a margin of {budget.margin_gib:.2f}"
+
+
+def _remedies(space: Space, config: Any, found: Probe) -> list[str]:
+    """Return what a person may change, the least harmful first."""
+    remedies = [f"without --{name} a smaller value is tried" for name in sorted(space.fixed)]
+    remedies.append(f"more --gpus than {space.gpus}, over which {LAUNCH_FILES['fsdp2']} divides the states")
+    if config.precision == "fp32":
+        remedies.append("--precision bf16, which halves most activations")
+    unreduced = found.by_category[ledger.UNREDUCED] / GIB
+    if unreduced > 0 and config.sync != "every":
+        remedies.append(f"--sync every, which keeps no whole gradients between micro-batches ({unreduced:.2f} GiB)")
+    remedies.append("fsdp2_offload.yaml or zero2_offload.yaml, with states in host memory, which cannot be simulated")
+    remedies.append("a smaller model or shorter samples")
+    return remedies

@@ -1,0 +1,221 @@
+"""A plan as text or as JSON. Each figure has its origin: exact, modelled, a rule, or measured on another device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accel_train.planning import times
+from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, NOT_CONSIDERED
+from accel_train.planning.devices import Device
+from accel_train.planning.memory import GIB, RULES
+from accel_train.planning.plan import Plan
+from accel_train.planning.probe import Probe
+from accel_train.simulation.ledger import BATCH, BLOCK, CATEGORIES, TEMPORARY
+
+EXACT = "exact"
+MODELLED = "modelled"
+RULE = "a rule, not measured"
+NEAREST = 5
+"""Alternatives listed by --explain."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """The device of a plan's step time."""
+
+    name: str
+    device: Device
+    peak: float
+    """FLOP/s of its matrix units, by its data sheet."""
+
+
+def describe(plan: Plan, named: Named | None, *, explain: bool) -> str:
+    """Describe a plan for a person. Without a device there is no step time."""
+    chosen = plan.chosen
+    counted = chosen.counted
+    device = f" ({named.name})" if named else ""
+    lines = [
+        f"{plan.recipe} on {plan.space.gpus} GPU(s) of {plan.budget.vram_gib:g} GiB{device}, goal {plan.goal}",
+        f"{counted['values']:,} parameters, {counted['precision']}; step {counted['step']:,} simulated",
+        "",
+        *_values(plan),
+        "",
+        *_memory(plan),
+        "",
+        *_time(chosen, named),
+    ]
+    if explain:
+        lines += ["", *_alternatives(plan, named)]
+    lines += ["", "not considered:"]
+    lines += [f"  {name}: {reason}" for name, reason in NOT_CONSIDERED.items()]
+    lines.append("nothing was trained, and nothing measured on this GPU; evaluations and samples are not simulated")
+    return "\n".join(lines)
+
+
+def _values(plan: Plan) -> list[str]:
+    candidate = plan.chosen.candidate
+    reasons = plan.reasons()
+    size = candidate.micro_batch_size
+    count = plan.chosen.micro_batches
+    values = {"launch file": LAUNCH_FILES[candidate.strategy], MICRO_BATCH: str(size), MODE: candidate.mode}
+    lines = [f"{name:<30}{value:<16}{reasons[name]}" for name, value in values.items()]
+    product = f"{plan.space.global_batch_size:,} = {size} x {plan.space.gpus} GPU(s) x {count} accumulated"
+    lines.append(f"{'global_batch_size':<30}{plan.space.global_batch_size:<16,}unchanged: {product}")
+    return lines
+
+
+def origin_of_category(probe: Probe, category: str) -> str:
+    """Return how the bytes of a category are known."""
+    extended = probe.simulated < probe.micro_batches and category in (BATCH, TEMPORARY)
+    return MODELLED if extended else EXACT
+
+
+def _memory(plan: Plan) -> list[str]:
+    probe = plan.chosen
+    lines = [f"memory of a GPU at its peak, {probe.place}"]
+    total = sum(probe.by_category.values())
+    for category in CATEGORIES:
+        size = probe.by_category[category]
+        if size:
+            origin = origin_of_category(probe, category)
+            if origin == MODELLED:
+                origin += f": {probe.simulated} of {probe.micro_batches} micro-batches simulated"
+            lines.append(_row(category, size / GIB, origin))
+    lines.append(_row("rounding", (probe.tensors - total) / GIB, f"{MODELLED}: blocks of {BLOCK} B"))
+    reasons = {rule.name: rule.reason for rule in RULES}
+    for name, size in plan.budget.parts_gib(probe.tensors).items():
+        lines.append(_row(name, size, f"{RULE}: {reasons[name]}"))
+    needed = probe.needed_gib(plan.budget)
+    lines.append(_row("needed", needed, MODELLED))
+    budget = plan.budget
+    limit = f"{budget.vram_gib:g} less a margin of {budget.margin_gib:.2f}"
+    if budget.share < 1:
+        limit = f"{budget.share:.0%} of {limit}"
+    lines.append(_row("limit", budget.limit_gib, limit))
+    return lines
+
+
+def _row(name: str, gib: float, origin: str) -> str:
+    shown = f"{gib:.2f} GiB"
+    if gib < 0.1:
+        shown = f"{gib * 1024:.1f} MiB"
+    if gib < 0.0001:
+        shown = f"{gib * 1024**2:.1f} KiB"
+    return f"  {name:<26}{shown:>12}  {origin}"
+
+
+def _time(probe: Probe, named: Named | None) -> list[str]:
+    if named is None:
+        return ["step time: give --device NAME. Candidates were compared by the rates of an h100-sxm"]
+    work = probe.work
+    time = probe.time
+    device = named.device
+    peak = named.peak / 1e12
+    memory = device.memory_gbs
+    lines = [f"time of a step, {MODELLED}"]
+    lines += [
+        _term("products", time.products, f"{work.products:.3g} FLOPs ({EXACT})", f"{peak:g} TFLOP/s", "PRODUCT_SHARE"),
+        _term(
+            "attention", time.attention, f"{work.attention:.3g} FLOPs ({EXACT})", f"{peak:g} TFLOP/s", "ATTENTION_SHARE"
+        ),
+        _term(
+            "other operators", time.moved, f"{work.moved / 1e9:.3g} GB ({EXACT})", f"{memory:g} GB/s", "MEMORY_SHARE"
+        ),
+        _line("host", time.host, f"{work.kernels:,} kernels ({EXACT}) of {times.HOST_SECONDS * 1e6:g} us, {RULE}"),
+    ]
+    if work.sent:
+        link = f"{device.link_gbs:g} GB/s of {device.link}"
+        lines += [
+            _term("communication", time.communication, f"{work.sent / 1e9:.3g} GB ({MODELLED})", link, "LINK_SHARE"),
+            _line("  not hidden", time.exposed, "beyond the computation that runs beside it"),
+        ]
+    shown = "products, attention and other operators"
+    if time.host > time.products + time.attention + time.moved:
+        shown = "the host"
+    lines.append(_line("step", time.total, f"{shown}, and the communication that is not hidden"))
+    lines.append(f"  rates by the data sheet ({device.source}); shares of them measured on an H200, of links a rule")
+    return lines
+
+
+def _term(name: str, seconds: float, amount: str, rate: str, share: str) -> str:
+    return _line(name, seconds, f"{amount} at {getattr(times, share):.0%} of {rate}")
+
+
+def _line(name: str, seconds: float, text: str) -> str:
+    return f"  {name:<26}{seconds * 1e3:>9.2f} ms  {text}"
+
+
+def _alternatives(plan: Plan, named: Named | None) -> list[str]:
+    """List the nearest that do not fit, those that do, and what was left out."""
+    budget = plan.budget
+    lines = ["nearest that do not fit:"]
+    for probe in plan.exceeding()[:NEAREST]:
+        over = probe.needed_gib(budget) - budget.limit_gib
+        lines.append(f"  {probe.candidate}: {probe.needed_gib(budget):.2f} GiB, {over:.2f} too much{_at(probe, named)}")
+    if len(lines) == 1:
+        lines.append("  none: everything that was simulated fits")
+    lines.append("those that fit, the fastest first:")
+    others = [probe for chain in plan.chains for probe in chain.probes if probe.fits(budget)]
+    for probe in sorted(others, key=lambda probe: probe.time.total):
+        mark = " (the plan)" if probe is plan.chosen else ""
+        lines.append(f"  {probe.candidate}: {probe.needed_gib(budget):.2f} GiB{_at(probe, named)}{mark}")
+    left_out = [chain for chain in plan.chains if chain.left_out]
+    if left_out:
+        lines.append("not searched further:")
+    lines += [f"  {chain.strategy}, {MODE} {chain.mode}: {chain.left_out}" for chain in left_out]
+    return lines
+
+
+def _at(probe: Probe, named: Named | None) -> str:
+    return f", {probe.time.total * 1e3:.2f} ms" if named else ""
+
+
+def as_json(plan: Plan, named: Named | None) -> dict[str, Any]:
+    """Return everything, with the origin of each figure."""
+    return {
+        "recipe": plan.recipe,
+        "goal": plan.goal,
+        "gpus": plan.space.gpus,
+        "vram_gib": plan.budget.vram_gib,
+        "limit_gib": plan.budget.limit_gib,
+        "device": named.name if named else None,
+        "global_batch_size": plan.space.global_batch_size,
+        "plan": _probe_json(plan.chosen, plan, named) | {"reasons": plan.reasons()},
+        "others": _others_json(plan, named),
+        "left_out": [
+            {"strategy": chain.strategy, MODE: chain.mode, "reason": chain.left_out, "refused": chain.refused}
+            for chain in plan.chains
+            if chain.left_out
+        ],
+        "not_considered": dict(NOT_CONSIDERED),
+    }
+
+
+def _others_json(plan: Plan, named: Named | None) -> Sequence[Mapping[str, Any]]:
+    probes = [probe for chain in plan.chains for probe in chain.probes if probe is not plan.chosen]
+    return [_probe_json(probe, plan, named) for probe in probes]
+
+
+def _probe_json(probe: Probe, plan: Plan, named: Named | None) -> dict[str, Any]:
+    origins = {category: origin_of_category(probe, category) for category in probe.by_category}
+    rules = plan.budget.parts_gib(probe.tensors)
+    found: dict[str, Any] = {
+        "launch_file": LAUNCH_FILES[probe.candidate.strategy],
+        **dataclasses.asdict(probe.candidate),
+        "micro_batches": probe.micro_batches,
+        "fits": probe.fits(plan.budget),
+        "needed_gib": probe.needed_gib(plan.budget),
+        "bytes": dict(probe.by_category),
+        "bytes_in_blocks": probe.tensors,
+        "rules_gib": rules,
+        "work": dataclasses.asdict(probe.work),
+        "origins": {**origins, "bytes_in_blocks": MODELLED, "needed_gib": MODELLED, **dict.fromkeys(rules, RULE)},
+    }
+    if named is not None:
+        seconds = dataclasses.asdict(probe.time) | {"total": probe.time.total}
+        found["seconds"] = seconds
+        found["origins"]["seconds"] = MODELLED
+    return found

@@ -1,0 +1,161 @@
+"""The search: for each strategy and mode of activation checkpointing the largest micro-batch that fits.
+
+Memory grows with the micro-batch, so a few sizes are simulated and the rest follows. One case is apart: with a single
+micro-batch a process never holds gradients beside the activations of the next one, and may need less than with two half
+as large. It is tried first, because it also has the least time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from accel_train.config import UsageError
+from accel_train.planning.candidates import Candidate, Space
+from accel_train.planning.flags import Goal
+from accel_train.planning.memory import Budget
+from accel_train.planning.probe import Probe
+
+Measure = Callable[[Candidate], Probe]
+"""Raises ``UsageError`` for what a start would refuse."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What was found for one strategy and mode."""
+
+    strategy: str
+    mode: str
+    probes: tuple[Probe, ...] = ()
+    left_out: str | None = None
+    """Why no or no further sizes were simulated."""
+    refused: bool = False
+    """A start would refuse it."""
+    hopeless: bool = False
+    """The states alone do not fit, whatever the mode and the micro-batch."""
+
+
+def search(space: Space, goal: Goal, budget: Budget, measure: Measure) -> list[Chain]:
+    """Simulate as few candidates as the goal needs."""
+    found: list[Chain] = []
+    for strategy in space.strategies:
+        for mode in space.modes:
+            found.append(_search_chain(space, goal, budget, measure, found, (strategy, mode)))
+    return found
+
+
+def best(chains: Sequence[Chain], goal: Goal, budget: Budget) -> Probe | None:
+    """Return the candidate to plan, None if nothing fits."""
+    fitting = [probe for chain in chains for probe in chain.probes if probe.fits(budget)]
+    if goal == "memory":
+        return min(fitting, key=lambda probe: (probe.tensors, probe.time.total), default=None)
+    return min(fitting, key=_slowness, default=None)
+
+
+def smallest(chains: Sequence[Chain]) -> Probe | None:
+    """Return the simulated candidate of least memory. None if all were refused."""
+    probes = [probe for chain in chains for probe in chain.probes]
+    return min(probes, key=lambda probe: probe.tensors, default=None)
+
+
+def _slowness(probe: Probe) -> tuple[float, int, int]:
+    # Of the same time, the fewest and so the largest kernels.
+    return probe.time.total, probe.micro_batches, probe.tensors
+
+
+def _search_chain(
+    space: Space, goal: Goal, budget: Budget, measure: Measure, earlier: Sequence[Chain], names: tuple[str, str]
+) -> Chain:
+    strategy, mode = names
+    fastest = best(earlier, goal, budget)
+    is_last = mode == space.modes[-1]
+    if goal != "memory":
+        for chain in earlier:
+            reason = _slower_by_recomputing(space, chain, budget, fastest)
+            if chain.strategy == strategy and reason is not None:
+                return Chain(strategy, mode, left_out=reason)
+
+    def simulate(size: int) -> Probe:
+        return measure(Candidate(strategy, mode, size))
+
+    hopeless = [chain.left_out for chain in earlier if chain.strategy == strategy and chain.hopeless]
+    if hopeless and not is_last:
+        return Chain(strategy, mode, left_out=hopeless[0], hopeless=True)
+    try:
+        if hopeless:
+            # How much is missing at least.
+            return Chain(strategy, mode, (simulate(space.sizes[0]),), hopeless[0], hopeless=True)
+        if goal == "memory":
+            ends = sorted({space.sizes[0], space.sizes[-1]})
+            return Chain(strategy, mode, tuple(simulate(size) for size in ends))
+        largest = simulate(space.sizes[-1])
+        needed = budget.needed_gib(largest.states)
+        if needed > budget.limit_gib and not is_last:
+            reason = f"weights, gradients, optimizer and EMA alone need {needed:.2f} GiB"
+            return Chain(strategy, mode, (largest,), reason, hopeless=True)
+        probes, reason = _sizes_to_the_limit(space, budget, simulate, fastest, largest)
+    except UsageError as error:
+        return Chain(strategy, mode, left_out=str(error), refused=True)
+    return Chain(strategy, mode, probes, reason)
+
+
+def _slower_by_recomputing(space: Space, chain: Chain, budget: Budget, fastest: Probe | None) -> str | None:
+    """Return why a mode with more recomputation than that of ``chain`` cannot be faster than what was found."""
+    for probe in chain.probes:
+        if probe.candidate.micro_batch_size != space.share:
+            continue
+        # It has the fewest kernels and gathers of its chain.
+        if probe.fits(budget):
+            return f"{chain.mode} fits without accumulation, and more recomputation only takes longer"
+        if fastest is not None and probe.time.total >= fastest.time.total:
+            return f"{chain.mode} takes longer than {fastest.candidate} already, and more recomputation longer still"
+    return None
+
+
+def _sizes_to_the_limit(
+    space: Space, budget: Budget, simulate: Callable[[int], Probe], fastest: Probe | None, largest: Probe
+) -> tuple[tuple[Probe, ...], str | None]:
+    """Return the simulated sizes: the largest that fits and the next larger, unless it cannot be the fastest."""
+    probes = [largest]
+    if largest.fits(budget):
+        return tuple(probes), None
+    if fastest is not None and largest.time.total >= fastest.time.total:
+        reason = f"takes at best {largest.time.total / fastest.time.total:.2f} times as long as {fastest.candidate}"
+        return tuple(probes), reason
+    sizes = space.sizes[:-1]
+    if not sizes:
+        return tuple(probes), None
+    probes.append(simulate(sizes[0]))
+    if probes[-1].fits(budget):
+        probes += _towards_the_limit(sizes, budget, simulate, (probes[-1], largest))
+    return tuple(probes), None
+
+
+def _towards_the_limit(
+    sizes: Sequence[int], budget: Budget, simulate: Callable[[int], Probe], ends: tuple[Probe, Probe]
+) -> list[Probe]:
+    """Simulate sizes until the largest that fits is known. Of ``ends`` the first fits and the second does not."""
+    fits, exceeds = ends
+    low = 0
+    high = len(sizes)
+    probes: list[Probe] = []
+    while high - low > 1:
+        guess = _between(sizes[low + 1 : high], budget, fits, exceeds)
+        probe = simulate(guess)
+        probes.append(probe)
+        if probe.fits(budget):
+            fits = probe
+            low = sizes.index(guess)
+        else:
+            exceeds = probe
+            high = sizes.index(guess)
+    return probes
+
+
+def _between(sizes: Sequence[int], budget: Budget, fits: Probe, exceeds: Probe) -> int:
+    """Return the largest of ``sizes`` that should fit, on the line through two simulated ones, or the smallest."""
+    width = exceeds.candidate.micro_batch_size - fits.candidate.micro_batch_size
+    each = (exceeds.tensors - fits.tensors) / width
+    free = budget.tensor_bytes() - fits.tensors
+    expected = [size for size in sizes if each * (size - fits.candidate.micro_batch_size) <= free]
+    return expected[-1] if expected else sizes[0]

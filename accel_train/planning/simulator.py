@@ -1,0 +1,150 @@
+"""Simulates candidates, each in a process of its own that is forked from this one, which has imported everything.
+
+A new process would import torch and the recipe again: five seconds of CPU for each candidate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_train.commands.bundled import find_recipe, folder, import_recipe
+from accel_train.config import UsageError
+from accel_train.launch_files.parents import end_with_parent
+from accel_train.options.loading import Loaded, config_of
+from accel_train.planning.candidates import LAUNCH_FILES, Candidate
+from accel_train.simulation.flags import REPORT
+from accel_train.simulation.flags import Options as SimulationOptions
+
+LARGEST = 3
+"""Micro-batches of a simulated step: the first, one for all in the middle, and the last."""
+OUTPUT = "output.txt"
+IMPORTED = (
+    "accelerate.commands.launch",
+    "accel_train.simulation.command",
+    "accel_train.simulation.worker",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.testing._internal.distributed.fake_pg",
+)
+"""Imported by torch and Accelerate during a simulation, and here once for all."""
+
+
+class Simulator:
+    """Simulates one recipe with its arguments on a number of processes."""
+
+    def __init__(self, recipe: str, arguments: Sequence[str], processes: int, step: int | None = None) -> None:
+        self.recipe = recipe
+        self._arguments = tuple(arguments)
+        self._processes = processes
+        self._step = step
+        self.simulated = 0
+        """Processes started so far."""
+
+    def read_config(self) -> Loaded[Any]:
+        """Return the config that the recipe would start with. Its modules are then imported for all candidates."""
+        for name in IMPORTED:
+            importlib.import_module(name)
+        loaded = config_of(import_recipe(find_recipe(self.recipe)).main, self._arguments)
+        if loaded is None:
+            raise UsageError(f"recipe {self.recipe!r}: its main ended without a config; a recipe first reads it")
+        return loaded
+
+    def count(self, candidate: Candidate) -> Mapping[str, Any]:
+        """Return the fields of ``simulation.step.Counted``. Raises ``UsageError`` for what a start would refuse."""
+        counted = self._count(candidate, LARGEST)
+        if not counted["work"]:
+            # Its micro-batches differ, so that a few of them do not stand for all.
+            return self._count(candidate, None)
+        return counted
+
+    def _count(self, candidate: Candidate, largest: int | None) -> Mapping[str, Any]:
+        # Here, because they stand on the launcher, and so on much else that a plan does without.
+        from accel_train.commands.launch import Launch
+        from accel_train.simulation.command import PORT, worker_command
+
+        request = Launch(
+            str(folder("accelerate_configs") / LAUNCH_FILES[candidate.strategy]),
+            self.recipe,
+            (*self._arguments, *candidate.flags()),
+            num_processes=self._processes,
+            main_process_port=PORT,
+        )
+        options = SimulationOptions(None, (None,), self._step, None, False, None, largest)
+        self.simulated += 1
+        with tempfile.TemporaryDirectory(prefix="accel-train-plan-") as place:
+            words, environment, _ = worker_command(request, options, Path(place))
+            output = run_apart(words, environment, Path(place))
+            report = Path(place) / REPORT
+            # Only a simulation that crashed leaves none: refusals are reports too.
+            if not report.is_file():
+                raise RuntimeError(f"the simulation of {self.recipe} with {candidate} failed:\n{output[-4000:]}")
+            found: dict[str, Any] = json.loads(report.read_text())
+        if "refused" in found:
+            raise UsageError(found["refused"])
+        return found["counted"]
+
+
+def run_apart(words: Sequence[str], environment: Mapping[str, str], place: Path) -> str:
+    """Run the worker of a simulation to its end in a process of its own. Returns what it printed."""
+    # Here, because it stands on the simulation, and so on much else that a plan does without.
+    from accel_train.simulation import worker
+
+    output = place / OUTPUT
+    with output.open("wb") as file:
+        if _can_fork():
+            _fork(lambda: worker.main([str(place)]), environment, file.fileno())
+        else:
+            subprocess.run(words, env=dict(environment), stdout=file, stderr=subprocess.STDOUT, check=False)
+    return output.read_text(errors="replace")
+
+
+def _can_fork() -> bool:
+    """Return True if this process has one thread. A child would not have the others, and wait for what they hold."""
+    tasks = Path("/proc/self/task")
+    return tasks.is_dir() and len(list(tasks.iterdir())) == 1
+
+
+def _fork(work: Callable[[], int], environment: Mapping[str, str], output: int) -> None:
+    """Call ``work`` in a child with this environment, and wait for its end."""
+    # What is buffered here would be printed by the child as well.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        _become(work, environment, output)
+    try:
+        os.waitpid(child, 0)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+
+
+def _become(work: Callable[[], int], environment: Mapping[str, str], output: int) -> None:
+    """Do the work of a child, and end it."""
+    code = 1
+    try:
+        end_with_parent(signal.SIGKILL)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Nothing of the parent is taken down here, such as its temporary folders.
+        os._exit(code)

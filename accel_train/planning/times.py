@@ -1,0 +1,106 @@
+"""Model of the time of a step: FLOPs, bytes and kernels over the rates of a device. Modelled, not measured.
+
+    device        = products / matrix rate + attention / attention rate + bytes moved / memory rate
+    computation   = max(device, kernels * host time)
+    communication = bytes sent / link rate
+    step          = computation + max(0, communication - computation beside it)
+
+Products come one after the other with the operators between them, so their times add up. Collectives run beside the
+computation: under FSDP2 beside all of it, under DDP beside the backward of the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel_train.planning.devices import Device
+    from accel_train.simulation.work import Work
+
+PRODUCT_SHARE = 0.65
+"""Part of the matrix peak that products reach. Measured on an H200 in bf16: 616 to 714 of 989 TFLOP/s
+(docs/performance.md, G0)."""
+ATTENTION_SHARE = 0.34
+"""The same of attention, forward and backward: 337 of 989 TFLOP/s, measured there."""
+MEMORY_SHARE = 0.88
+"""Part of the memory bandwidth that a copy reaches: 4,236 of 4,800 GB/s, measured there."""
+LINK_SHARE = 0.8
+"""Part of a link's bandwidth that collectives reach. A rule, not measured."""
+HOST_SECONDS = 5e-6
+"""Time of the host for each kernel, with which small ones wait for it. A rule, not measured."""
+BACKWARD_SHARE = 2 / 3
+"""Part of a micro-batch's products that its backward computes, without recomputation."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second."""
+
+    products: float
+    attention: float
+    moved: float
+    sent: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, and what they are made of."""
+
+    products: float
+    attention: float
+    moved: float
+    host: float
+    communication: float
+    """All of it, beside the computation or not."""
+    exposed: float
+    """The part of it that the computation does not hide."""
+
+    @property
+    def computation(self) -> float:
+        return max(self.products + self.attention + self.moved, self.host)
+
+    @property
+    def total(self) -> float:
+        return self.computation + self.exposed
+
+
+def rates_of(device: Device, peak: float) -> Rates:
+    """Return the rates of a device with a matrix peak of ``peak`` FLOP/s."""
+    return Rates(
+        products=peak * PRODUCT_SHARE,
+        attention=peak * ATTENTION_SHARE,
+        moved=device.memory_gbs * 1e9 * MEMORY_SHARE,
+        sent=device.link_gbs * 1e9 * LINK_SHARE,
+    )
+
+
+def step_work(parts: Sequence[Work], micro_batches: int) -> Work:
+    """Return the work of a step from ``parts``: before the first forward, then of each simulated micro-batch.
+
+    With fewer simulated than the step has, there are three: the first, one for all in the middle, and the last.
+    """
+    before, *simulated = parts
+    total = before.times(micro_batches / len(simulated))
+    for part in simulated:
+        total = total + part
+    missing = micro_batches - len(simulated)
+    if missing:
+        # The first one has no gradients to add to, and the last one ends the step.
+        assert len(simulated) == 3, "a first, a middle and a last micro-batch"
+        total = total + simulated[1].times(missing)
+    return total
+
+
+def step_time(total: Work, last: Work, strategy: str, rates: Rates) -> StepTime:
+    """Return the time of a step with ``total`` work, and ``last`` in its last micro-batch."""
+    products = total.products / rates.products
+    attention = total.attention / rates.attention
+    moved = total.moved / rates.moved
+    host = total.kernels * HOST_SECONDS
+    communication = total.sent / rates.sent
+    beside = max(products + attention + moved, host)
+    if strategy == "ddp":
+        beside = BACKWARD_SHARE * (last.products / rates.products + last.attention / rates.attention)
+    return StepTime(products, attention, moved, host, communication, max(0.0, communication - beside))

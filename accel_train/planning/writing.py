@@ -1,0 +1,56 @@
+"""Files of a plan, for ``accelerate launch``: ``launch.yaml`` describes the machine, ``preset.yaml`` the experiment."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from accel_train.commands.bundled import folder
+from accel_train.config import UsageError, expand_path
+from accel_train.options.loading import Loaded
+from accel_train.options.tree import Tree, experiment_tree, flatten, tree_text
+from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, Candidate
+
+LAUNCH = "launch.yaml"
+PRESET = "preset.yaml"
+
+
+def write(directory: str, command: str, candidate: Candidate, gpus: int, loaded: Loaded[Any]) -> tuple[Path, Path]:
+    """Write both files into ``directory`` and return their paths. Raises ``UsageError`` if one is there already."""
+    place = expand_path(directory)
+    paths = place / LAUNCH, place / PRESET
+    for path in paths:
+        if path.exists():
+            raise UsageError(f"write: {path} exists; a directory without it is required. Delete it, or give another")
+    place.mkdir(parents=True, exist_ok=True)
+    head = f"# Written by: {command}\n"
+    launch, preset = paths
+    launch.write_text(head + launch_text(candidate.strategy, gpus))
+    preset.write_text(head + tree_text(planned_tree(loaded, candidate)))
+    return launch, preset
+
+
+def launch_text(strategy: str, gpus: int) -> str:
+    """Return the bundled launch file of a strategy with its number of processes, without its explanation."""
+    text = (folder("accelerate_configs") / LAUNCH_FILES[strategy]).read_text()
+    lines = text.splitlines(keepends=True)
+    # The comment at the top is about when to use the file. Those between the keys are about the keys.
+    while lines[0].startswith("#"):
+        lines.pop(0)
+    return re.sub(r"(?m)^num_processes: .*$", f"num_processes: {gpus}", "".join(lines))
+
+
+def planned_tree(loaded: Loaded[Any], candidate: Candidate) -> Tree:
+    """Return the options that differ from the recipe's defaults, with the planned values."""
+    values = flatten(experiment_tree(loaded.config))
+    kept = {name: value for name, value in values.items() if loaded.origins.get(name) != "default"}
+    kept |= {MICRO_BATCH: candidate.micro_batch_size, MODE: candidate.mode}
+    tree: Tree = {}
+    for name, value in kept.items():
+        *groups, leaf = name.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[leaf] = value
+    return tree

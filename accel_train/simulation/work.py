@@ -1,0 +1,134 @@
+"""Work of a step in amounts of which a device has a rate: FLOPs, bytes moved, kernels, bytes sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from accel_train.simulation.fake_tensors import tensors_in
+
+COLLECTIVES = ("c10d", "_c10d_functional")
+ONLY_WRITTEN = ("aten::copy_", "aten::fill_", "aten::zero_")
+"""In-place operators that do not read what they overwrite."""
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class Work:
+    """Amounts in one part of a step on one process."""
+
+    products: int = 0
+    """FLOPs of matrix products and convolutions."""
+    attention: int = 0
+    """FLOPs of attention."""
+    moved: int = 0
+    """Bytes that all other operators read and write."""
+    kernels: int = 0
+    """Operators that compute or move something. A view does neither."""
+    sent: int = 0
+    """Bytes sent in collectives, by the rule of a ring."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, name) + getattr(other, name) for name in NAMES))
+
+    def times(self, factor: float) -> Work:
+        """Return the work of ``factor`` such parts."""
+        return Work(*(round(getattr(self, name) * factor) for name in NAMES))
+
+
+NAMES = tuple(field.name for field in fields(Work))
+
+
+@dataclass
+class Flops:
+    """FLOPs so far, by torch's counts, and those of attention on the CPU, which it leaves out."""
+
+    total: int = 0
+
+    def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+        """Add the operations of one operator, and return them."""
+        # The registry has one entry for all overloads of an operator.
+        packet = func._overloadpacket
+        found = 0
+        if packet is _FORWARD:
+            query, key, value = args[:3]
+            found = sdpa_flop_count(query.shape, key.shape, value.shape)
+        elif packet is _BACKWARD:
+            gradient, query, key, value = args[:4]
+            found = sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+        elif packet in flop_registry:
+            found = flop_registry[packet](*args, **kwargs, out_val=result)
+        self.total += found
+        return found
+
+
+class WorkCounter:
+    """Adds up the work of operators as they run."""
+
+    def __init__(self) -> None:
+        self.flops = Flops()
+        self._products = 0
+        self._attention = 0
+        self._moved = 0
+        self._kernels = 0
+
+    def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Add one operator."""
+        if func.namespace in COLLECTIVES:
+            return
+        operations = self.flops.watch(func, args, kwargs, result)
+        if "attention" in func._schema.name:
+            self._attention += operations
+            self._kernels += 1
+            return
+        if operations:
+            self._products += operations
+            self._kernels += 1
+            return
+        moved = 0 if func.is_view else moved_bytes(func, args, kwargs, result)
+        self._moved += moved
+        self._kernels += moved > 0
+
+    def work(self, sent: int) -> Work:
+        """Return everything so far, beside ``sent`` bytes."""
+        return Work(self._products, self._attention, self._moved, self._kernels, sent)
+
+
+def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Return the bytes that an operator reads and writes."""
+    name = func._schema.name
+    # An allocation writes nothing.
+    if "empty" in name:
+        return 0
+    total = 0
+    known: set[int] = set()
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    for argument in func._schema.arguments:
+        tensors = list(tensors_in(given.get(argument.name)))
+        size = sum(map(_bytes, tensors))
+        known |= {_storage(tensor) for tensor in tensors}
+        if argument.is_write:
+            total += size
+        if not (argument.is_write and name in ONLY_WRITTEN):
+            total += size
+    made = [tensor for tensor in tensors_in(result) if _storage(tensor) not in known]
+    # Without a result of its own it is a view, or it has written to its arguments.
+    if not made and not any(argument.is_write for argument in func._schema.arguments):
+        return 0
+    return total + sum(map(_bytes, made))
+
+
+def _bytes(tensor: Tensor) -> int:
+    # An expanded tensor has more elements than memory.
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _storage(tensor: Tensor) -> int:
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata
