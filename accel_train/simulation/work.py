@@ -115,13 +115,19 @@ def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
         known |= {_storage(tensor) for tensor in tensors}
         if argument.is_write:
             total += size
-        if not (argument.is_write and name in ONLY_WRITTEN):
+        # Of a tensor in whose shape another is made, nothing is read.
+        is_read = not (argument.is_write and name in ONLY_WRITTEN) and not _is_factory(name)
+        if is_read:
             total += size
     made = [tensor for tensor in tensors_in(result) if _storage(tensor) not in known]
     # Without a result of its own it is a view, or it has written to its arguments.
     if not made and not any(argument.is_write for argument in func._schema.arguments):
         return 0
     return total + sum(map(_bytes, made))
+
+
+def _is_factory(name: str) -> bool:
+    return name.endswith("_like") or name.startswith("aten::new_")
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ def simulated(layout: Layout, folder: Path, *flags: str, options: Options = ANYT
     return json.loads(report.read_text())
 
 
-def counted(layout: Layout, folder: Path, *flags: str) -> dict[str, Any]:
-    found = simulated(layout, folder, *flags)
+def counted(layout: Layout, folder: Path, *flags: str, largest: int | None = None) -> dict[str, Any]:
+    found = simulated(layout, folder, *flags, options=replace(ANYTHING, largest=largest))
     assert "refused" not in found, found
     return found["counted"]
 

@@ -1,0 +1,149 @@
+"""What a plan chooses from, its limits in memory, its refusals and its reasons."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.planning import report
+from accel_train.planning.candidates import Candidate, divisors, space_of
+from accel_train.planning.command import budget_of
+from accel_train.planning.devices import find_device
+from accel_train.planning.flags import Options, add_flags, read_arguments
+from accel_train.planning.memory import GIB, Budget
+from accel_train.planning.plan import Plan, make_plan
+from accel_train.planning.search import search
+from tests.planning.made_up import made_up, space
+
+
+def config(**changed: Any) -> SimpleNamespace:
+    values: dict[str, Any] = {
+        "global_batch_size": 96,
+        "micro_batch_size": 16,
+        "activation_checkpointing": SimpleNamespace(mode="full"),
+        "precision": "fp32",
+        "sync": "auto",
+    }
+    return SimpleNamespace(**values | changed)
+
+
+def flags(*words: str) -> tuple[list[str], Options]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return read_arguments(words, parser.parse_args([]))
+
+
+def made_plan(limit: float, gpus: int = 8, batch: int = 512, goal: Any = "speed") -> Plan:
+    given = space(gpus, batch)
+    budget = Budget(limit, 0.0, gpus)
+    chains = search(given, goal, budget, lambda candidate: made_up(candidate, given.micro_batches(candidate)))
+    return make_plan("mmdit", goal, given, budget, chains, config())
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 8, 32, 96])
+def test_every_micro_batch_keeps_the_global_batch(gpus: int) -> None:
+    given = space_of(config(), {}, gpus)
+    for size in given.sizes:
+        candidate = Candidate("ddp", "none", size)
+        assert size * gpus * given.micro_batches(candidate) == 96
+    expected = [size for size in range(1, 97) if 96 % (size * gpus) == 0]
+    assert list(given.sizes) == expected
+
+
+def test_a_number_of_gpus_that_does_not_divide_the_batch_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"gpus: 7: .*global_batch_size 96 exactly.*give --gpus 6 or 8"):
+        space_of(config(), {}, 7)
+    with pytest.raises(UsageError, match="give --gpus 96, or another"):
+        space_of(config(), {}, 100)
+
+
+def test_flags_of_the_recipe_are_obeyed() -> None:
+    origins = {"micro_batch_size": "command line", "activation_checkpointing.mode": "command line"}
+    given = space_of(config(), origins, 2)
+    assert (given.sizes, given.modes) == ((16,), ("full",))
+    with pytest.raises(UsageError, match=r"micro_batch_size: 10: .*48 of 96 samples.*1, 2, 3, 4, 6, 8, 12, 16, 24, 48"):
+        space_of(config(micro_batch_size=10), origins, 2)
+
+
+def test_divisors_are_all_of_them() -> None:
+    for number in (1, 2, 12, 49, 360):
+        assert list(divisors(number)) == [size for size in range(1, number + 1) if number % size == 0]
+
+
+def test_the_limit_in_tensors_is_the_limit_in_gib() -> None:
+    for processes in (1, 8):
+        budget = Budget(24.0, 1.5, processes, 0.8)
+        assert budget.needed_gib(round(budget.tensor_bytes())) == pytest.approx(budget.limit_gib)
+    assert Budget(24.0, 0.0, 8).needed_gib(0) > Budget(24.0, 0.0, 1).needed_gib(0)
+
+
+def test_the_goal_and_the_margin_make_the_limit() -> None:
+    assert budget_of(Options(1, 80.0)).limit_gib == pytest.approx(76.0)
+    assert budget_of(Options(1, 80.0, margin_gib=2.0)).limit_gib == pytest.approx(78.0)
+    assert budget_of(Options(1, 80.0, goal="balanced")).limit_gib == pytest.approx(60.8)
+
+
+def test_flags_may_stand_behind_the_recipe() -> None:
+    rest, options = flags("base", "--gpus", "8", "--micro_batch_size", "4", "--vram_gib", "80", "--goal", "memory")
+    assert rest == ["base", "--micro_batch_size", "4"]
+    assert (options.gpus, options.vram_gib, options.goal) == (8, 80.0, "memory")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--vram_gib", "80"), "gpus: not given: .*give --gpus 8"),
+        (("--gpus", "0", "--vram_gib", "80"), "gpus: 0: "),
+        (("--gpus", "8"), "vram_gib: not given: .*give --vram_gib 80"),
+        (("--gpus", "8", "--vram_gib", "8", "--margin_gib", "9"), "margin_gib: 9: from 0 to less than --vram_gib 8"),
+    ],
+)
+def test_missing_and_impossible_flags_are_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        flags(*words)
+
+
+def test_a_device_is_known_and_has_units_of_the_precision() -> None:
+    with pytest.raises(UsageError, match=r"device: h100: .*h100-sxm.*did you mean"):
+        find_device("h100", "bf16")
+    with pytest.raises(UsageError, match=r"device: t4: .*precision bf16"):
+        find_device("t4", "bf16")
+
+
+def test_nothing_fits_says_the_smallest_and_what_helps() -> None:
+    with pytest.raises(UsageError) as error:
+        made_plan(3.0)
+    text = str(error.value)
+    assert "nothing fits into 3.00 GiB" in text
+    # 2 GiB of states, 0.125 of one sample and 2 of gradients; a twentieth more, and the rules for 8 processes.
+    assert f"needs {4.125 * 1.05 + 1.0625:.2f} GiB (fsdp2, activation_checkpointing.mode full" in text
+    assert "more --gpus than 8" in text
+    assert "--precision bf16" in text
+
+
+def test_a_plan_gives_the_reason_of_each_value() -> None:
+    found = made_plan(10.0)
+    reasons = found.reasons()
+    assert found.chosen.candidate == Candidate("fsdp2", "full", 32)
+    assert reasons["launch file"].startswith("ddp: ")
+    assert reasons["micro_batch_size"].startswith("the largest that fits: 64 needs 11.56 GiB, 1.56 too much")
+    assert "none: " in reasons["activation_checkpointing.mode"]
+
+
+def test_what_is_not_considered_and_what_does_not_fit_is_listed() -> None:
+    found = made_plan(10.0)
+    device, peak = find_device("h100-sxm", "bf16")
+    listed = report.as_json(found, report.Named("h100-sxm", device, peak))
+    json.dumps(listed)
+    assert "DeepSpeed ZeRO (zero2_offload.yaml, zero3_offload.yaml)" in listed["not_considered"]
+    assert listed["plan"]["needed_gib"] <= listed["limit_gib"]
+    assert {probe["fits"] for probe in listed["others"]} == {True, False}
+    over = [probe.needed_gib(found.budget) - found.budget.limit_gib for probe in found.exceeding()]
+    assert over == sorted(over)
+    assert all(gib > 0 for gib in over)
+    assert listed["plan"]["bytes_in_blocks"] <= 10 * GIB

@@ -1,0 +1,129 @@
+"""``accel-train plan`` as a person starts it, and the files it writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.launch_files.machine_config import read_machine_config
+from accel_train.metrics.records import read_metrics
+from accel_train.options.loading import Loaded, config_of
+from accel_train.options.tree import flatten, to_tree
+from accel_train.planning.candidates import LAUNCH_FILES, Candidate
+from accel_train.planning.writing import LAUNCH, PRESET, write
+from recipes import mmdit
+from tests import zygote
+from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, environment
+from tests.waiting import PATIENCE_SECONDS
+
+ARGUMENTS = [*SMALL, "--max_steps", "2", "--schedule.warmup_steps", "1", "--evaluation.every", "2"]
+
+
+def without(words: list[str], flag: str) -> list[str]:
+    place = words.index(flag)
+    return words[:place] + words[place + 2 :]
+
+
+CHOSEN = without(ARGUMENTS, "--micro_batch_size")
+"""Without the one flag that a plan should choose."""
+
+
+def plan(*words: str) -> subprocess.CompletedProcess[str]:
+    head = [sys.executable, "-m", "accel_train.cli", "plan", "mmdit", "demo", *CHOSEN]
+    return zygote.run([*head, *words], env=environment(), timeout=PATIENCE_SECONDS, apart=True)
+
+
+def train(preset: Path, run: Path) -> int:
+    words = [sys.executable, str(RECIPE), str(preset), "--output_dir", str(run)]
+    done = zygote.run(words, env=environment(), timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return len([record for record in read_metrics(run / "metrics.jsonl") if record["event"] == "train"])
+
+
+def read(words: list[str]) -> Loaded[Any]:
+    loaded = config_of(mmdit.main, words)
+    assert loaded is not None
+    return loaded
+
+
+def test_a_plan_is_printed_written_and_trains(tmp_path: Path) -> None:
+    files = tmp_path / "planned here"
+    done = plan("--gpus", "1", "--vram_gib", "0.65", "--margin_gib", "0", "--write", str(files), "--explain")
+    assert done.returncode == 0, done.stderr
+    assert "needed" in done.stdout
+    assert "step time: give --device NAME" in done.stdout
+    assert f"{files / LAUNCH}' {RECIPE} '{files / PRESET}'" in done.stdout
+    assert done.stderr.startswith("simulated single, activation_checkpointing.mode none")
+    assert train(files / PRESET, tmp_path / "run") == 2
+
+
+def test_json_has_every_figure_with_its_origin() -> None:
+    done = plan("--gpus", "2", "--vram_gib", "24", "--device", "rtx-4090", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["plan"]
+    assert found["micro_batch_size"] * 2 * found["micro_batches"] == 16
+    for name in (*found["bytes"], *found["rules_gib"], "bytes_in_blocks", "needed_gib", "seconds"):
+        assert found["origins"][name], name
+    parts = found["seconds"]
+    computation = max(parts["products"] + parts["attention"] + parts["moved"], parts["host"])
+    assert parts["total"] == pytest.approx(computation + parts["exposed"])
+
+
+def test_nothing_fits_ends_with_exit_code_2() -> None:
+    done = plan("--gpus", "1", "--vram_gib", "0.6")
+    assert done.returncode == 2
+    assert "nothing fits into 0.57 GiB" in done.stderr
+    needed = re.findall(r"(?m)^simulated (.*): ([0-9.]+) GiB, too much$", done.stderr)
+    assert len(needed) >= 2
+    candidate, least = min(needed, key=lambda found: float(found[1]))
+    assert f"the smallest that was found needs {least} GiB (single" in done.stderr
+    assert candidate.startswith("single, activation_checkpointing.mode full")
+
+
+@pytest.mark.parametrize("recipe_flags", [["--compile.mode", "on"], ["--optimizer.name", "adamw8bit"]], ids=str)
+def test_what_a_simulation_refuses_is_refused(recipe_flags: list[str]) -> None:
+    done = plan(*recipe_flags, "--gpus", "1", "--vram_gib", "24")
+    assert done.returncode == 2
+    assert f"{recipe_flags[0].removeprefix('--')}: {recipe_flags[1]}" in done.stderr
+
+
+@pytest.mark.parametrize("strategy", list(LAUNCH_FILES))
+def test_written_files_are_read_as_they_were_meant(strategy: str, tmp_path: Path) -> None:
+    gpus = 1 if strategy == "single" else 4
+    loaded = read(["demo", *ARGUMENTS])
+    launch, preset = write(str(tmp_path), "accel-train plan", Candidate(strategy, "full", 2), gpus, loaded)
+    machine = read_machine_config(launch)
+    assert (machine.strategy, machine.num_processes) == (strategy, gpus)
+    bundled = read_machine_config(PRESETS / LAUNCH_FILES[strategy])
+    assert (machine.fsdp, machine.deepspeed) == (bundled.fsdp, bundled.deepspeed)
+    written = flatten(to_tree(read([str(preset)]).config))
+    expected = flatten(to_tree(loaded.config))
+    assert written == expected | {"micro_batch_size": 2, "activation_checkpointing.mode": "full"}
+    with pytest.raises(UsageError, match=r"write: .*launch.yaml exists"):
+        write(str(tmp_path), "accel-train plan", Candidate(strategy, "full", 2), gpus, loaded)
+
+
+# Slow: ten seconds for the imports of a launcher; the files are read and trained from above.
+@pytest.mark.slow
+def test_accelerate_launch_takes_both_files(tmp_path: Path) -> None:
+    loaded = read(["demo", *ARGUMENTS])
+    launch, preset = write(str(tmp_path), "accel-train plan", Candidate("single", "full", 4), 1, loaded)
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch)]
+    done = subprocess.run(
+        [*words, str(RECIPE), str(preset), "--output_dir", str(tmp_path / "run")],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    steps = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["event"] == "train"]
+    assert len(steps) == 2

@@ -1,0 +1,117 @@
+"""The search finds what simulating every candidate would find, with a part of the simulations."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.planning.candidates import Candidate, Space
+from accel_train.planning.flags import Goal
+from accel_train.planning.memory import Budget
+from accel_train.planning.probe import Probe
+from accel_train.planning.search import best, search, smallest
+from tests.planning.made_up import made_up, space
+
+LIMITS = [5.0, 6.0, 7.0, 9.0, 10.0, 12.0, 14.0, 17.0, 20.0, 24.0, 31.0, 40.0, 80.0]
+
+
+def every_candidate(given: Space) -> list[Probe]:
+    found = []
+    for strategy, mode, size in itertools.product(given.strategies, given.modes, given.sizes):
+        candidate = Candidate(strategy, mode, size)
+        found.append(made_up(candidate, given.micro_batches(candidate)))
+    return found
+
+
+@pytest.mark.parametrize("goal", ["speed", "balanced"])
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(("gpus", "batch"), [(1, 32), (2, 96), (8, 64), (4, 4)])
+def test_the_fastest_that_fits_is_found(gpus: int, batch: int, limit: float, goal: Goal) -> None:
+    given = space(gpus, batch)
+    budget = Budget(limit, 0.0, gpus)
+    simulated: list[Candidate] = []
+
+    def measure(candidate: Candidate) -> Probe:
+        simulated.append(candidate)
+        return made_up(candidate, given.micro_batches(candidate))
+
+    chains = search(given, goal, budget, measure)
+    fitting = [probe for probe in every_candidate(given) if probe.fits(budget)]
+    expected = min((probe.time.total for probe in fitting), default=None)
+    found = best(chains, goal, budget)
+    assert (found and found.time.total) == expected
+    assert len(set(simulated)) == len(simulated), "nothing is simulated twice"
+    assert len(simulated) <= 5 * len(chains), "of each strategy and mode"
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(("gpus", "batch"), [(1, 32), (2, 96), (8, 64)])
+def test_the_smallest_is_found(gpus: int, batch: int, limit: float) -> None:
+    given = space(gpus, batch)
+    budget = Budget(limit, 0.0, gpus)
+    chains = search(given, "memory", budget, lambda candidate: made_up(candidate, given.micro_batches(candidate)))
+    expected = min(probe.tensors for probe in every_candidate(given))
+    nearest = smallest(chains)
+    assert nearest is not None
+    assert nearest.tensors == expected
+    found = best(chains, "memory", budget)
+    assert (found is not None) == nearest.fits(budget)
+
+
+def test_the_next_larger_micro_batch_was_simulated_and_does_not_fit() -> None:
+    given = space(1, 64)
+    budget = Budget(18.0, 0.0, 1)
+    chains = search(given, "speed", budget, lambda candidate: made_up(candidate, given.micro_batches(candidate)))
+    for chain in chains:
+        sizes = {probe.candidate.micro_batch_size: probe.fits(budget) for probe in chain.probes}
+        fitting = [size for size, fits in sizes.items() if fits]
+        # A chain that cannot be the fastest is left after one simulation.
+        assert bool(fitting) == (chain.left_out is None), chain
+        if fitting:
+            larger = given.sizes[given.sizes.index(max(fitting)) + 1]
+            assert sizes[larger] is False, chain
+
+
+def test_few_sizes_are_simulated() -> None:
+    """60 divisors: memory is a line, so that the search meets the limit after a few of them."""
+    given = space(1, 5040)
+    budget = Budget(300.0, 0.0, 1)
+    chains = search(given, "speed", budget, lambda candidate: made_up(candidate, given.micro_batches(candidate)))
+    assert len(given.sizes) == 60
+    assert max(len(chain.probes) for chain in chains) <= 5
+
+
+def test_what_fits_whole_is_simulated_once() -> None:
+    given = space(2, 96)
+    budget = Budget(300.0, 0.0, 2)
+    chains = search(given, "speed", budget, lambda candidate: made_up(candidate, given.micro_batches(candidate)))
+    assert [len(chain.probes) for chain in chains] == [1, 0, 0, 1, 0, 0]
+
+
+def test_states_that_do_not_fit_end_the_search_of_a_strategy() -> None:
+    given = space(8, 64)
+    budget = Budget(5.0, 0.0, 8)
+    chains = search(given, "speed", budget, lambda candidate: made_up(candidate, given.micro_batches(candidate)))
+    ddp = [chain for chain in chains if chain.strategy == "ddp"]
+    assert [len(chain.probes) for chain in ddp] == [1, 0, 1]
+    assert ddp[1].left_out is not None
+    assert "alone need 9.46 GiB" in ddp[1].left_out
+
+
+def test_a_refused_mode_is_left_out_with_its_reason() -> None:
+    given = space(1, 4)
+    budget = Budget(80.0, 0.0, 1)
+
+    def measure(candidate: Candidate) -> Probe:
+        if candidate.mode == "none":
+            raise UsageError("not here")
+        return made_up(candidate, given.micro_batches(candidate))
+
+    chains = search(given, "speed", budget, measure)
+    assert chains[0].refused
+    assert chains[0].left_out == "not here"
+    found = best(chains, "speed", budget)
+    assert found is not None
+    assert found.candidate.mode == "selective"

@@ -1,0 +1,72 @@
+"""The work of operators by hand, on real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_train.simulation.ledger import Ledger
+from accel_train.simulation.work import Work, WorkCounter
+
+VALUES = 1024
+SIZE = 4 * VALUES
+
+
+def work_of(compute: Callable[[], object]) -> Work:
+    counter = WorkCounter()
+    ledger = Ledger(lambda: ("forward", ""), counter.watch)
+    with ledger.recording():
+        compute()
+    return counter.work(0)
+
+
+def values() -> Tensor:
+    return torch.ones(VALUES)
+
+
+@pytest.mark.parametrize(
+    ("compute", "moved"),
+    [
+        (lambda a, b: a + b, 3 * SIZE),
+        (lambda a, b: a.add_(b), 3 * SIZE),
+        (lambda a, b: a.copy_(b), 2 * SIZE),
+        (lambda a, b: a.zero_(), SIZE),
+        (lambda a, b: torch.zeros_like(a), SIZE),
+        (lambda a, b: a.sum(), SIZE + 4),
+        # One number is read, however often it is used.
+        (lambda a, b: a * b.new_ones(1).expand(VALUES), 2 * SIZE + 4 + 4),
+        (lambda a, b: a.view(2, -1).t()[1:].detach(), 0),
+        (lambda a, b: torch.empty_like(a), 0),
+    ],
+)
+def test_an_operator_moves_what_it_reads_and_writes(compute: Callable[[Tensor, Tensor], object], moved: int) -> None:
+    a, b = values(), values()
+    found = work_of(lambda: compute(a, b))
+    assert found == Work(moved=moved, kernels=found.kernels)
+    assert bool(found.kernels) == bool(moved)
+
+
+def test_products_and_attention_are_apart() -> None:
+    layer = nn.Linear(16, 32, bias=False)
+    query = torch.ones(2, 4, 8, 16)
+    found = work_of(lambda: layer(torch.ones(10, 16)))
+    assert (found.products, found.attention) == (2 * 10 * 16 * 32, 0)
+    found = work_of(lambda: nn.functional.scaled_dot_product_attention(query, query, query))
+    assert (found.products, found.attention) == (0, 2 * 2 * 2 * 4 * 8 * 8 * 16)
+
+
+def test_a_fused_step_reads_and_writes_its_states() -> None:
+    weight = nn.Parameter(values())
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.grad = values()
+    optimizer.step()
+    found = work_of(optimizer.step)
+    # Weight, gradient and two moments, each read and written; torch says that it may write gradients. Step counters.
+    assert found.moved == pytest.approx(8 * SIZE, rel=0.01)
+
+
+def test_work_adds_up() -> None:
+    assert Work(1, 2, 3, 4, 5) + Work(1, 1, 1, 1, 1).times(2) == Work(3, 4, 5, 6, 7)
