@@ -243,8 +243,8 @@ class GradientWindow:
         for name in sorted(found.keys() ^ self.coefficients.keys()):
             present, absent = (kind, "coefficients") if name in found else ("coefficients", kind)
             raise UsageError(
-                f"loss term {name!r} (step {self.step + 1}): it is in {PLACES[present]} but not in {PLACES[absent]}; add "
-                "it there, with coefficient 0 in steps that do not train it, or remove it from both"
+                f"loss term {name!r} (step {self.step + 1}): it is in {PLACES[present]} but not in {PLACES[absent]}; "
+                "add it there, with coefficient 0 in steps that do not train it, or remove it from both"
             )
         return found
 
