@@ -150,6 +150,8 @@ class Training:
     """Optimizer steps done, including those of earlier starts."""
     stopped: bool = False
     """The run was asked to stop, and its work is saved."""
+    measure: Callable[[StepResult], None] | None = None
+    """Takes the result of each step, which then moves nothing: no update, no record, no save, no evaluation."""
     _ended: bool = False
     _is_evaluating: bool = False
     _result: StepResult | None = None
@@ -170,6 +172,7 @@ class Training:
             self._called = set()
             self._metrics = {}
             self.done = batches.done
+            self.guard.leaves_out = self.measure is not None
             yield batches
             # Checked when the loop asks for the next step, after everything that it does with this one.
             for name in CALLS:
@@ -197,6 +200,9 @@ class Training:
         the line unchanged.
         """
         self._called.add("report")
+        if self.measure is not None:
+            self.measure(result)
+            return
         self.saver.begin()  # from here on a stop has a step to save, and must not end the process at once
         self._counts.add(tokens=tokens, padded_tokens=padded_tokens, flops=flops)
         logs = self.log.due(self.done)
@@ -227,6 +233,8 @@ class Training:
         """Save if a save is due or a stop was requested. All processes learn of it at the same step."""
         self._called.add("save_if_due")
         self._result = result
+        if self.measure is not None:
+            return
         self.stopped = self.saver.boundary(self.done)
         if self.stopped or self.saver.due(self.done, self.opened.max_steps):
             self._save()
@@ -237,7 +245,7 @@ class Training:
         A pending save is committed first, so that an evaluation that raises, hangs or is killed loses nothing. A stop
         ends it at its next ``stopping_point``, on all processes, and saves. Returns the metrics, empty after a stop.
         """
-        if self.stopped:
+        if self.stopped or self.measure is not None:
             return {}
         with self.throughput.pause():
             self.saver.finish()

@@ -224,7 +224,8 @@ def rerun(folder: Folder) -> dict[str, str]:
 
     replay = printed(f"accel-train replay {run} --steps 30:42")
     branch = printed(f"accel-train branch {run} --at 20 --optimizer.lr 5e-4")
-    return {"replay": fenced(replay), "branch": fenced(branch)}
+    blame = printed(f"accel-train blame {run} --step 43 --top 4")
+    return {"replay": fenced(replay), "branch": fenced(branch), "blame": fenced(blame)}
 
 
 def print_config(folder: Folder) -> list[str]:
@@ -247,7 +248,7 @@ SOURCES: dict[str, Source] = {
     "seeds": Source(seeds, ("seeds",), ("demo",)),
     "pde": Source(pde, ("pde",), ("pde_demo",)),
     "compare": Source(compare, ("compare",), ("mmdit_baseline", "mmdit_optimized")),
-    "rerun": Source(rerun, ("replay", "branch"), ("demo",)),
+    "rerun": Source(rerun, ("replay", "branch", "blame"), ("demo",)),
     "commands": Source(commands, ("ls", "verify", "prune", "export", "refusal", "print_config")),
 }
 BLOCK = re.compile(r"<!-- transcript (\w+)( [0-9a-f]{12})?: (.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-COMMANDS = ("replay", "branch")
+from accel_train.rerun.samples import arguments as samples
+
+COMMANDS = ("replay", "branch", *samples.COMMANDS)
 
 
 def add_commands(commands: Any) -> None:
@@ -14,10 +16,13 @@ def add_commands(commands: Any) -> None:
     _add_replay(commands.add_parser("replay", help=text, description=text))
     text = "a run forked at a checkpoint with changed options, on the same samples and noise; paired differences"
     _add_branch(commands.add_parser("branch", help=text, description=text))
+    samples.add_commands(commands)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of ``COMMANDS`` and return its exit code."""
+    if arguments.command in samples.COMMANDS:
+        return samples.run(arguments)
     if arguments.command == "branch":
         from accel_train.rerun.branch import branch
 

@@ -8,17 +8,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_train.compare.runs import run_once
 from accel_train.config import UsageError, expand_path
 from accel_train.options.tree import Tree, tree_text
-from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.starts import Start
 from accel_train.store import manifest
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import CONFIG_FILE, METRICS_FILE
 from accel_train.store.run_file import write_run
+
+if TYPE_CHECKING:
+    from accel_train.rerun.recorded import RecordedRun
 
 THREADS = "OMP_NUM_THREADS"
 MOST_SAVES = 20

@@ -44,8 +44,10 @@ class StepGuard:
         self.config = config
         self.on_device = optimizer is not None
         self.history = History(config.max_skipped)
+        self.leaves_out = False
+        """Leave out the coming steps, whatever their values: they are measured only, or no sample has a weight."""
         self.skips_this_step = False
-        """The host has decided to leave out the current step. Always False where the device decides."""
+        """The host leaves out the current step. Where the device decides about values, only for ``leaves_out``."""
         self._spikes: Spikes | None = None
         if config.finds_spikes:
             assert device is not None, "spikes are found on a device"
@@ -72,6 +74,10 @@ class StepGuard:
         On the device nothing waits: the optimizer's next step clips the gradient to ``max_grad_norm`` (0: no clipping),
         or does nothing. On the host, the caller clips, and asks ``skips_this_step``. Raises ``NonFiniteError``.
         """
+        self.skips_this_step = self.leaves_out
+        # Neither good nor bad: no count, no spike and no error comes from it.
+        if self.leaves_out:
+            return None
         if self._spikes is not None:
             evidence = replace(evidence, spike=self._spikes.exceeds(norm))
         if self.on_device:
@@ -91,6 +97,8 @@ class StepGuard:
 
         Waits for the device. Raises ``NonFiniteError`` if the run is to stop. ``watch`` still has to follow.
         """
+        if self.leaves_out:
+            return True
         bad = evidence.examine().bad
         return bad is not None and self._skips(bad)
 

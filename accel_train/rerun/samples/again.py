@@ -1,0 +1,78 @@
+"""A recorded run again from one of its checkpoints, in a process that is observed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_train.config import UsageError
+from accel_train.rerun import recorded, training
+from accel_train.rerun.recorded import RecordedRun
+from accel_train.store import strict_json
+from accel_train.store.manifest import Checkpoint, checkpoint_name
+from accel_train.wording import shortened
+
+PROGRAM = Path(__file__).with_name("observed_run.py")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A run, and the state to begin with."""
+
+    run: RecordedRun
+    recipe: Path
+    checkpoint: Checkpoint | None
+    """None: step 0."""
+
+    @property
+    def step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    def __str__(self) -> str:
+        return "step 0" if self.checkpoint is None else checkpoint_name(self.checkpoint.step)
+
+
+def find_beginning(run: RecordedRun, recipe: Path, step: int, option: str) -> Beginning:
+    """Return the newest state of the run after at most ``step`` steps, and print which ones are passed over.
+
+    Raises ``UsageError``, naming ``option``, if there is none.
+    """
+    checkpoint, reasons = run.newest_at(step)
+    for reason in reasons:
+        print(f"passed over: {reason}", flush=True)
+    # A run that began from another one's checkpoint has no step 0.
+    if checkpoint is None and run.saved.get("origin") is not None:
+        steps = shortened([str(saved) for saved, _ in run.checkpoints], 12)
+        raise UsageError(
+            f"{option}: {run.directory} began from another run's checkpoint, and has none at or before step {step} "
+            f"from which it can go on; it has {steps}; use the run that it began from"
+        )
+    return Beginning(run, recipe, checkpoint)
+
+
+def observe(beginning: Beginning, last: int, request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Train from the beginning up to ``last`` at most, observed as requested, and return what was written.
+
+    Everything is written below ``folder``, which must be empty. One process on this machine, without a launcher.
+    Raises like ``compare.runs.run_once``.
+    """
+    run = beginning.run
+    options = training.set_length(recorded.options_at(run, beginning.checkpoint), last)
+    # Without an effect on the steps, and the log of this directory is nobody's.
+    options |= {"log": options["log"] | {"log_every": last}}
+    config = training.build_directory(folder / "run", run, beginning.checkpoint, options, save_every=last)
+    # The run would otherwise begin again at step 0 where its checkpoint cannot be loaded.
+    resume = "auto" if beginning.checkpoint is None else "must"
+    path = folder / "observed.json"
+    words = {name: dict(values) | {"path": str(path)} for name, values in request.items()}
+    command = [sys.executable, str(PROGRAM), json.dumps(words), str(beginning.recipe), str(config)]
+    threads = None
+    # A resume restores them by itself.
+    if beginning.checkpoint is None:
+        threads = training.recorded_threads(run.starts(1, last))
+    training.train([*command, "--resume", resume], folder / "log", threads)
+    return strict_json.read_object(path)

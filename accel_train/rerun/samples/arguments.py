@@ -1,0 +1,45 @@
+"""Command lines of this package. Imported at every start of ``accel-train``, so it imports nothing heavy itself."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+COMMANDS = ("blame",)
+
+
+def add_commands(commands: Any) -> None:
+    """Add the parsers to the subparsers of ``accel-train``."""
+    text = "each sample of one step alone: loss and gradient norm, those that stand out, and the step without them"
+    _add_blame(commands.add_parser("blame", help=text, description=text))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run one of ``COMMANDS`` and return its exit code."""
+    return _blame(arguments)
+
+
+def _add_blame(blame: argparse.ArgumentParser) -> None:
+    blame.add_argument("run", metavar="RUN", help="directory of a run; the receipt goes into its report")
+    blame.add_argument("--step", type=int, required=True, metavar="N", help="step as in the log, counted from 1")
+    blame.add_argument(
+        "--top", type=int, default=10, metavar="K", help="samples shown, furthest out first; default: 10"
+    )
+    text = "distance beyond which a sample is a suspect, in robust standard deviations; default: 6"
+    blame.add_argument("--limit", type=float, default=6.0, metavar="Z", help=text)
+    blame.add_argument("--recipe", metavar="FILE", help="recipe of your own that trained it; the file is executed")
+    blame.add_argument("--json", action="store_true", help="print the receipt in place of the table")
+
+
+def _blame(arguments: argparse.Namespace) -> int:
+    from accel_train.rerun.samples.blame import Request, blame
+
+    request = Request(
+        run=arguments.run,
+        step=arguments.step,
+        top=arguments.top,
+        limit=arguments.limit,
+        recipe=arguments.recipe,
+        as_json=arguments.json,
+    )
+    return blame(request)

@@ -1,0 +1,217 @@
+"""``accel-train blame``: which samples of one optimizer step stand out, and what the step is without them."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
+from accel_train.config import UsageError
+from accel_train.metrics.records import plain
+from accel_train.rerun import recorded
+from accel_train.rerun.receipt import describe_checkpoint
+from accel_train.rerun.recorded import RecordedRun
+from accel_train.rerun.samples import again, suspects
+from accel_train.rerun.samples.again import Beginning
+from accel_train.rerun.starts import Line
+from accel_train.store import atomic_files, commit, strict_json
+from accel_train.store.names import REPORT
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of the command line."""
+
+    run: str
+    step: int
+    """As in log lines, from 1."""
+    top: int = 10
+    """Samples shown."""
+    limit: float = suspects.LIMIT
+    recipe: str | None = None
+    as_json: bool = False
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise UsageError(f"--step {self.step}: steps are counted from 1, as in the log")
+        if self.top < 1:
+            raise UsageError(f"--top {self.top}: at least 1 sample can be shown")
+        if not self.limit > 0:
+            raise UsageError(f"--limit {self.limit}: a distance above 0 is required, such as {suspects.LIMIT:g}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of the step, alone."""
+
+    sample: int
+    """Index in the training split."""
+    position: int
+    """Its place in the global batch."""
+    values: Mapping[str, float]
+    """Its own loss, terms and gradient norm, named as in log lines."""
+    distance: float
+    """How far its gradient norm is out (``suspects.distances``)."""
+
+    @property
+    def grad_norm(self) -> float:
+        return self.values["grad_norm"]
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The step in parts."""
+
+    step: int
+    limit: float
+    recorded: Mapping[str, float] | None
+    """Values that the run logged. None for a step that it did not log."""
+    whole: Mapping[str, float]
+    """The same step, trained again up to it."""
+    samples: Sequence[Sample]
+    """Furthest out first."""
+    suspects: Sequence[int]
+    without_suspects: Mapping[str, float] | None
+    """The step with weight 0 for every suspect. None without suspects."""
+
+    @property
+    def as_recorded(self) -> bool:
+        """True if the step has the bits that the run logged."""
+        return self.recorded is not None and all(self.whole.get(k) == v for k, v in self.recorded.items())
+
+
+def blame(request: Request) -> int:
+    """Measure the samples of a step, print the suspects and write a receipt. Return exit code 0, or 1 for a failure.
+
+    Raises ``UsageError``. Main thread only, because it handles the stop signals.
+    """
+    with tempfile.TemporaryDirectory(prefix="accel-train-blame-") as folder, stop_signals_raise():
+        try:
+            run = recorded.open_run(request.run)
+            if request.step > run.last_step:
+                raise UsageError(f"--step {request.step}: {run.directory} ends at step {run.last_step}")
+            recipe = recorded.recipe_of(run, request.recipe)
+            beginning = again.find_beginning(run, recipe, request.step - 1, f"--step {request.step}")
+            if not request.as_json:
+                print("\n".join(_head(request, beginning)), flush=True)
+            order = {"step": request.step, "limit": request.limit}
+            measured = again.observe(beginning, request.step, {"measuring": order}, Path(folder))
+        except RunFailedError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
+        except InterruptedRunError as signal_name:
+            print(f"interrupted by {signal_name}: nothing is measured", file=sys.stderr, flush=True)
+            return 1
+    found = _read(request, run, measured)
+    content = _receipt(found, beginning)
+    path = run.directory / REPORT / f"blame-step-{request.step}.json"
+    path.parent.mkdir(exist_ok=True)
+    atomic_files.replace_json(path, content)
+    lines = [*report(found, request.top), f"receipt: {path}"]
+    print(atomic_files.to_json(content).rstrip() if request.as_json else "\n".join(lines), flush=True)
+    return 0
+
+
+def _head(request: Request, beginning: Beginning) -> list[str]:
+    recipe = recorded.name_of(beginning.recipe)
+    lines = [f"run {beginning.run.run_id}: {beginning.run.directory}"]
+    # At a save just before the step there is nothing to train.
+    if beginning.step + 1 < request.step:
+        first, last = beginning.step + 1, request.step - 1
+        lines.append(f"trained again: steps {first} to {last}, from {beginning}, with recipe {recipe}")
+    return [*lines, f"measured: every sample of step {request.step} alone, with the weights and the noise of that step"]
+
+
+def _read(request: Request, run: RecordedRun, measured: Mapping[str, Any]) -> Blame:
+    samples: list[Sample] = []
+    for one in measured["samples"]:
+        distance = float(one["distance"])
+        samples.append(Sample(one["sample"], one["position"], _numbers(one["values"]), distance))
+    whole = _numbers(measured["whole"])
+    line: Line | None = run.lines("train").get(request.step)
+    logged: dict[str, float] | None = None
+    if line is not None:
+        # Times and rates of the line are not values of the step.
+        logged = {name: float(line[name]) for name in whole if name in line}
+    without = measured["without_suspects"]
+    return Blame(
+        step=request.step,
+        limit=request.limit,
+        recorded=logged,
+        whole=whole,
+        # Stable: samples without a gradient stay in the order of the batch.
+        samples=sorted(samples, key=lambda sample: -sample.distance),
+        suspects=measured["suspects"],
+        without_suspects=None if without is None else _numbers(without),
+    )
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    # JSON has no NaN and no infinity. They are words there, which float() takes.
+    return {name: float(value) for name, value in values.items()}
+
+
+def report(found: Blame, top: int) -> list[str]:
+    """Return the table of the samples furthest out, and the step with and without the suspects, as lines."""
+    middle = suspects.median([sample.grad_norm for sample in found.samples])
+    lines = [f"{'sample':>10}  {'loss':>11}  {'grad_norm':>11}  {'of the median':>13}  {'distance':>8}"]
+    for sample in found.samples[:top]:
+        part = f"{sample.grad_norm / middle:.3g} x"
+        mark = "  <- suspect" if sample.sample in found.suspects else ""
+        lines.append(
+            f"{sample.sample:>10}  {sample.values['loss']:>11.5g}  {sample.grad_norm:>11.5g}  {part:>13}  "
+            f"{sample.distance:>8.3g}{mark}"
+        )
+    if len(found.samples) > top:
+        lines.append(f"{'...':>10}  {len(found.samples) - top} sample(s) not shown; --top N shows more")
+    lines.append(
+        f"distance: of the log gradient norm from the median {middle:.4g} of {len(found.samples)} samples, in units of "
+        f"{suspects.NORMAL} MAD; a suspect is beyond {found.limit:g}"
+    )
+    if found.as_recorded:
+        lines.append("loss and gradient norm of the whole step have the bits that the run logged")
+    lines += _comparison(found)
+    if not found.suspects:
+        return [*lines, "no suspects: no sample of this step stands out by its gradient"]
+    # At the end, to be copied into the next command.
+    return [*lines, f"suspects: {' '.join(map(str, found.suspects))}"]
+
+
+def _comparison(found: Blame) -> list[str]:
+    """Return the values of the whole step, as logged and again, and without the suspects."""
+    sides: dict[str, Mapping[str, float]] = {}
+    if found.recorded is not None and not found.as_recorded:
+        sides["as logged"] = found.recorded
+    sides["with all samples"] = found.whole
+    if found.without_suspects is not None:
+        sides[f"without {len(found.suspects)} suspect(s)"] = found.without_suspects
+    names = [name for name in found.whole if name.startswith("loss") or name == "grad_norm"]
+    width = max(map(len, sides))
+    lines = [f"{f'step {found.step}':<{width}}  {'  '.join(f'{name:>12}' for name in names)}"]
+    for side, values in sides.items():
+        texts = [f"{values.get(name, math.nan):>12.5g}" for name in names]
+        lines.append(f"{side:<{width}}  {'  '.join(texts)}")
+    return lines
+
+
+def _receipt(found: Blame, beginning: Beginning) -> strict_json.Json:
+    checkpoint = beginning.checkpoint
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "run_id": beginning.run.run_id,
+        # The name alone: a path would tell about the machine.
+        "recipe": {"name": beginning.recipe.name, "sha256": commit.hash_file(beginning.recipe)},
+        "checkpoint": None if checkpoint is None else describe_checkpoint(checkpoint),
+        "as_recorded": found.as_recorded,
+        "rule": f"log gradient norm, median and {suspects.NORMAL} MAD",
+    }
+    return strict_json.sealed(plain(content | asdict(found)))

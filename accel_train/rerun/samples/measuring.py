@@ -1,0 +1,103 @@
+"""Measure every sample of one optimizer step by itself, inside of the process of a recipe.
+
+It is entered through ``loop.observed``. Up to the step the run trains as recorded. There it is given the batch as it
+is, each sample of it alone, and the batch without the suspects, and each result is taken without moving anything. The
+recipe's own lines compute them: the same weights, and the same noise, because draws are keyed by sample and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from accel_train.config import UsageError
+from accel_train.data.loader import StepBatches
+from accel_train.metrics.records import write_json
+from accel_train.rerun.samples.suspects import distances
+
+if TYPE_CHECKING:
+    from accel_train.data.datasets import Batch, MapDataset
+    from accel_train.loop import Training
+    from accel_train.opened import Prepared
+    from accel_train.training.step_guard import StepResult
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure, and where to write it."""
+
+    step: int
+    """As in log lines, from 1."""
+    limit: float
+    """Distance above which a sample is a suspect (``suspects.distances``)."""
+    path: str
+
+
+@contextmanager
+def measuring(request: Request, training: Training, prepared: Prepared, _: MapDataset) -> Generator[None]:
+    """Train up to the step, measure it, and end the loop there."""
+    processes = prepared.accelerator.num_processes
+    if processes > 1:
+        # A backward of one sample would need every process to make it, with weight 0 on all but one.
+        raise UsageError(f"{processes} processes: samples are measured in one; start it without a launcher's variables")
+    training.steps = _steps(training.steps, training, request)
+    yield
+
+
+def _steps(steps: Iterator[StepBatches], training: Training, request: Request) -> Iterator[StepBatches]:
+    for batches in steps:
+        if batches.done == request.step:
+            yield from _measured(batches, training, request)
+            return
+        yield batches
+
+
+def _measured(batches: StepBatches, training: Training, request: Request) -> Iterator[StepBatches]:
+    """Yield the step in parts, and write what they gave."""
+    results: list[StepResult] = []
+    # From here on nothing moves, so every pass finds the same weights.
+    training.measure = results.append
+    yield batches
+    whole = results.pop().fields()
+    samples: list[dict[str, object]] = []
+    norms: list[float] = []
+    for sample in _one_by_one(batches):
+        yield StepBatches(batches.step, [sample], 0.0)
+        values = results.pop().fields()
+        norms.append(values["grad_norm"])
+        samples.append({"sample": int(sample["sample"]), "position": int(sample["position"]), "values": values})
+    apart = distances(norms)
+    suspects: set[int] = set()
+    for sample, distance in zip(samples, apart, strict=True):
+        sample["distance"] = distance
+        if distance > request.limit:
+            suspects.add(int(str(sample["sample"])))
+    without: Mapping[str, float] | None = None
+    if suspects:
+        yield StepBatches(batches.step, _without(batches.micro_batches, sorted(suspects)), 0.0)
+        without = results.pop().fields()
+    content = {"whole": whole, "samples": samples, "suspects": sorted(suspects), "without_suspects": without}
+    write_json(Path(request.path), content)
+
+
+def _one_by_one(batches: StepBatches) -> Iterator[Batch]:
+    """Yield the samples in the order of the batch, without those that only fill it up."""
+    for batch in batches.micro_batches:
+        for row, weight in enumerate(batch["weight"].tolist()):
+            if weight > 0:
+                # A part, not an index: every field keeps its first dimension.
+                yield {name: value[row : row + 1] for name, value in batch.items()}
+
+
+def _without(micro_batches: Sequence[Batch], samples: Sequence[int]) -> list[Batch]:
+    """Return the same micro-batches with weight 0 for these samples."""
+    found: list[Batch] = []
+    for batch in micro_batches:
+        out = torch.isin(batch["sample"], torch.tensor(samples, device=batch["sample"].device))
+        found.append(batch | {"weight": batch["weight"].masked_fill(out, 0.0)})
+    return found

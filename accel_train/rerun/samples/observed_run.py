@@ -1,0 +1,32 @@
+"""A program: run a recipe as ``python RECIPE ARGUMENTS`` does, observed.
+
+python observed_run.py '{"measuring": {"step": 400, ...}}' RECIPE ARGUMENTS
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from functools import partial
+from pathlib import Path
+
+
+def main() -> None:
+    """Run the recipe named on the command line as ``__main__``."""
+    # It imports what every recipe does.
+    from accel_train import loop
+    from accel_train.rerun.samples import measuring
+
+    request = json.loads(sys.argv[1])
+    recipe = sys.argv[2]
+    sys.argv = sys.argv[2:]
+    # As Python itself has it for a script, so that a recipe can import the files beside it.
+    sys.path[0] = str(Path(recipe).resolve().parent)
+    observer = partial(measuring.measuring, measuring.Request(**request["measuring"]))
+    with loop.observed(observer):
+        runpy.run_path(recipe, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""``accel-train blame``: planted samples are found on both demos, the step is the recorded one, the rule is robust."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train import cli
+from accel_train.config import UsageError
+from accel_train.rerun.samples import blame, suspects
+from accel_train.store import strict_json
+from tests.rerun import recording
+from tests.rerun.samples import planted
+
+BATCH = 200
+STEP = 4
+FLAGS = ("--global_batch_size", str(BATCH), "--micro_batch_size", "64")
+
+
+def measure(run: Path, recipe: Path) -> dict[str, Any]:
+    assert cli._main(["blame", str(run), "--step", str(STEP), "--recipe", str(recipe)]) == 0
+    receipt = strict_json.read_object(run / "report" / f"blame-step-{STEP}.json")
+    strict_json.check_seal(receipt)
+    return receipt
+
+
+def assert_planted_samples_are_found(recipe: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
+    """Train without and with ten samples out of scale, and measure both. Return the receipt of the second."""
+    file = planted.write_recipe(tmp_path / "clean.py", recipe, [])
+    run = planted.record(file, recipe, tmp_path / "clean", *FLAGS, *flags)
+    clean = measure(run.directory, file)
+    assert (clean["suspects"], clean["without_suspects"]) == ([], None)
+    # The order does not depend on the data, so these are in the step of the second run too.
+    there = sorted({one["sample"] for one in clean["samples"]})
+    ids = random.Random(0).sample(there, 10)
+    file = planted.write_recipe(tmp_path / "poisoned.py", recipe, ids)
+    run = planted.record(file, recipe, tmp_path / "poisoned", *FLAGS, *flags)
+    before = recording.tree(run.directory)
+    receipt = measure(run.directory, file)
+    after = recording.tree(run.directory)
+    # The receipt alone is new.
+    assert after.pop(f"report/blame-step-{STEP}.json")
+    assert after == before
+    assert receipt["checkpoint"]["name"] == "checkpoint_00000002"
+    assert receipt["as_recorded"]
+    assert receipt["whole"]["loss"] == run.losses()[STEP - 1]
+    found = set(receipt["suspects"])
+    assert len(found & set(ids)) >= 9
+    assert len(found - set(ids)) <= 1
+    assert receipt["without_suspects"]["grad_norm"] < receipt["whole"]["grad_norm"] / 3
+    return receipt
+
+
+def test_ten_latents_out_of_scale_are_found_among_two_hundred_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted.fork_observed(monkeypatch)
+    # The cosine of the demo does not see the scale of a latent.
+    receipt = assert_planted_samples_are_found("mmdit", tmp_path, *"--modes.weights 0 0 1 --latent.loss mse".split())
+    output = capsys.readouterr().out
+    assert "no suspects: no sample of this step stands out" in output
+    assert f"suspects: {' '.join(map(str, receipt['suspects']))}" in output
+    assert "have the bits that the run logged" in output
+    # Every sample has the same weight in this term, so the mean of the own losses is that of the batch.
+    own = [one["values"]["loss_latent"] for one in receipt["samples"]]
+    assert len(own) == BATCH
+    assert math.isclose(sum(own) / BATCH, receipt["whole"]["loss_latent"], rel_tol=1e-5)
+    kept = [one["values"]["loss_latent"] for one in receipt["samples"] if one["sample"] not in receipt["suspects"]]
+    assert math.isclose(sum(kept) / len(kept), receipt["without_suspects"]["loss_latent"], rel_tol=1e-5)
+
+
+@pytest.mark.slow  # the same of mmdit is quick
+def test_ten_fields_out_of_scale_are_found_among_two_hundred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.fork_observed(monkeypatch)
+    assert_planted_samples_are_found("pde", tmp_path, "--data.train_samples", "256")
+
+
+def test_distances_are_those_of_the_median_and_its_deviations() -> None:
+    # Logarithms 0 to 10, whose median is 5 and whose absolute deviations have the median 3.
+    norms = [math.exp(k) for k in range(11)]
+    found = suspects.distances(norms)
+    assert found[5] == 0
+    assert math.isclose(found[10], 5 / (1.4826 * 3), rel_tol=1e-12)
+    assert math.isclose(found[0], -5 / (1.4826 * 3), rel_tol=1e-12)
+
+
+def test_what_has_no_logarithm_has_a_distance_all_the_same() -> None:
+    assert suspects.distances([*[1.0] * 10, 0.0, math.nan, math.inf])[10:] == [-math.inf, math.inf, math.inf]
+    # Equal norms have no spread, and a hundredth counts as one.
+    assert suspects.distances([*[1.0] * 10, math.exp(0.05)])[10] == pytest.approx(5)
+    # Of a few samples nothing is usual.
+    assert suspects.distances([1.0, 1.0, 100.0]) == [-math.inf] * 3
+
+
+def test_wrong_usage_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    for words, expected in (
+        ({"step": 0}, "--step 0: steps are counted from 1"),
+        ({"step": 1, "top": 0}, "--top 0: at least 1"),
+        ({"step": 1, "limit": 0.0}, "--limit 0.0: a distance above 0"),
+    ):
+        with pytest.raises(UsageError, match=expected):
+            blame.Request(str(tmp_path), **words)  # pyright: ignore[reportArgumentType]
