@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_train.checkpoints.policy import CheckpointConfig, RunOptions, of_this_start
-from accel_train.config import PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
+from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
 from accel_train.data.options import LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.metrics.progress import Labels
@@ -147,6 +147,9 @@ class ExperimentConfig:
     """Evaluate and sample from the newest checkpoint in output_dir; train nothing."""
     collective_timeout_seconds: PositiveInt = 1800
     """How long a process waits for the others before the run stops with an error."""
+    without_samples: tuple[NonNegativeInt, ...] = ()
+    """Samples of the training split, by index, that get weight 0 wherever they come. All others keep their place, noise
+    and weight. A step that is left without any weight moves nothing. `accel-train blame` finds such indices."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from accel_train import simulated
 from accel_train.checkpoints.saver import Saver
-from accel_train.data import sampler
+from accel_train.data import leaving_out, sampler
 from accel_train.data.datasets import MapDataset
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.sampler import Sampler
@@ -72,6 +72,7 @@ def training(
             yield steps
         return
     config = opened.config
+    order = leaving_out.without_samples(order, config.without_samples)
     accelerator = opened.accelerator
     run = opened.run
     log = _recorder(opened, prepared)
@@ -172,7 +173,8 @@ class Training:
             self._called = set()
             self._metrics = {}
             self.done = batches.done
-            self.guard.leaves_out = self.measure is not None
+            # Without any weight the gradient is 0, but momentum and weight decay would still move the weights.
+            self.guard.leaves_out = self.measure is not None or leaving_out.has_no_weight(self.order, batches.step)
             yield batches
             # Checked when the loop asks for the next step, after everything that it does with this one.
             for name in CALLS:

@@ -1,0 +1,78 @@
+"""An order of samples in which some have weight 0 wherever they come.
+
+Positions, occurrences and noise of all others stay as they are, so two runs differ by these samples alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accel_train.config import UsageError
+from accel_train.data.sampler import Draw, Sampler
+from accel_train.wording import shortened
+
+
+@dataclass(frozen=True)
+class WithoutSamples:
+    """The order of another sampler, with weight 0 for ``samples``."""
+
+    order: Sampler
+    samples: frozenset[int]
+
+    @property
+    def dataset_size(self) -> int:
+        """Number of samples, with those of weight 0."""
+        return self.order.dataset_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step, with those of weight 0."""
+        return self.order.global_batch_size
+
+    @property
+    def seed(self) -> int:
+        """Seed of the order."""
+        return self.order.seed
+
+    def draws(self, step: int) -> list[Draw]:
+        """Return the global batch of a step."""
+        return self._weighed(self.order.draws(step))
+
+    def epoch(self, step: int) -> float:
+        """Return the passes over the dataset completed before a step."""
+        return self.order.epoch(step)
+
+    def micro_batches(self, step: int, rank: int, world_size: int, micro_batch_size: int) -> list[list[Draw]]:
+        """Return the share of a rank."""
+        micro_batches = self.order.micro_batches(step, rank, world_size, micro_batch_size)
+        return [self._weighed(draws) for draws in micro_batches]
+
+    def is_empty(self, step: int) -> bool:
+        """Return True if no sample of a step has a weight."""
+        return all(draw.weight == 0 for draw in self.draws(step))
+
+    def _weighed(self, draws: Sequence[Draw]) -> list[Draw]:
+        # Read all the same: a batch of another size would have other shapes and other sums.
+        return [draw._replace(weight=0.0) if draw.sample in self.samples else draw for draw in draws]
+
+
+def without_samples(order: Sampler, samples: Sequence[int]) -> Sampler:
+    """Return the order with weight 0 for ``samples``, or itself for none. Raises ``UsageError`` for unknown ones."""
+    if not samples:
+        return order
+    size = order.dataset_size
+    unknown = [str(sample) for sample in samples if not 0 <= sample < size]
+    if unknown:
+        raise UsageError(
+            f"without_samples: the training split has {size} samples, 0 to {size - 1}, and no "
+            f"{shortened(unknown, 8)}; `accel-train blame` prints their indices"
+        )
+    if len(set(samples)) == size:
+        raise UsageError(f"without_samples: names all {size} samples, so nothing is left to train on; name fewer")
+    return WithoutSamples(order, frozenset(samples))
+
+
+def has_no_weight(order: Sampler, step: int) -> bool:
+    """Return True if every sample of a step is left out, so that the step must not move anything."""
+    return isinstance(order, WithoutSamples) and order.is_empty(step)

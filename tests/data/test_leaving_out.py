@@ -1,0 +1,37 @@
+"""Samples of weight 0: all others as before, on any layout, and unknown samples refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.data.leaving_out import has_no_weight, without_samples
+from accel_train.data.sampler import StepSampler
+
+ORDER = StepSampler(30, 8, seed=3)
+
+
+def test_only_the_weights_of_these_samples_change() -> None:
+    left_out = [draw.sample for draw in ORDER.draws(2)][:3]
+    order = without_samples(ORDER, left_out)
+    for step in range(8):
+        for before, now in zip(ORDER.draws(step), order.draws(step), strict=True):
+            assert now[:3] == before[:3]
+            assert now.weight == (0.0 if now.sample in left_out else 1.0)
+        shares = [order.micro_batches(step, rank, 3, 2) for rank in range(3)]
+        weighed = {draw.position: draw.sample for share in shares for draws in share for draw in draws if draw.weight}
+        assert weighed == {draw.position: draw.sample for draw in order.draws(step) if draw.weight}
+
+
+def test_a_step_without_weight_is_known() -> None:
+    order = without_samples(ORDER, [draw.sample for draw in ORDER.draws(1)])
+    assert [step for step in range(3) if has_no_weight(order, step)] == [1]
+    assert not has_no_weight(ORDER, 1)
+    assert without_samples(ORDER, ()) is ORDER
+
+
+def test_unknown_samples_and_all_of_them_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"has 30 samples, 0 to 29, and no 30, 99"):
+        without_samples(ORDER, [3, 30, 99])
+    with pytest.raises(UsageError, match="names all 30 samples"):
+        without_samples(ORDER, range(30))
