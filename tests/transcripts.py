@@ -225,7 +225,8 @@ def rerun(folder: Folder) -> dict[str, str]:
     replay = printed(f"accel-train replay {run} --steps 30:42")
     branch = printed(f"accel-train branch {run} --at 20 --optimizer.lr 5e-4")
     blame = printed(f"accel-train blame {run} --step 43 --top 4")
-    return {"replay": fenced(replay), "branch": fenced(branch), "blame": fenced(blame)}
+    forget = printed(f"accel-train forget {run} 10731 27437")
+    return {"replay": fenced(replay), "branch": fenced(branch), "blame": fenced(blame), "forget": fenced(forget)}
 
 
 def print_config(folder: Folder) -> list[str]:
@@ -248,7 +249,7 @@ SOURCES: dict[str, Source] = {
     "seeds": Source(seeds, ("seeds",), ("demo",)),
     "pde": Source(pde, ("pde",), ("pde_demo",)),
     "compare": Source(compare, ("compare",), ("mmdit_baseline", "mmdit_optimized")),
-    "rerun": Source(rerun, ("replay", "branch", "blame"), ("demo",)),
+    "rerun": Source(rerun, ("replay", "branch", "blame", "forget"), ("demo",)),
     "commands": Source(commands, ("ls", "verify", "prune", "export", "refusal", "print_config")),
 }
 BLOCK = re.compile(r"<!-- transcript (\w+)( [0-9a-f]{12})?: (.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-COMMANDS = ("blame",)
+COMMANDS = ("blame", "forget")
 
 
 def add_commands(commands: Any) -> None:
     """Add the parsers to the subparsers of ``accel-train``."""
     text = "each sample of one step alone: loss and gradient norm, those that stand out, and the step without them"
     _add_blame(commands.add_parser("blame", help=text, description=text))
+    text = "a run trained again without some samples, from the newest checkpoint before their first use"
+    _add_forget(commands.add_parser("forget", help=text, description=text))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of ``COMMANDS`` and return its exit code."""
+    if arguments.command == "forget":
+        return _forget(arguments)
     return _blame(arguments)
 
 
@@ -43,3 +47,23 @@ def _blame(arguments: argparse.Namespace) -> int:
         as_json=arguments.json,
     )
     return blame(request)
+
+
+def _add_forget(forget: argparse.ArgumentParser) -> None:
+    forget.add_argument("run", metavar="RUN", help="directory of a run; it is read and never changed")
+    text = "indices in the training split, as accel-train blame prints them"
+    forget.add_argument("samples", type=int, nargs="+", metavar="SAMPLE", help=text)
+    forget.add_argument("--output_dir", help="directory of the new run; default: beside the run")
+    forget.add_argument("--recipe", metavar="FILE", help="recipe of your own that trained it; the file is executed")
+
+
+def _forget(arguments: argparse.Namespace) -> int:
+    from accel_train.rerun.samples.forget import Request, forget
+
+    request = Request(
+        run=arguments.run,
+        samples=tuple(arguments.samples),
+        output_dir=arguments.output_dir,
+        recipe=arguments.recipe,
+    )
+    return forget(request)

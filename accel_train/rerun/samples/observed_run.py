@@ -16,14 +16,17 @@ def main() -> None:
     """Run the recipe named on the command line as ``__main__``."""
     # It imports what every recipe does.
     from accel_train import loop
-    from accel_train.rerun.samples import measuring
+    from accel_train.rerun.samples import first_use, measuring
 
     request = json.loads(sys.argv[1])
     recipe = sys.argv[2]
     sys.argv = sys.argv[2:]
     # As Python itself has it for a script, so that a recipe can import the files beside it.
     sys.path[0] = str(Path(recipe).resolve().parent)
-    observer = partial(measuring.measuring, measuring.Request(**request["measuring"]))
+    if "measuring" in request:
+        observer = partial(measuring.measuring, measuring.Request(**request["measuring"]))
+    else:
+        observer = partial(first_use.finding, first_use.Request(**request["first_use"]))
     with loop.observed(observer):
         runpy.run_path(recipe, run_name="__main__")
 

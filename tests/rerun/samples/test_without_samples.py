@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from accel_train import cli
+from accel_train.config import UsageError
 from accel_train.data.sampler import StepSampler
 from tests.distributed.launching import Finished
 from tests.rerun import recording
+from tests.rerun.samples import planted
 
 COLLECTIONS = ("model", "ema", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 
@@ -22,10 +24,11 @@ def assert_equal(one: Finished, other: Finished, steps: tuple[int, int], *, equa
         assert all(torch.equal(a[name], b[name]) for name in a) == equal, stem
 
 
-def test_a_branch_before_their_first_use_is_a_run_that_never_gave_them_weight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_forgets_them_is_a_run_that_never_gave_them_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recording.fork_runs(monkeypatch)
+    planted.fork_observed(monkeypatch)
     run = recording.record("mmdit", tmp_path / "run")
     size = round(12 * 4 / run.train_lines()[12]["epoch"])
     order = StepSampler(size, 4, 0)
@@ -33,7 +36,10 @@ def test_a_branch_before_their_first_use_is_a_run_that_never_gave_them_weight(
     samples = [draw.sample for draw in (*order.draws(6), *order.draws(8)[:2], *order.draws(10)[3:])]
     ids = [str(sample) for sample in samples]
     never = recording.record("mmdit", tmp_path / "never", "--without_samples", *ids, "--checkpoints.save_every", "1")
-    assert cli._main(["branch", str(run.directory), "--at", "4", "--without_samples", *ids]) == 0
+    before = recording.tree(run.directory)
+    assert cli._main(["forget", str(run.directory), *ids]) == 0
+    assert recording.tree(run.directory) == before
+    assert "first use of these samples: step 7" in capsys.readouterr().out
     (directory,) = [path for path in tmp_path.iterdir() if path.name.startswith("run-at4-without_samples")]
     branch = Finished(directory, "", 0)
     assert_equal(branch, never, (12, 12))
@@ -43,3 +49,12 @@ def test_a_branch_before_their_first_use_is_a_run_that_never_gave_them_weight(
     assert_equal(never, never, (6, 7))
     assert_equal(never, never, (7, 8), equal=False)
     assert never.train_lines()[7]["loss"] == 0
+    # Used before every checkpoint, never or nowhere.
+    early = order.draws(2)[0].sample
+    with pytest.raises(UsageError, match=r"first used in step 3, and .* has the checkpoints 4, 8, 12, none before it"):
+        cli._main(["forget", str(run.directory), str(early)])
+    with pytest.raises(UsageError, match=f"samples {size}: the training split has {size}, 0 to {size - 1}"):
+        cli._main(["forget", str(run.directory), str(size)])
+    late = order.draws(20)[0].sample
+    assert cli._main(["forget", str(run.directory), str(late)]) == 0
+    assert "the run is without them already" in capsys.readouterr().out
