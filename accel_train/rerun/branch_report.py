@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from accel_train.metrics.bootstrap import LEVEL
 from accel_train.rerun.paired import PairedDifference, paired_difference
-from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.starts import Line
+
+if TYPE_CHECKING:
+    from accel_train.rerun.recorded import RecordedRun
 
 # Clocks differ between any two runs, and the step is the key.
 NOT_METRICS = ("step", "time", "elapsed_seconds", "processor_seconds")
