@@ -124,7 +124,8 @@ def open_experiment(
     evaluation only.
 
     Raises the errors of ``open_run``, and ``UsageError`` for processes with different data, and for a
-    ``checkpoints.best_metric`` or a gate of ``accel-train compare`` outside ``metrics``.
+    ``checkpoints.best_metric`` or a gate of ``accel-train compare`` outside ``metrics``, or steps to profile beyond
+    the last.
     """
     _refuse_different_data(accelerator, dataset_size, fingerprint)
     if metrics is not None:
@@ -134,6 +135,7 @@ def open_experiment(
     # Only now, because the length of an epoch needs the data.
     length = _resolve_length(config, accelerator, dataset_size)
     max_steps = length.max_steps
+    config.profile.refuse_beyond(max_steps)
     micro_batch_size, size_notices = _agree_on_micro_batch(config, accelerator)
     run = _open_run(config, accelerator, fingerprint, length, micro_batch_size)
     # A resume keeps the schedule of the first start.

@@ -12,6 +12,7 @@ from accel_train.checkpoints.policy import CheckpointConfig, RunOptions, of_this
 from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
 from accel_train.data.options import LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
+from accel_train.metrics.profiling.options import ProfileConfig
 from accel_train.metrics.progress import Labels
 from accel_train.metrics.recorder import LogConfig
 from accel_train.options.tree import config_text, defaults_tree, experiment_tree, flatten, option_names, to_tree
@@ -47,6 +48,7 @@ FREE_TO_CHANGE = (
     "health",
     "loader",
     "log",
+    "profile",
     "checkpoints",
     "hub",
 )
@@ -161,6 +163,7 @@ class ExperimentConfig:
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     hub: HubConfig = field(default_factory=HubConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def report_directory(self) -> Path:

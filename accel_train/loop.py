@@ -28,6 +28,7 @@ from accel_train.metrics.recorder import Recorder, RunInfo, log_evaluation, writ
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.opened import Opened, Prepared
 from accel_train.options.tree import to_tree
+from accel_train.profiled_steps import profiled_steps
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED, StartAgain
 from accel_train.speed import out_of_memory
@@ -74,11 +75,10 @@ def training(
     config = opened.config
     order = leaving_out.without_samples(order, config.without_samples)
     accelerator = opened.accelerator
-    run = opened.run
     log = _recorder(opened, prepared)
     saver = Saver(
         accelerator,
-        run,
+        opened.run,
         prepared.ema,
         config.checkpoints,
         config.hub,
@@ -96,6 +96,7 @@ def training(
         config=config.loader,
     )
     throughput = Throughput(accelerator.device, world_size=accelerator.num_processes, precision=config.precision)
+    steps = profiled_steps(opened, steps, throughput)
     made = Training(opened, order, prepared.run_info, log, saver, steps, throughput, prepared.guard)
     observation = nullcontext() if _observe is None else _observe(made, prepared, dataset)
     # Left from the right: the saver's last commit is still recorded in the log.
@@ -212,8 +213,12 @@ class Training:
         # The sum over processes waits for the device, so in all other steps the counts stay on it.
         if logs:
             totals = self._counts.take(self.opened.accelerator)
+        config = self.opened.config
         self.throughput.update(
-            samples=self.opened.config.global_batch_size, data_wait_seconds=batches.data_wait_seconds, **totals
+            samples=config.global_batch_size,
+            data_wait_seconds=batches.data_wait_seconds,
+            profiled=config.profile.holds(self.done),
+            **totals,
         )
         self.log.advance(self.done)
         if logs:

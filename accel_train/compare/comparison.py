@@ -258,8 +258,9 @@ def _common_flags(request: Request, config: Options, source: str, key: str | Non
     for name, other in (EXCLUSIVE, EXCLUSIVE[::-1]):  # a preset may set the other one
         if (name in flags or name == key) and config.get(other) is not None:
             flags[other] = "None"
-    if config.get("hub.repo_id") is not None:
-        flags["hub.repo_id"] = "None"  # a comparison pushes nothing
+    for name in ("hub.repo_id", "profile.steps"):  # a push, and steps slower than they are
+        if config.get(name) is not None and name != key:
+            flags[name] = "None"
     words: list[str] = []
     for name, value in flags.items():
         words += [f"--{name}", value]

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.profiler import record_function
 
+from accel_train.metrics.profiling.names import PAUSE
 from accel_train.speed.device_peaks import peak_of
 from accel_train.training.parameters import widest
 
@@ -33,6 +35,7 @@ class _Interval:
     padded_tokens: float
     data_wait_seconds: float
     flops: float
+    profiled_steps: int
 
 
 class LocalCounts:
@@ -107,6 +110,7 @@ class Throughput:
         self._padded_tokens: Count = 0.0
         self._data_wait_seconds = 0.0
         self._flops: Count = 0.0
+        self._profiled_steps = 0
 
     def update(
         self,
@@ -116,11 +120,13 @@ class Throughput:
         padded_tokens: Count = 0.0,
         data_wait_seconds: float = 0.0,
         flops: Count = 0.0,
+        profiled: bool = False,
     ) -> None:
         """Count one optimizer step. All counts except ``data_wait_seconds`` are GLOBAL, over all processes.
 
         ``tokens`` counts valid tokens, ``padded_tokens`` all computed positions. ``flops`` are model FLOPs of forward
-        and backward, without recomputation. A device tensor costs one small kernel and no wait.
+        and backward, without recomputation. A device tensor costs one small kernel and no wait. A ``profiled`` step is
+        slower than it would be, and its interval counts only where the window has no other.
         """
         self._steps += 1
         self._samples = self._samples + samples
@@ -128,6 +134,7 @@ class Throughput:
         self._padded_tokens = self._padded_tokens + padded_tokens
         self._data_wait_seconds += data_wait_seconds
         self._flops = self._flops + flops
+        self._profiled_steps += profiled
 
     @contextmanager
     def pause(self) -> Generator[None]:
@@ -141,7 +148,8 @@ class Throughput:
             self._paused_since = self._clock()
         self._pauses += 1
         try:
-            yield
+            with record_function(PAUSE):  # costs microseconds without a profiler
+                yield
         finally:
             self._pauses -= 1
             if not self._pauses:
@@ -157,19 +165,23 @@ class Throughput:
         self._close_interval()
         if not self._intervals:
             return memory_in_use(self._device)
+        counted = [interval for interval in self._intervals if not interval.profiled_steps] or self._intervals
         # At least 1 ns, whatever a clock passed by the caller does.
-        seconds = max(sum(i.seconds for i in self._intervals), 1e-9)
-        steps = sum(i.steps for i in self._intervals)
+        seconds = max(sum(i.seconds for i in counted), 1e-9)
+        steps = sum(i.steps for i in counted)
         metrics: dict[str, float] = {}
+        # Only in the lines whose own interval was profiled: later ones leave it out.
+        if self._intervals[-1].profiled_steps:
+            metrics["profiled_steps"] = self._intervals[-1].profiled_steps
         for name in ("samples", "tokens", "padded_tokens"):
-            per_second = sum(float(getattr(i, name)) for i in self._intervals) / seconds
+            per_second = sum(float(getattr(i, name)) for i in counted) / seconds
             metrics[f"{name}_per_second"] = per_second
             metrics[f"{name}_per_second_per_device"] = per_second / self._world_size
         metrics["step_seconds"] = seconds / steps
-        waited = sum(i.data_wait_seconds for i in self._intervals)
+        waited = sum(i.data_wait_seconds for i in counted)
         # The wait for the first step may lie before the clock was started.
         metrics["data_wait_fraction"] = min(waited / seconds, 1.0)
-        flops_per_second = sum(i.flops for i in self._intervals) / seconds
+        flops_per_second = sum(i.flops for i in counted) / seconds
         return metrics | self._flop_metrics(flops_per_second) | memory_in_use(self._device)
 
     def _flop_metrics(self, flops_per_second: float) -> dict[str, float]:
@@ -203,6 +215,7 @@ class Throughput:
             padded_tokens=padded_tokens,
             data_wait_seconds=self._data_wait_seconds,
             flops=flops,
+            profiled_steps=self._profiled_steps,
         )
         self._intervals.append(interval)
         self._restart(now)

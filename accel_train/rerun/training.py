@@ -143,6 +143,9 @@ def _writing_here(options: Tree, directory: Path, save_every: int) -> Tree:
         "hub": options["hub"] | {"repo_id": None},
         "log": options["log"] | {"trackers": [], "progress_bar": "off"},
     }
+    # The range of a profile may lie beyond the end of the replay, which is then refused.
+    if "profile" in options:
+        changed["profile"] = {"steps": None}
     return options | changed
 
 

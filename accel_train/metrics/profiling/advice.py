@@ -1,0 +1,109 @@
+"""Options that are most likely to make a step faster, from the shares of its time."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_train.metrics.profiling.shares import COMMUNICATION, COMPUTE, IDLE, MEMORY, PYTHON, WAIT, Shares
+from accel_train.store.names import CONFIG_FILE
+
+MOST = 3
+WORTH_WHILE = 0.05
+"""Below this share of a step, even removing it whole would hardly show beside the noise."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What advice depends on, beside the figures."""
+
+    recipe: str
+    """Path of the recipe, for the command."""
+    directory: Path
+    """Of the run, whose config.yaml the command compares and whose report gets the profile."""
+    options: Mapping[str, Any]
+    """Of the run, by their dotted names."""
+    world_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One option to try."""
+
+    share: float
+    """Of the step's time, that the option may reduce."""
+    reason: str
+    vary: str
+    """Value of ``accel-train compare --vary``."""
+
+    def command(self, setting: Setting) -> str:
+        """Return the command that checks it."""
+        config = setting.directory / CONFIG_FILE
+        words = ["accel-train", "compare", setting.recipe, str(config), "--vary", self.vary, "--max_steps", "60"]
+        return shlex.join(words)
+
+
+def advise(shares: Shares, setting: Setting) -> list[Advice]:
+    """Return at most three options, the largest share first. None if no part that an option reduces is large."""
+    found = [_workers(shares, setting), _compile(shares, setting), _larger_micro_batch(shares, setting)]
+    found += [_precision(shares, setting), _buckets(shares, setting)]
+    worth = [advice for advice in found if advice is not None and advice.share >= WORTH_WHILE]
+    return sorted(worth, key=lambda advice: -advice.share)[:MOST]
+
+
+def _workers(shares: Shares, setting: Setting) -> Advice | None:
+    waited = shares.of(WAIT)
+    more = max(1, 2 * setting.num_workers)
+    reason = (
+        f"{waited:.0%} of the time is spent waiting for data with loader.num_workers {setting.num_workers}: more "
+        "processes read ahead while a step trains"
+    )
+    return Advice(waited, reason, f"loader.num_workers={setting.num_workers},{more}")
+
+
+def _compile(shares: Shares, setting: Setting) -> Advice | None:
+    # On a CPU the time of other operators is also that of their dispatch, which compilation removes alike.
+    small = 1 - shares.of(COMPUTE) - shares.of(COMMUNICATION) - shares.of(WAIT)
+    if setting.options["compile.mode"] != "off":
+        return None
+    parts = f"{MEMORY} and idle time" if shares.on_device else "small operators and Python between them"
+    reason = f"{small:.0%} of the time is {parts}: compilation fuses the operators of a block"
+    return Advice(small, reason, "compile.mode=off,on")
+
+
+def _larger_micro_batch(shares: Shares, setting: Setting) -> Advice | None:
+    gap = shares.of(IDLE) + shares.of(PYTHON)
+    if setting.accumulation_steps == 1:
+        return None
+    size = setting.micro_batch_size
+    reason = (
+        f"in {gap:.0%} of the time no operator runs, and a step has {setting.accumulation_steps} micro-batches: fewer "
+        "and larger ones have fewer gaps; they take more memory"
+    )
+    return Advice(gap, reason, f"micro_batch_size={size},{2 * size}")
+
+
+def _precision(shares: Shares, setting: Setting) -> Advice | None:
+    if not shares.on_device or setting.options["precision"] != "fp32":
+        return None
+    computed = shares.of(COMPUTE)
+    reason = f"{computed:.0%} of the time is compute in fp32: bf16 uses the tensor cores; it changes the rounding"
+    return Advice(computed, reason, "precision=fp32,bf16")
+
+
+def _buckets(shares: Shares, setting: Setting) -> Advice | None:
+    hooked = setting.options["distributed.comm_hook"] != "none"
+    if setting.world_size == 1 or not shares.on_device or hooked:
+        return None
+    exposed = shares.of(COMMUNICATION)
+    reason = (
+        f"{exposed:.0%} of the time is communication that nothing hides: half the bytes take about half of it; the "
+        "gradient is rounded to bf16 on the way, and other strategies than DDP refuse it"
+    )
+    return Advice(exposed, reason, "distributed.comm_hook=none,bf16")

@@ -1,0 +1,66 @@
+"""Options of the profile: which steps, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from accel_train.config import UsageError
+
+EXAMPLE = "such as --profile.steps 10:20, which is steps 11 to 20"
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Optimizer steps after ``start`` up to ``stop``, as training lines count them."""
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.start + 1} to {self.stop}"
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Where the time of a step goes, for a few steps of the main process."""
+
+    steps: str | None = None
+    """Optimizer steps to profile, START:STOP: 10:20 is the ten steps 11 to 20. Writes a Chrome trace, the top operators
+    and a summary into report/. These steps are slower, and training lines with them say so. A trace takes up to a
+    megabyte a step on the disk and far more in memory while it is read, so ten steps are enough. None: nothing is
+    profiled, at no cost."""
+
+    def __post_init__(self) -> None:
+        self.range()
+
+    def range(self) -> StepRange | None:
+        """Return the steps to profile. Raises ``UsageError`` for a text that is no range."""
+        if self.steps is None:
+            return None
+        match = re.fullmatch(r"(\d+):(\d+)", self.steps)
+        if match is None:
+            raise UsageError(
+                f"profile.steps: {self.steps}: START:STOP is required, two numbers of steps from 0 on; {EXAMPLE}"
+            )
+        steps = StepRange(int(match[1]), int(match[2]))
+        if steps.start >= steps.stop:
+            raise UsageError(
+                f"profile.steps: {self.steps}: STOP must be larger than START, and {steps.stop} is not larger than "
+                f"{steps.start}; {EXAMPLE}"
+            )
+        return steps
+
+    def holds(self, done: int) -> bool:
+        """Return True if the step after which ``done`` steps are done is profiled."""
+        steps = self.range()
+        return steps is not None and steps.start < done <= steps.stop
+
+    def refuse_beyond(self, max_steps: int) -> None:
+        """Raise ``UsageError`` for a range that the run does not reach."""
+        steps = self.range()
+        if steps is not None and steps.stop > max_steps:
+            raise UsageError(
+                f"profile.steps: {self.steps}: the run has max_steps {max_steps}, so STOP can be at most {max_steps}; "
+                "choose earlier steps, or raise --max_steps"
+            )

@@ -1,0 +1,135 @@
+"""Profile a range of training steps on the main process, and write what was found into the report."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from accel_train.metrics.logs import info
+from accel_train.metrics.profiling.advice import Setting, advise
+from accel_train.metrics.profiling.names import DATA_WAIT, STEP
+from accel_train.metrics.profiling.options import StepRange
+from accel_train.metrics.profiling.shares import events_of, measure
+from accel_train.metrics.profiling.summary import summarise
+from accel_train.store.atomic_files import replace_file
+from accel_train.store.names import REPORT
+
+logger = logging.getLogger(__name__)
+TRACE = "profile_trace.json.gz"
+OPERATORS = "profile_operators.txt"
+SUMMARY = "profile.md"
+ROWS = 30
+
+
+class Step(Protocol):
+    """Batches of a step, as far as the profile is concerned."""
+
+    @property
+    def done(self) -> int: ...
+
+
+S = TypeVar("S", bound=Step)
+Pause = Callable[[], AbstractContextManager[None]]
+"""Leaves the time of its body out of the throughput."""
+
+
+def profiled(
+    steps: Generator[S], wanted: StepRange, setting: Setting, start_step: int, device: torch.device, pause: Pause
+) -> Generator[S]:
+    """Yield ``steps`` and profile those in ``wanted``, each with its wait for data. The main process alone calls it.
+
+    A run that resumes within the range profiles the rest of it, and one past it nothing. One that ends within the range
+    writes nothing. No collective: the other processes wait for this one in their next reduction while it writes.
+    """
+    with closing(steps):
+        done = start_step
+        while done < wanted.start:
+            batches = next(steps, None)
+            if batches is None:
+                return
+            yield batches
+            done = batches.done
+        if done < wanted.stop:
+            yield from _measured(steps, wanted, setting, device, pause)
+        yield from steps
+
+
+def _measured(
+    steps: Generator[S], wanted: StepRange, setting: Setting, device: torch.device, pause: Pause
+) -> Generator[S]:
+    profiler = _profiler(device)
+    # The first start of torch's profiler takes a second, and kernels of the step before must not count.
+    with pause():
+        profiler.start()
+    finished = False
+    try:
+        while not finished:
+            with record_function(STEP):
+                with record_function(DATA_WAIT):
+                    batches = next(steps, None)
+                if batches is None:
+                    return
+                yield batches
+                finished = batches.done == wanted.stop
+                # Kernels that are still queued belong to the steps.
+                if finished:
+                    _wait(device)
+    finally:
+        with pause():
+            profiler.stop()
+        if not finished:
+            logger.warning("the run ended before step %d: its profile is not written", wanted.stop)
+    with pause():
+        _write(profiler, wanted, setting)
+
+
+def _profiler(device: torch.device) -> profile:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return profile(activities=activities, acc_events=True)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _write(profiler: profile, wanted: StepRange, setting: Setting) -> None:
+    """Write the three files. A full disk costs the profile and not the run."""
+    report = setting.directory / REPORT
+    try:
+        report.mkdir(exist_ok=True)
+        trace = _write_trace(profiler, report / TRACE)
+        shares = measure(events_of(trace))
+        order = "self_cuda_time_total" if shares.on_device else "self_cpu_time_total"
+        table: str = profiler.key_averages().table(sort_by=order, row_limit=ROWS)
+        replace_file(report / OPERATORS, table.encode())
+        lines = summarise(wanted, shares, advise(shares, setting), setting)
+        replace_file(report / SUMMARY, ("\n".join(lines) + "\n").encode())
+    except OSError as error:
+        logger.warning("the profile could not be written into %s (%s); training is not affected", report, error)
+        return
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.parts.items())
+    info(logger, f"profile of steps {wanted}: {parts}; written: {report / SUMMARY}")
+
+
+def _write_trace(profiler: profile, path: Path) -> dict[str, Any]:
+    # The profiler writes in place, so the file gets its name when it is whole.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-") as folder:
+        written = Path(folder) / TRACE
+        profiler.export_chrome_trace(str(written))
+        with gzip.open(written, "rt", encoding="utf-8") as file:
+            trace: dict[str, Any] = json.load(file)
+        os.replace(written, path)
+    return trace
