@@ -44,6 +44,7 @@ overwrite
 init_from
 evaluate_only
 collective_timeout_seconds
+without_samples
 activation_checkpointing.mode
 activation_checkpointing.every
 compile.mode
@@ -122,6 +123,7 @@ log.trackers
 log.project
 log.run_name
 log.progress_bar
+profile.steps
 model.size
 model.blocks_from
 model.width
