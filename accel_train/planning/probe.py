@@ -68,6 +68,6 @@ def probe_of(candidate: Candidate, micro_batches: int, counted: Mapping[str, Any
         tensors=counted["peak_in_blocks"] + missing * counted["inputs_in_blocks"] // simulated,
         place=peak["place"],
         work=work,
-        time=step_time(work, parts[-1], candidate.strategy, rates),
+        time=step_time(work, parts[-2], parts[-1], candidate.strategy, rates),
         counted=counted,
     )

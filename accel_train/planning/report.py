@@ -18,6 +18,8 @@ from accel_train.simulation.ledger import BATCH, BLOCK, CATEGORIES, TEMPORARY
 EXACT = "exact"
 MODELLED = "modelled"
 RULE = "a rule, not measured"
+MACHINE_GPUS = 8
+"""GPUs that a machine seldom has more of."""
 NEAREST = 5
 """Alternatives listed by --explain."""
 
@@ -64,6 +66,11 @@ def _values(plan: Plan) -> list[str]:
     lines = [f"{name:<30}{value:<16}{reasons[name]}" for name, value in values.items()]
     product = f"{plan.space.global_batch_size:,} = {size} x {plan.space.gpus} GPU(s) x {count} accumulated"
     lines.append(f"{'global_batch_size':<30}{plan.space.global_batch_size:<16,}unchanged: {product}")
+    if plan.space.gpus > MACHINE_GPUS:
+        lines.append(
+            f"note: {plan.space.gpus} GPUs are planned as one machine. For several, add num_machines and "
+            "main_process_ip as in multi_node.yaml; their network is not in the time"
+        )
     return lines
 
 
@@ -104,6 +111,8 @@ def _row(name: str, gib: float, origin: str) -> str:
         shown = f"{gib * 1024:.1f} MiB"
     if gib < 0.0001:
         shown = f"{gib * 1024**2:.1f} KiB"
+    if gib * GIB < 100:
+        shown = f"{gib * GIB:.0f} B"
     return f"  {name:<26}{shown:>12}  {origin}"
 
 
@@ -115,6 +124,8 @@ def _time(probe: Probe, named: Named | None) -> list[str]:
     device = named.device
     peak = named.peak / 1e12
     memory = device.memory_gbs
+    # What is done once a step was taken for work of each micro-batch.
+    counted = EXACT if probe.simulated == probe.micro_batches else MODELLED
     lines = [f"time of a step, {MODELLED}"]
     lines += [
         _term("products", time.products, f"{work.products:.3g} FLOPs ({EXACT})", f"{peak:g} TFLOP/s", "PRODUCT_SHARE"),
@@ -122,14 +133,17 @@ def _time(probe: Probe, named: Named | None) -> list[str]:
             "attention", time.attention, f"{work.attention:.3g} FLOPs ({EXACT})", f"{peak:g} TFLOP/s", "ATTENTION_SHARE"
         ),
         _term(
-            "other operators", time.moved, f"{work.moved / 1e9:.3g} GB ({EXACT})", f"{memory:g} GB/s", "MEMORY_SHARE"
+            "other operators", time.moved, f"{work.moved / 1e9:.3g} GB ({counted})", f"{memory:g} GB/s", "MEMORY_SHARE"
         ),
-        _line("host", time.host, f"{work.kernels:,} kernels ({EXACT}) of {times.HOST_SECONDS * 1e6:g} us, {RULE}"),
+        _line("host", time.host, f"{work.kernels:,} kernels ({counted}) of {times.HOST_SECONDS * 1e6:g} us, {RULE}"),
     ]
     if work.sent:
         link = f"{device.link_gbs:g} GB/s of {device.link}"
+        each = times.LATENCY_SECONDS * 1e6
+        latency = work.collectives * times.LATENCY_SECONDS
         lines += [
             _term("communication", time.communication, f"{work.sent / 1e9:.3g} GB ({MODELLED})", link, "LINK_SHARE"),
+            _line("  of it latency", latency, f"{work.collectives} collectives ({counted}) of {each:g} us, {RULE}"),
             _line("  not hidden", time.exposed, "beyond the computation that runs beside it"),
         ]
     shown = "products, attention and other operators"

@@ -62,13 +62,15 @@ class Simulator:
 
     def count(self, candidate: Candidate) -> Mapping[str, Any]:
         """Return the fields of ``simulation.step.Counted``. Raises ``UsageError`` for what a start would refuse."""
-        counted = self._count(candidate, LARGEST)
+        counted = self._count(candidate)
         if not counted["work"]:
-            # Its micro-batches differ, so that a few of them do not stand for all.
-            return self._count(candidate, None)
+            raise UsageError(
+                f"recipe {self.recipe!r}: its micro-batches run different numbers of forwards, and a plan requires the "
+                "same, because a few of them stand for all; simulate single values: accel-train simulate"
+            )
         return counted
 
-    def _count(self, candidate: Candidate, largest: int | None) -> Mapping[str, Any]:
+    def _count(self, candidate: Candidate) -> Mapping[str, Any]:
         # Here, because they stand on the launcher, and so on much else that a plan does without.
         from accel_train.commands.launch import Launch
         from accel_train.simulation.command import PORT, worker_command
@@ -80,7 +82,7 @@ class Simulator:
             num_processes=self._processes,
             main_process_port=PORT,
         )
-        options = SimulationOptions(None, (None,), self._step, None, False, None, largest)
+        options = SimulationOptions(None, (None,), self._step, None, False, None, LARGEST)
         self.simulated += 1
         with tempfile.TemporaryDirectory(prefix="accel-train-plan-") as place:
             words, environment, _ = worker_command(request, options, Path(place))

@@ -2,11 +2,11 @@
 
     device        = products / matrix rate + attention / attention rate + bytes moved / memory rate
     computation   = max(device, kernels * host time)
-    communication = bytes sent / link rate
+    communication = bytes sent / link rate + collectives * latency
     step          = computation + max(0, communication - computation beside it)
 
 Products come one after the other with the operators between them, so their times add up. Collectives run beside the
-computation: under FSDP2 beside all of it, under DDP beside the backward of the last micro-batch.
+computation: under FSDP2 beside all micro-batches, under DDP beside the backward of the last one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ MEMORY_SHARE = 0.88
 """Part of the memory bandwidth that a copy reaches: 4,236 of 4,800 GB/s, measured there."""
 LINK_SHARE = 0.8
 """Part of a link's bandwidth that collectives reach. A rule, not measured."""
+LATENCY_SECONDS = 20e-6
+"""Time of a collective without bytes. A rule, not measured."""
 HOST_SECONDS = 5e-6
 """Time of the host for each kernel, with which small ones wait for it. A rule, not measured."""
 BACKWARD_SHARE = 2 / 3
-"""Part of a micro-batch's products that its backward computes, without recomputation."""
+"""Part of a micro-batch's work that its backward is: two products for each of the forward."""
 
 
 @dataclass(frozen=True)
@@ -77,30 +79,35 @@ def rates_of(device: Device, peak: float) -> Rates:
 
 
 def step_work(parts: Sequence[Work], micro_batches: int) -> Work:
-    """Return the work of a step from ``parts``: before the first forward, then of each simulated micro-batch.
+    """Return the work of a step from ``parts``: before the first forward, of each simulated micro-batch, and the end.
 
     With fewer simulated than the step has, there are three: the first, one for all in the middle, and the last.
     """
-    before, *simulated = parts
-    total = before.times(micro_batches / len(simulated))
+    before, *simulated, end = parts
+    total = before.times(micro_batches / len(simulated)) + end
     for part in simulated:
         total = total + part
     missing = micro_batches - len(simulated)
     if missing:
-        # The first one has no gradients to add to, and the last one ends the step.
+        # The first one has no gradients to add to, and the last one reduces them.
         assert len(simulated) == 3, "a first, a middle and a last micro-batch"
         total = total + simulated[1].times(missing)
     return total
 
 
-def step_time(total: Work, last: Work, strategy: str, rates: Rates) -> StepTime:
-    """Return the time of a step with ``total`` work, and ``last`` in its last micro-batch."""
+def device_seconds(work: Work, rates: Rates) -> float:
+    """Return the time of everything but collectives on the device."""
+    return work.products / rates.products + work.attention / rates.attention + work.moved / rates.moved
+
+
+def step_time(total: Work, last: Work, end: Work, strategy: str, rates: Rates) -> StepTime:
+    """Return the time of a step of ``total`` work: ``last`` in its last micro-batch, ``end`` from the optimizer on."""
     products = total.products / rates.products
     attention = total.attention / rates.attention
     moved = total.moved / rates.moved
     host = total.kernels * HOST_SECONDS
-    communication = total.sent / rates.sent
-    beside = max(products + attention + moved, host)
+    communication = total.sent / rates.sent + total.collectives * LATENCY_SECONDS
+    beside = device_seconds(total, rates) - device_seconds(end, rates)
     if strategy == "ddp":
-        beside = BACKWARD_SHARE * (last.products / rates.products + last.attention / rates.attention)
+        beside = BACKWARD_SHARE * device_seconds(last, rates)
     return StepTime(products, attention, moved, host, communication, max(0.0, communication - beside))

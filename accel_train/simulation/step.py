@@ -58,8 +58,8 @@ class Counted:
     """Bytes of all micro-batches and of what was made of them before the first forward."""
     inputs_in_blocks: int
     work: list[Work]
-    """Before the first forward, and of each micro-batch; that of the last holds the end of the step. Empty if the
-    micro-batches differ in their number of forwards."""
+    """Before the first forward, of each micro-batch, and from the optimizer's step on. Empty if micro-batches differ in
+    their number of forwards."""
 
 
 class StepCounted(BaseException):
@@ -261,6 +261,7 @@ class StepCounter:
         self.work = WorkCounter()
         self.collectives = Collectives()
         self._marks: list[Work] = []
+        self._at_step: Work | None = None
         self._places = Places(prepared.model)
         self.ledger = Ledger(self._places.now, self._watch)
         self.collectives.ledger = self.ledger
@@ -274,14 +275,15 @@ class StepCounter:
     def work_by_part(self, micro_batches: int) -> list[Work]:
         """Return the fields of ``Counted.work``."""
         each, rest = divmod(len(self._marks), micro_batches)
-        if rest or not each:
+        if rest or not each or self._at_step is None:
             return []
-        bounds = [Work(), *self._marks[::each], self._so_far()]
+        bounds = [Work(), *self._marks[::each], self._at_step, self._so_far()]
         return [stop + start.times(-1) for start, stop in itertools.pairwise(bounds)]
 
     def _so_far(self) -> Work:
         calls = self.collectives.seen
-        return self.work.work(sum(sent_bytes(call.kind, call.group_size, call.size) for call in calls))
+        sent = sum(sent_bytes(call.kind, call.group_size, call.size) for call in calls)
+        return self.work.work(sent, len(calls))
 
     @contextmanager
     def recording(self, batches: StepBatches, buckets: Sequence[Tensor]) -> Generator[None]:
@@ -310,5 +312,8 @@ class StepCounter:
         self.ledger.mark_leftovers("backward", ledgers.UNREDUCED)
 
     def _mark_gradients(self) -> None:
+        # Several optimizers step one after the other.
+        if self._at_step is None:
+            self._at_step = self._so_far()
         gradients = [p.grad for p in self._prepared.model.parameters() if p.grad is not None]
         self.held[ledgers.GRADIENTS] = self.ledger.mark(gradients, ledgers.GRADIENTS)

@@ -33,6 +33,8 @@ class Work:
     """Operators that compute or move something. A view does neither."""
     sent: int = 0
     """Bytes sent in collectives, by the rule of a ring."""
+    collectives: int = 0
+    """Calls of collectives."""
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, name) + getattr(other, name) for name in NAMES))
@@ -95,9 +97,9 @@ class WorkCounter:
         self._moved += moved
         self._kernels += moved > 0
 
-    def work(self, sent: int) -> Work:
-        """Return everything so far, beside ``sent`` bytes."""
-        return Work(self._products, self._attention, self._moved, self._kernels, sent)
+    def work(self, sent: int, collectives: int) -> Work:
+        """Return everything so far, beside ``sent`` bytes in so many ``collectives``."""
+        return Work(self._products, self._attention, self._moved, self._kernels, sent, collectives)
 
 
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:

@@ -17,6 +17,7 @@ from accel_train.metrics.records import read_metrics
 from accel_train.options.loading import Loaded, config_of
 from accel_train.options.tree import flatten, to_tree
 from accel_train.planning.candidates import LAUNCH_FILES, Candidate
+from accel_train.planning.simulator import Simulator
 from accel_train.planning.writing import LAUNCH, PRESET, write
 from recipes import mmdit
 from tests import zygote
@@ -92,6 +93,13 @@ def test_what_a_simulation_refuses_is_refused(recipe_flags: list[str]) -> None:
     done = plan(*recipe_flags, "--gpus", "1", "--vram_gib", "24")
     assert done.returncode == 2
     assert f"{recipe_flags[0].removeprefix('--')}: {recipe_flags[1]}" in done.stderr
+
+
+def test_micro_batches_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: dict[str, Any] = {"work": []}
+    monkeypatch.setattr(Simulator, "_count", lambda *_: counted)
+    with pytest.raises(UsageError, match="different numbers of forwards"):
+        Simulator("mmdit", [], 1).count(Candidate("single", "none", 4))
 
 
 @pytest.mark.parametrize("strategy", list(LAUNCH_FILES))

@@ -20,7 +20,7 @@ def work_of(compute: Callable[[], object]) -> Work:
     ledger = Ledger(lambda: ("forward", ""), counter.watch)
     with ledger.recording():
         compute()
-    return counter.work(0)
+    return counter.work(0, 0)
 
 
 def values() -> Tensor:
@@ -69,4 +69,4 @@ def test_a_fused_step_reads_and_writes_its_states() -> None:
 
 
 def test_work_adds_up() -> None:
-    assert Work(1, 2, 3, 4, 5) + Work(1, 1, 1, 1, 1).times(2) == Work(3, 4, 5, 6, 7)
+    assert Work(1, 2, 3, 4, 5, 6) + Work(1, 1, 1, 1, 1, 1).times(2) == Work(3, 4, 5, 6, 7, 8)
