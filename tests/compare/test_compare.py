@@ -70,6 +70,13 @@ class Hub:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Profile."""
+
+    steps: str | None = None
+
+
+@dataclass(frozen=True)
 class Config:
     """Steps whose time and loss are known; round N takes N % longer in both."""
 
@@ -87,6 +94,7 @@ class Config:
     declares: tuple[str, ...] = ()
     data: Data = field(default_factory=Data)
     hub: Hub = field(default_factory=Hub)
+    profile: Profile = field(default_factory=Profile)
 
 
 def main(argv):
@@ -146,6 +154,7 @@ FILES = {
     "hang": "ends: hang\n",
     "empty": "ends: empty\n",
     "pushes": "hub: {repo_id: me/it}\n",
+    "profiles": "profile: {steps: '10:20'}\n",
     "sparse": "log_every: 10\n",
     "declared": "declares: [nll, broken]\n",
 }
@@ -327,6 +336,14 @@ def test_nothing_is_pushed_and_caches_may_differ(recipe: str, capsys: pytest.Cap
     assert [v["config"]["seed"] for v in result["variants"]] == [7, 7]
     assert result["differences"] == {"data.cache": [None, "somewhere"]}
     assert "a comparison pushes nothing" in capsys.readouterr().out
+
+
+def test_a_range_to_profile_does_not_reach_the_runs_unless_it_is_varied(recipe: str) -> None:
+    code, result = call(recipe, "profiles", "profiles", "--rounds", "1", "--max_steps", "4")
+    assert code == 0
+    assert [v["config"]["profile.steps"] for v in result["variants"]] == [None, None]
+    varied = call(recipe, "profiles", "--rounds", "1", "--vary", "profile.steps=None,0:2", output="varied")[1]
+    assert [v["config"]["profile.steps"] for v in varied["variants"]] == [None, "0:2"]
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
