@@ -36,10 +36,11 @@ def old(source: str) -> str:
 
 
 def masked(line: str) -> str:
-    """Without numbers, the width of columns and the units of an age, which follow from them, and the tensor that a
-    difference of rounding makes the largest."""
+    """Without numbers, the width of columns and the units of an age, which follow from them, the tensor that a
+    difference of rounding makes the largest, and the sign of a gain, which a short run need not have."""
     named = re.sub(r"(largest|first by name): \S+( at \[[^\]]*\])?", r"\1: #", line)
     plain = NUMBER.sub("#", named)
+    plain = re.sub(r"less than #% apart|#% more", "#% less", plain)
     return re.sub(r" {2,}", "  ", re.sub(r"# (s|min|h|days?)\b", "# s", plain)).strip()
 
 
