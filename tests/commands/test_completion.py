@@ -90,7 +90,7 @@ def test_bash_offers(line: str, expected: set[str], scripts: Path) -> None:
 
 
 def test_bash_offers_the_options_of_a_recipe_of_your_own(scripts: Path) -> None:
-    assert offered_by_bash(scripts / "bash", f"accel-train launch {SCAFFOLD} demo --wi") == {"--width"}
+    assert offered_by_bash(scripts / "bash", f"accel-train launch {SCAFFOLD} demo --wid") == {"--width"}
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")

@@ -240,7 +240,7 @@ def test_choosing_draws_nothing_and_is_quick() -> None:
 
 def test_a_model_with_attention_of_its_own_keeps_it_and_an_option_for_it_is_refused() -> None:
     applied = apply_speed_options(torch.nn.Linear(2, 2), SpeedOptions(), CPU, "fp32")
-    assert applied.notices[0] == "attention: the model's own"
+    assert applied.choices["attention"] == "attention: the model's own"
     assert applied.facts == {"attention": "own"}
     with pytest.raises(UsageError, match="attention sdpa_math: Linear chooses its attention itself"):
         apply_speed_options(torch.nn.Linear(2, 2), SpeedOptions("sdpa_math"), CPU, "fp32")

@@ -428,8 +428,8 @@ def test_speed_options_apply_it_and_say_that_it_wants_compilation(monkeypatch: p
         model = build()
         options = apply.SpeedOptions("sdpa", ActivationCheckpointingConfig("full"), compilation, "tensorwise")
         applied = apply.apply_speed_options(model, options, needs.device, "bf16", needs)
-        assert applied.notices[1].startswith("float8: tensorwise in 8 of 16 linear layers")
-        assert applied.notices[1].endswith("set compile.mode on") is slow
+        assert applied.choices["float8"].startswith("float8: tensorwise in 8 of 16 linear layers")
+        assert applied.choices["float8"].endswith("set compile.mode on") is slow
         assert type(copy.deepcopy(model).transformer.blocks[1].streams[0].qkv).__name__ == "Float8Linear"
 
 

@@ -257,7 +257,7 @@ def test_the_option_reaches_the_run_info() -> None:
     model, run, _ = built("sd3")
     found = apply_speed_options(model, SpeedOptions("sdpa_flash"), CPU, "fp32", example=run)
     assert found.facts == {"attention": "sdpa_flash", "attention_kernels": (FLASH,)}
-    assert "attention sdpa_flash of SD3Transformer2DModel (as asked)" in found.notices[0]
+    assert "attention sdpa_flash of SD3Transformer2DModel (as asked)" in found.choices["attention"]
 
 
 def test_models_of_a_larger_module_are_found() -> None:
