@@ -12,7 +12,7 @@ computation: under FSDP2 beside all micro-batches, under DDP beside the backward
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ def step_work(parts: Sequence[Work], micro_batches: int) -> Work:
     With fewer simulated than the step has, there are three: the first, one for all in the middle, and the last.
     """
     before, *simulated, end = parts
-    total = before.times(micro_batches / len(simulated)) + end
+    # All inputs are made before the first forward. The weights of the loss are reduced once.
+    made = before.times(micro_batches / len(simulated))
+    total = replace(made, sent=before.sent, collectives=before.collectives) + end
     for part in simulated:
         total = total + part
     missing = micro_batches - len(simulated)

@@ -102,9 +102,9 @@ def test_three_micro_batches_stand_for_all(layout: Layout, folder: Path) -> None
     assert sum(few.by_category.values()) == pytest.approx(sum(every.by_category.values()), rel=1e-4)
     assert few.work.products == every.work.products
     assert few.work.attention == every.work.attention
-    # Losses and weights of all micro-batches are added up once a step, which does not grow with their number.
-    assert few.work.collectives == pytest.approx(every.work.collectives, rel=0.05)
-    assert few.work.sent == pytest.approx(every.work.sent, rel=1e-5)
+    assert few.work.collectives == every.work.collectives
+    assert few.work.sent == every.work.sent
+    # Some operators run once a step, such as the sum of the losses.
     assert few.work.moved == pytest.approx(every.work.moved, rel=1e-3)
     assert few.work.kernels == pytest.approx(every.work.kernels, rel=0.02)
 

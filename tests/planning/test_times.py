@@ -59,11 +59,11 @@ def test_seven_billion_parameters_by_hand() -> None:
 
 
 def test_the_work_of_many_micro_batches_follows_from_three() -> None:
-    before = Work(moved=30)
+    before = Work(moved=30, collectives=1)
     simulated = [Work(products=5, moved=1), Work(products=5, moved=3), Work(products=5, moved=10, sent=7)]
     parts = [before, *simulated, Work(moved=1000)]
-    assert step_work(parts, 3) == Work(products=15, moved=1044, sent=7)
-    assert step_work(parts, 10) == Work(products=50, moved=100 + 1 + 8 * 3 + 10 + 1000, sent=7)
+    assert step_work(parts, 3) == Work(products=15, moved=1044, sent=7, collectives=1)
+    assert step_work(parts, 10) == Work(products=50, moved=100 + 1 + 8 * 3 + 10 + 1000, sent=7, collectives=1)
 
 
 def test_every_device_of_the_table_has_a_peak_and_a_source() -> None:
