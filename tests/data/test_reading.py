@@ -95,6 +95,9 @@ def no_worker_is_left():
     assert left == []
 
 
+@pytest.mark.fault(
+    "F54", injected="a sample that raises", outcome="the error names the sample, the step and the worker"
+)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_exception_names_the_sample(workers):
     seen: list[int] = []
@@ -112,6 +115,11 @@ def test_an_exception_names_the_sample(workers):
         assert isinstance(error.value.__cause__, OSError)
 
 
+@pytest.mark.fault(
+    "F54",
+    injected="SIGKILL of a loader worker while it reads",
+    outcome="an error with worker and sample; no worker is left",
+)
 def test_a_worker_killed_while_it_reads():
     with pytest.raises(LoadingError) as error:
         list(steps_of(Faulty("kill"), num_workers=2))
@@ -130,6 +138,7 @@ def test_a_worker_killed_before_it_sent_anything():
     assert time.monotonic() - started < 200  # not the 300 seconds of the timeout
 
 
+@pytest.mark.fault("F54", injected="SIGKILL of a worker that holds a lock", outcome="the same, and no hang")
 @pytest.mark.timeout(120)  # without its own context, the DataLoader waits forever
 def test_a_worker_killed_while_it_holds_a_lock():
     with pytest.raises(LoadingError, match=rf"worker 1 \(pid \d+\), reading sample {BAD} of step 4"):
@@ -146,6 +155,9 @@ def test_a_worker_killed_while_the_training_does_something_else():
         list(steps)
 
 
+@pytest.mark.fault(
+    "F54", injected="a worker that hangs", outcome="an error after loader.timeout_seconds with its sample"
+)
 def test_a_worker_that_hangs():
     started = time.monotonic()
     with pytest.raises(LoadingError) as error:

@@ -196,6 +196,9 @@ def test_a_base_in_half_precision_under_fp32_masters(
             assert torch.equal(tensor, base[name].bfloat16()), name
 
 
+@pytest.mark.fault(
+    "R7", injected="another base at a resume, or none", outcome="exit 2; both bases and the file are named"
+)
 def test_a_base_that_differs_or_is_gone_is_named(bases: Callable[[Kind], Path], tmp_path: Path) -> None:
     base = shutil.copytree(bases("gpt"), tmp_path / "base")
     flags = ("--base", str(base))

@@ -31,6 +31,7 @@ def running(*command: str, folder: Path) -> Generator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.fault("R9", injected="the lock of a compilation that was killed", outcome="deleted, and reported")
 def test_a_lock_that_nobody_holds_is_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deepspeed_build.clear(tmp_path)
     assert capsys.readouterr().out == ""
@@ -40,6 +41,7 @@ def test_a_lock_that_nobody_holds_is_deleted(tmp_path: Path, capsys: pytest.Capt
     assert f"left the lock {tmp_path / 'lock'}, which no process holds: deleted" in capsys.readouterr().out
 
 
+@pytest.mark.fault("R9", injected="the lock of a compilation that runs", outcome="waited for; its process is named")
 def test_a_lock_that_a_process_holds_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hold = "from torch.utils.file_baton import FileBaton; print(FileBaton('lock').try_acquire(), flush=True); input()"
     with running(sys.executable, "-c", hold, folder=tmp_path) as owner:
@@ -93,6 +95,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     assert remedy in output
 
 
+@pytest.mark.fault("R9", injected="SIGKILL of a start that compiles", outcome="the next start compiles again")
 @pytest.mark.slow
 def test_a_compilation_that_is_killed_is_done_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
