@@ -22,6 +22,7 @@ from accel_train import loading
 from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
 from accel_train.domains.models import lora
+from accel_train.export import verify_adapter_script
 from accel_train.export.proof import packages, write_proof
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Convertible
 from accel_train.precision import Precision, dtype_of
@@ -51,10 +52,11 @@ def export(
 
     Beside them are model.py, which rebuilds the model with torch alone, an example of inputs and outputs, and
     verify.py, which repeats it; it is run once. They need a checkpoint whose config.json names the pipeline of its
-    recipe. experiment.json has the options of the experiment. Above 2 GB the weights are shards with an index. A run
-    stands for its newest verified checkpoint. If ``save_precision`` is lower than fp32, the exact fp32 tensors are
-    taken. Raises ``UsageError`` for a destination in use, a damaged checkpoint, NaN, and values out of the range of
-    ``precision``, and ``ProofError`` if model.py has other outputs than the library's model.
+    recipe. Of adapters, verify.py compares files and no outputs. experiment.json has the options of the experiment.
+    Above 2 GB the weights are shards with an index. A run stands for its newest verified checkpoint. If
+    ``save_precision`` is lower than fp32, the exact fp32 tensors are taken. Raises ``UsageError`` for a destination in
+    use, a damaged checkpoint, NaN, and values out of the range of ``precision``, and ``ProofError`` if model.py has
+    other outputs than the library's model.
     """
     found, skipped = places.newest_at(checkpoint)
     target = _unused(destination)
@@ -77,7 +79,7 @@ def export(
         atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
         lines = _write_for_others(temporary)
         # Proven under the temporary name: an export that fails its proof never appears.
-        proof = merging or _proof(found, temporary, is_adapter)
+        proof = merging or _proof(found, temporary, is_adapter and not merged)
         _flush(temporary)
         os.rename(temporary, target)  # also replaces an empty directory
         fsync_directory(target.parent)
@@ -140,14 +142,18 @@ def _describe_base(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
 
 def _proof(checkpoint: Checkpoint, directory: Path, is_adapter: bool) -> str:
     """Prove the export as it can be proven, and return a line about it for the user."""
-    has_pipeline = (directory / "config.json").is_file()
-    if has_pipeline or not is_adapter:
-        return _prove(directory)
-    return _prove_adapter(checkpoint, directory)
+    if is_adapter:
+        return _prove_adapter(checkpoint, directory)
+    return _prove(directory)
 
 
 def _prove_adapter(checkpoint: Checkpoint, directory: Path) -> str:
-    """Write the base and the sha256 of every file into the description of adapters, and return a line for the user."""
+    """Write verify.py, the base and the sha256 of every file, and return a line about them for the user.
+
+    Without the base there are no outputs to repeat, so verify.py compares files alone.
+    """
+    script = Path(str(verify_adapter_script.__file__)).read_text("utf-8")
+    (directory / "verify.py").write_text(script, "utf-8")
     described = _describe_base(checkpoint, directory)
     # The description cannot hold its own hash.
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != ADAPTER_DESCRIPTION]
@@ -156,7 +162,8 @@ def _prove_adapter(checkpoint: Checkpoint, directory: Path) -> str:
     base = described["base"]
     if "files" not in base:
         return "without the files of their base, which the checkpoint does not name"
-    return f"adapters of {base['source']}, whose {len(base['files'])} file(s) they name with their sha256"
+    count = len(base["files"])
+    return f"adapters of {base['source']}, whose {count} file(s) they name with their sha256; check them with verify.py"
 
 
 def _write_for_others(directory: Path) -> list[str]:

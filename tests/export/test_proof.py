@@ -19,11 +19,12 @@ import accel_train
 from accel_train import cli
 from accel_train.export import proof
 from accel_train.pipeline import Example
-from tests.trained import PLAIN, REFINED, TEXTS, field_run, language_run, text_run
+from tests.trained import PLAIN, REFINED, TEXTS, field_run, language_run, picture_run, text_run
 
 RUNS = {
     "language": language_run,
     "text": text_run,
+    "pictures": picture_run,
     "operator": lambda run: field_run(run, PLAIN),
     "operator with a residual": lambda run: field_run(run, REFINED),
 }

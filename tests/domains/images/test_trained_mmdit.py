@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,6 +327,8 @@ def test_an_export_draws_as_the_run_and_merged_as_apart(
     exported = accel_train.load(tmp_path / "out")
     expected = of_run(PROMPTS[0], steps=2)
     assert pixels(exported(PROMPTS[0], steps=2)) == pixels(expected)
+    assert verify(tmp_path / "out", "verify.py") == 0
+    assert verify(tmp_path / "out", "verify.py", str(base_of(run).directory)) == 0
 
     apart = of_run.draw(PROMPTS[0], steps=2)
     assert cli._main(["export", str(trained), str(tmp_path / "merged"), "--weights", "ema", "--merged"]) == 0
@@ -345,6 +349,22 @@ def test_an_export_draws_as_the_run_and_merged_as_apart(
     wrapped: Any = peft.PeftModel.from_pretrained(model, str(tmp_path / "out"))
     sizes = {name: p.shape for name, p in wrapped.named_parameters() if ".lora_" in name}
     assert len(sizes) == len(load_file(tmp_path / "out" / "adapter_model.safetensors"))
+
+
+def verify(out: Path, *command: str) -> int:
+    return subprocess.run([sys.executable, "-I", "-S", *command], cwd=out, check=False, capture_output=True).returncode
+
+
+def test_an_export_notices_a_flipped_bit(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert cli._main(["export", str(trained), str(out)]) == 0
+    file = out / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert verify(out, "verify.py") == 1
+    with pytest.raises(UsageError, match=r"adapter_model\.safetensors changed since the export"):
+        accel_train.load(out)
 
 
 def test_sample_draws_a_file(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

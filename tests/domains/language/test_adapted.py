@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,33 @@ def test_an_export_of_adapters_notices_a_flipped_bit(exported: Path, tmp_path: P
     path.write_bytes(content)
     with pytest.raises(UsageError, match=r"adapter_model.safetensors changed since the export"):
         load(tmp_path / "out")
+
+
+def verified(out: Path, *arguments: str) -> tuple[int, str]:
+    """Run verify.py where no package can be imported. Returns the exit code, and what it printed."""
+    command = [sys.executable, "-I", "-S", str(out / "verify.py"), *arguments]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_verify_py_of_adapters_compares_them_and_their_base(base: Path, exported: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(exported, tmp_path / "out")
+    files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    found = f"{len(files) - 1} files have the sha256 of the export\n"  # all but pipeline.json itself
+    alone = f"verified: this adapter is as it was exported; its base, {base}, was not compared\n"
+    assert verified(out) == (0, found + alone)
+    code, printed = verified(out, str(base))
+    assert (code, printed.endswith(f"{base} is the base that it was trained on\n")) == (0, True)
+    other = shutil.copytree(base, tmp_path / "base")
+    flip(other / "model.safetensors")
+    code, printed = verified(out, str(other))
+    assert code == 1
+    assert "is another base than" in printed
+    assert printed.endswith("or incomplete: model.safetensors\n")
+    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json"):
+        flip(out / name)
+        assert verified(out) == (1, f"FAILED: changed since the export, or missing: {name}\n")
+        flip(out / name)
 
 
 # ----------------------------------------------------------------------------------------------------------- the base
