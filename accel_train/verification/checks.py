@@ -317,7 +317,8 @@ CHECKS = (
         "a gradient for each trained parameter",
         (),
         _gradient_paths,
-        "These keep their initial values: a detach, a no_grad, or a module that the loss does not use.",
+        "These keep their initial values: a detach, a no_grad, or a module that the loss does not use. Behind a layer "
+        "whose weights begin at 0, or in a later stage of training, the gradient comes later: give more --steps.",
     ),
     Check(
         "optimizer_groups",
