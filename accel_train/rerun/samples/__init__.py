@@ -1,1 +1,1 @@
-"""Single samples of recorded runs: which one moved a step, a run without some, two models compared sample by sample."""
+"""Single samples of recorded runs: which one moved a step, and a run without some."""

@@ -6,14 +6,14 @@ import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files as resources
-from typing import Any
+from typing import Any, get_args
 
 from accel_train import __version__
 from accel_train.metrics.records import plain
 from accel_train.watching.html_report import tables
 from accel_train.watching.html_report.charts import BUCKETS, Chart, Curve, charts_of
 from accel_train.watching.html_report.drawing import COLORS, LEFT, RIGHT, WIDTH, draw
-from accel_train.watching.html_report.events import Event, events_of
+from accel_train.watching.html_report.events import Event, Kind, events_of
 from accel_train.watching.html_report.facts import COMMANDS, facts_of
 from accel_train.watching.html_report.markup import clock, command, section
 from accel_train.watching.html_report.tables import ReportedRun
@@ -21,17 +21,7 @@ from accel_train.watching.html_report.tables import ReportedRun
 GENERATOR = '<meta name="generator" content="accel-train report">'
 # Even a mistake in the escaping could neither load nor send anything.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-ON_CURVES = (
-    "restart",
-    "save",
-    "evaluation",
-    "warning",
-    "bad step",
-    "out of memory",
-    "not finite",
-    "stop",
-    "crash",
-)
+ON_CURVES = [kind for kind in get_args(Kind) if kind not in ("start", "end")]
 """Kinds of events to mark. Start and end are the ends of the curve."""
 
 
