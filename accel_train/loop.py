@@ -26,9 +26,8 @@ from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import Recorder, RunInfo, log_evaluation, write_report
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
-from accel_train.opened import Opened, Prepared
+from accel_train.opened import Opened, Prepared, profiled_steps
 from accel_train.options.tree import to_tree
-from accel_train.profiled_steps import profiled_steps
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED, StartAgain
 from accel_train.speed import out_of_memory

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -11,14 +13,21 @@ from torch import Tensor, nn
 
 from accel_train.checkpoints.run import Run
 from accel_train.config import expand_path
+from accel_train.data.options import resolve_loader
 from accel_train.experiment_options import ExperimentConfig
+from accel_train.metrics.profiling.advice import Setting
 from accel_train.metrics.recorder import RunInfo
+from accel_train.options.tree import flatten, to_tree
 from accel_train.speed.out_of_memory import SmallerMicroBatch, recorded
 from accel_train.training import schedules
 from accel_train.training.accumulation import Batch, GradientWindow, SyncPolicy
 from accel_train.training.ema import Ema
 from accel_train.training.schedules import ScheduleConfig
 from accel_train.training.step_guard import StepGuard
+
+if TYPE_CHECKING:
+    from accel_train.data.loader import StepBatches
+    from accel_train.metrics.throughput import Throughput
 
 
 def smaller_micro_batch(config: ExperimentConfig) -> SmallerMicroBatch | None:
@@ -87,3 +96,28 @@ class Prepared:
         return GradientWindow(
             self.accelerator, self.model, micro_batches, coefficients, step, policy=self.sync, guard=self.guard
         )
+
+
+def profiled_steps(opened: Opened, steps: Generator[StepBatches], throughput: Throughput) -> Generator[StepBatches]:
+    """Return the steps of the loop, of which the main process profiles those that ``--profile.steps`` names.
+
+    On the other processes, and without a range, ``steps`` itself. No collective.
+    """
+    config = opened.config
+    wanted = config.profile.range()
+    if wanted is None or not opened.accelerator.is_main_process:
+        return steps
+    # Imported here, because a run that profiles nothing has no use for it.
+    from accel_train.metrics.profiling.profiler import profiled
+
+    device = opened.accelerator.device
+    setting = Setting(
+        recipe=sys.argv[0],
+        directory=opened.run.directory,
+        options=flatten(to_tree(config)),
+        micro_batch_size=opened.micro_batch_size,
+        accumulation_steps=opened.accumulation_steps,
+        num_workers=resolve_loader(config.loader, device).num_workers,
+        world_size=opened.accelerator.num_processes,
+    )
+    return profiled(steps, wanted, setting, opened.start_step, device, throughput.pause)

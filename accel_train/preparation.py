@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 from torch import nn
@@ -28,15 +28,17 @@ from accel_train.runtime.strategy import (
 )
 from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
-from accel_train.speed.attention.other_libraries import Example
-from accel_train.speed.attention.table import AttentionNeeds
-from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.training.accumulation import resolve_sync
 from accel_train.training.ema import Ema
 from accel_train.training.health.options import refuse_inexact
 from accel_train.training.optimizers import build_optimizer
 from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import resolve_step_guard
+
+if TYPE_CHECKING:
+    from accel_train.speed.attention.other_libraries import Example
+    from accel_train.speed.attention.table import AttentionNeeds
+    from accel_train.store.pretrained_base import PretrainedBase
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")

@@ -38,7 +38,7 @@ ROWS = (
     {"experiment_options"},
     {"opened"},
     {"frozen_weights"},
-    {"experiment", "preparation", "profiled_steps", "startup"},
+    {"experiment", "preparation", "startup"},
     {"loop"},
     {"export"},
     {"loading"},
@@ -267,7 +267,7 @@ NAMED_AS_EXAMPLES = {
 
 def test_mechanism_names_no_domain() -> None:
     mechanism = VALUES | MECHANISM | {"experiment_options", "opened", "experiment", "preparation", "startup", "loop"}
-    mechanism |= {"pipeline", "loading", "export", "profiled_steps"}
+    mechanism |= {"pipeline", "loading", "export"}
     found: list[str] = []
     for path in MODULES:
         allowed = NAMED_AS_EXAMPLES.get(str(path.relative_to(ROOT)))
