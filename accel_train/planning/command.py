@@ -22,6 +22,9 @@ from accel_train.planning.times import Rates, rates_of
 
 def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
     """Return the output of the command. Raises ``UsageError`` if nothing fits or a start would refuse the config."""
+    if options.write is not None:
+        # Refused before a search that may take minutes.
+        writing.paths_in(options.write)
     simulator = Simulator(recipe, arguments, options.gpus, options.step)
     loaded = simulator.read_config()
     config = loaded.config
@@ -74,4 +77,6 @@ def _flags(options: Options) -> list[str]:
         words += ["--device", options.device]
     if options.margin_gib is not None:
         words += ["--margin_gib", f"{options.margin_gib:g}"]
+    if options.step is not None:
+        words += ["--step", str(options.step)]
     return words

@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="speed: the fastest that fits (default). balanced: the same in 80 %% of the memory. memory: the smallest",
     )
     parser.add_argument("--margin_gib", type=float, help="GiB to leave free; default: 5 %% of --vram_gib")
-    parser.add_argument("--step", type=int, help="number of the simulated step, from 0; default: the middle of the run")
+    parser.add_argument("--step", type=int, help="number of the simulated step, from 1; default: the middle of the run")
     parser.add_argument("--explain", action="store_true", help="also list what was tried, and by how much it misses")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with the origin of each figure")
     parser.add_argument("--write", metavar="DIR", help="write launch.yaml and preset.yaml for `accelerate launch`")

@@ -16,16 +16,21 @@ LAUNCH = "launch.yaml"
 PRESET = "preset.yaml"
 
 
-def write(directory: str, command: str, candidate: Candidate, gpus: int, loaded: Loaded[Any]) -> tuple[Path, Path]:
-    """Write both files into ``directory`` and return their paths. Raises ``UsageError`` if one is there already."""
+def paths_in(directory: str) -> tuple[Path, Path]:
+    """Return the paths of launch file and preset. Raises ``UsageError`` if one is there already."""
     place = expand_path(directory)
     paths = place / LAUNCH, place / PRESET
     for path in paths:
         if path.exists():
             raise UsageError(f"write: {path} exists; a directory without it is required. Delete it, or give another")
-    place.mkdir(parents=True, exist_ok=True)
+    return paths
+
+
+def write(directory: str, command: str, candidate: Candidate, gpus: int, loaded: Loaded[Any]) -> tuple[Path, Path]:
+    """Write both files into ``directory`` and return their paths. Raises ``UsageError`` if one is there already."""
+    launch, preset = paths_in(directory)
+    launch.parent.mkdir(parents=True, exist_ok=True)
     head = f"# Written by: {command}\n"
-    launch, preset = paths
     launch.write_text(head + launch_text(candidate.strategy, gpus))
     preset.write_text(head + tree_text(planned_tree(loaded, candidate)))
     return launch, preset

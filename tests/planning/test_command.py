@@ -63,6 +63,10 @@ def test_a_plan_is_printed_written_and_trains(tmp_path: Path) -> None:
     assert f"{files / LAUNCH}' {RECIPE} '{files / PRESET}'" in done.stdout
     assert done.stderr.startswith("simulated single, activation_checkpointing.mode none")
     assert train(files / PRESET, tmp_path / "run") == 2
+    again = plan("--gpus", "1", "--vram_gib", "0.65", "--write", str(files))
+    assert again.returncode == 2
+    assert "launch.yaml exists" in again.stderr
+    assert "simulated" not in again.stderr, "refused only behind the search"
 
 
 def test_json_has_every_figure_with_its_origin() -> None:
