@@ -13,8 +13,7 @@ from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed,
 from accel_train.data.options import LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.metrics.profiling.options import ProfileConfig
-from accel_train.metrics.progress import Labels
-from accel_train.metrics.recorder import LogConfig
+from accel_train.metrics.progress import Labels, LogConfig
 from accel_train.options.tree import config_text, defaults_tree, experiment_tree, flatten, option_names, to_tree
 from accel_train.precision import Precision
 from accel_train.runtime.distributed_options import DistributedConfig
@@ -186,6 +185,10 @@ class ExperimentConfig:
             if option.startswith(f"{group}.") and origin_of(self, option) == "command line":
                 flags.append(f"--{option} {value}")
         return flags
+
+    def is_default(self, option: str) -> bool:
+        """Return True if nobody set ``option``, neither a preset nor the command line."""
+        return origin_of(self, option) == "default"
 
     def smoke_values(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that ``--smoke`` sets where no flag does: two small steps, an evaluation and a save.

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,13 +27,10 @@ from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import Recorder, RunInfo, log_evaluation, write_report
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.opened import Opened, Prepared, profiled_steps
-from accel_train.options.tree import to_tree
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED, StartAgain
 from accel_train.speed import out_of_memory
 from accel_train.speed.out_of_memory import is_out_of_memory
-from accel_train.store.manifest import checkpoint_name
-from accel_train.store.names import REPORT
 from accel_train.training.step_guard import StepGuard, StepResult
 
 logger = logging.getLogger(__name__)
@@ -121,15 +118,13 @@ def _recorded(training: Training) -> Generator[None]:
 
 def _recorder(opened: Opened, prepared: Prepared) -> Recorder:
     config = opened.config
-    # As the run trains, where it cannot as asked: with a smaller micro-batch, or a shorter warm-up.
-    used = replace(config, micro_batch_size=opened.micro_batch_size, schedule=opened.schedule)
     return Recorder(
         opened.accelerator,
         opened.run.directory,
         config.log,
         max_steps=opened.max_steps,
         start_step=opened.start_step,
-        config=to_tree(used),
+        config=opened.config_in_use(),
         facts=prepared.run_info.facts,
         labels=config.recipe.labels,
     )
@@ -376,7 +371,5 @@ def finish(training: Training) -> int:
     if training.stopped:
         info(logger, f"stopped at step {step} of {opened.max_steps} and saved; start again to go on (exit code 75)")
         return EXIT_PREEMPTED
-    reports = sorted(opened.config.report_directory.glob("[!.]*"))  # not the temporary files of a killed writer
-    results = [f"checkpoints/{checkpoint_name(step)}", *(f"{REPORT}/{file.name}" for file in reports)]
-    info(logger, f"finished: {opened.run.directory} holds {', '.join(results)}")
+    info(logger, f"finished: {opened.run.directory} holds {', '.join(opened.run.results(step))}")
     return 0

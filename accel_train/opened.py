@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -61,6 +61,11 @@ class Opened:
     def start_step(self) -> int:
         """Optimizer steps already done."""
         return self.run.start_step
+
+    def config_in_use(self) -> dict[str, Any]:
+        """Return the config as nested values, with the micro-batch and schedule in use where they differ from it."""
+        used = replace(self.config, micro_batch_size=self.micro_batch_size, schedule=self.schedule)
+        return to_tree(used)
 
     def learning_rate_factor(self, step: int, decay_steps: int | None = None) -> float:
         """Return the factor of the learning rate in step ``step``. The schedule ends at ``decay_steps``, by default

@@ -13,7 +13,6 @@ from torch import nn
 
 from accel_train import simulated
 from accel_train.checkpoints.restore import load_initial_weights, restore
-from accel_train.config import origin_of
 from accel_train.frozen_weights import offload_frozen, resolve_base
 from accel_train.linting.reporting import log_findings
 from accel_train.metrics.logs import details, info, log_file
@@ -173,7 +172,7 @@ def _build_optimizer(
 def _log_choices(opened: Opened, choices: Mapping[str, str]) -> None:
     """Log what was chosen and why, by option. The console shows only the options that were set."""
     for option, choice in choices.items():
-        log = details if origin_of(opened.config, option) == "default" else info
+        log = details if opened.config.is_default(option) else info
         log(logger, choice)
     info(logger, f"other choices and their reasons: {log_file(opened.run.directory, rank=0)}")
 

@@ -18,14 +18,13 @@ from accel_train.linting.reporting import log_findings
 from accel_train.metrics.logs import details, setup_logging
 from accel_train.metrics.trackers import resolve_trackers
 from accel_train.opened import smaller_micro_batch
-from accel_train.runtime import early_stop, step_overhead, threads
+from accel_train.runtime import early_stop, threads
 from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import failing_together
 from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.attention.selection import check_name
 from accel_train.speed.float8 import refuse_float8
-from accel_train.store.manifest import committed
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ def start(config: ExperimentConfig) -> Accelerator:
     unknown, the device cannot obey the loader's options or float8, or the caller is not the main thread, because Python
     delivers signals to no other.
     """
-    step_overhead.remember_lookups()
     # Wrong usage that needs no other process is refused before the processes wait for each other.
     resolve_trackers(config.log.trackers)
     check_name(config.attention)
@@ -90,16 +88,6 @@ def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Acc
             logs.__exit__(kind, error, traceback)
 
     current_run.push(end_logging)
-
-
-def earlier_assets(config: ExperimentConfig) -> Path | None:
-    """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, or None for a run without one."""
-    directory = expand_path(config.output_dir)
-    if config.run_options().overwrite:
-        return None
-    folders = [path / "assets" for _, path in committed(directory / "checkpoints")]
-    saved = [folder for folder in folders if folder.is_dir()]
-    return saved[-1] if saved else None
 
 
 def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:

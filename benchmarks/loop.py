@@ -34,7 +34,8 @@ from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
 from accel_train.hub.options import HubConfig
-from accel_train.metrics.recorder import LogConfig, Recorder
+from accel_train.metrics.progress import LogConfig
+from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.throughput import LocalCounts, Throughput
 from accel_train.runtime import step_overhead
 from accel_train.runtime.step_overhead import remember_lookups

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
+from accel_train.checkpoints import run
 from accel_train.data import sampler
 from accel_train.domains.diffusion import latents, masked_text, timesteps
 from accel_train.domains.images import captioned, picture_scores
@@ -121,34 +122,38 @@ def loss_sums(config: Config, model: nn.Module, inputs: Batch, mask_id: int) -> 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
-    config: Config,
-    prepared: Prepared,
-    data: dataset.PreparedData,
-    scores: Scores,
-    step: int,
+    config: Config, prepared: Prepared, data: dataset.PreparedData, scores: Scores, step: int
 ) -> dict[str, float]:
     """Compute held-out metrics, the same on any layout, and write the report, with the EMA weights. Collective."""
     options = config.evaluation
-    accelerator = prepared.accelerator
-    # A stop request ends the evaluation between two forwards.
-    forward = evaluation.interruptible(prepared.model)
-    mask_id = data.tokenizer.mask_id
-    both = both_ways.BothWays(forward, mask_id, config.seed, config.latent, options.text, options.latent)
+    both = build_samplers(config, prepared.model, data.tokenizer.mask_id)
     with evaluation.evaluating(prepared.model, prepared.ema):
-        pairs = evaluation.heldout_pairs(accelerator, data.heldout, options.samples, options.batch_size)
-        sums = evaluation.weighted_sums(
-            accelerator, pairs, lambda pair: both.metric_sums(*pair, options.timesteps, scores)
-        )
-        shown = evaluation.first_samples(accelerator, data.heldout, options.shown)
+        sums_of = partial(both.metric_sums, timesteps=options.timesteps, scores=scores)
+        sums = evaluation.paired_sums(prepared.accelerator, data.heldout, options.samples, options.batch_size, sums_of)
+        shown = evaluation.first_samples(prepared.accelerator, data.heldout, options.shown)
         drawn = both.sample_all(shown, unconditional=scores is not None)
     metrics = both_ways.metrics_from_sums(sums, options.timesteps) | picture_scores.metrics(scores, sums)
     # Files and simple predictors need one process. Only the main process records metrics.
-    if accelerator.is_main_process:
-        samples.report_samples(config.report_directory, data, drawn.tokens, drawn.latents)
-        picture_scores.report(scores, config.report_directory, step, shown, drawn)
+    if prepared.accelerator.is_main_process:
+        write_report(config.report_directory, data, scores, step, shown, drawn)
         metrics |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
     logs.info(logger, *both_ways.summary(metrics), *picture_scores.summary(metrics))
     return metrics
+
+
+def build_samplers(config: Config, model: nn.Module, mask_id: int) -> both_ways.BothWays:
+    """Build the samplers in both directions. A stop request ends them between two forwards."""
+    forward = evaluation.interruptible(model)
+    options = config.evaluation
+    return both_ways.BothWays(forward, mask_id, config.seed, config.latent, options.text, options.latent)
+
+
+def write_report(
+    directory: Path, data: dataset.PreparedData, scores: Scores, step: int, shown: Batch, drawn: both_ways.Sampled
+) -> None:
+    """Write what was sampled for the batch ``shown``, as text and as pictures. Main process."""
+    samples.report_samples(directory, data, drawn.tokens, drawn.latents)
+    picture_scores.report(scores, directory, step, shown, drawn)
 
 
 # ------------------------------------------------------------------------------------------------------------ main
@@ -179,7 +184,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS).config
     accelerator = startup.start(config)
-    earlier = startup.earlier_assets(config)
+    earlier = run.earlier_assets(config.run_options())
     preparing = partial(prepare_data, config, str(accelerator.device), earlier)
     data, scores = startup.prepare_data(accelerator, preparing)
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed, blocks=data.train.order)

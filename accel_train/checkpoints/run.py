@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from accel_train.config import UsageError
+from accel_train.checkpoints.policy import RunOptions
+from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files, commit, failpoints, strict_json
-from accel_train.store.manifest import Checkpoint
-from accel_train.store.names import LOADING_FILE, RUN_FILE
+from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
+from accel_train.store.names import LOADING_FILE, REPORT, RUN_FILE
 from accel_train.store.run_file import renew_run, write_run
 
 MAX_NOTE_BYTES = 64 << 10
@@ -112,6 +113,12 @@ class Run:
         """Folder of the checkpoints."""
         return self.directory / "checkpoints"
 
+    def results(self, step: int) -> list[str]:
+        """List the checkpoint of ``step`` and the files of the report, relative to the directory."""
+        # Hidden files are the temporary ones of a killed writer.
+        reports = sorted((self.directory / REPORT).glob("[!.]*"))
+        return [f"checkpoints/{checkpoint_name(step)}", *(f"{REPORT}/{file.name}" for file in reports)]
+
     def resolved(self, key: str) -> Any:
         """Return a value derived by the first start and kept by later ones, such as ``schedule.decay_steps``."""
         return self.saved["resolved"][key]
@@ -122,6 +129,18 @@ class Run:
         if self.checkpoint is None:
             return 0
         return self.checkpoint.step
+
+
+def earlier_assets(options: RunOptions) -> Path | None:
+    """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, or None for a run without one."""
+    if options.overwrite:
+        return None
+    checkpoints = expand_path(options.output_dir) / "checkpoints"
+    folders = [path / "assets" for _, path in committed(checkpoints)]
+    saved = [folder for folder in folders if folder.is_dir()]
+    if not saved:
+        return None
+    return saved[-1]
 
 
 @contextmanager

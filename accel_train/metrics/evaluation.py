@@ -47,15 +47,6 @@ def heldout_batches(accelerator: Accelerator, dataset: MapDataset, samples: int,
     return heldout.heldout_batches(dataset, samples, batch_size, rank, world_size, accelerator.device)
 
 
-def heldout_pairs(
-    accelerator: Accelerator, dataset: MapDataset, samples: int, batch_size: int
-) -> Iterator[tuple[Batch, Batch]]:
-    """Yield ``heldout_batches``, each with its shuffled partner."""
-    rank = accelerator.process_index
-    world_size = accelerator.num_processes
-    return heldout.heldout_pairs(dataset, samples, batch_size, rank, world_size, accelerator.device)
-
-
 def first_samples(accelerator: Accelerator, dataset: MapDataset, samples: int) -> Batch:
     """Return the first ``samples`` as one batch for display, the same on every process."""
     # As process 0 of 1, whatever the rank.
@@ -89,6 +80,23 @@ def weighted_sums(
     sums = reduced.cpu().double().split(lengths)  # on the host first, as Apple's devices have no fp64
     by_name = zip(totals, sums, strict=True)
     return {name: part.view(totals[name].shape) for name, part in by_name}
+
+
+def paired_sums(
+    accelerator: Accelerator,
+    dataset: MapDataset,
+    samples: int,
+    batch_size: int,
+    sums_of: Callable[[Batch, Batch], Mapping[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Return ``weighted_sums`` of ``sums_of(batch, shuffled)`` over the first ``samples`` of a held-out set.
+
+    The batches are those of ``heldout_batches``, each with its shuffled partner (``data.heldout.heldout_pairs``).
+    """
+    rank = accelerator.process_index
+    world_size = accelerator.num_processes
+    pairs = heldout.heldout_pairs(dataset, samples, batch_size, rank, world_size, accelerator.device)
+    return weighted_sums(accelerator, pairs, lambda pair: sums_of(*pair))
 
 
 class EvaluationStopped(BaseException):

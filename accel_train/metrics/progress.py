@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, elsewhere one plain line per log point."""
+"""What a run logs while it trains, and its progress: a bar on a terminal, elsewhere one plain line per log point."""
 
 from __future__ import annotations
 
@@ -9,12 +9,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NoReturn
 
+from accel_train.config import PositiveInt
 from accel_train.wording import FILE_ONLY
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Logging of a run."""
+
+    log_every: PositiveInt = 10
+    """Optimizer steps between two training lines. The host waits for the device at every log point, so 1 is slower on
+    a GPU."""
+
+    trackers: tuple[str, ...] = ()
+    """Trackers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or another one of Accelerate. Each
+    needs its package. A missing one stops the run before training."""
+
+    project: str = "accel_train"
+    """Name of the project in trackers."""
+
+    run_name: str | None = None
+    """Name of the run in trackers. None: the name of the output directory."""
+
+    progress_bar: Literal["auto", "on", "off"] = "auto"
+    """auto: a bar on a terminal, elsewhere one plain line per log point. on: always the bar. off: lines."""
 
 
 @dataclass(frozen=True)

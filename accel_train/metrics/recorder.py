@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from accel_train.config import PositiveInt
 from accel_train.metrics.curves import plot_curves
 from accel_train.metrics.environment import describe_environment
-from accel_train.metrics.progress import Labels, Progress
+from accel_train.metrics.progress import Labels, LogConfig, Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
 from accel_train.store.atomic_files import replace_file
@@ -28,28 +27,6 @@ logger = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 NO_LABELS = Labels()
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """Logging of a run."""
-
-    log_every: PositiveInt = 10
-    """Optimizer steps between two training lines. The host waits for the device at every log point, so 1 is slower on
-    a GPU."""
-
-    trackers: tuple[str, ...] = ()
-    """Trackers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or another one of Accelerate. Each
-    needs its package. A missing one stops the run before training."""
-
-    project: str = "accel_train"
-    """Name of the project in trackers."""
-
-    run_name: str | None = None
-    """Name of the run in trackers. None: the name of the output directory."""
-
-    progress_bar: Literal["auto", "on", "off"] = "auto"
-    """auto: a bar on a terminal, elsewhere one plain line per log point. on: always the bar. off: lines."""
 
 
 class Compiled(Protocol):

@@ -35,7 +35,7 @@ from accel_train.launch_files.requested import (
     refuse_experiment_settings,
 )
 from accel_train.precision import Precision
-from accel_train.runtime import rehearsal, tested_versions
+from accel_train.runtime import rehearsal, step_overhead, tested_versions
 from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers
 from accel_train.runtime.early_stop import end_with_the_launcher
 from accel_train.runtime.exiting import begin_run
@@ -61,6 +61,7 @@ def build_accelerator(
     ``UsageError`` if the machine differs from the launch request, and names both.
     """
     begin_run().callback(_forget_accelerator())
+    step_overhead.remember_lookups()
     end_with_the_launcher()
     requested = read_request(os.environ, parent_command_lines())
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

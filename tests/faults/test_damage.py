@@ -19,7 +19,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 
-from accel_train.metrics.recorder import LogConfig, Recorder
+from accel_train.metrics.progress import LogConfig
+from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.records import read_metrics
 from accel_train.metrics.throughput import Throughput
 from accel_train.store import commit, manifest

@@ -30,7 +30,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from accel_train.config import UsageError
 from accel_train.domains.text.samples import write_samples
 from accel_train.metrics import environment, progress, recorder, records, trackers
-from accel_train.metrics.recorder import LogConfig, Recorder
+from accel_train.metrics.progress import LogConfig
+from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.records import LineWriter, encode, read_metrics, repair_metrics, write_json
 from accel_train.metrics.throughput import Throughput
 from accel_train.wording import FILE_ONLY
@@ -508,7 +509,8 @@ import sys, time
 from pathlib import Path
 from accelerate import Accelerator
 from accel_train.metrics.logs import setup_logging
-from accel_train.metrics.recorder import LogConfig, Recorder
+from accel_train.metrics.progress import LogConfig
+from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.throughput import Throughput
 folder, fields = Path(sys.argv[1]), eval(sys.argv[2])
 accelerator = Accelerator(cpu=True)

@@ -42,9 +42,15 @@ def fresh(tmp_path: Path) -> Iterator[None]:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "DEEPSPEED_TIMEOUT"):
         os.environ.pop(name, None)
     os.environ["HF_HOME"] = str(tmp_path / "hf")
+    # A test of another file, run earlier in this process, may have left its Accelerator.
+    forget_accelerator()
     yield
     os.environ.clear()
     os.environ.update(before)
+    forget_accelerator()
+
+
+def forget_accelerator() -> None:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 

@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from accel_train.metrics.recorder import LogConfig, Recorder
+from accel_train.metrics.progress import LogConfig
+from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.records import TRAIN_FIELDS, read_metrics
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
