@@ -235,7 +235,11 @@ class GradientWindow:
             # The engine discards a step by itself if its gradient is not finite. This makes sure that it is not: a loss
             # can be NaN in a part that has no gradient.
             loss = loss * math.nan
-        self.accelerator.backward(loss)
+        if self._zero_stage == 0 and self.accelerator.scaler is None:
+            # All that Accelerate would add is a division by its own accumulation steps, which are 1.
+            loss.backward()
+        else:
+            self.accelerator.backward(loss)
 
     def _by_term(self, found: Mapping[str, Tensor] | Tensor, kind: str) -> Mapping[str, Tensor]:
         if isinstance(found, Tensor):

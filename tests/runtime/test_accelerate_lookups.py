@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 
@@ -46,6 +47,27 @@ def test_a_step_looks_for_no_package(searches: list[str]) -> None:
     searches.clear()
     prepared.step()
     assert searches == []
+
+
+def test_zero_grad_takes_no_signature_apart(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "inspect", inspect)  # as in a process without an earlier run
+    taken: list[object] = []
+    signature = inspect.signature
+    monkeypatch.setattr(inspect, "signature", lambda of: taken.append(of) or signature(of))
+    model = nn.Linear(2, 2)
+    prepared = Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    prepared.zero_grad()
+    taken.clear()
+    prepared.zero_grad()
+    assert len(taken) == 1, "Accelerate takes no signature apart any more; leave it out of remember_lookups"
+
+    remember_lookups()
+    prepared.zero_grad()
+    taken.clear()
+    model.weight.grad = torch.ones_like(model.weight)
+    prepared.zero_grad()
+    assert taken == []
+    assert model.weight.grad is None
 
 
 def test_the_step_is_the_same_and_asking_again_changes_nothing(searches: list[str]) -> None:
