@@ -149,8 +149,8 @@ class ExperimentConfig:
     collective_timeout_seconds: PositiveInt = 1800
     """How long a process waits for the others before the run stops with an error."""
     without_samples: tuple[NonNegativeInt, ...] = ()
-    """Samples of the training split, by index, that get weight 0 wherever they come. All others keep their place, noise
-    and weight. A step that is left without any weight moves nothing. `accel-train blame` finds such indices."""
+    """Samples of the training split, by index, that are left out wherever they come. All others keep their place, noise
+    and weight. A step that is left without any sample moves nothing. `accel-train blame` finds such indices."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

@@ -26,12 +26,13 @@ from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import Recorder, RunInfo, log_evaluation, write_report
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
-from accel_train.opened import Opened, Prepared, profiled_steps
+from accel_train.opened import Opened, Prepared, build_recorder, profiled_steps
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED, StartAgain
 from accel_train.speed import out_of_memory
 from accel_train.speed.out_of_memory import is_out_of_memory
-from accel_train.training.step_guard import StepGuard, StepResult
+from accel_train.training.health import rollback
+from accel_train.training.step_guard import NonFiniteError, StepGuard, StepResult
 
 logger = logging.getLogger(__name__)
 CALLS = ("report", "save_if_due")
@@ -69,9 +70,9 @@ def training(
             yield steps
         return
     config = opened.config
-    order = leaving_out.without_samples(order, config.without_samples)
+    order = _without_left_out(opened, prepared, order)
     accelerator = opened.accelerator
-    log = _recorder(opened, prepared)
+    log = build_recorder(opened, prepared.run_info)
     saver = Saver(
         accelerator,
         opened.run,
@@ -102,11 +103,21 @@ def training(
     made.stopped = made.stopped or saver.stopping
 
 
+def _without_left_out(opened: Opened, prepared: Prepared, order: Sampler) -> Sampler:
+    """Return the order without the samples of the option and of rollbacks, which coming checkpoints then list."""
+    history = prepared.guard.history
+    history.left_out = sorted({*history.left_out, *rollback.left_out(opened.run.rollbacks)})
+    return leaving_out.without_samples(order, [*opened.config.without_samples, *history.left_out])
+
+
 @contextmanager
 def _recorded(training: Training) -> Generator[None]:
     """Record what ended the body, and its bad steps."""
     try:
         yield
+    except NonFiniteError as error:
+        training.roll_back(error)
+        raise
     except Exception as error:
         if is_out_of_memory(error):
             training.run_out_of_memory(error)
@@ -114,20 +125,6 @@ def _recorded(training: Training) -> Generator[None]:
     finally:
         # Those of a step that ends the run as well.
         training.record_bad_steps()
-
-
-def _recorder(opened: Opened, prepared: Prepared) -> Recorder:
-    config = opened.config
-    return Recorder(
-        opened.accelerator,
-        opened.run.directory,
-        config.log,
-        max_steps=opened.max_steps,
-        start_step=opened.start_step,
-        config=opened.config_in_use(),
-        facts=prepared.run_info.facts,
-        labels=config.recipe.labels,
-    )
 
 
 @dataclass
@@ -291,6 +288,26 @@ class Training:
         raise StartAgain(
             f"step {self.done} ran out of memory with micro_batch_size {used}; the next start goes on from the newest "
             f"checkpoint with {smaller.used} and the same global batch of {config.global_batch_size}"
+        ) from None
+
+    def roll_back(self, error: NonFiniteError) -> None:
+        """Raise ``StartAgain`` without the samples of a bad step, or add to ``error`` why not. Collective."""
+        health = self.opened.config.health
+        if health.non_finite != "rollback" or error.bad is None:
+            return
+        run = self.opened.run
+        going_back = rollback.next_rollback(run.rollbacks, error.bad, health.max_rollbacks)
+        if isinstance(going_back, str):
+            error.add_note(going_back)
+            return
+        if self.opened.accelerator.is_main_process:
+            rollback.record(run.directory, [*run.rollbacks, going_back])
+            self.log.record("rollback", error.bad.fields() | {"left_out": going_back.samples}, step=going_back.step)
+        # A process that ends takes the others with it, and the record must be complete by then.
+        self.opened.accelerator.wait_for_everyone()
+        raise StartAgain(
+            f"{error.bad.finding}; the next start continues from the newest checkpoint without the samples "
+            f"{going_back.samples}"
         ) from None
 
     def end(self) -> None:

@@ -16,7 +16,7 @@ from accel_train.config import expand_path
 from accel_train.data.options import resolve_loader
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.profiling.advice import Setting
-from accel_train.metrics.recorder import RunInfo
+from accel_train.metrics.recorder import Recorder, RunInfo
 from accel_train.options.tree import flatten, to_tree
 from accel_train.speed.out_of_memory import SmallerMicroBatch, recorded
 from accel_train.training import schedules
@@ -101,6 +101,21 @@ class Prepared:
         return GradientWindow(
             self.accelerator, self.model, micro_batches, coefficients, step, policy=self.sync, guard=self.guard
         )
+
+
+def build_recorder(opened: Opened, run_info: RunInfo) -> Recorder:
+    """Build the recorder of a training. Every process has one, and the main process writes."""
+    config = opened.config
+    return Recorder(
+        opened.accelerator,
+        opened.run.directory,
+        config.log,
+        max_steps=opened.max_steps,
+        start_step=opened.start_step,
+        config=opened.config_in_use(),
+        facts=run_info.facts,
+        labels=config.recipe.labels,
+    )
 
 
 def profiled_steps(opened: Opened, steps: Generator[StepBatches], throughput: Throughput) -> Generator[StepBatches]:

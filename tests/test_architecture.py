@@ -56,6 +56,7 @@ NEIGHBOURS_ALLOWED = {
     ("runtime", "data.sampler"): "the number of micro-batches, which is refused and derived in one place",
     ("runtime", "speed.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
     ("speed", "store"): "the smaller micro-batch after running out of memory is recorded in the run directory",
+    ("training", "store"): "samples left out after a bad step are recorded in the run directory",
     ("checkpoints", "hub"): "a saver hands what it committed to the Hub, and a start may fetch a checkpoint from there",
     ("compare", "commands.bundled"): "a recipe is found by its path or name in one place",
     ("watching", "commands.places"): "what a directory holds, for a message, is listed in one place",

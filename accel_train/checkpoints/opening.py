@@ -37,6 +37,7 @@ from accel_train.store.run_file import (
     with_changes,
 )
 from accel_train.store.strict_json import Json
+from accel_train.training.health import rollback
 
 PATIENCE_SECONDS = 5.0
 """Longest wait for files of another host. Network file systems may show a new file late."""
@@ -99,8 +100,9 @@ def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved:
         opened = _resume(options, directory, experiment)
     else:
         opened = _start(options, directory, experiment, resolved)
-    decision = "; ".join([opened["decision"], *notes])
-    return opened | {"initial_weights": weights, "decision": decision}
+    rollbacks = rollback.recorded(directory)
+    decision = "; ".join([opened["decision"], *notes, *rollback.notices(directory, rollbacks)])
+    return opened | {"initial_weights": weights, "decision": decision, "rollbacks": rollbacks}
 
 
 def _refuse_lost_links(directory: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
 from accel_train.store.names import LOADING_FILE, REPORT, RUN_FILE
 from accel_train.store.run_file import renew_run, write_run
+from accel_train.training.health.rollback import Rollback
 
 MAX_NOTE_BYTES = 64 << 10
 
@@ -43,6 +44,8 @@ class Run:
     base: Mapping[str, Any] | None = None
     """Reference to the files of the frozen parameters (``PretrainedBase.reference``), which checkpoints then leave out.
     None: checkpoints hold every parameter."""
+    rollbacks: Sequence[Rollback] = ()
+    """Steps that earlier starts went back from."""
     unwritten_config: str | None = None
     """``config.yaml`` of a resume, to be written with ``saved`` after the first step."""
     _lock: Any = field(default=None, repr=False)

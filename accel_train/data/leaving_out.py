@@ -1,6 +1,8 @@
-"""An order of samples in which some have weight 0 wherever they come.
+"""An order of samples in which some are left out wherever they come.
 
-Positions, occurrences and noise of all others stay as they are, so two runs differ by these samples alone.
+Positions, occurrences, weights and noise of all others stay as they are, so two runs differ by these samples alone. In
+the place of one that is left out another sample of the same step is read, with weight 0: a loss that is not finite
+would stay so, whatever its weight.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from accel_train.wording import shortened
 
 @dataclass(frozen=True)
 class WithoutSamples:
-    """The order of another sampler, with weight 0 for ``samples``."""
+    """The order of another sampler without ``samples``, whose places have weight 0."""
 
     order: Sampler
     samples: frozenset[int]
@@ -37,7 +39,7 @@ class WithoutSamples:
 
     def draws(self, step: int) -> list[Draw]:
         """Return the global batch of a step."""
-        return self._weighed(self.order.draws(step))
+        return self._replaced(step, self.order.draws(step))
 
     def epoch(self, step: int) -> float:
         """Return the passes over the dataset completed before a step."""
@@ -46,19 +48,28 @@ class WithoutSamples:
     def micro_batches(self, step: int, rank: int, world_size: int, micro_batch_size: int) -> list[list[Draw]]:
         """Return the share of a rank."""
         micro_batches = self.order.micro_batches(step, rank, world_size, micro_batch_size)
-        return [self._weighed(draws) for draws in micro_batches]
+        return [self._replaced(step, draws) for draws in micro_batches]
 
     def is_empty(self, step: int) -> bool:
         """Return True if no sample of a step has a weight."""
         return all(draw.weight == 0 for draw in self.draws(step))
 
-    def _weighed(self, draws: Sequence[Draw]) -> list[Draw]:
-        # Read all the same: a batch of another size would have other shapes and other sums.
-        return [draw._replace(weight=0.0) if draw.sample in self.samples else draw for draw in draws]
+    def _replaced(self, step: int, draws: Sequence[Draw]) -> list[Draw]:
+        # Of the whole step, so that every process reads the same in a place, whatever its share.
+        remaining = [draw.sample for draw in self.order.draws(step) if draw.sample not in self.samples]
+        replaced: list[Draw] = []
+        for draw in draws:
+            if draw.sample in self.samples:
+                draw = draw._replace(weight=0.0)
+                # Without any, the step moves nothing, whatever is read.
+                if remaining:
+                    draw = draw._replace(sample=remaining[draw.position % len(remaining)])
+            replaced.append(draw)
+        return replaced
 
 
 def without_samples(order: Sampler, samples: Sequence[int]) -> Sampler:
-    """Return the order with weight 0 for ``samples``, or itself for none. Raises ``UsageError`` for unknown ones."""
+    """Return the order without ``samples``, or itself for none. Raises ``UsageError`` for unknown ones."""
     if not samples:
         return order
     size = order.dataset_size

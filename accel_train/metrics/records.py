@@ -27,6 +27,7 @@ EVENTS = (
     "checkpoint",
     "bad_step",
     "out_of_memory",
+    "rollback",
     "warning",
     "end",
 )

@@ -10,9 +10,11 @@ LOADING_FILE = "loading.json"
 """Counts the starts that died while they read a checkpoint."""
 MICRO_BATCH_FILE = "micro_batch.json"
 """The smaller micro-batch that a run goes on with after it ran out of memory."""
+LEFT_OUT_FILE = "left_out.json"
+"""The samples that a run leaves out after going back from steps that were not finite."""
 OF_A_START = (METRICS_FILE, CONFIG_FILE, RUN_FILE, LOCK_FILE)
 """Files that the main process writes before the first step, in addition to its log."""
-OF_A_RUN = (LOADING_FILE, MICRO_BATCH_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE)
+OF_A_RUN = (LOADING_FILE, MICRO_BATCH_FILE, LEFT_OUT_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE)
 """Files that ``overwrite`` deletes, in addition to checkpoints, report and what waits for the Hub."""
 REPORT = "report"
 """Directory for people: pushed to the Hub as a whole, and emptied by ``overwrite``."""

@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from accel_train.config import UsageError
 from accel_train.training.health.evidence import Evidence
 from accel_train.training.health.leaving_out import leave_out
-from accel_train.training.parameters import clear_gradients, widest, without_gradients
+from accel_train.training.parameters import (
+    clear_gradients,
+    prepared_parameters,
+    require_prepared,
+    widest,
+    without_gradients,
+)
 from accel_train.training.step_guard import StepGuard, StepResult, read_loss_scale, term_factor, write_loss_scale
 
 SyncPolicy = Literal["auto", "last", "every"]
@@ -33,7 +39,6 @@ PLACES = {
     "sums": "the sums given to window.backward (what `loss_sums` of a recipe returns)",
 }
 """Where a recipe names its loss terms, for a message."""
-DDP_TYPES = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 def resolve_sync(policy: SyncPolicy, accelerator: Accelerator) -> tuple[Literal["last", "every"], str]:
@@ -66,7 +71,7 @@ def no_sync(accelerator: Accelerator, model: nn.Module, *, enabled: bool = True)
     Takes one module from ``accelerator.prepare``. A list would silently reduce every time (diffusers#10553), and an
     unprepared module has no reduction to suppress. Both raise ``TypeError``.
     """
-    _require_prepared(accelerator, model)
+    require_prepared(accelerator, model)
     accelerator.sync_gradients = not enabled  # accelerator.backward passes it to DeepSpeed as the boundary
     try:
         with accelerator.no_sync(model) if enabled else nullcontext():
@@ -108,7 +113,7 @@ class GradientWindow:
     ) -> None:
         self.accelerator = accelerator
         self.model = model
-        self._parameters = _parameters(accelerator, model)
+        self._parameters = prepared_parameters(accelerator, model)
         self._optimizers: list[Any] = accelerator._optimizers  # pyright: ignore[reportPrivateUsage]
         self.step = step
         self.guard = guard or StepGuard()
@@ -345,19 +350,6 @@ def _will_rebuild_buckets(model: Any, processes: int) -> bool:
     return not model._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage]
 
 
-def _require_prepared(accelerator: Accelerator, model: object) -> None:
-    # Accelerate lists a model before it wraps it, so the module inside of DDP is the listed one.
-    known: list[nn.Module] = accelerator._models  # pyright: ignore[reportPrivateUsage]
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    needs_wrapper = accelerator.num_processes > 1 and accelerator.distributed_type in DDP_TYPES
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or not needs_wrapper
-    if not (wrapped and any(inner is m or model is m for m in known)):
-        raise TypeError(
-            f"no_sync needs the one module that accelerator.prepare returned, not {type(model).__name__}; with several "
-            "models, wrap them in one nn.Module before prepare"
-        )
-
-
 def _global_weights(accelerator: Accelerator, micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Sum the weights over all micro-batches and ranks, in fp64 where the device has it: exact for any count."""
     local = dict(micro_batches[0])
@@ -372,19 +364,8 @@ def _global_weights(accelerator: Accelerator, micro_batches: Sequence[Mapping[st
     return dict(zip(local, reduced.unbind(), strict=True))
 
 
-_PARAMETERS: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
-"""Parameters listed at a model's first window: walking a large model takes a millisecond."""
-
 _OVERFLOWS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Overflows over all steps of a model so far. A window lives for one step only."""
-
-
-def _parameters(accelerator: Accelerator, model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of a prepared module. Raises ``TypeError`` for another."""
-    if model not in _PARAMETERS:
-        _require_prepared(accelerator, model)
-        _PARAMETERS[model] = list(model.parameters())
-    return _PARAMETERS[model]
 
 
 def _zero_stage(accelerator: Accelerator) -> int:

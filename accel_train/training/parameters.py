@@ -11,10 +11,14 @@ import re
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+DDP_TYPES = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 ParamGroup = dict[str, Any]
 """Parameter group of an optimizer: its tensors under `params`, and their options."""
 _PART = "_accel_train_part"
@@ -142,3 +146,29 @@ def _frozen_groups(optimizers: Iterable[Any]) -> list[ParamGroup]:
 def widest(tensor: Tensor) -> Tensor:
     """Convert to fp64, or to fp32 on Apple's devices, which have no fp64."""
     return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
+def require_prepared(accelerator: Accelerator, model: object) -> None:
+    """Raise ``TypeError`` unless ``model`` is a module that ``accelerator.prepare`` returned."""
+    # Accelerate lists a model before it wraps it, so the module inside of DDP is the listed one.
+    known: list[nn.Module] = accelerator._models  # pyright: ignore[reportPrivateUsage]
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    needs_wrapper = accelerator.num_processes > 1 and accelerator.distributed_type in DDP_TYPES
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or not needs_wrapper
+    if not (wrapped and any(inner is m or model is m for m in known)):
+        raise TypeError(
+            f"no_sync needs the one module that accelerator.prepare returned, not {type(model).__name__}; with several "
+            "models, wrap them in one nn.Module before prepare"
+        )
+
+
+_PARAMETERS: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
+"""Parameters listed at a model's first window: walking a large model takes a millisecond."""
+
+
+def prepared_parameters(accelerator: Accelerator, model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of a prepared module. Raises ``TypeError`` for another."""
+    if model not in _PARAMETERS:
+        require_prepared(accelerator, model)
+        _PARAMETERS[model] = list(model.parameters())
+    return _PARAMETERS[model]

@@ -106,8 +106,8 @@ class StepGuard:
         """Return True if the update is left out, False if it is made. Raises ``NonFiniteError`` to stop."""
         if bad.reason == "spike":
             return self.config.skips_spikes
-        if self.config.non_finite == "stop":
-            raise NonFiniteError(bad.explanation)
+        if self.config.non_finite != "skip":
+            raise NonFiniteError(bad.explanation, bad)
         return True
 
     def _note(self, bad: BadStep | None) -> None:

@@ -55,10 +55,12 @@ def _begins_again(files: RunFiles) -> bool:
 
 
 def _starts_again(files: RunFiles) -> Condition | None:
-    """Return the condition of a run whose last start ran out of memory, or None."""
+    """Return the condition of a run whose last start ended itself to begin another, or None."""
     for record in files.last_start:
+        step = record.get("step")
+        if record.get("event") == "rollback":
+            return Condition("starting", f"step {step} was not finite; continues without its samples")
         if record.get("event") == "out_of_memory":
-            step = record.get("step")
             size = record.get("next_micro_batch_size")
             return Condition("starting", f"step {step} ran out of memory; next micro-batch: {size}")
     return None

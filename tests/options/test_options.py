@@ -83,6 +83,7 @@ schedule.wsd_decay_fraction
 ema.decay
 health.non_finite
 health.max_skipped
+health.max_rollbacks
 health.spike_factor
 health.spike
 health.spike_window

@@ -17,6 +17,11 @@ _ADVICE = {"bf16": "try --precision fp32", "fp16": "try --precision bf16, which 
 class NonFiniteError(RuntimeError):
     """Non-finite loss or gradient on some rank. Raised on every rank, with the optimizer as it was before."""
 
+    def __init__(self, message: str, bad: BadStep | None = None) -> None:
+        super().__init__(message)
+        self.bad = bad
+        """The step, if it alone ends the run. None after too many skipped steps in a row."""
+
 
 @dataclass(frozen=True)
 class BadStep:

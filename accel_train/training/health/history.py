@@ -17,6 +17,8 @@ class History:
         """Steps without an update since the start of the run, of earlier starts as well."""
         self.in_a_row = 0
         """Skipped steps since the last trained one."""
+        self.left_out: list[int] = []
+        """Samples left out after going back, by this start or before the checkpoint that it continues."""
         self._row: list[BadStep] = []
         self._unreported: list[tuple[BadStep, bool]] = []
 
@@ -52,13 +54,17 @@ class History:
         return unreported
 
     def state(self) -> dict[str, Any]:
-        """Return the counts for a checkpoint. Empty if no step was skipped."""
-        if self.skipped == 0:
-            return {}
-        return {"skipped": self.skipped, "skipped_in_a_row": self.in_a_row}
+        """Return the counts and samples for a checkpoint. Empty if no step was bad."""
+        state: dict[str, Any] = {}
+        if self.skipped > 0:
+            state |= {"skipped": self.skipped, "skipped_in_a_row": self.in_a_row}
+        if self.left_out:
+            state["left_out"] = self.left_out
+        return state
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from the counts of ``state``."""
         self.skipped = int(saved.get("skipped", 0))
         # A resume continues the row: a restart must not begin it over, or the limit would never be reached.
         self.in_a_row = int(saved.get("skipped_in_a_row", 0))
+        self.left_out = list(map(int, saved.get("left_out", [])))

@@ -15,13 +15,19 @@ from accel_train.wording import shortened
 class HealthConfig:
     """Bad steps: a loss or gradient that is not finite, or a gradient norm far above the usual one."""
 
-    non_finite: Literal["stop", "skip"] = "stop"
+    non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """stop: end the run with the sample numbers, exit code 1. skip: leave out the step's update. Weights, optimizer
-    state and EMA stay bit for bit as they were, and the run goes on with the next step's data and learning rate."""
+    state and EMA stay bit for bit as they were, and the run continues with the next step's data and learning rate.
+    rollback: start again from the newest checkpoint, and leave out the samples of that step from there on. Several
+    processes need `accel-train launch`, torchrun's --max-restarts or a scheduler that starts them again (exit code
+    75)."""
 
     max_skipped: PositiveInt = 10
     """Skipped steps in a row that are allowed. One more ends the run with the sample numbers, exit code 1. A step that
     was trained starts the count over."""
+
+    max_rollbacks: PositiveInt = 3
+    """Rollbacks of a run that are allowed. A step that would need one more ends it with exit code 1."""
 
     spike_factor: NonNegativeFloat = 0.0
     """A step is a spike if the norm of its gradient, before clipping, exceeds this many times the median of the last
@@ -66,6 +72,11 @@ class HealthConfig:
         notices: list[str] = []
         if self.non_finite == "skip":
             notices.append(f"steps that are not finite are skipped, up to {self.max_skipped} in a row")
+        if self.non_finite == "rollback":
+            notices.append(
+                f"after a step that is not finite the run goes back to its newest checkpoint, up to "
+                f"{self.max_rollbacks} times, and leaves out the samples of that step"
+            )
         if self.finds_spikes:
             action = "skipped" if self.skips_spikes else "reported"
             notices.append(

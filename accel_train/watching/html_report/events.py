@@ -18,11 +18,16 @@ Kind = Literal[
     "warning",
     "bad step",
     "out of memory",
+    "rollback",
     "not finite",
     "stop",
     "crash",
     "end",
 ]
+
+
+STARTS_AGAIN = {"out_of_memory", "rollback"}
+"""Events after which a run ends its start by itself, and begins another."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,12 @@ def _events_of_start(start: Sequence[Record], *, is_last: bool) -> list[Event]:
     kinds = {record.get("event") for record in start}
     for record in start:
         # One process ran out of memory, and the main one may have ended by an error that came of it.
-        if record.get("event") == "end" and "out_of_memory" in kinds:
+        if record.get("event") == "end" and kinds & STARTS_AGAIN:
             continue
         event = _event(record)
         if event is not None:
             found.append(event)
-    if is_last or "end" in kinds or "out_of_memory" in kinds:
+    if is_last or "end" in kinds or kinds & STARTS_AGAIN:
         return found
     reached = max(_step(record) or 0 for record in start)
     text = "killed, or its machine went down; a resume has dropped its lines behind the newest checkpoint"
@@ -113,6 +118,8 @@ def _event(record: Record) -> Event | None:
     if kind == "out_of_memory":
         text = f"micro-batch of {record.get('micro_batch_size')}; goes on with {record.get('next_micro_batch_size')}"
         return Event("out of memory", step, text, time)
+    if kind == "rollback":
+        return Event("rollback", step, f"not finite; continues without samples {record.get('left_out')}", time)
     if kind == "end":
         return _end(str(record.get("reason")), step, time)
     return None

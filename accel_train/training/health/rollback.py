@@ -1,0 +1,81 @@
+"""Going back after a step that is not finite: the samples that a run leaves out from then on.
+
+A resume is exact, so a run that starts again meets the same step again. What it needs to get past it is recorded in the
+run directory: the samples concerned, which the next start reads from nowhere (``data/leaving_out.py``). A checkpoint
+holds those of its run too, so a copy of it trains on in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from accel_train.config import UsageError
+from accel_train.store import atomic_files, strict_json
+from accel_train.store.names import LEFT_OUT_FILE
+from accel_train.training.health.evidence import BadStep
+from accel_train.wording import shortened
+
+MAX_BYTES = 1 << 24
+
+
+class Rollback(NamedTuple):
+    """A step that a run went back from."""
+
+    step: int
+    """Counted from 1, as training lines do."""
+    reason: str
+    samples: list[int]
+    """Indices in the training split, left out from then on."""
+
+
+def recorded(directory: Path) -> list[Rollback]:
+    """Return the rollbacks of a run, oldest first. Raises ``UsageError`` for a damaged file.
+
+    Without them the run would train on what it had left out, so a file that cannot be read is no empty one.
+    """
+    path = directory / LEFT_OUT_FILE
+    if not path.exists():
+        return []
+    try:
+        found = strict_json.read_object(path, MAX_BYTES)["rollbacks"]
+        return [Rollback(int(one["step"]), str(one["reason"]), list(map(int, one["samples"]))) for one in found]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path}: cannot be read ({error}); it lists samples that this run leaves out. Put back a copy of it, or "
+            "delete it to train on all samples again"
+        ) from error
+
+
+def left_out(rollbacks: Sequence[Rollback]) -> list[int]:
+    """Return the samples of all rollbacks, in order."""
+    return sorted({sample for rollback in rollbacks for sample in rollback.samples})
+
+
+def next_rollback(earlier: Sequence[Rollback], bad: BadStep, most: int) -> Rollback | str:
+    """Return the rollback that gets past a bad step, or why there is none. The same on every rank."""
+    samples = sorted({sample for rank in bad.samples for sample in rank} - set(left_out(earlier)))
+    if len(earlier) >= most:
+        return (
+            f"the run has gone back {len(earlier)} times, and health.max_rollbacks allows {most}: more than a few bad "
+            "samples are a diverged run, so lower the learning rate, or raise the limit"
+        )
+    if not samples:
+        return "going back would not help: no sample of this step is known that is not left out already"
+    return Rollback(bad.step + 1, bad.reason, samples)
+
+
+def record(directory: Path, rollbacks: Sequence[Rollback]) -> None:
+    """Write the rollbacks of a run for its next start. Main process. Raises ``OSError``."""
+    content = {"rollbacks": [rollback._asdict() for rollback in rollbacks]}
+    atomic_files.replace_json(directory / LEFT_OUT_FILE, content)
+
+
+def notices(directory: Path, rollbacks: Sequence[Rollback]) -> list[str]:
+    """Return lines that a start logs."""
+    return [
+        f"without the samples {shortened(list(map(str, one.samples)), 8)} of step {one.step}, which was not finite "
+        f"({directory / LEFT_OUT_FILE})"
+        for one in rollbacks
+    ]

@@ -1,0 +1,29 @@
+"""recipes/mmdit.py, with samples of the training split that make a loss NaN: ``bad_sample_worker.py 7,19 demo``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from accel_train.runtime.exiting import run_main
+from accel_train.training.accumulation import Batch
+from recipes import mmdit
+
+
+def main(argv: Sequence[str]) -> int:
+    bad = [int(sample) for sample in argv[0].split(",") if sample]
+    loss_sums = mmdit.loss_sums
+
+    def spoiled(config: mmdit.Config, model: nn.Module, inputs: Batch, mask_id: int) -> dict[str, Tensor]:
+        sums = loss_sums(config, model, inputs, mask_id)
+        has_bad: Any = sum((inputs["sample"] == sample).any() for sample in bad)
+        return {name: value * (float("nan") if bad and has_bad else 1.0) for name, value in sums.items()}
+
+    mmdit.loss_sums = spoiled
+    return mmdit.main(argv[1:])
+
+
+if __name__ == "__main__":
+    run_main(main)
