@@ -32,18 +32,25 @@ from accel_train.training import schedules
 from accel_train.training.schedules import ScheduleConfig
 
 logger = logging.getLogger(__name__)
-WARMUP_KEPT = "schedule.warmup"
-"""Key in ``resolved`` of a run with a shortened warm-up: the steps asked for, and the steps used."""
+SHORTENED = {"schedule.warmup": "warmup_steps", "schedule.cycle": "cycle_steps"}
+"""Keys in ``resolved`` of a run with a shortened warm-up or first cycle: the steps asked for, and the steps used."""
 
 
-def lengths(config: ExperimentConfig, accelerator: Accelerator, dataset_size: int) -> tuple[int, int]:
-    """Return the optimizer steps of the run and of its schedule. Collective. Raises ``UsageError``.
+class Lengths(NamedTuple):
+    """Optimizer steps of a run, and of its schedule and warm-up."""
+
+    max_steps: int
+    decay_steps: int
+    warmup_steps: int
+
+
+def lengths(config: ExperimentConfig, accelerator: Accelerator, dataset_size: int) -> Lengths:
+    """Return the length of the run and of its schedule. Collective. Raises ``UsageError``.
 
     The schedule is that of the first start that trained.
     """
-    earlier = on_main(accelerator, lambda: kept(config.run_options()))
-    max_steps = _max_steps(config, dataset_size)
-    return max_steps, _decay_steps(config, earlier, max_steps)
+    length = _resolve_length(config, accelerator, dataset_size)
+    return Lengths(length.max_steps, length.resolved["schedule.decay_steps"], length.schedule.warmup_steps)
 
 
 def _max_steps(config: ExperimentConfig, dataset_size: int) -> int:
@@ -61,23 +68,25 @@ def _decay_steps(config: ExperimentConfig, earlier: Mapping[str, Any], max_steps
 
 
 def _schedule(config: ExperimentConfig, earlier: Mapping[str, Any], steps: int) -> ScheduleConfig:
-    """Return the schedule for a run of ``steps``, with a warm-up that fits.
+    """Return the schedule for a run of ``steps``, with a warm-up and a first cycle that fit.
 
-    A warm-up is shortened only if a preset or file sets it and the command line sets a length that is too short for it.
-    Two contradicting numbers from one source stay as they are and are refused later.
+    They are shortened only if a preset or file sets them and the command line sets a length that is too short. Two
+    contradicting numbers from one source stay as they are and are refused later.
     """
     schedule = config.schedule
-    warmup_origin = origin_of(config, "schedule.warmup_steps")
-    if warmup_origin == "command line" or schedule.decay_steps is not None:
+    if schedule.decay_steps is not None:
         return schedule
+    origins = {name: origin_of(config, f"schedule.{name}") for name in SHORTENED.values()}
     # A resume warms up as the first start did, even if its own max_steps has room for the whole warm-up.
-    asked, used = earlier.get(WARMUP_KEPT) or (None, 0)
-    if schedule.warmup_steps == asked:
-        return replace(schedule, warmup_steps=used)
+    for key, name in SHORTENED.items():
+        asked, used = earlier.get(key) or (None, 0)
+        if origins[name] != "command line" and asked is not None and getattr(schedule, name) == asked:
+            schedule = replace(schedule, **{name: used})
     length_origin = origin_of(config, "max_epochs" if config.max_steps is None else "max_steps")
-    if warmup_origin != "default" and length_origin == "command line":
-        return schedules.shortened_warmup(schedule, steps)
-    return schedule
+    if length_origin != "command line":
+        return schedule
+    free = [name for name, origin in origins.items() if origin not in ("default", "command line")]
+    return schedules.shortened(schedule, steps, free)
 
 
 class _Length(NamedTuple):
@@ -96,16 +105,26 @@ def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_
     decay_steps = _decay_steps(config, earlier, max_steps)
     schedule = _schedule(config, earlier, decay_steps)
     resolved: dict[str, Any] = {"schedule.decay_steps": decay_steps}
-    if schedule == config.schedule:
-        return _Length(max_steps, schedule, resolved, [])
-    asked = config.schedule.warmup_steps
-    used = schedule.warmup_steps
-    resolved[WARMUP_KEPT] = [asked, used]
-    notice = (
-        f"schedule.warmup_steps: {asked} is more than the {decay_steps} steps of this run's schedule: "
-        f"shortened to {used}; to choose the number yourself, give --schedule.warmup_steps"
-    )
-    return _Length(max_steps, schedule, resolved, [notice])
+    notices = _replaced_length(config)
+    for key, name in SHORTENED.items():
+        asked, used = getattr(config.schedule, name), getattr(schedule, name)
+        if asked == used:
+            continue
+        resolved[key] = [asked, used]
+        notices.append(
+            f"schedule.{name}: {asked} is more than fits into the {decay_steps} steps of this run's schedule: "
+            f"shortened to {used}; to choose the number yourself, give --schedule.{name}"
+        )
+    return _Length(max_steps, schedule, resolved, notices)
+
+
+def _replaced_length(config: ExperimentConfig) -> list[str]:
+    """Return a notice if the command line gives steps and the preset epochs, or the other way round."""
+    used, replaced = ("max_steps", "max_epochs") if config.max_epochs is None else ("max_epochs", "max_steps")
+    origin = origin_of(config, replaced)
+    if not origin.endswith(f"--{used}"):
+        return []
+    return [f"{replaced}: {origin} {getattr(config, used)}"]
 
 
 def open_experiment(

@@ -189,6 +189,10 @@ class ExperimentConfig:
     def is_default(self, option: str) -> bool:
         """Return True if nobody set ``option``, neither a preset nor the command line."""
         return origin_of(self, option) == "default"
+    def replaced_by_flags(self, flags: Mapping[str, Any]) -> dict[str, str]:
+        """Return the options that ``flags`` take the place of, each with that flag: a run has one length."""
+        pairs = (("max_epochs", "max_steps"), ("max_steps", "max_epochs"))
+        return {other: flag for other, flag in pairs if other not in flags and flags.get(flag) is not None}
 
     def smoke_values(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that ``--smoke`` sets where no flag does: two small steps, an evaluation and a save.

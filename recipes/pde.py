@@ -182,8 +182,8 @@ def main(argv: Sequence[str]) -> int:
     sizes = data.train.sizes
     order = task_sampler.TaskSampler(sizes, config.global_batch_size, config.seed, config.task_weights)
     operator_learning.check_tasks(config.objective, config.evaluation, data.tasks)
-    max_steps, decay_steps = experiment.lengths(config, accelerator, sum(sizes))
-    stages = operator_learning.check_stages(config.objective, config.schedule.warmup_steps, max_steps, decay_steps)
+    run = experiment.lengths(config, accelerator, sum(sizes))
+    stages = operator_learning.check_stages(config.objective, run.warmup_steps, run.max_steps, run.decay_steps)
     opened = experiment.open_experiment(
         config,
         accelerator,

@@ -247,6 +247,27 @@ FLAGS = [
     Row("I28-floor", "--schedule.floor 2", r"schedule\.floor: 2 is refused: .*less than or equal to 1"),
     Row("I28-steps-twice", "--max_epochs 2", r"max_steps: 40, max_epochs: 2\.0: exactly one of the two"),
     Row(
+        "I28-epochs-of-steps",
+        "{}/c.yaml --max_epochs 2",
+        r"max_steps: 40 of \S+c\.yaml gives way to --max_epochs 2\.0",
+        None,
+        prepare=write("c.yaml", CONFIG),
+    ),
+    Row(
+        "I28-steps-of-epochs",
+        "{}/c.yaml --max_steps 6",
+        r"max_epochs: 2\.0 of \S+c\.yaml gives way to --max_steps 6.*warmup_steps: 20 .* the 6 steps .* shortened to 0",
+        None,
+        prepare=write("c.yaml", CONFIG.replace("max_steps: 40", "max_epochs: 2") + "schedule: {warmup_steps: 20}\n"),
+    ),
+    Row(
+        "I28-short-cycle",
+        "{}/c.yaml --max_steps 30",
+        r"schedule\.cycle_steps: 28 .* the 30 steps .* shortened to 27; .*--schedule\.cycle_steps",
+        None,
+        prepare=write("c.yaml", f"{CONFIG}schedule: {{kind: cosine_restarts, warmup_steps: 10, cycle_steps: 28}}\n"),
+    ),
+    Row(
         "I29", "--gradient_accumulation_steps 4", r"--global_batch_size and --micro_batch_size: accumulation is derived"
     ),
     Row("I29-dashes", "--gradient-accumulation-steps=4", r"--global_batch_size and --micro_batch_size"),

@@ -26,7 +26,7 @@ def warmup_beyond_the_run(facts: Facts) -> Finding | None:
     if facts.steps is None or facts.option("schedule.decay_steps") is not None or warmup <= facts.steps:
         return None
     # A start shortens the warm-up of a preset by itself then.
-    shortened = facts.origins.get("max_steps") == "command line"
+    shortened = "command line" in (facts.origins.get("max_steps"), facts.origins.get("max_epochs"))
     if shortened and facts.origins.get("schedule.warmup_steps") != "command line":
         return None
     better = max(1, facts.steps // 10)

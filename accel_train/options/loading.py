@@ -94,12 +94,9 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     except FlagError as error:
         raise UsageError(str(error)) from None
 
-    smoke: dict[str, Any] = {}
-    if is_smoke:
-        before = flatten(to_tree(base))
-        wanted: dict[str, Any] = cast("Any", base).smoke_values(flags)
-        smoke = {key: value for key, value in wanted.items() if before[key] != value}
-    changes = smoke | flags
+    smoke = _smoke_values(base, flags) if is_smoke else {}
+    replaced = _replaced(base, smoke, flags, source)
+    changes = smoke | dict.fromkeys(replaced) | flags
     # Set before the flags are validated: a refusal is logged below this directory.
     set_requested_output_dir(changes.get("output_dir", getattr(base, "output_dir", None)))
     config = base
@@ -107,6 +104,7 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
         config = from_tree(cls, _overlay(to_tree(base), changes), "command line")
     origins = _origins(tree, source, config, flags)
     origins |= {key: "--smoke" for key in smoke if key not in flags}
+    origins |= replaced
     set_origins(config, origins)
     loaded = Loaded(config, origins, path)
     if prints_config:
@@ -115,6 +113,25 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     if _state.reading_only:
         raise _ConfigRead(loaded)
     return loaded
+
+
+def _smoke_values(base: object, flags: Mapping[str, Any]) -> dict[str, Any]:
+    before = flatten(to_tree(base))
+    wanted: dict[str, Any] = cast("Any", base).smoke_values(flags)
+    return {key: value for key, value in wanted.items() if before[key] != value}
+
+
+def _replaced(base: object, smoke: Mapping[str, Any], flags: Mapping[str, Any], source: str) -> dict[str, str]:
+    """Return the options of the file or preset that a flag takes the place of, each with what to say of it."""
+    if not hasattr(base, "replaced_by_flags"):
+        return {}
+    replaced: dict[str, str] = cast("Any", base).replaced_by_flags(flags)
+    values = {**flatten(to_tree(base)), **smoke}
+    return {
+        option: f"{values[option]!r} of {'--smoke' if option in smoke else source} gives way to --{flag}"
+        for option, flag in replaced.items()
+        if values[option] is not None
+    }
 
 
 class _State:

@@ -7,6 +7,7 @@ Formulas and the step convention follow transformers and diffusers: `lr = peak *
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -106,16 +107,32 @@ def resolve_decay_steps(config: ScheduleConfig, max_steps: int) -> int:
     return max_steps
 
 
-def shortened_warmup(config: ScheduleConfig, decay_steps: int) -> ScheduleConfig:
-    """The same schedule, with the warm-up shortened to a tenth of the run where it does not fit."""
+def shortened(config: ScheduleConfig, decay_steps: int, free: Collection[str]) -> ScheduleConfig:
+    """The same schedule, with the options in ``free`` shortened where they do not fit into ``decay_steps``.
+
+    A warm-up becomes a tenth of the run or shorter, then a first cycle what is left.
+    """
+    if _fits(config, decay_steps):
+        return config
+    if "warmup_steps" in free:
+        shorter = decay_steps // 10
+        if config.kind == "wsd":
+            shorter = min(shorter, decay_steps - _wsd_steps(config, decay_steps))
+        if config.kind == "inverse_sqrt":  # divides by the warm-up
+            shorter = max(1, shorter)
+        config = replace(config, warmup_steps=min(config.warmup_steps, shorter))
+    rest = decay_steps - config.warmup_steps
+    if "cycle_steps" in free and config.cycle_steps is not None and 0 < rest < config.cycle_steps:
+        config = replace(config, cycle_steps=rest)
+    return config
+
+
+def _fits(config: ScheduleConfig, decay_steps: int) -> bool:
     try:
         _check_lengths(config, decay_steps, "max_steps")
     except UsageError:
-        shorter = decay_steps // 10
-        if config.kind == "inverse_sqrt":  # divides by the warm-up
-            shorter = max(1, shorter)
-        return replace(config, warmup_steps=min(config.warmup_steps, shorter))
-    return config
+        return False
+    return True
 
 
 def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[str]:

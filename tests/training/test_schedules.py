@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from importlib import import_module
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_train.config import UsageError
-from accel_train.training.schedules import ScheduleConfig, learning_rate_factor, resolve_decay_steps
+from accel_train.training.schedules import ScheduleConfig, learning_rate_factor, resolve_decay_steps, shortened
 
 TOTAL = 97
 TORCH = torch.optim.lr_scheduler
@@ -201,3 +202,28 @@ def test_lengths_are_checked_against_max_steps(options, words):
     with pytest.raises(UsageError) as error:
         resolve_decay_steps(config, max_steps=100)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "expected"),
+    [
+        ({"kind": "cosine", "warmup_steps": 20}, 6, {"warmup_steps": 0}),
+        ({"kind": "cosine", "warmup_steps": 20}, 20, {}),
+        ({"kind": "inverse_sqrt", "warmup_steps": 20}, 6, {"warmup_steps": 1}),
+        ({"kind": "cosine_restarts", "warmup_steps": 20, "cycle_steps": 8}, 10, {"warmup_steps": 1}),
+        (
+            {"kind": "cosine_restarts", "warmup_steps": 20, "cycle_steps": 80},
+            10,
+            {"warmup_steps": 1, "cycle_steps": 9},
+        ),
+        ({"kind": "wsd", "warmup_steps": 40, "wsd_decay_fraction": 0.95}, 25, {"warmup_steps": 1}),
+        ({"kind": "wsd", "warmup_steps": 40, "wsd_decay_fraction": 1.0}, 25, {"warmup_steps": 0}),
+    ],
+)
+def test_what_is_free_is_shortened_until_it_fits(options, steps, expected):
+    config = ScheduleConfig(**options)
+    found = shortened(config, steps, ["warmup_steps", "cycle_steps"])
+    assert found == replace(config, **expected)
+    assert resolve_decay_steps(found, steps) == steps
+    if expected:
+        assert shortened(config, steps, []) == config

@@ -1,0 +1,85 @@
+"""Every shipped preset may be tried for a few steps: its schedule fits, and what was shortened is said.
+
+Only the options and the length are resolved. ``test_bad_input`` has the same through a recipe's ``main``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from accel_train import experiment
+from accel_train.domains.pde.operator_learning import check_stages
+from accel_train.linting.facts import Facts
+from accel_train.linting.training import warmup_beyond_the_run
+from accel_train.options.loading import load_config
+from accel_train.training.schedules import learning_rate_factor
+from recipes import causal_lm, mmdit, pde
+from tests.linting.test_presets import EVERY_PRESET, PRESETS
+
+SAMPLES = 1000
+SHORT = "--max_steps 6"
+OTHERS = ("--max_steps 1", "--max_epochs 0.01")
+CASES = [
+    *((recipe, name, SHORT) for recipe, name in EVERY_PRESET),
+    *((causal_lm, "causal_lm_tune", length) for length in OTHERS),
+    *((mmdit, "demo", length) for length in OTHERS),
+]
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def loaded(recipe: Any, name: str, length: str, directory: Path) -> Any:
+    argv = [name, *length.split(), "--output_dir", str(directory)]
+    return load_config(recipe.Config, argv, presets=PRESETS).config
+
+
+@pytest.mark.parametrize(("recipe", "name", "length"), CASES, ids=[f"{name} {length}" for _, name, length in CASES])
+def test_a_shipped_preset_runs_for_a_few_steps(
+    recipe: Any, name: str, length: str, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    full = load_config(recipe.Config, [name], presets=PRESETS).config
+    config = loaded(recipe, name, length, tmp_path)
+    found = experiment._resolve_length(config, accelerator, SAMPLES)
+    option, value = length.removeprefix("--").split()
+    assert getattr(config, option) == float(value)
+    assert found.max_steps == (int(value) if option == "max_steps" else max(1, -(-10 // config.global_batch_size)))
+
+    factors = [learning_rate_factor(found.schedule, step, found.max_steps) for step in range(found.max_steps)]
+    assert max(factors) == 1, f"{name} never reaches its learning rate: {factors}"
+    asked, used = full.schedule.warmup_steps, found.schedule.warmup_steps
+    said = "\n".join(found.notices)
+    assert used == (asked if asked <= found.max_steps else found.max_steps // 10)
+    assert (f"schedule.warmup_steps: {asked} " in said and f"shortened to {used};" in said) == (used != asked)
+    other = "max_epochs" if option == "max_steps" else "max_steps"
+    was = getattr(full, other)
+    assert (f"{other}: {was} of {name} gives way to {length.split()[0]} " in said) == (was is not None)
+    assert len(found.notices) == (used != asked) + (was is not None)
+
+    lengths = experiment.lengths(config, accelerator, SAMPLES)
+    assert lengths == (found.max_steps, found.max_steps, used)
+    if recipe is pde:
+        check_stages(config.objective, lengths.warmup_steps, lengths.max_steps, lengths.decay_steps)
+
+
+@pytest.mark.parametrize("length", [SHORT, *OTHERS])
+def test_the_linter_reports_no_warm_up_that_the_start_shortens(length: str) -> None:
+    origins = {"schedule.warmup_steps": "demo", length.removeprefix("--").split()[0]: "command line"}
+    options = {"schedule.warmup_steps": 20, "global_batch_size": 32, "max_steps": None, "max_epochs": None}
+    option, value = length.removeprefix("--").split()
+    short = Facts(options | {option: float(value)}, dataset_size=SAMPLES, origins=origins)
+    assert warmup_beyond_the_run(short) is None
+    by_file = Facts(options | {option: float(value)}, dataset_size=SAMPLES, origins={})
+    assert warmup_beyond_the_run(by_file) is not None
