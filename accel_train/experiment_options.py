@@ -189,6 +189,7 @@ class ExperimentConfig:
     def is_default(self, option: str) -> bool:
         """Return True if nobody set ``option``, neither a preset nor the command line."""
         return origin_of(self, option) == "default"
+
     def replaced_by_flags(self, flags: Mapping[str, Any]) -> dict[str, str]:
         """Return the options that ``flags`` take the place of, each with that flag: a run has one length."""
         pairs = (("max_epochs", "max_steps"), ("max_steps", "max_epochs"))
