@@ -46,7 +46,8 @@ def baselines(
     Reads at most 8192 training rows, evenly chosen. The linear fit alone holds them at once, up to 0.6 GB. Runs in
     float64 on one process. `denormalise` maps targets to physical units.
     """
-    shape = train.batch([0])["target"].shape[1:]
+    first_target = train.batch([0])["target"]
+    shape = first_target.shape[1:]
     mean, weights = _fit(train)
     names = baseline_names(train, same_fields=same_fields)
     errors: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -62,17 +63,23 @@ def baselines(
         for name, prediction in predictions.items():
             physical = denormalise(prediction.reshape(-1, *shape))
             errors[name].append(nrmse(physical, physical_target))
-    return {name: float(torch.cat(errors[name]).mean()) for name in names}
+    scores: dict[str, float] = {}
+    for name in names:
+        per_row = torch.cat(errors[name])
+        scores[name] = float(per_row.mean())
+    return scores
 
 
 def _fit(train: Rows) -> tuple[Tensor, Tensor | None]:
     """Return the mean target (D,) and the weights (F, D) of the linear fit, None where it is left out."""
     count = min(len(train), MAX_TRAINING_ROWS)
     # Evenly over the split: the rows of a trajectory lie side by side, and the first ones would be few trajectories.
-    wanted = torch.linspace(0, len(train) - 1, count).round().long()
+    places = torch.linspace(0, len(train) - 1, count)
+    wanted = places.round().long()
     # Shuffled, because the linear fit validates on the last eighth.
     generator = torch.Generator().manual_seed(0)
-    wanted = wanted[torch.randperm(len(wanted), generator=generator)]
+    shuffled = torch.randperm(len(wanted), generator=generator)
+    wanted = wanted[shuffled]
     if has_linear_fit(train):
         features, targets = _load(train, wanted)
         return targets.mean(0), ridge_fit(features, targets)
@@ -100,8 +107,9 @@ def baseline_names(train: Rows, *, same_fields: bool) -> list[str]:
 def ridge_fit(features: Tensor, targets: Tensor) -> Tensor:
     """Fit (N, F) -> (N, D) by the normal equations, in about N F^2 + 8 F^3 operations. Returns weights (F, D)."""
     kept = len(features) - len(features) // 8
-    gram = features[:kept].T @ features[:kept]  # (F, F)
-    cross = features[:kept].T @ targets[:kept]  # (F, D)
+    fitted = features[:kept]
+    gram = fitted.T @ fitted  # (F, F)
+    cross = fitted.T @ targets[:kept]  # (F, D)
 
     def validation_error(ridge: float) -> float:
         weights = _solve(gram, cross, ridge)
@@ -110,7 +118,9 @@ def ridge_fit(features: Tensor, targets: Tensor) -> Tensor:
 
     best = min(RIDGES, key=validation_error)
     # Fitted again with the rows of the validation.
-    return _solve(features.T @ features, features.T @ targets, best)
+    whole_gram = features.T @ features
+    whole_cross = features.T @ targets
+    return _solve(whole_gram, whole_cross, best)
 
 
 def _solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
@@ -151,5 +161,6 @@ def _blocks(rows: Rows, wanted: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         # The constant lets the map have an offset.
         one = torch.ones(len(indices), 1)
         input = batch["input"].flatten(1)
-        features = torch.cat([input, batch["parameters"], one], dim=1).double()
-        yield features, batch["target"].flatten(1).double()
+        features = torch.cat([input, batch["parameters"], one], dim=1)
+        targets = batch["target"].flatten(1)
+        yield features.double(), targets.double()

@@ -82,7 +82,9 @@ def conservation_gap(fields: Tensor, reference: Tensor) -> Tensor:
     """
     fields = fields.float().flatten(2)
     reference = reference.float().flatten(2)
-    gap = (fields.mean(-1) - reference.mean(-1)).abs()
+    integral = fields.mean(-1)  # (B, C), of a domain of size 1
+    wanted = reference.mean(-1)
+    gap = (integral - wanted).abs()
     size = reference.abs().mean(-1).clamp(min=_TINY)
     return (gap / size).mean(-1)
 
@@ -95,7 +97,8 @@ def spectral_loss(prediction: Tensor, target: Tensor) -> Tensor:
     """
     width = target.shape[-1]
     target_magnitudes = _magnitudes(target)  # (B, C, H, W // 2 + 1)
-    error = _energy(_magnitudes(prediction) - target_magnitudes, width).sum((1, 2, 3))
+    difference = _magnitudes(prediction) - target_magnitudes
+    error = _energy(difference, width).sum((1, 2, 3))
     energy = _energy(target_magnitudes, width).sum((1, 2, 3))
     return error / energy.clamp(min=_TINY)
 
@@ -107,19 +110,23 @@ def spectrum(fields: Tensor) -> Tensor:
     frequencies in the ring of radius k - 1/2 to k + 1/2.
     """
     height, width = fields.shape[-2:]
-    energy = _energy(_magnitudes(fields), width).sum(1).flatten(1)  # (B, H * (W // 2 + 1))
+    energy = _energy(_magnitudes(fields), width)  # (B, C, H, W // 2 + 1)
+    energy = energy.sum(1).flatten(1)
     rows = torch.fft.fftfreq(height, 1 / height, device=fields.device)
     columns = torch.fft.rfftfreq(width, 1 / width, device=fields.device)
     radius = torch.hypot(rows[:, None], columns[None])  # (H, W // 2 + 1), in waves per domain
     radius = radius.round().long().flatten()
-    rings = round(math.hypot(height // 2, width // 2)) + 1
-    return energy.new_zeros(len(energy), rings).index_add_(1, radius, energy)
+    # The corner of the spectrum is the furthest from wave number 0.
+    furthest = math.hypot(height // 2, width // 2)
+    rings = energy.new_zeros(len(energy), round(furthest) + 1)
+    return rings.index_add_(1, radius, energy)
 
 
 def spectral_error(prediction: Tensor, target: Tensor) -> Tensor:
     """Sum |energy - target energy| over wave numbers, relative to the target's energy: (B, C, H, W) -> (B,)."""
     target_energy = spectrum(target)
-    error = (spectrum(prediction) - target_energy).abs().sum(1)
+    difference = spectrum(prediction) - target_energy
+    error = difference.abs().sum(1)
     return error / target_energy.sum(1).clamp(min=_TINY)
 
 
@@ -133,7 +140,8 @@ def _energy(magnitudes: Tensor, width: int) -> Tensor:
     # A real FFT leaves out columns that are mirror images. Column 0, and the middle one of an even width, have none.
     column = torch.arange(magnitudes.shape[-1], device=magnitudes.device)
     has_no_mirror = (column == 0) | (2 * column == width)
-    return magnitudes.square() * torch.where(has_no_mirror, 1.0, 2.0)
+    counted = torch.where(has_no_mirror, 1.0, 2.0)
+    return magnitudes.square() * counted
 
 
 # ----------------------------------------------------------------------------------------------------------- points
@@ -146,7 +154,8 @@ def sample_points(draws: Tensor, points: int, stratified: bool = True) -> Tensor
     count = draws.shape[-1]
     if stratified:
         # One draw in each stretch has a smaller variance than as many free ones.
-        draws = (torch.arange(count, device=draws.device) + draws) / count
+        stretch = torch.arange(count, device=draws.device)
+        draws = (stretch + draws) / count
     # A draw just below 1 may round up to the end of the grid.
     return (draws * points).long().clamp(max=points - 1)
 

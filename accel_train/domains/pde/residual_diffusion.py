@@ -51,12 +51,15 @@ def denoise(correct: Correct, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tens
     (Karras et al. 2022, arXiv 2206.00364). Pure noise never reaches the network. An untrained network leaves the guess
     unchanged, which is 0 at time 1.
     """
-    signal, noise = (scale.view(-1, 1, 1, 1) for scale in latents.coefficients(time, FLOW))
+    signal, noise = latents.coefficients(time, FLOW)
+    signal = signal.view(-1, 1, 1, 1)
+    noise = noise.view(-1, 1, 1, 1)
     power = signal**2 + noise**2  # variance of the noisy residual, whose own is 1
     # The linear estimate with the least squared error. What it leaves over has the variance noise^2 / power.
     guess = noisy * (signal / power)
     correction, log_size = correct(guess, time)
-    return guess + correction.float() * (noise / power.sqrt()), log_size
+    deviation = noise / power.sqrt()  # of the guess's error
+    return guess + correction.float() * deviation, log_size
 
 
 def losses(correct: Correct, missed: Tensor, log_size: Tensor, time: Tensor, noise: Tensor) -> Tensor:
@@ -68,12 +71,15 @@ def losses(correct: Correct, missed: Tensor, log_size: Tensor, time: Tensor, noi
     """
     # The diffusion works at unit size, whatever the error of the prediction.
     unit = missed.float() / _per_channel(log_size).exp()
-    denoised, learned_log = denoise(correct, latents.add_noise(unit, noise, time, FLOW), time)
-    mean_square = missed.float().square().flatten(2).mean(-1)
+    noisy = latents.add_noise(unit, noise, time, FLOW)
+    denoised, learned_log = denoise(correct, noisy, time)
+    squares = missed.float().square()
+    mean_square = squares.flatten(2).mean(-1)  # (B, C)
     # A prediction without any error has no logarithm.
     true_log = mean_square.clamp(min=_TINY).log() / 2
     size_loss = (learned_log - true_log).square().mean(-1)
-    return latents.losses(denoised, unit, FLOW) + SIZE_WEIGHT * size_loss
+    residual_loss = latents.losses(denoised, unit, FLOW)
+    return residual_loss + SIZE_WEIGHT * size_loss
 
 
 @torch.no_grad()
@@ -91,7 +97,8 @@ def refine(correct: Correct, prediction: Tensor, log_size: Tensor, steps: int, s
 
     config = LatentSamplingConfig(steps)
     unit = sample_latents(predict, prediction.shape[1:], FLOW, config, seed, sample)
-    return prediction + _per_channel(log_size).exp() * unit
+    size = _per_channel(log_size).exp()
+    return prediction + size * unit
 
 
 def _per_channel(log_size: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ class ResidualSize(nn.Module):
     def forward(self, task: int) -> Tensor:
         # One parameter for all tasks, so that every forward reaches it.
         first = sum(self.channels[:task])
-        deviation = self.deviation[first : first + self.channels[task]].float()
+        stop = first + self.channels[task]
+        deviation = self.deviation[first:stop].float()
         return LOG_SIZE_START + LOG_SIZE_RATE * deviation
 
 
@@ -75,12 +76,13 @@ class FieldResidual(nn.Module):
         self.encoders = nn.ModuleList()
         for grid, (target, input) in zip(self.grids, self.channels, strict=True):
             channels = 2 * target + input  # guess, prediction and input
-            self.encoders.append(GridEncoder(channels, grid, block.width, stem_width, octaves))
+            encoder = GridEncoder(channels, grid, block.width, stem_width, octaves)
+            self.encoders.append(encoder)
         self.time = TimestepEmbedder(block.width)
         self.blocks = nn.ModuleList(ModulatedBlock(block) for _ in range(depth))
         self.heads = nn.ModuleList()
         for grid, target in zip(self.grids, targets, strict=True):
-            points = math.prod(_points_per_token(grid))
+            points = math.prod(grid.points_per_token)
             self.heads.append(nn.Linear(block.width, target * points))
         self.size = ResidualSize(targets)
 
@@ -93,12 +95,13 @@ class FieldResidual(nn.Module):
         """Correct a guess. conditioning (B, width) is before SiLU. Fields may have any number of whole tokens."""
         given = torch.cat((fields.guess, fields.prediction, fields.input), dim=1)  # (B, 2 C' + C, H, W)
         x = self.encoders[task](given)  # (B, N, D)
-        conditioning = F.silu(self.time(fields.time) + conditioning).to(x.dtype)
+        conditioning = self.time(fields.time) + conditioning
+        conditioning = F.silu(conditioning).to(x.dtype)
         for block in self.blocks:
             x = block(x, conditioning, None)
         x = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
         points = self.heads[task](x)  # (B, N, C' * p * q)
-        p, q = _points_per_token(self.grids[task])
+        p, q = self.grids[task].points_per_token
         rows = fields.guess.shape[2] // p
         points = points.unflatten(2, (-1, p, q))
         points = points.unflatten(1, (rows, -1))  # (B, rows, columns, C', p, q)
@@ -110,8 +113,9 @@ class FieldResidual(nn.Module):
         if ran is None:
             # The sizes of all tasks are one parameter, so any task reaches it.
             yield self.size(0)
-        for task, (grid, (target, input)) in enumerate(zip(self.grids, self.channels, strict=True)):
-            rows, columns = _points_per_token(grid)
+        for task, grid in enumerate(self.grids):
+            target, input = self.channels[task]
+            rows, columns = grid.points_per_token
             if ran is None and task == 0:
                 # One full forward also reaches the shared blocks.
                 targets = like.new_zeros(1, target, rows, IDLE_TOKENS * columns)
@@ -120,14 +124,8 @@ class FieldResidual(nn.Module):
                 yield self(fields, like.new_zeros(1, 1), task)
             elif task != ran:
                 zeros = like.new_zeros(1, 2 * target + input, rows, columns)
-                yield self.heads[task](self.encoders[task](zeros))
-
-
-def _points_per_token(grid: FieldGrid) -> tuple[int, int]:
-    """Grid points of a token along each axis."""
-    rows = grid.patch[0] * grid.merged[0]
-    columns = grid.patch[1] * grid.merged[1]
-    return rows, columns
+                encoded = self.encoders[task](zeros)
+                yield self.heads[task](encoded)
 
 
 def residual_multiplications(
@@ -135,7 +133,8 @@ def residual_multiplications(
 ) -> int:
     """Count the multiplications of `FieldResidual` per sample, without the part done once per batch."""
     width = block.width
-    encoders = (2 * targets + inputs) * encoder_multiplications(grid, width, stem_width)
+    channels = 2 * targets + inputs
+    encoders = channels * encoder_multiplications(grid, width, stem_width)
     time = width * (TIME_FEATURES + width)
     blocks = depth * block.multiplications(math.prod(grid.cells))
     head = targets * math.prod(grid.points) * width

@@ -68,7 +68,8 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
     target = task.target.denormalise(batch["target"])
     gap = torch.zeros_like(weight)
     if task.conserved:
-        gap = fields.conservation_gap(predicted, task.input.denormalise(batch["input"]))
+        before = task.input.denormalise(batch["input"])
+        gap = fields.conservation_gap(predicted, before)
     per_sample = (
         torch.ones_like(weight),
         fields.relative_l2(predicted, target),
@@ -78,7 +79,8 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
         gap,
     )
     # fp64, because sums over many samples are added over batches and processes in any order.
-    return (torch.stack(per_sample).double() * weight.double()).sum(1)
+    errors = torch.stack(per_sample).double()  # (6, B)
+    return (errors * weight.double()).sum(1)
 
 
 def error_sums(
@@ -91,7 +93,8 @@ def error_sums(
     predicted, log_size, correct = losses.predict(model, batch, number, task.grid)
     sums = {"plain": row_sums(task, predicted, batch)}
     if log_size is not None:
-        refined = residual_diffusion.refine(correct, predicted, log_size, residual_steps, seed, batch["sample"])
+        sample = batch["sample"]
+        refined = residual_diffusion.refine(correct, predicted, log_size, residual_steps, seed, sample)
         sums["refined"] = row_sums(task, refined, batch)
     return sums
 
@@ -134,8 +137,10 @@ class Rollouts:
         # 0 for the repeated ones, which other processes count.
         self.weight = (wanted < count).double().to(device)
         trajectories = [rows.trajectory(int(index)) for index in self.sample]
-        self.truth = torch.stack([trajectory.fields for trajectory in trajectories]).to(device)  # (B, T, C, H, W)
-        self.parameters = torch.stack([trajectory.parameters for trajectory in trajectories]).to(device)
+        truth = torch.stack([trajectory.fields for trajectory in trajectories])
+        self.truth = truth.to(device)  # (B, T, C, H, W)
+        parameters = torch.stack([trajectory.parameters for trajectory in trajectories])
+        self.parameters = parameters.to(device)  # (B, P)
 
     def plain(self, step: rollout.Step) -> Tensor:
         """Roll out step by step: (B, T - 1, C, H, W)."""
@@ -158,8 +163,9 @@ class Rollouts:
             gaps = [fields.conservation_gap(state, reference) for state in states]
             return torch.stack(gaps).mean(0)
 
+        start = self.truth[:, 0]
         steps = self.truth.shape[1] - 1
-        return rollout.conditioned_rollout(proposals, step, score, self.truth[:, 0], steps, config)
+        return rollout.conditioned_rollout(proposals, step, score, start, steps, config)
 
     def sums(self, predicted: Tensor) -> Tensor:
         """Sum weight, relative error and conservation gap over the samples, at each time: (3, T - 1) float64."""
@@ -167,20 +173,24 @@ class Rollouts:
         states = self.task.target.denormalise(predicted)
         errors: list[Tensor] = []
         gaps: list[Tensor] = []
+        start = truth[:, 0]
         for time in range(states.shape[1]):
-            errors.append(fields.relative_l2(states[:, time], truth[:, time + 1]))
+            state = states[:, time]
+            errors.append(fields.relative_l2(state, truth[:, time + 1]))
             # Against the first fields: what is lost adds up over time.
-            gaps.append(fields.conservation_gap(states[:, time], truth[:, 0]))
-        error = torch.stack(errors)
+            gaps.append(fields.conservation_gap(state, start))
+        error = torch.stack(errors)  # (T - 1, B)
+        gap = torch.stack(gaps)
         ones = torch.ones_like(error)
-        per_sample = torch.stack([ones, error, torch.stack(gaps)]).double()  # (3, T - 1, B)
+        per_sample = torch.stack([ones, error, gap]).double()  # (3, T - 1, B)
         return (per_sample * self.weight).sum(-1)
 
     def panels(self, predicted: Tensor) -> list[Panel]:
         """Show truth, prediction and error of the first trajectory: over all times in 1-D, the last time in 2-D."""
         truth = self.task.target.denormalise(self.truth[0])
         truth = truth[1:, 0].cpu()  # (T - 1, H, W), of the first field
-        states = self.task.target.denormalise(predicted[0])[:, 0].cpu()
+        states = self.task.target.denormalise(predicted[0])
+        states = states[:, 0].cpu()
         if self.task.grid[0] == 1:
             truth = truth[:, 0]
             states = states[:, 0]
@@ -228,7 +238,8 @@ def evaluate_rollouts(
             panels.extend(batch.panels(predicted))
         sums = {"rollout": batch.sums(predicted)}
         if task.conserved:
-            sums["conditioned"] = batch.sums(batch.conditioned(step, options.conditioning, seed))
+            conditioned = batch.conditioned(step, options.conditioning, seed)
+            sums["conditioned"] = batch.sums(conditioned)
         return sums
 
     place = accelerator.process_index, accelerator.num_processes, accelerator.device

@@ -44,8 +44,14 @@ class FieldGrid:
     @property
     def cells(self) -> tuple[int, int]:
         """The grid of tokens."""
-        rows = self.points[0] // (self.patch[0] * self.merged[0])
-        columns = self.points[1] // (self.patch[1] * self.merged[1])
+        rows, columns = self.points_per_token
+        return self.points[0] // rows, self.points[1] // columns
+
+    @property
+    def points_per_token(self) -> tuple[int, int]:
+        """Points of a token along each axis."""
+        rows = self.patch[0] * self.merged[0]
+        columns = self.patch[1] * self.merged[1]
         return rows, columns
 
     def coordinates(self, device: torch.device | None = None, *, of_tokens: bool = False) -> Tensor:
@@ -127,15 +133,18 @@ class GridEncoder(nn.Module):
         self.octaves = octaves
         # A 1-D field is one row: a kernel of several rows would see its own padding alone.
         rows = 1 if grid.dimensions == 1 else KERNEL
+        kernel = (rows, KERNEL)
+        # As F.pad takes them: columns first, each axis at both ends.
         self.padding = (KERNEL // 2, KERNEL // 2, rows // 2, rows // 2)
         hidden = channels * stem_width
         # Grouped: the fields of an equation differ in scale and meaning, so each has filters of its own.
-        self.stem = nn.Conv2d(channels, hidden, (rows, KERNEL), groups=channels)
-        self.stem_out = nn.Conv2d(hidden, channels, (rows, KERNEL), groups=channels)
+        self.stem = nn.Conv2d(channels, hidden, kernel, groups=channels)
+        self.stem_out = nn.Conv2d(hidden, channels, kernel, groups=channels)
         # With an output of zero the residual convolution starts as the identity.
         nn.init.zeros_(self.stem_out.weight)
         nn.init.zeros_(cast(Tensor, self.stem_out.bias))
-        self.project = nn.Linear(channels * math.prod(grid.patch), width)
+        patch_values = channels * math.prod(grid.patch)
+        self.project = nn.Linear(patch_values, width)
         self.position = nn.Linear(grid.wave_features(octaves), width)
 
     def forward(self, fields: Tensor) -> Tensor:
@@ -143,14 +152,16 @@ class GridEncoder(nn.Module):
         u = fields.to(self.project.weight.dtype)
         hidden = F.gelu(self.stem(self._pad(u)))  # (B, C * stem_width, H, W)
         u = u + self.stem_out(self._pad(hidden))  # (B, C, H, W)
-        u = u.unflatten(3, (-1, grid.patch[1]))  # (B, C, H, columns, q)
-        u = u.unflatten(2, (-1, grid.patch[0]))  # (B, C, rows, p, columns, q)
+        p, q = grid.patch
+        u = u.unflatten(3, (-1, q))  # (B, C, H, columns, q)
+        u = u.unflatten(2, (-1, p))  # (B, C, rows, p, columns, q)
         rows, columns = u.shape[2], u.shape[4]
         patches = u.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (B, rows, columns, C * p * q)
         tokens = self.project(patches)  # (B, rows, columns, D)
         tokens = tokens + self._positions(rows, columns, u)
-        merged = tokens.unflatten(2, (-1, grid.merged[1]))  # (B, rows, N2, m2, D)
-        merged = merged.unflatten(1, (-1, grid.merged[0]))  # (B, N1, m1, N2, m2, D)
+        m1, m2 = grid.merged
+        merged = tokens.unflatten(2, (-1, m2))  # (B, rows, N2, m2, D)
+        merged = merged.unflatten(1, (-1, m1))  # (B, N1, m1, N2, m2, D)
         return merged.mean(dim=(2, 4)).flatten(1, 2)  # (B, N, D)
 
     def _positions(self, rows: int, columns: int, like: Tensor) -> Tensor:
@@ -158,8 +169,9 @@ class GridEncoder(nn.Module):
         # Of the patches in this batch: idle encoders run on a single token.
         cells = (rows, columns) if self.grid.dimensions == 2 else (columns,)
         positions = coordinates(cells, like.device)  # (rows * columns, d)
-        features = waves(positions, self.octaves, self.grid.periodic).to(like.dtype)
-        return self.position(features).unflatten(0, (rows, columns))
+        features = waves(positions, self.octaves, self.grid.periodic)
+        embedded = self.position(features.to(like.dtype))  # (rows * columns, D)
+        return embedded.unflatten(0, (rows, columns))
 
     def _pad(self, u: Tensor) -> Tensor:
         # A periodic field goes on at its other end. Zeros beyond a real boundary show the convolution where it is.
@@ -186,7 +198,8 @@ class QueryPoints(nn.Module):
         super().__init__()
         self.grid = grid
         self.octaves = shape.octaves
-        self.expand = nn.Linear(query_features(grid, shape.octaves), shape.width)
+        features = query_features(grid, shape.octaves)
+        self.expand = nn.Linear(features, shape.width)
         self.project = nn.Linear(shape.width, shape.width)
 
     def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,20 +212,19 @@ class QueryPoints(nn.Module):
         for axis, cells in enumerate(sides):
             scaled = wrapped[..., axis] * cells  # (B, Q), in cells
             # The end of the domain at 1 belongs to the last token.
-            cell.append(scaled.long().clamp(0, cells - 1))
-            offsets.append(scaled - cell[axis] - 0.5)
+            own_cell = scaled.long().clamp(0, cells - 1)
+            cell.append(own_cell)
+            offsets.append(scaled - own_cell - 0.5)
         own_token = cell[0]
         if len(cell) == 2:
             own_token = cell[0] * sides[1] + cell[1]  # row by row, as tokens are
-        features = torch.cat(
-            [
-                waves(x, self.octaves, self.grid.periodic),
-                # Fine detail within a cell, which the waves over the whole domain are too long to show.
-                waves(torch.stack(offsets, dim=-1), CELL_OCTAVES, periodic=False),
-            ],
-            dim=-1,
-        )
-        embedded = F.gelu(self.expand(features.to(self.expand.weight.dtype)))
+        of_domain = waves(x, self.octaves, self.grid.periodic)
+        offset = torch.stack(offsets, dim=-1)  # (B, Q, d)
+        # Fine detail within a cell, which the waves over the whole domain are too long to show.
+        of_cell = waves(offset, CELL_OCTAVES, periodic=False)
+        features = torch.cat([of_domain, of_cell], dim=-1)
+        features = features.to(self.expand.weight.dtype)
+        embedded = F.gelu(self.expand(features))
         return self.project(embedded), own_token
 
 
@@ -248,8 +260,13 @@ class DecoderLayer(nn.Module):
         q = self.query(normalised).unflatten(-1, (-1, self.head_width))  # (B, Q, H, E / H)
         key_value = self.key_value(tokens).unflatten(-1, (2, -1, self.head_width))  # (B, N, 2, H, E / H)
         k, v = key_value.unbind(2)
-        attended = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None)  # (B, H, Q, E / H)
-        return x + self.out(attended.transpose(1, 2).flatten(2))
+        # Kernels of attention take the heads before the positions.
+        q = q.transpose(1, 2)  # (B, H, Q, E / H)
+        k = k.transpose(1, 2)  # (B, H, N, E / H)
+        v = v.transpose(1, 2)
+        attended = self.attend(q, k, v, None)
+        joined = attended.transpose(1, 2).flatten(2)  # (B, Q, E)
+        return x + self.out(joined)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Run the second half of the layer."""
@@ -266,7 +283,8 @@ class PointHead(nn.Module):
         self.project = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(F.gelu(self.expand(x))).squeeze(-1)
+        hidden = F.gelu(self.expand(x))
+        return self.project(hidden).squeeze(-1)
 
 
 class AnyPointDecoder(nn.Module):
@@ -283,7 +301,8 @@ class AnyPointDecoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
         self.heads = nn.ModuleList()
         for count in fields:
-            self.heads.append(nn.ModuleList(PointHead(shape.width) for _ in range(count)))
+            heads = [PointHead(shape.width) for _ in range(count)]
+            self.heads.append(nn.ModuleList(heads))
 
     def forward(self, tokens: Tensor, points: Tensor, grid: int) -> Tensor:
         """Decode tokens (B, N, D) at points (P, Q, d) of grid number `grid`: (B, fields, Q).
@@ -303,7 +322,8 @@ class AnyPointDecoder(nn.Module):
             repeats = len(tokens) // len(points)
             x = x.repeat(repeats, 1, 1)
             own_token = own_token.repeat(repeats, 1)
-        scale, shift = at_tokens(self.local(tokens), own_token).chunk(2, dim=-1)  # (B, Q, E) each
+        local = at_tokens(self.local(tokens), own_token)  # (B, Q, 2 E)
+        scale, shift = local.chunk(2, dim=-1)
         # 1 + scale, so that small weights leave the embedding as it is.
         return x * (1 + scale) + shift
 
@@ -320,8 +340,8 @@ def at_tokens(x: Tensor, token: Tensor) -> Tensor:
         return x.index_select(1, token[0])
     batch, tokens, _ = x.shape
     # `gather` would need an index of its own for each of the E channels.
-    first = torch.arange(0, batch * tokens, tokens, device=x.device)[:, None]
-    index = (first + token).flatten()
+    first = torch.arange(0, batch * tokens, tokens, device=x.device)  # (B,), of each row in the flat tensor
+    index = (first[:, None] + token).flatten()
     chosen = x.flatten(0, 1).index_select(0, index)  # (B * Q, E)
     return chosen.unflatten(0, token.shape)
 
@@ -345,11 +365,13 @@ def decoder_multiplications(
     key_values = tokens * shape.latent_width * 2 * width
     # Both map every token to 2 E values.
     scales_and_shifts = key_values
-    attention = 2 * points * width**2 + 2 * points * tokens * width
+    projections = 2 * points * width**2
+    attention = projections + 2 * points * tokens * width
     feed_forward = 2 * DECODER_FFN_RATIO * points * width**2
     layers = shape.layers * (key_values + attention + feed_forward)
     heads = fields * points * (width**2 + width)
     total = latents * (scales_and_shifts + layers + heads)
     if queries is not None:
-        total += points * (query_features(grid, shape.octaves) + width) * width
+        features = query_features(grid, shape.octaves)
+        total += points * (features + width) * width
     return total

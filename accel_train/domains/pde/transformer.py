@@ -15,10 +15,11 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.domains.models.layers import NORM_EPS, Float32Linear, TimestepEmbedder
+from accel_train.domains.models.layers import NORM_EPS
 from accel_train.domains.models.mmdit import initialise
 from accel_train.domains.models.pretrained import DOWNLOAD_OPTIONS, load_pretrained
 from accel_train.domains.models.token_blocks import ModulatedBlock, double, halve
+from accel_train.domains.pde.conditioning import Conditioning
 from accel_train.domains.pde.residual_network import FieldResidual, ResidualGuess
 from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.tokens import (
@@ -26,13 +27,8 @@ from accel_train.domains.pde.tokens import (
     AnyPointDecoder,
     FieldGrid,
     GridEncoder,
-    wave_features,
     waves,
 )
-
-PARAMETER_OCTAVES = 4
-PARAMETER_RANGE = 4.0
-"""Length of the longest half wave over a parameter. Normalised parameters lie between -4 and 4."""
 
 
 @dataclass(frozen=True)
@@ -74,33 +70,6 @@ NOTHING = PdeOutput(*[None] * 7)
 
 
 # --------------------------------------------------------------------------------------------------------- operator
-class Conditioning(nn.Module):
-    """Embedding of time step (B,) and equation parameters (B, P) to one vector (B, width), in fp32."""
-
-    def __init__(self, config: PdeTransformerConfig) -> None:
-        super().__init__()
-        width = config.model.width
-        self.time = TimestepEmbedder(width)
-        self.counts = [task.parameters for task in config.tasks]
-        self.parameters_of = nn.ModuleList(Float32Linear(parameter_features(count), width) for count in self.counts)
-        self.project = Float32Linear(width, width)
-
-    def forward(self, dt: Tensor, parameters: Tensor, task: int) -> Tensor:
-        """Embed a batch. Columns of `parameters` beyond the task's own are not read."""
-        # In fp32: two neighbouring parameters of a fine range would be one number in bf16.
-        own = parameters[:, : self.counts[task]].float() / PARAMETER_RANGE
-        # The constant serves tasks without parameters. Its weights also distinguish the tasks.
-        constant = torch.ones_like(dt)[:, None]  # (B, 1)
-        own_waves = waves(own, PARAMETER_OCTAVES, periodic=False)  # (B, features)
-        features = torch.cat((constant, own_waves), dim=-1)
-        embedded = self.time(dt) + self.parameters_of[task](features)
-        return self.project(F.silu(embedded))
-
-
-def parameter_features(count: int) -> int:
-    return 1 + wave_features(count, PARAMETER_OCTAVES, periodic=False)
-
-
 class LatentOperator(nn.Module):
     """Operator on latent tokens (B, N, D): returns their change in one time step, or to the solution.
 
@@ -121,7 +90,8 @@ class LatentOperator(nn.Module):
         width = model.width
         features = [grid.wave_features(model.octaves) for grid in self.grids]
         self.places = nn.ModuleList(nn.Linear(count, width) for count in features)
-        self.blocks = nn.ModuleList(ModulatedBlock(model.block()) for _ in range(sum(self.stages)))
+        depth = sum(self.stages)
+        self.blocks = nn.ModuleList(ModulatedBlock(model.block()) for _ in range(depth))
         pairs = len(self.stages) // 2
         self.skips = nn.ModuleList(nn.Linear(width, width) for _ in range(pairs))
         self.leave = nn.Linear(model.width, model.latent)
@@ -142,7 +112,8 @@ class LatentOperator(nn.Module):
                 skip = skips.pop()
                 doubled = double(x, skip.shape[1])
                 # Halving lost the difference between neighbours, and the skip brings it back.
-                x = doubled + self.skips[stage - middle - 1](skip)
+                merge = self.skips[stage - middle - 1]
+                x = doubled + merge(skip)
             for number in range(first, first + depth):
                 kept = None if keep is None else keep[:, number]
                 x = self.blocks[number](x, conditioning, kept)
@@ -163,6 +134,16 @@ class LatentOperator(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------------------------ model
+class _Zeros(NamedTuple):
+    """Arguments for modules that a batch leaves idle: one sample of one token."""
+
+    input: Tensor  # (1, C, p, q)
+    target: Tensor  # (1, C', p, q)
+    point: Tensor  # (1, 1, d)
+    dt: Tensor  # (1,)
+    parameters: Tensor  # (1, P)
+
+
 class PdeTransformer(nn.Module, PyTorchModelHubMixin):
     """Neural operator: encode, advance, decode.
 
@@ -183,11 +164,15 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
 
         shapes = list(zip(config.tasks, self.grids, strict=True))
         self.encoders = nn.ModuleList(encoder(task.input_channels, grid) for task, grid in shapes)
-        # Where the target has the input's fields, the input's encoder serves both.
-        self.target_encoders = nn.ModuleList(
-            nn.Identity() if task.same_fields else encoder(task.target_channels, grid) for task, grid in shapes
-        )
-        self.conditioning = Conditioning(config)
+        self.target_encoders = nn.ModuleList()
+        for task, grid in shapes:
+            own = nn.Identity()
+            # Where the target has the input's fields, the input's encoder serves both.
+            if not task.same_fields:
+                own = encoder(task.target_channels, grid)
+            self.target_encoders.append(own)
+        parameters = [task.parameters for task in config.tasks]
+        self.conditioning = Conditioning(model.width, parameters)
         self.operator = LatentOperator(config)
         heads = [task.heads for task in config.tasks]
         self.decoder = AnyPointDecoder(self.grids, heads, model.decoder())
@@ -227,24 +212,59 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         processes sees only the forward. Outputs have the compute dtype.
         """
         if isinstance(input, ResidualGuess):
-            output = self._correct(input, self.conditioning(dt, parameters, task).detach(), task)
+            conditioning = self.conditioning(dt, parameters, task)
+            output = self._correct(input, conditioning.detach(), task)
         else:
-            points = self.grids[task].coordinates(input.device)[None] if queries is None else queries
             latent = self.encoders[task](input)
-            target_latent = None if target is None else self._target_encoder(task)(target)
+            target_latent = None
+            if target is not None:
+                target_latent = self._target_encoder(task)(target)
             predicted = None
             if parts.operator or parts.prediction:
                 # The stage that learns the operator alone keeps the latents where the decoder knows them.
                 start = latent if parts.train_encoder else latent.detach()
-                predicted = start + self.operator(start, self.conditioning(dt, parameters, task), task, keep)
-            wanted = [latent, target_latent] if parts.reconstruction else [None, None]
-            fields = self._decode([*wanted, predicted if parts.prediction else None], points, task)
-            again = None if target_latent is None or not parts.reencoding else self._reencode(target_latent, task)
-            size = None if self.residual is None or not parts.prediction else self.residual.size(task)
-            output = PdeOutput(
-                latent, target_latent, fields[0], fields[1], again, predicted, fields[2], residual_size=size
-            )
-        return self._with_all(output, task) if torch.is_grad_enabled() else output
+                conditioning = self.conditioning(dt, parameters, task)
+                predicted = start + self.operator(start, conditioning, task, keep)
+            output = self._read_out(latent, target_latent, predicted, queries, task, parts)
+        if torch.is_grad_enabled():
+            output = self._with_all(output, task)
+        return output
+
+    def _read_out(
+        self,
+        latent: Tensor,
+        target_latent: Tensor | None,
+        predicted: Tensor | None,
+        queries: Tensor | None,
+        task: int,
+        parts: Parts,
+    ) -> PdeOutput:
+        """Decode the latents that ``parts`` ask for."""
+        points = queries
+        if points is None:
+            points = self.grids[task].coordinates(latent.device)[None]
+        decoded: list[Tensor | None] = [None, None, None]
+        if parts.reconstruction:
+            decoded[:2] = [latent, target_latent]
+        if parts.prediction:
+            decoded[2] = predicted
+        of_input, of_target, of_prediction = self._decode(decoded, points, task)
+        again = None
+        if target_latent is not None and parts.reencoding:
+            again = self._reencode(target_latent, task)
+        size = None
+        if self.residual is not None and parts.prediction:
+            size = self.residual.size(task)
+        return PdeOutput(
+            latent=latent,
+            target_latent=target_latent,
+            input_reconstruction=of_input,
+            target_reconstruction=of_target,
+            reencoded=again,
+            predicted_latent=predicted,
+            prediction=of_prediction,
+            residual_size=size,
+        )
 
     def _with_all(self, output: PdeOutput, task: int) -> PdeOutput:
         """Connect every output to every parameter, without changing a value."""
@@ -254,20 +274,21 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         tensors = [*self._unused(task, output), *present]
         sums = [x.float().sum() for x in tensors]
         zero = torch.stack(sums).sum() * 0
-        return PdeOutput._make(None if x is None else x + zero.to(x.dtype) for x in output)
+        connected = [None if x is None else x + zero.to(x.dtype) for x in output]
+        return PdeOutput._make(connected)
 
     def _correct(self, fields: ResidualGuess, conditioning: Tensor, task: int) -> PdeOutput:
         if self.residual is None:
             raise UsageError(
                 "model.residual_depth 0: there is no network that corrects a residual. Set it to 1 or more."
             )
-        return NOTHING._replace(
-            residual=self.residual(fields, conditioning, task), residual_size=self.residual.size(task)
-        )
+        correction = self.residual(fields, conditioning, task)
+        return NOTHING._replace(residual=correction, residual_size=self.residual.size(task))
 
     def _target_encoder(self, task: int) -> nn.Module:
-        encoders = self.encoders if self.config.tasks[task].same_fields else self.target_encoders
-        return encoders[task]
+        if self.config.tasks[task].same_fields:
+            return self.encoders[task]
+        return self.target_encoders[task]
 
     def _decode(self, latents: Sequence[Tensor | None], points: Tensor, task: int) -> list[Tensor | None]:
         """Decode the latents of input, target and prediction in one run of the decoder."""
@@ -283,22 +304,28 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
         channels = (of_input, of_target, of_target)
         fields: list[Tensor | None] = []
         for latent, own in zip(latents, channels, strict=True):
-            fields.append(None if latent is None else next(decoded)[:, own])
+            if latent is None:
+                fields.append(None)
+                continue
+            every_field = next(decoded)
+            fields.append(every_field[:, own])
         return fields
 
     def _reencode(self, target_latent: Tensor, task: int) -> Tensor:
         shape = self.config.tasks[task]
         points = self.grids[task].coordinates(target_latent.device)[None]
         # Detached: the loss asks the decoder and the encoder to agree, not the latent to move to where they do.
-        fields = self.decoder(target_latent.detach(), points, task)[:, : shape.target_channels]
-        return self._target_encoder(task)(fields.unflatten(-1, shape.grid))
+        decoded = self.decoder(target_latent.detach(), points, task)  # (B, fields, H * W)
+        fields = decoded[:, : shape.target_channels].unflatten(-1, shape.grid)
+        return self._target_encoder(task)(fields)
 
     def _unused(self, task: int, output: PdeOutput) -> Iterator[Tensor]:
         """Run the modules unused by this output on zeros and yield their outputs."""
         like = next(x for x in output if x is not None)
         # The operator halves them once per stage on the way to its middle, where IDLE_TOKENS have to be left.
         halvings = len(self.config.model.stages) // 2
-        tokens = min(IDLE_TOKENS << halvings, math.prod(self.grids[task].cells))
+        cells = math.prod(self.grids[task].cells)
+        tokens = min(IDLE_TOKENS << halvings, cells)
         token = like.new_zeros(1, tokens, self.config.model.latent)
         for other in range(len(self.grids)):
             if other == task:
@@ -306,40 +333,56 @@ class PdeTransformer(nn.Module, PyTorchModelHubMixin):
             else:
                 yield from self._unused_task(other, token)
         if self.residual is not None:
-            yield from self.residual.idle(None if output.residual is None else task, like)
+            ran = None if output.residual is None else task
+            yield from self.residual.idle(ran, like)
 
     def _unused_task(self, task: int, token: Tensor) -> Iterator[Tensor]:
         """Run the modules of a task that has no sample in this batch."""
-        input, target, point, numbers = self._zeros(task, token.device)
+        zeros = self._zeros(task, token.device)
         # A field of one token is the least that every weight of the encoder takes part in.
-        yield self.encoders[task](input)
-        yield self.decoder.read(self.decoder.embed(token, point, task), task)
+        yield self.encoders[task](zeros.input)
+        query = self.decoder.embed(token, zeros.point, task)
+        yield self.decoder.read(query, task)
         yield self.operator.place(task)
         if not self.config.tasks[task].same_fields:
-            yield self._target_encoder(task)(target)
-        yield self.conditioning(numbers[:, 0], numbers[:, 1:], task)
+            yield self._target_encoder(task)(zeros.target)
+        yield self.conditioning(zeros.dt, zeros.parameters, task)
 
     def _unused_parts(self, task: int, token: Tensor, output: PdeOutput) -> Iterator[Tensor]:
         """Run the modules of the batch's own task that its terms of the loss leave out."""
-        input, target, point, numbers = self._zeros(task, token.device)
+        zeros = self._zeros(task, token.device)
+        same_fields = self.config.tasks[task].same_fields
         if output.latent is None:
-            yield self.encoders[task](input)
-        if not self.config.tasks[task].same_fields and output.target_latent is None:
-            yield self._target_encoder(task)(target)
+            yield self.encoders[task](zeros.input)
+        if not same_fields and output.target_latent is None:
+            yield self._target_encoder(task)(zeros.target)
         if output.predicted_latent is None:
-            conditioning = self.conditioning(numbers[:, 0], numbers[:, 1:], task)
+            conditioning = self.conditioning(zeros.dt, zeros.parameters, task)
             yield self.operator(token, conditioning, task, None)
-        if all(x is None for x in output[2:5]) and output.prediction is None:  # nothing was decoded
-            yield self.decoder(token, point, task)
+        # The target is encoded again only from what the decoder gives.
+        decoded = (
+            output.input_reconstruction,
+            output.target_reconstruction,
+            output.reencoded,
+            output.prediction,
+        )
+        if all(x is None for x in decoded):
+            yield self.decoder(token, zeros.point, task)
 
-    def _zeros(self, task: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return an input and a target of one token, a query point, and a time step with its parameters."""
+    def _zeros(self, task: int, device: torch.device) -> _Zeros:
         shape = self.config.tasks[task]
         grid = self.grids[task]
-        sides = (grid.patch[0] * grid.merged[0], grid.patch[1] * grid.merged[1])
-        shapes = (shape.input_channels, *sides), (shape.target_channels, *sides), (1, grid.dimensions)
-        input, target, point = (torch.zeros(1, *sizes, device=device) for sizes in shapes)
-        return input, target, point, torch.zeros(1, 1 + shape.parameters, device=device)
+
+        def zeros(*sizes: int) -> Tensor:
+            return torch.zeros(1, *sizes, device=device)
+
+        return _Zeros(
+            input=zeros(shape.input_channels, *grid.points_per_token),
+            target=zeros(shape.target_channels, *grid.points_per_token),
+            point=zeros(1, grid.dimensions),
+            dt=zeros(),
+            parameters=zeros(shape.parameters),
+        )
 
     @classmethod
     def _from_pretrained(

@@ -143,8 +143,11 @@ class PdeDataConfig:
 
     def resolution(self, space: int) -> int:
         """Return the points along an axis of generated fields in 1 or 2 dimensions."""
-        points = {1: self.resolution_1d, 2: self.resolution_2d}
-        return points[space] or DEFAULT_RESOLUTION[space]
+        return self.points_of_files()[space] or DEFAULT_RESOLUTION[space]
+
+    def points_of_files(self) -> dict[int, int | None]:
+        """Return the points to read along an axis of fields in 1 and 2 dimensions. None: all of a file."""
+        return {1: self.resolution_1d, 2: self.resolution_2d}
 
     def samples(self, split: str) -> int | None:
         """Return the number of samples of a split. None: as many as the files have."""
@@ -163,11 +166,12 @@ def _advection(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     speed = _draw_between(keys("speed"), *config.speed)
     times = np.arange(config.snapshots) * config.dt
     modes = np.arange(MODES + 1)
-    distance = (speed[:, None] * times)[..., None]  # (BLOCK, T, 1), in domain lengths
-    phase = np.exp(-2j * np.pi * distance * modes)  # (BLOCK, T, MODES + 1)
+    distance = speed[:, None] * times  # (BLOCK, T), in domain lengths
+    phase = np.exp(-2j * np.pi * distance[..., None] * modes)  # (BLOCK, T, MODES + 1)
+    spectrum = _draw_initial(keys)[:, None] * phase
     points = config.resolution(1)
     # irfft divides by the number of points. Amplitudes are those of the sum over modes, on any grid.
-    fields = np.fft.irfft(_draw_initial(keys)[:, None] * phase, points) * points
+    fields = np.fft.irfft(spectrum, points) * points  # (BLOCK, T, X)
     return fields[:, :, None, None], speed[:, None]
 
 
@@ -184,14 +188,19 @@ def _burgers(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     # The solver's spectra are those of numpy's rfft, which grow with the number of points.
     spectrum[:, : MODES + 1] = _draw_initial(keys) * fine
     fields = solve_burgers(spectrum, viscosity, config.dt, config.snapshots)
-    return fields[:, :, None, None, :: fine // points], viscosity[:, None]
+    subsampled = fields[:, :, :: fine // points]  # (BLOCK, T, X)
+    return subsampled[:, :, None, None], viscosity[:, None]
 
 
 def _draw_initial(keys: Keys) -> NDArray[np.complex128]:
     """Draw spectra (BLOCK, MODES + 1) of a constant and a sum over k of (a_k cos 2 pi k x + b_k sin 2 pi k x) / k."""
     draws = rng.normal(keys("initial"), (MODES + 1, 2)).double().numpy()
-    amplitude = 2.0 * np.maximum(1, np.arange(MODES + 1))
-    spectrum = (draws[..., 0] - 1j * draws[..., 1]) / amplitude
+    numbers = np.arange(MODES + 1)
+    # Half of a mode's amplitude is in its mirror image, which a real FFT leaves out. The constant counts as k = 1.
+    divisor = 2.0 * np.maximum(1, numbers)
+    cosines = draws[..., 0]
+    sines = draws[..., 1]
+    spectrum = (cosines - 1j * sines) / divisor
     spectrum[:, 0] = spectrum[:, 0].real  # a real field's constant
     return spectrum
 
@@ -212,9 +221,9 @@ def _darcy(config: PdeDataConfig, keys: Keys) -> tuple[Float, Float]:
     fields = gaussian_fields(noise, config.resolution(2))
     shares = _draw_between(keys("share"), 0.05, 0.95)
     pairs = zip(fields, shares, strict=True)
-    levels = [np.quantile(field, 1 - share) for field, share in pairs]
     # The quantile of each field's own points, so that the share is exact and not one in expectation.
-    coefficient = np.where(fields > np.array(levels)[:, None, None], 12.0, 3.0)
+    levels = np.array([np.quantile(field, 1 - share) for field, share in pairs])
+    coefficient = np.where(fields > levels[:, None, None], 12.0, 3.0)
     solution = np.stack([solve_darcy(sample, np.ones_like(sample)) for sample in coefficient])
     channels = np.stack([coefficient, solution], axis=1)
     return channels[:, None], np.empty((BLOCK, 0))
@@ -278,12 +287,13 @@ def _key(config: PdeDataConfig, task: str) -> str:
 
 def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
     """Select the samples of each split: from its own file, or the first and last of every PDEBench file."""
-    points = {1: config.resolution_1d, 2: config.resolution_2d}
     own = {split: folder / f"{task}_{split}.h5" for split in SPLITS}
-    if any((folder / f"{task}_{split}{ZARR}").is_dir() for split in SPLITS):
-        own = {split: folder / f"{task}_{split}{ZARR}" for split in SPLITS}
+    zarr = {split: folder / f"{task}_{split}{ZARR}" for split in SPLITS}
+    if any(directory.is_dir() for directory in zarr.values()):
+        own = zarr
     elif not any(file.is_file() for file in own.values()):
         return _pdebench_splits(config, task, folder)
+    points = config.points_of_files()
     splits: dict[str, list[StoredFields]] = {}
     for split, file in own.items():
         stored = _open(file, task)
@@ -295,18 +305,19 @@ def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[St
 
 def _pdebench_splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
     """Hold out the last samples of every file, so that both splits have every parameter value."""
-    points = {1: config.resolution_1d, 2: config.resolution_2d}
-    splits: dict[str, list[StoredFields]] = {split: [] for split in SPLITS}
+    points = config.points_of_files()
     files = [_open(file, task) for file in _pdebench_files(config, task, folder)]
     sizes = [len(stored.parameters) for stored in files]
     heldout = split_evenly(config.heldout_samples, [size // 10 for size in sizes])
     remaining = [size - count for size, count in zip(sizes, heldout, strict=True)]
     train = split_evenly(config.train_samples, remaining)
+    of_train: list[StoredFields] = []
+    of_heldout: list[StoredFields] = []
     for stored, size, last, first in zip(files, sizes, heldout, train, strict=True):
         end = max(0, size - last)
-        splits["heldout"].append(stored.select("heldout", (end, size), last, points))
-        splits["train"].append(stored.select("train", (0, size - last), first, points))
-    return splits
+        of_heldout.append(stored.select("heldout", (end, size), last, points))
+        of_train.append(stored.select("train", (0, size - last), first, points))
+    return {"train": of_train, "heldout": of_heldout}
 
 
 def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path]:
@@ -360,8 +371,9 @@ def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
         dt = spacing_of(file, content["t-coordinate"][: shape[1]], shape[1])
     header = FieldHeader(task, (kind.attribute,), 1, dt, kind.boundary, kind.conserved)
     parameter = parameter_of(file, content, kind.attribute)
-    value = np.full((shape[0], 1), parameter, np.float32)
-    part = FieldPart(file, names, kind.space, 0, shape[0])
+    samples = shape[0]
+    value = np.full((samples, 1), parameter, np.float32)
+    part = FieldPart(file, names, kind.space, 0, samples)
     return StoredFields(header, part, value)
 
 

@@ -84,22 +84,26 @@ class FieldView:
         """(samples, T, C, H, W)"""
         # An array of this shape without memory.
         whole = np.broadcast_to(np.zeros((), np.float32), self.stored.shape)
-        stride = self.part.stride
-        kept = _view(whole, self.part.space)[..., ::stride, ::stride]
+        kept = self._kept(whole)
         return (self.part.samples, *kept.shape[1:])
 
     def read(self, samples: slice, times: slice) -> NDArray[Any]:
         """Read (n, t, C, H, W)."""
         count, steps, *_ = self.shape
         rows = range(count)[samples]
-        first = range(rows.start + self.part.first, rows.stop + self.part.first)
+        before = self.part.first
+        first = range(rows.start + before, rows.stop + before)
         second = range(self.stored.shape[1])
         # Without an axis of time the second one is of space.
         space = self.part.space
         if space == 0 or len(self.stored.shape) > 1 + space:
             second = range(steps)[times]
-        array = _view(self.stored.read(first, second), self.part.space)
-        return array[..., :: self.part.stride, :: self.part.stride]
+        return self._kept(self.stored.read(first, second))
+
+    def _kept(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Bring an array as stored into the layout of the view, with every n-th point."""
+        stride = self.part.stride
+        return _view(array, self.part.space)[..., ::stride, ::stride]
 
 
 class StoredFields(NamedTuple):
@@ -156,12 +160,13 @@ def write_fields(
                 # Without chunks or compression, so that readers can map it.
                 content.create_dataset("fields", (samples, *fields.shape[1:]), np.float32)
                 content.create_dataset("parameters", (samples, *parameters.shape[1:]), np.float32)
-            kept = slice(done, min(samples, done + len(fields)))
-            content["fields"][kept] = fields[: samples - done]
-            content["parameters"][kept] = parameters[: samples - done]
-            written(kept.stop - done)
             # Blocks are whole, and the last one may have more samples than are wanted.
-            done = kept.stop
+            count = min(samples - done, len(fields))
+            stop = done + count
+            content["fields"][done:stop] = fields[:count]
+            content["parameters"][done:stop] = parameters[:count]
+            written(count)
+            done = stop
 
 
 def _attributes(header: FieldHeader) -> dict[str, Any]:
@@ -314,8 +319,9 @@ def field_facts(data: Fields) -> FieldFacts:
         squares += (values**2).sum((0, 1, 3, 4))
         count += block.size // channels
     mean = total / count
-    # Rounding may leave the variance of a constant channel below 0.
-    std = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
+    variance = squares / count - mean**2
+    # Rounding may leave that of a constant channel below 0.
+    std = np.sqrt(np.maximum(variance, 0.0))
     return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest())
 
 

@@ -26,12 +26,14 @@ def solve_burgers(spectrum: Spectrum, viscosity: Float, dt: float, snapshots: in
     state = spectrum * resolved  # (B, X / 2 + 1)
     fields = [np.fft.irfft(state, points)]
     # At least 1, so that still fields take a step of finite length.
-    speed = max(1.0, float(np.abs(fields[0]).max()))
+    highest = float(np.abs(fields[0]).max())
+    speed = max(1.0, highest)
     steps = math.ceil(dt * speed * points / courant)
-    # The viscous decay over half a step. Two of them make the whole one.
+    step = dt / steps
     decay = -viscosity[:, None] * (2 * np.pi * number) ** 2  # (B, X / 2 + 1)
-    half = np.exp(decay * (dt / steps / 2))
-    slope = -1j * np.pi * number * resolved * (dt / steps)
+    # The viscous decay over half a step. Two of them make the whole one.
+    half = np.exp(decay * (step / 2))
+    slope = -1j * np.pi * number * resolved * step
 
     for _ in range(snapshots - 1):
         for _ in range(steps):
@@ -45,13 +47,16 @@ def _runge_kutta_step(state: Spectrum, half: Float, slope: Spectrum) -> Spectrum
     points = 2 * (state.shape[1] - 1)
 
     def change(spectrum: Spectrum) -> Spectrum:
-        return slope * np.fft.rfft(np.fft.irfft(spectrum, points) ** 2)
+        field = np.fft.irfft(spectrum, points)
+        return slope * np.fft.rfft(field**2)
 
     first = change(state)
     second = change(half * (state + first / 2))
     third = change(half * state + second / 2)
     fourth = change(half * (half * state + third))
-    return half * (half * (state + first / 6) + (second + third) / 3) + fourth / 6
+    # Each slope decays from its own time to the end: the first over both halves, the middle two over one.
+    middle = half * (state + first / 6) + (second + third) / 3
+    return half * middle + fourth / 6
 
 
 def gaussian_fields(noise: Float, points: int) -> Float:
@@ -67,7 +72,8 @@ def gaussian_fields(noise: Float, points: int) -> Float:
     spectrum = np.zeros((len(noise), points, points))
     # Of 9 - Laplace for the cosine modes. Divided by once: the covariance is its square.
     eigenvalues = np.pi**2 * (square[:, None] + square) + 9.0
-    spectrum[:, :modes, :modes] = noise[:, :modes, :modes] / eigenvalues
+    lower = noise[:, :modes, :modes]
+    spectrum[:, :modes, :modes] = lower / eigenvalues
     return cast(Float, idctn(spectrum, axes=(1, 2), norm="ortho"))
 
 
@@ -85,10 +91,12 @@ def solve_darcy(coefficient: Float, source: Float) -> Float:
     across = _face_coefficients(coefficient) * (width / height)
     down = _face_coefficients(coefficient.T).T * (height / width)
     sides = across[:, 1:] + across[:, :-1]  # (H, W)
-    diagonal = (sides + down[1:] + down[:-1]).ravel()
+    every_face = sides + down[1:] + down[:-1]
+    diagonal = every_face.ravel()
     # The last cell of a row has no neighbour on the right.
     has_neighbour = np.arange(width) < width - 1
-    right = np.where(has_neighbour, across[:, 1:], 0.0).ravel()[:-1]
+    to_the_right = np.where(has_neighbour, across[:, 1:], 0.0)
+    right = to_the_right.ravel()[:-1]
     below = down[1:-1].ravel()
     offsets: Any = [-width, -1, 0, 1, width]  # scipy's annotation allows one offset only
     diagonals = [-below, -right, diagonal, -right, -below]
@@ -111,5 +119,7 @@ def _face_coefficients(coefficient: Float) -> Float:
     right = coefficient[:, 1:]
     # Two half cells in series: their resistances add up.
     harmonic_mean = 2.0 * left * right / (left + right)
-    ends = 2.0 * coefficient[:, [0, -1]]  # the boundary is half a cell away
-    return np.concatenate([ends[:, :1], harmonic_mean, ends[:, 1:]], axis=1)
+    # The boundary is half a cell away.
+    first = 2.0 * coefficient[:, :1]
+    last = 2.0 * coefficient[:, -1:]
+    return np.concatenate([first, harmonic_mean, last], axis=1)
