@@ -56,7 +56,8 @@ class TextBaselines:
     def logits(self, latents: Tensor) -> Tensor:
         """Return log probabilities of the text's tokens, the same at every position: (B, L, Dz) -> (B, V)."""
         assert self.log_linear is not None, "left out"
-        return (_append_one(latents) @ self.log_linear).log_softmax(-1)
+        logits = _append_one(latents) @ self.log_linear
+        return logits.log_softmax(-1)
 
 
 def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
@@ -87,22 +88,25 @@ def _training_rows(total: int) -> Tensor:
     count = min(total, MAX_TRAINING_ROWS)
     rows = torch.linspace(0, total - 1, count).round().long()
     generator = torch.Generator().manual_seed(0)
-    return rows[torch.randperm(len(rows), generator=generator)]
+    shuffled = torch.randperm(len(rows), generator=generator)
+    return rows[shuffled]
 
 
 def _feature_columns(counts: Tensor) -> Tensor:
     """Map each token to a column: (V,) counts -> (V,) int64. The rarest tokens share the last one."""
-    features = min(MAX_FEATURES, int((counts > 0).sum()))
+    occurring = int((counts > 0).sum())
+    features = min(MAX_FEATURES, occurring)
     # Stable: among tokens that are equally frequent the order must not depend on the machine.
-    kept = counts.argsort(descending=True, stable=True)[:features]
+    by_frequency = counts.argsort(descending=True, stable=True)
     columns = torch.full((len(counts),), features)
-    columns[kept] = torch.arange(features)
+    columns[by_frequency[:features]] = torch.arange(features)
     return columns
 
 
 def fits_log_linear(train: Rows, vocabulary_size: int) -> bool:
     """Return True if the log-linear map is small enough to fit."""
-    return vocabulary_size * train.batch([0])["latent"].numel() <= MAX_LOG_LINEAR_WEIGHTS
+    latent = train.batch([0])["latent"]
+    return vocabulary_size * latent.numel() <= MAX_LOG_LINEAR_WEIGHTS
 
 
 def bags(tokens: Tensor, maskable: Tensor, columns: Tensor) -> Tensor:
@@ -125,13 +129,16 @@ def _fit_linear(train: Rows, rows: Tensor, columns: Tensor) -> Tensor:
     def validation_error(ridge: float) -> float:
         weights = _solve(gram, cross, ridge)
         # |bags @ weights - latents|^2 without |latents|^2, which no ridge changes. It needs the moments alone.
-        return float((weights * (validation_gram @ weights - 2 * validation_cross)).sum())
+        slope = validation_gram @ weights - 2 * validation_cross
+        return float((weights * slope).sum())
 
     best = RIDGES[0]
     # With fewer than 8 texts there is nothing to validate on.
     if validation:
         best = min(RIDGES, key=validation_error)
-    return _solve(gram + validation_gram, cross + validation_cross, best).float()
+    whole_gram = gram + validation_gram
+    whole_cross = cross + validation_cross
+    return _solve(whole_gram, whole_cross, best).float()
 
 
 def _moments(train: Rows, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +174,8 @@ def _fit_log_linear(train: Rows, rows: Tensor, unigram: Tensor) -> Tensor:
     second = torch.zeros_like(weights)
     batches = torch.cat([rows] * EPOCHS).split(BATCH_ROWS)
     for step, indices in enumerate(batches):
-        gradient = _log_linear_gradient(weights, train.batch(indices.tolist()))
+        batch = train.batch(indices.tolist())
+        gradient = _log_linear_gradient(weights, batch)
         first.lerp_(gradient, 1 - BETAS[0])
         second.lerp_(gradient.square_(), 1 - BETAS[1])
         first_correction = 1 - BETAS[0] ** (step + 1)

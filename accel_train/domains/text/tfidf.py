@@ -64,8 +64,14 @@ class TfidfSvdEncoder:
         """Write encoder.json (words, options) and encoder.safetensors (idf, components)."""
         from safetensors.numpy import save_file
 
-        facts = {"kind": VERSION, "identity": self.identity, "normalise": self.normalise, "words": self.words}
-        (directory / "encoder.json").write_text(json.dumps(facts, ensure_ascii=False), "utf-8")
+        facts = {
+            "kind": VERSION,
+            "identity": self.identity,
+            "normalise": self.normalise,
+            "words": self.words,
+        }
+        text = json.dumps(facts, ensure_ascii=False)
+        (directory / "encoder.json").write_text(text, "utf-8")
         arrays = {"idf": self.idf, "components": np.ascontiguousarray(self.components)}
         save_file(arrays, directory / "encoder.safetensors")
 
@@ -112,13 +118,16 @@ def tfidf_rows(
     # As in `encode`: reduceat cannot sum an empty row, nor be called without any.
     if values.size:
         filled = words_per_text > 0
-        squares[filled] = np.add.reduceat(values**2, starts[:-1][filled])
-    return starts, column_array, values / np.repeat(np.sqrt(squares), words_per_text)
+        first_words = starts[:-1][filled]
+        squares[filled] = np.add.reduceat(values**2, first_words)
+    lengths = np.sqrt(squares)
+    return starts, column_array, values / np.repeat(lengths, words_per_text)
 
 
 def fit_identity(texts: Sequence[str], dim: int, normalise: bool) -> str:
     """Compute the `identity` of the encoder returned by `fit`, without fitting it."""
-    return hashlib.sha256(f"{VERSION} {MAX_WORDS} {dim} {normalise} {texts_hash(texts)}".encode()).hexdigest()
+    facts = f"{VERSION} {MAX_WORDS} {dim} {normalise} {texts_hash(texts)}"
+    return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
@@ -139,10 +148,13 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
             f"than dimensions; there are {len(texts)} texts and {len(words)} words. Lower it, or bring more text."
         )
     document_frequency = np.array([frequency[word] for word in words], np.float64)
-    idf = np.log((1 + len(texts)) / (1 + document_frequency)) + 1
+    # As if one more text had every word, as scikit-learn smooths it.
+    rarity = (1 + len(texts)) / (1 + document_frequency)
+    idf = np.log(rarity) + 1
     index = {word: column for column, word in enumerate(words)}
     indptr, columns, values = tfidf_rows(texts, index, idf)
-    matrix = csr_matrix((values, columns, indptr), shape=(len(texts), len(words)))
+    shape = (len(texts), len(words))
+    matrix = csr_matrix((values, columns, indptr), shape=shape)
     directions = _right_singular_vectors(matrix, dim)
     components = np.ascontiguousarray(directions.T, dtype=np.float32)
     identity = fit_identity(texts, dim, normalise)
@@ -171,5 +183,6 @@ def _right_singular_vectors(matrix: Any, count: int) -> Floats:
     vectors: Floats = right[np.argsort(-singular)]
     # A vector is unique up to its sign, which may differ between machines.
     largest = np.abs(vectors).argmax(axis=1)
-    vectors *= np.sign(vectors[np.arange(count), largest])[:, None]
+    signs = np.sign(vectors[np.arange(count), largest])
+    vectors *= signs[:, None]
     return vectors

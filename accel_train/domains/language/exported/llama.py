@@ -28,25 +28,34 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.
 
 def is_supported(config: Mapping[str, Any]) -> bool:
     """Return True for the config.json of a model that this file computes."""
-    if config.get("model_type") not in MODEL_TYPES or config.get("hidden_act") not in ACTIVATIONS:
+    if config.get("model_type") not in MODEL_TYPES:
+        return False
+    if config.get("hidden_act") not in ACTIVATIONS:
+        return False
+    # Packed weights have names and shapes of their own, which the layers below do not.
+    if config.get("quantization_config") is not None:
         return False
     rope = _rope(config)
     has_whole_heads = float(rope.get("partial_rotary_factor") or 1) == 1
-    return has_whole_heads and rope["rope_type"] in ROPE_TYPES and config.get("quantization_config") is None
+    return has_whole_heads and rope["rope_type"] in ROPE_TYPES
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the rotary embedding: under one name since transformers 5, in two places before."""
-    found: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    found["rope_theta"] = found.get("rope_theta") or config.get("rope_theta") or 10000.0
-    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    found: dict[str, Any] = dict(given or {})
+    theta = found.get("rope_theta") or config.get("rope_theta")
+    found["rope_theta"] = theta or 10000.0
+    kind = found.get("rope_type") or found.get("type")
+    found["rope_type"] = kind or "default"
     return found
 
 
 def frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
     """Return the angles per position of the rotary embedding (arXiv:2104.09864), (head_dim / 2,)."""
     rope = _rope(config)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    even = torch.arange(0, head_dim, 2, dtype=torch.int64)
+    exponents = even.float() / head_dim
     plain = 1.0 / float(rope["rope_theta"]) ** exponents
     if rope["rope_type"] == "default":
         return plain
@@ -58,8 +67,9 @@ def frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
     high = float(rope["high_freq_factor"])
     context = float(rope["original_max_position_embeddings"])
     waves = 2 * math.pi / plain
-    # In waves per context: at most `low` of them are stretched, at least `high` stay.
-    share = ((context / waves - low) / (high - low)).clamp(0, 1)
+    # At most `low` of them are stretched, at least `high` stay.
+    waves_per_context = context / waves
+    share = ((waves_per_context - low) / (high - low)).clamp(0, 1)
     return (1 - share) * plain / factor + share * plain
 
 
@@ -92,33 +102,41 @@ class Attention(nn.Module):
         # Qwen2 has these biases whatever its config says, and none at the output.
         bias = kind == "qwen2" or bool(config.get("attention_bias", False))
         output_bias = kind != "qwen2" and bias
-        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, groups * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, groups * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=output_bias)
+        query_width = heads * self.head_dim
+        key_width = groups * self.head_dim
+        self.q_proj = nn.Linear(width, query_width, bias=bias)
+        self.k_proj = nn.Linear(width, key_width, bias=bias)
+        self.v_proj = nn.Linear(width, key_width, bias=bias)
+        self.o_proj = nn.Linear(query_width, width, bias=output_bias)
         if kind == "qwen3":
-            self.q_norm = nn.RMSNorm(self.head_dim, eps=float(config["rms_norm_eps"]))
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=float(config["rms_norm_eps"]))
+            eps = float(config["rms_norm_eps"])
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, S, D)
         batch, length, _ = x.shape
-        q = self.q_proj(x).view(batch, length, -1, self.head_dim)  # (B, S, H, head_dim)
-        k = self.k_proj(x).view(batch, length, -1, self.head_dim)  # (B, S, groups, head_dim)
-        v = self.v_proj(x).view(batch, length, -1, self.head_dim)
+        by_head = (batch, length, -1, self.head_dim)
+        q = self.q_proj(x).view(by_head)  # (B, S, H, head_dim)
+        k = self.k_proj(x).view(by_head)  # (B, S, groups, head_dim)
+        v = self.v_proj(x).view(by_head)
+        # Of each head, and before the rotation: the norm's weights belong to places within a head.
         if hasattr(self, "q_norm"):
             q = self.q_norm(q)
             k = self.k_norm(k)
         q = rotate(q.transpose(1, 2), cos, sin)  # (B, H, S, head_dim)
         k = rotate(k.transpose(1, 2), cos, sin)
+        v = v.transpose(1, 2)
         mask = visible(length, self.window, x.device)  # (S, S), True where seen
-        mixed = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), attn_mask=mask, enable_gqa=True)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        joined = mixed.transpose(1, 2).reshape(batch, length, -1)  # (B, S, H * head_dim)
+        return self.o_proj(joined)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + half) of each head by the angles of their position."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    turned = torch.cat([-second, first], dim=-1)  # by a right angle
+    return x * cos + turned * sin
 
 
 def visible(length: int, window: int | None, device: torch.device) -> Tensor:
@@ -143,7 +161,8 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config["hidden_act"]]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.activation(self.gate_proj(x))
+        return self.down_proj(gate * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -159,7 +178,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        normalised = self.input_layernorm(x)
+        x = x + self.self_attn(normalised, cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -169,17 +189,21 @@ class Body(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         width = int(config["hidden_size"])
-        self.embed_tokens = nn.Embedding(int(config["vocab_size"]), width)
+        vocabulary = int(config["vocab_size"])
+        self.embed_tokens = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Block(config, window) for window in windows(config))
-        self.norm = nn.RMSNorm(width, eps=float(config["rms_norm_eps"]))
-        head_dim = int(config.get("head_dim") or width // int(config["num_attention_heads"]))
+        eps = float(config["rms_norm_eps"])
+        self.norm = nn.RMSNorm(width, eps=eps)
+        heads = int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or width // heads)
         self.frequencies: Tensor
         # Not in the weights: transformers computes them from the config as well.
         self.register_buffer("frequencies", frequencies(config, head_dim), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed_tokens(tokens)  # (B, S, D)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).float()
+        length = tokens.shape[1]
+        positions = torch.arange(length, device=tokens.device).float()
         angles = positions[:, None] * self.frequencies  # (S, head_dim / 2)
         angles = torch.cat([angles, angles], dim=-1)  # (S, head_dim)
         cos = angles.cos().to(x.dtype)
@@ -195,7 +219,9 @@ class CausalLM(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         self.model = Body(config)
-        self.lm_head = nn.Linear(int(config["hidden_size"]), int(config["vocab_size"]), bias=False)
+        width = int(config["hidden_size"])
+        vocabulary = int(config["vocab_size"])
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
         if config.get("tie_word_embeddings"):
             self.lm_head.weight = self.model.embed_tokens.weight
 

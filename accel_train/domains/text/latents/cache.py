@@ -65,8 +65,10 @@ class LatentTable:
         return shard.shape[1], shard.shape[2]
 
     def row(self, index: int) -> Tensor:
+        """Read one row, (L, Dz) float32."""
         shard = self._shard(int(self.shard_of[index]))
-        return shard[int(self.row_of[index])].float()
+        row = int(self.row_of[index])
+        return shard[row].float()
 
     def rows(self, indices: Tensor, out: Tensor | None = None) -> Tensor:
         """Read rows (n,) int64 as (n, L, Dz) float32, into `out` if given. One copy, straight from the mapped file."""
@@ -81,10 +83,12 @@ class LatentTable:
             return _select(opened[numbers[0]], rows, out)
         if len(opened) > len(numbers) // ROWS_WORTH_A_SELECTION:
             places = zip(numbers, rows.tolist(), strict=True)
-            return torch.stack([opened[number][row] for number, row in places], out=out)
+            one_by_one = [opened[number][row] for number, row in places]
+            return torch.stack(one_by_one, out=out)
         for number, shard in opened.items():
             here = shards == number
-            out[here] = shard[rows[here]].float()
+            chosen = shard[rows[here]]
+            out[here] = chosen.float()
         return out
 
     def blocks(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
@@ -144,7 +148,8 @@ def _select(shard: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 
 def latent_key(texts: Sequence[str], identity: str) -> str:
-    return hashlib.sha256(f"{FORMAT} {identity} {texts_hash(texts)}".encode()).hexdigest()
+    facts = f"{FORMAT} {identity} {texts_hash(texts)}"
+    return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def cached_latents(
@@ -165,7 +170,8 @@ def cached_latents(
     folder = cache / "latents" / latent_key(texts, encoder.identity)
     folder.mkdir(parents=True, exist_ok=True)
     # Shards are whole files of fixed rows, so that a build that was cut off keeps those that are done.
-    shards = list(range(math.ceil(len(texts) / ROWS_PER_SHARD)))
+    count = math.ceil(len(texts) / ROWS_PER_SHARD)
+    shards = list(range(count))
     # Each rank starts at another shard, so ranks with one disk seldom build the same one at the same time.
     start = rank % max(1, len(shards))
     rotated = shards[start:] + shards[:start]
@@ -182,7 +188,8 @@ def _build(folder: Path, shards: Sequence[int], texts: Sequence[str], encoder: L
     """Build the missing or damaged ones of `shards`. Another process may do so at the same time."""
 
     def is_intact(number: int) -> bool:
-        return intact(shard_file(folder, number), _rows_of_shard(number, len(texts)), encoder.dim)
+        rows = _rows_of_shard(number, len(texts))
+        return intact(shard_file(folder, number), rows, encoder.dim)
 
     missing = [number for number in shards if not is_intact(number)]
     if not missing:
@@ -194,7 +201,8 @@ def _build(folder: Path, shards: Sequence[int], texts: Sequence[str], encoder: L
             if is_intact(number):
                 continue
             start = number * ROWS_PER_SHARD
-            latents = encode_rows(texts[start : start + ROWS_PER_SHARD], encoder, bar.update)
+            own = texts[start : start + ROWS_PER_SHARD]
+            latents = encode_rows(own, encoder, bar.update)
             check_finite(torch.from_numpy(latents), start, texts)
             write_shard(shard_file(folder, number), latents[:, None, :])
 
@@ -206,8 +214,9 @@ def encode_rows(texts: Sequence[str], encoder: LatentEncoder, done: Callable[[in
     latents = np.empty((len(texts), encoder.dim), np.float32)
     for start in range(0, len(order), encoder.batch_size):
         batch = order[start : start + encoder.batch_size]
+        encoded = encoder.encode([texts[index] for index in batch])
         # Back to the order of the texts.
-        latents[batch] = encoder.encode([texts[index] for index in batch])
+        latents[batch] = encoded
         done(len(batch))
     return latents
 
@@ -217,8 +226,9 @@ def check_finite(latents: Tensor, start: int, texts: Sequence[str], first: int =
 
     `start` is the index of the first latent, `first` that of the first text.
     """
-    finite = torch.isfinite(latents.flatten(1)).all(1)
-    wrong = (~finite).nonzero().flatten().tolist()
+    finite = torch.isfinite(latents.flatten(1))
+    broken = ~finite.all(1)
+    wrong = broken.nonzero().flatten().tolist()
     if wrong:
         index = start + wrong[0]
         more = ""
@@ -238,7 +248,8 @@ def write_shard(file: Path, latents: NDArray[np.float32]) -> None:
     """Write a shard atomically, with its checksum in the header. It is complete or absent after any crash."""
     from safetensors.numpy import save
 
-    metadata = {"sha256": hashlib.sha256(latents.tobytes()).hexdigest(), "format": FORMAT}
+    checksum = hashlib.sha256(latents.tobytes()).hexdigest()
+    metadata = {"sha256": checksum, "format": FORMAT}
     content = save({"latents": np.ascontiguousarray(latents)}, metadata=metadata)
     # Two hosts on one disk may write the same shard at the same time. The last rename wins.
     part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
