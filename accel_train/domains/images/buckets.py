@@ -82,9 +82,12 @@ class Buckets:
     def choose(self, original: Size, resolution: int) -> Size:
         """Return the bucket of `resolution` that cuts off least of a picture, the larger one of two alike."""
 
+        wanted = math.log(original[1] / original[0])
+
         def order(size: Size) -> tuple[float, int]:
+            aspect = math.log(size[1] / size[0])
             # A cover scaled to one side loses exp(-|difference|) of the other.
-            loss = abs(math.log(original[1] / original[0]) - math.log(size[1] / size[0]))
+            loss = abs(wanted - aspect)
             # Rounded, or the last bit of a logarithm would decide between a bucket and its mirror image.
             return round(loss, 9), -math.prod(size)
 
@@ -92,7 +95,11 @@ class Buckets:
 
     def largest_filled(self, original: Size) -> int:
         """Return the highest resolution that a picture fills without being enlarged, else the lowest one."""
-        filled = [r for r in self.resolutions if frame(original, self.choose(original, r)).enlargement <= 1]
+        filled: list[int] = []
+        for resolution in self.resolutions:
+            bucket = self.choose(original, resolution)
+            if frame(original, bucket).enlargement <= 1:
+                filled.append(resolution)
         return max(filled, default=min(self.resolutions))
 
 
@@ -103,7 +110,8 @@ def _sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, ...]:
     longest = int(resolution * math.sqrt(max_aspect))
     found: set[Size] = set()
     for side in range(step, longest + 1, step):
-        other = int(min(area // side, side * max_aspect)) // step * step
+        longest_other = int(min(area // side, side * max_aspect))
+        other = longest_other // step * step
         if other and side <= max_aspect * other:
             found |= {(side, other), (other, side)}
     # Of two heights for one width the larger one has the other's pixels too.
@@ -122,10 +130,11 @@ def frame(original: Size, target: Size, *, place: tuple[float, float] = CENTRE, 
     # The larger of the two, because the picture has to cover the target.
     scale = max(target[0] / original[0], target[1] / original[1])
     # Rounding may fall a pixel short of the target.
-    scaled = (max(target[0], round(original[0] * scale)), max(target[1], round(original[1] * scale)))
-    top = round(place[0] * (scaled[0] - target[0]))
-    left = round(place[1] * (scaled[1] - target[1]))
-    return Frame(original, scaled, (top, left), target, flipped)
+    height = max(target[0], round(original[0] * scale))
+    width = max(target[1], round(original[1] * scale))
+    top = round(place[0] * (height - target[0]))
+    left = round(place[1] * (width - target[1]))
+    return Frame(original, (height, width), (top, left), target, flipped)
 
 
 def render(image: Image.Image, seen: Frame) -> Tensor:
@@ -146,7 +155,8 @@ def render(image: Image.Image, seen: Frame) -> Tensor:
     # The corners in pixels of the picture. Rounding must not lead beyond its edges.
     right = min((left + width) * across, float(image.size[0]))
     bottom = min((top + height) * down, float(image.size[1]))
-    part = image.resize((width, height), Resampling.LANCZOS, box=(left * across, top * down, right, bottom))
+    corners = (left * across, top * down, right, bottom)
+    part = image.resize((width, height), Resampling.LANCZOS, box=corners)
     return to_tensor(part)
 
 
@@ -161,8 +171,9 @@ def to_image(pixels: Tensor) -> Image.Image:
     """Return (3, H, W) from -1 to 1 as an RGB image. Values beyond are cut off."""
     from PIL import Image
 
-    levels = pixels.detach().float().add(1.0).mul(127.5).round().clamp(0, 255)
-    return Image.fromarray(levels.byte().permute(1, 2, 0).cpu().numpy())
+    scaled = pixels.detach().float().add(1.0).mul(127.5)
+    levels = scaled.round().clamp(0, 255).byte()
+    return Image.fromarray(levels.permute(1, 2, 0).cpu().numpy())
 
 
 def conditioning(seen: Frame) -> dict[str, Tensor]:

@@ -49,10 +49,14 @@ def measure(image: Image.Image) -> Measures:
     shorter = min(image.size)
     if shorter > MEASURED_SIDE:
         scale = MEASURED_SIDE / shorter
-        size = (max(1, round(image.size[0] * scale)), max(1, round(image.size[1] * scale)))
+        width, height = image.size
+        size = (max(1, round(width * scale)), max(1, round(height * scale)))
         image = image.resize(size, Resampling.LANCZOS)
     grey: Grey = np.asarray(image.convert("L"), np.float64)
-    return Measures(laplacian_variance(grey), float(grey.mean()) / 255, float(grey.std()), looks)
+    sharpness = laplacian_variance(grey)
+    brightness = float(grey.mean()) / 255
+    contrast = float(grey.std())
+    return Measures(sharpness, brightness, contrast, looks)
 
 
 def laplacian_variance(grey: Grey) -> float:
@@ -61,8 +65,12 @@ def laplacian_variance(grey: Grey) -> float:
     if min(grey.shape) < 3:
         return 0.0
     middle = grey[1:-1, 1:-1]  # (H - 2, W - 2)
-    neighbours = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:]
-    return float((neighbours - 4 * middle).var())
+    above = grey[:-2, 1:-1]
+    below = grey[2:, 1:-1]
+    left = grey[1:-1, :-2]
+    right = grey[1:-1, 2:]
+    laplacian = above + below + left + right - 4 * middle
+    return float(laplacian.var())
 
 
 def perceptual_hash(image: Image.Image) -> int:
@@ -78,7 +86,8 @@ def perceptual_hash(image: Image.Image) -> int:
     transformed: Any = dctn(np.asarray(small, np.float64), type=2)
     lowest: Grey = transformed[:HASH_BITS, :HASH_BITS].reshape(-1)
     bits = lowest > np.median(lowest)
-    return int.from_bytes(np.packbits(bits).tobytes(), "big")
+    packed = np.packbits(bits)
+    return int.from_bytes(packed.tobytes(), "big")
 
 
 def near_duplicates(hashes: Sequence[int], distance: int) -> list[list[int]]:
@@ -102,11 +111,14 @@ def near_duplicates(hashes: Sequence[int], distance: int) -> list[list[int]]:
         mask = np.uint64((1 << (stop - start)) - 1)
         bands = (values >> np.uint64(start)) & mask
         order = np.argsort(bands, kind="stable")
-        for members in np.split(order, np.flatnonzero(np.diff(bands[order])) + 1):
+        changes = np.diff(bands[order])
+        first_of_next = np.flatnonzero(changes) + 1
+        for members in np.split(order, first_of_next):
             # All pairs of a band, but a band has few members unless many pictures are copies.
             for place, index in enumerate(members[:-1]):
                 later = members[place + 1 :]
-                near = np.bitwise_count(values[later] ^ values[index]) <= distance
+                different_bits = np.bitwise_count(values[later] ^ values[index])
+                near = different_bits <= distance
                 for other in later[near].tolist():
                     parent[root(other)] = root(int(index))
     groups: dict[int, list[int]] = {}
@@ -144,4 +156,5 @@ def dataset_quality(qualities: Sequence[float], usable: float, duplicates: float
 def summary(values: Sequence[float]) -> dict[str, Any]:
     """Return minimum, median and maximum."""
     ordered = np.sort(np.asarray(values, np.float64))
-    return {"min": float(ordered[0]), "median": float(np.median(ordered)), "max": float(ordered[-1])}
+    middle = float(np.median(ordered))
+    return {"min": float(ordered[0]), "median": middle, "max": float(ordered[-1])}

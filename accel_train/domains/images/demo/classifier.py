@@ -39,7 +39,9 @@ class EmojiNet(nn.Module):
         widths = (3, 16, 32, 64, 64)
         layers: list[nn.Module] = []
         for before, after in pairwise(widths):
-            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GroupNorm(4, after), nn.GELU()]
+            layers.append(nn.Conv2d(before, after, 3, stride=2, padding=1))
+            layers.append(nn.GroupNorm(4, after))
+            layers.append(nn.GELU())
         self.layers = nn.Sequential(*layers)
         self.head = nn.Linear(4 * widths[-1], 1)
 
@@ -82,7 +84,8 @@ def train_judge(group: str) -> Judge:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = EmojiNet()
-    _fit(model, pixels[inside & ~heldout], pixels[~inside & ~heldout])
+    seen = ~heldout
+    _fit(model, pixels[inside & seen], pixels[~inside & seen])
     with torch.no_grad():
         said = model(pixels) > 0
     right_inside = said[inside & heldout].float().mean()
@@ -100,7 +103,8 @@ def _fit(model: EmojiNet, inside: Tensor, outside: Tensor) -> None:
     for _ in range(STEPS):
         chosen = [_some(part, BATCH // 2, generator) for part in (inside, outside)]
         pixels = _disturbed(torch.cat(chosen), generator)
-        loss = F.binary_cross_entropy_with_logits(model(pixels), labels.float())
+        logits = model(pixels)
+        loss = F.binary_cross_entropy_with_logits(logits, labels.float())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -108,7 +112,8 @@ def _fit(model: EmojiNet, inside: Tensor, outside: Tensor) -> None:
 
 
 def _some(pixels: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    return pixels[torch.randint(len(pixels), (count,), generator=generator)]
+    rows = torch.randint(len(pixels), (count,), generator=generator)
+    return pixels[rows]
 
 
 def _disturbed(pixels: Tensor, generator: torch.Generator) -> Tensor:
@@ -116,18 +121,25 @@ def _disturbed(pixels: Tensor, generator: torch.Generator) -> Tensor:
     down, across = torch.randint(-SHIFT, SHIFT + 1, (2,), generator=generator).tolist()
     # White, 1, comes in at the sides.
     edge = F.pad(pixels, (SHIFT, SHIFT, SHIFT, SHIFT), value=1.0)
-    moved = edge.roll((down, across), (2, 3))[..., SHIFT:-SHIFT, SHIFT:-SHIFT]
+    rolled = edge.roll((down, across), (2, 3))
+    moved = rolled[..., SHIFT:-SHIFT, SHIFT:-SHIFT]
     # The outline tells a flag, and no colour does.
-    coloured = moved[:, torch.randperm(3, generator=generator)]
+    colours = torch.randperm(3, generator=generator)
+    coloured = moved[:, colours]
     count = len(pixels)
-    patches = torch.randn(count, 3, SIZE // PATCH, SIZE // PATCH, generator=generator)
+    side = SIZE // PATCH
+    patches = torch.randn(count, 3, side, side, generator=generator)
     strength = JITTER * torch.rand(count, 1, 1, 1, generator=generator)
+    jitter = patches.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)  # (B, 3, SIZE, SIZE)
     # White stays white, because a drawn picture's background does.
-    ink = (1 - coloured) * (1 + strength * patches.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3))
+    ink = (1 - coloured) * (1 + strength * jitter)
     drawn = (1 - ink).clamp(-1, 1)
-    blurred = F.avg_pool2d(F.pad(drawn, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
-    soft = torch.where(torch.arange(count)[:, None, None, None] % 2 == 0, drawn, blurred)
-    return soft + 0.05 * torch.randn(soft.shape, generator=generator)
+    padded = F.pad(drawn, (1, 1, 1, 1), mode="replicate")
+    blurred = F.avg_pool2d(padded, 3, stride=1)
+    is_even = torch.arange(count) % 2 == 0
+    soft = torch.where(is_even[:, None, None, None], drawn, blurred)
+    noise = torch.randn(soft.shape, generator=generator)
+    return soft + 0.05 * noise
 
 
 def _pixels(pictures: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ def read_caption(caption: str) -> Scene:
         singular = next(name for name, plural in PLURALS.items() if plural == form)
         return Scene(count, size, colour, singular, None)
     row, column = place
-    return Scene(1, size, colour, form, 3 * ROWS.index(row) + COLUMNS.index(column))
+    place = 3 * ROWS.index(row) + COLUMNS.index(column)
+    return Scene(1, size, colour, form, place)
 
 
 def read_picture(picture: Tensor) -> Scene | None:
@@ -54,19 +55,24 @@ def read_picture(picture: Tensor) -> Scene | None:
     # Fainter than the palest colour of the palette by far: a white picture with noise.
     if strongest < 40:
         return None
-    colour = _colour(ink[strength > 0.7 * strongest].mean(0))
+    strong_ink = ink[strength > 0.7 * strongest]  # (n, 3)
+    colour = _colour(strong_ink.mean(0))
     own = WHITE - torch.tensor(COLOURS[colour], dtype=torch.float32)
     # The projection on the colour: a pixel half covered has half the ink.
-    coverage = ((ink @ own) / own.square().sum()).clamp(0, 1)
+    projected = (ink @ own) / own.square().sum()
+    coverage = projected.clamp(0, 1)
+    covered = (coverage > COVERED).numpy()
     # Pixels that touch at a corner belong together, or the arms of a thin cross would be shapes of their own.
-    labels: Any = ndimage.label((coverage > COVERED).numpy(), structure=np.ones((3, 3)))
+    labels: Any = ndimage.label(covered, structure=np.ones((3, 3)))
     regions = torch.from_numpy(labels[0])
     areas = torch.bincount(regions.flatten())[1:]  # without the background, number 0
     large = [number + 1 for number, area in enumerate(areas.tolist()) if area >= MIN_PIXELS]
     if not large:
         return None
+    first = coverage
     # Half covered pixels at the edge belong to the nearest region; a single shape has them all.
-    first = coverage if len(large) == 1 else coverage * _around(regions == large[0])
+    if len(large) > 1:
+        first = coverage * _around(regions == large[0])
     centre = _centre(first)
     form, radius = _best_fit(first, centre)
     small_or_large = min(RADII, key=lambda name: abs(RADII[name] * size - radius))
@@ -85,7 +91,8 @@ def _colour(ink: Tensor) -> str:
 
 def _around(region: Tensor) -> Tensor:
     """Return the region (S, S) with the pixels that touch it."""
-    grown = torch.nn.functional.max_pool2d(region.float()[None, None], 3, stride=1, padding=1)
+    picture = region.float()[None, None]  # (1, 1, S, S)
+    grown = torch.nn.functional.max_pool2d(picture, 3, stride=1, padding=1)
     return grown[0, 0]
 
 
@@ -93,7 +100,9 @@ def _centre(coverage: Tensor) -> Tensor:
     """Return the centre of mass (x, y) in pixels."""
     pixels = torch.arange(len(coverage)) + 0.5
     total = coverage.sum()
-    return torch.stack(((coverage.sum(0) * pixels).sum() / total, (coverage.sum(1) * pixels).sum() / total))
+    x = (coverage.sum(0) * pixels).sum() / total
+    y = (coverage.sum(1) * pixels).sum() / total
+    return torch.stack((x, y))
 
 
 def _best_fit(coverage: Tensor, centre: Tensor) -> tuple[str, float]:
@@ -105,16 +114,20 @@ def _best_fit(coverage: Tensor, centre: Tensor) -> tuple[str, float]:
     best = ("", 0.0)
     smallest = float("inf")
     for form in FORMS:
-        drawn = coverage_of(form, centre.expand(len(radii), 2), radii, size)
-        errors = (drawn - coverage).square().sum((1, 2))
+        centres = centre.expand(len(radii), 2)
+        drawn = coverage_of(form, centres, radii, size)
+        difference = drawn - coverage  # (radii, S, S)
+        errors = difference.square().sum((1, 2))
         error = float(errors.min())
         if error < smallest:
             smallest = error
-            best = (form, float(radii[errors.argmin()]))
+            radius = float(radii[errors.argmin()])
+            best = (form, radius)
     return best
 
 
 def _place(centre: Tensor) -> int:
     """Return row times 3 plus column of a centre (x, y) in shares of the side."""
-    column, row = ((centre[:, None] - torch.tensor(CENTRES)).abs().argmin(1)).tolist()
+    distances = (centre[:, None] - torch.tensor(CENTRES)).abs()  # (2, 3)
+    column, row = distances.argmin(1).tolist()
     return 3 * row + column

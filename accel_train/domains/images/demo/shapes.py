@@ -69,7 +69,8 @@ class Scene:
 def held_out(colour: str, form: str) -> bool:
     """Return True for one colour of each form."""
     # Every form has a colour left out and no colour has two forms left out, so each is well known by itself.
-    return list(COLOURS).index(colour) == 2 * FORMS.index(form)
+    place = list(COLOURS).index(colour)
+    return place == 2 * FORMS.index(form)
 
 
 def pairs(heldout: bool) -> list[tuple[str, str]]:
@@ -95,24 +96,30 @@ def _scene(draws: Tensor, found: list[tuple[str, str]]) -> tuple[Scene, Tensor]:
     many, pair, size, number = draws[:4].tolist()
     colour, form = found[int(pair * len(found))]
     order = draws[4:13].argsort()
-    offsets = (draws[13:19].view(3, 2) * 2 - 1) * JITTER  # (3, 2)
+    signed = draws[13:19].view(3, 2) * 2 - 1  # from -1 to 1
+    offsets = signed * JITTER  # (3, 2)
     centres = torch.tensor(CENTRES)
     if many < SINGLE_SHARE:
         place = int(order[0])
-        scene = Scene(1, list(RADII)[int(size * 2)], colour, form, place)
+        sizes = list(RADII)
+        scene = Scene(1, sizes[int(size * 2)], colour, form, place)
     else:
+        count = 2 + int(number * 2)
         # Large ones would touch each other.
-        scene = Scene(2 + int(number * 2), "small", colour, form, None)
+        scene = Scene(count, "small", colour, form, None)
     places = order[: scene.count]  # different ones, so shapes do not overlap
-    grid = torch.stack((centres[places % 3], centres[places // 3]), dim=-1)
+    x = centres[places % 3]
+    y = centres[places // 3]
+    grid = torch.stack((x, y), dim=-1)
     return scene, grid + offsets[: scene.count]
 
 
 def draw(scene: Scene, centres: Tensor, size: int) -> Tensor:
     """Draw a picture (size, size, 3) uint8, smooth at the edges, on white."""
     coverage = torch.zeros(size, size)
+    radius = torch.tensor([RADII[scene.size] * size])  # in pixels
     for centre in centres:
-        covered = coverage_of(scene.form, centre[None] * size, torch.tensor([RADII[scene.size] * size]), size)
+        covered = coverage_of(scene.form, centre[None] * size, radius, size)
         # Not a sum: where two edges meet, a pixel is not covered twice.
         coverage = torch.maximum(coverage, covered[0])
     colour = torch.tensor(COLOURS[scene.colour], dtype=torch.float32)
@@ -155,4 +162,5 @@ def pictures(seed: int, count: int, size: int, heldout: bool = False) -> tuple[l
     """Draw captioned pictures: captions, and pixels (count, size, size, 3) uint8."""
     drawn = scenes(seed, count, heldout)
     captions = [scene.caption for scene, _ in drawn]
-    return captions, torch.stack([draw(scene, centres, size) for scene, centres in drawn])
+    pixels = [draw(scene, centres, size) for scene, centres in drawn]
+    return captions, torch.stack(pixels)

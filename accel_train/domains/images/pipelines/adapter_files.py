@@ -74,7 +74,8 @@ def by_component(tensors: Mapping[str, Tensor], component: str) -> dict[str, dic
     Those of text encoders are below ``text_model``, as all versions of transformers but 5 have it, and all programs.
     """
     if not is_joint(tensors):
-        return {component: {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}}
+        below = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+        return {component: below}
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         part, _, path = key.removeprefix(PREFIX).partition(".")
@@ -86,15 +87,20 @@ def by_component(tensors: Mapping[str, Tensor], component: str) -> dict[str, dic
 
 def settings_of_part(part: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a component's settings have in place of the whole model's."""
-    downs = {path.rpartition(".lora_")[0]: tensor for path, tensor in tensors.items() if LAYER in path}
+    downs: dict[str, Tensor] = {}
+    for path, tensor in tensors.items():
+        if LAYER in path:
+            layer, _, _ = path.rpartition(".lora_")
+            downs[layer] = tensor
+    any_down = next(iter(downs.values()))
     alphas = settings.get("alpha_pattern") or {}
     return {
-        "r": next(iter(downs.values())).shape[0],
+        "r": any_down.shape[0],
         "lora_alpha": alphas.get(lora.part_pattern(part), settings["lora_alpha"]),
         "rank_pattern": {},
         "alpha_pattern": {},
         # peft finds the end of a path, with text_model before it or without.
-        "target_modules": sorted(path.removeprefix(TEXT_MODEL) for path in downs),
+        "target_modules": sorted(layer.removeprefix(TEXT_MODEL) for layer in downs),
     }
 
 
@@ -109,7 +115,8 @@ def write_kohya(
     found: dict[str, dict[str, Layer]] = {}
     for part, of_part in parts.items():
         values = settings_of_part(part, of_part, settings)
-        found[part] = _layers(of_part, _alpha(values["r"], values["lora_alpha"], settings))
+        alpha = _alpha(values["r"], values["lora_alpha"], settings)
+        found[part] = _layers(of_part, alpha)
     texts = [part for part in found if part.startswith(TEXT)]
     (denoiser,) = [part for part in found if part not in texts]
     renamed_layers = renamed(found[denoiser], facts)
@@ -187,7 +194,9 @@ def load_into(pipeline: Any, component: str, file: Path) -> None:
         pipeline.load_lora_weights(file.parent, weight_name=file.name)
     model: Any = getattr(pipeline, component)
     parts = [model, *text_encoders(pipeline).values()]
-    loaded = sum(1 for part in parts for name, _ in part.named_parameters() if LAYER in name)
+    loaded = 0
+    for part in parts:
+        loaded += sum(1 for name, _ in part.named_parameters() if LAYER in name)
     with safe_open(file, "pt") as opened:
         expected = sum(1 for key in opened.keys() if LAYER in key)  # noqa: SIM118, an opened file is no dict
     # diffusers warns of keys that it does not know and goes on without them.

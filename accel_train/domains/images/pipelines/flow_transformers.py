@@ -135,7 +135,8 @@ def _normalise_flux2(vae: Any, latents: Tensor) -> Tensor:
     patches = patchify(latents)  # (B, 4 C, H / 2, W / 2)
     # Flux.2 has no scaling factor: the statistics of a batch norm over patches take its place.
     mean = vae.bn.running_mean.view(1, -1, 1, 1)
-    deviation = (vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps).sqrt()
+    variance = vae.bn.running_var.view(1, -1, 1, 1)
+    deviation = (variance + vae.config.batch_norm_eps).sqrt()
     return (patches - mean) / deviation
 
 
@@ -248,9 +249,10 @@ def _encode_qwen(pipeline: Any, captions: Sequence[str], length: int | None) -> 
 
 
 def _normalise_qwen(vae: Any, latents: Tensor) -> Tensor:
-    mean = torch.tensor(vae.config.latents_mean, device=latents.device).view(1, -1, 1, 1)
-    deviation = torch.tensor(vae.config.latents_std, device=latents.device).view(1, -1, 1, 1)
-    return (latents - mean) / deviation
+    mean = torch.tensor(vae.config.latents_mean, device=latents.device)
+    deviation = torch.tensor(vae.config.latents_std, device=latents.device)
+    per_channel = (1, -1, 1, 1)
+    return (latents - mean.view(per_channel)) / deviation.view(per_channel)
 
 
 def _predict_qwen(model: nn.Module, inputs: Predicting) -> Tensor:
@@ -298,8 +300,10 @@ def _encode_z_image(pipeline: Any, captions: Sequence[str], length: int | None) 
         list(captions), device=pipeline.device, do_classifier_free_guidance=False, max_sequence_length=length
     )
     prompt = nn.utils.rnn.pad_sequence(list(found), batch_first=True)  # (B, S, D)
-    tokens = torch.tensor([len(each) for each in found], device=prompt.device)
-    mask = torch.arange(prompt.shape[1], device=prompt.device) < tokens[:, None]
+    lengths = [len(each) for each in found]
+    tokens = torch.tensor(lengths, device=prompt.device)
+    places = torch.arange(prompt.shape[1], device=prompt.device)
+    mask = places < tokens[:, None]  # (B, S)
     return {"prompt": prompt, "prompt_mask": mask.long()}
 
 
@@ -312,7 +316,9 @@ def _as_list(conditioning: Mapping[str, Tensor]) -> list[Tensor]:
 def _predict_z_image(model: nn.Module, inputs: Predicting) -> Tensor:
     # Z-Image takes a list of (C, frames, H, W), whose time runs from 0 at noise to 1 at the picture.
     pictures = list(inputs.noisy.unsqueeze(2).unbind(0))
-    output = model(pictures, (TIMES - inputs.timestep) / TIMES, _as_list(inputs.conditioning), return_dict=False)[0]
+    progress = (TIMES - inputs.timestep) / TIMES
+    prompts = _as_list(inputs.conditioning)
+    output = model(pictures, progress, prompts, return_dict=False)[0]
     # It predicts the velocity towards the picture.
     return -torch.stack(list(output)).squeeze(2)
 
