@@ -50,23 +50,30 @@ class ShapeGroups(NamedTuple):
         for draw in draws:
             by_shape.setdefault(self.shape(draw.sample), []).append(draw)
         groups = list(by_shape.values())
+        sizes = [len(group) for group in groups]
         costs = [math.prod(shape) for shape in by_shape]
         # Decided from the global batch alone: every process comes to the same division without communication.
-        fewest = [math.ceil(len(group) / shard.micro_batch_size) for group in groups]
+        fewest = [math.ceil(size / shard.micro_batch_size) for size in sizes]
         rounds = math.ceil(sum(fewest) / shard.world_size)
-        parts = _spread(fewest, [len(group) for group in groups], costs, rounds * shard.world_size)
+        # Every process needs equally many forwards, because each is a collective under FSDP2 and ZeRO-3.
+        places = rounds * shard.world_size
+        parts = _spread(fewest, sizes, costs, places)
         pieces: list[tuple[int, list[Draw]]] = []
         for group, count, cost in zip(groups, parts, costs, strict=True):
-            # Pieces of a group differ by one sample at most.
-            bounds = [len(group) * part // count for part in range(count + 1)]
-            cut = [group[start:stop] for start, stop in itertools.pairwise(bounds)]
-            pieces += [(cost * len(piece), piece) for piece in cut]
+            pieces += [(cost * len(piece), piece) for piece in _cut(group, count)]
         # Stable: pieces of one cost stay in the order of positions.
         pieces.sort(key=lambda piece: -piece[0])
-        # Every process needs equally many forwards, because each is a collective under FSDP2 and ZeRO-3.
-        padding = [draw._replace(weight=0.0) for draw in pieces[-1][1]]
-        pieces += [(0, padding)] * (rounds * shard.world_size - len(pieces))
-        return [(piece, None) for _, piece in pieces[shard.rank :: shard.world_size]]
+        _, cheapest = pieces[-1]
+        padding = [draw._replace(weight=0.0) for draw in cheapest]
+        pieces += [(0, padding)] * (places - len(pieces))
+        own = pieces[shard.rank :: shard.world_size]
+        return [(piece, None) for _, piece in own]
+
+
+def _cut(group: list[Draw], count: int) -> list[list[Draw]]:
+    """Cut a group into `count` pieces, which differ by one sample at most."""
+    bounds = [len(group) * part // count for part in range(count + 1)]
+    return [group[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def _spread(parts: Sequence[int], sizes: Sequence[int], costs: Sequence[int], places: int) -> list[int]:
@@ -75,16 +82,24 @@ def _spread(parts: Sequence[int], sizes: Sequence[int], costs: Sequence[int], pl
     Each further piece goes to the group with the most costly one.
     """
     found = list(parts)
-    # heapq has the smallest first, and the most costly piece is wanted. A group of single samples cannot be divided.
-    waiting = [(-costs[g] * math.ceil(sizes[g] / found[g]), g) for g in range(len(found)) if found[g] < sizes[g]]
-    heapq.heapify(waiting)
+    waiting: list[tuple[int, int]] = []
+
+    def put(group: int) -> None:
+        # A group of single samples cannot be divided.
+        if found[group] >= sizes[group]:
+            return
+        largest_piece = math.ceil(sizes[group] / found[group])
+        # heapq has the smallest first, and the most costly piece is wanted.
+        heapq.heappush(waiting, (-costs[group] * largest_piece, group))
+
+    for group in range(len(found)):
+        put(group)
     for _ in range(places - sum(found)):
         if not waiting:
             break
         _, group = heapq.heappop(waiting)
         found[group] += 1
-        if found[group] < sizes[group]:
-            heapq.heappush(waiting, (-costs[group] * math.ceil(sizes[group] / found[group]), group))
+        put(group)
     return found
 
 
@@ -101,7 +116,8 @@ def describe(groups: ShapeGroups, sampler: Sampler, shard: BatchShard) -> str:
     shapes = len({groups.shape(index) for index in range(sampler.dataset_size)})
     steps = [groups.micro_batches(sampler.draws(step), shard) for step in range(PROBED_STEPS)]
     forwards = sum(len(step) for step in steps) / PROBED_STEPS
-    full = math.ceil(math.ceil(sampler.global_batch_size / shard.world_size) / shard.micro_batch_size)
+    samples_per_process = math.ceil(sampler.global_batch_size / shard.world_size)
+    full = math.ceil(samples_per_process / shard.micro_batch_size)
     return (
         f"{shapes} shapes of samples: {forwards:.1f} micro-batches per step and process, {full} if all were of one "
         f"shape; a shape with fewer samples than micro_batch_size {shard.micro_batch_size} gives smaller ones"
@@ -128,9 +144,11 @@ class GroupOrder:
     def __post_init__(self) -> None:
         if self.group < 1:
             raise UsageError(f"group={self.group}: a group has at least 1 sample. Raise it.")
-        number = {shape: index for index, shape in enumerate(dict.fromkeys(self.shapes))}
+        different = dict.fromkeys(self.shapes)
+        number_of = {shape: number for number, shape in enumerate(different)}
+        numbers = [number_of[shape] for shape in self.shapes]
         # The dataclass is frozen.
-        object.__setattr__(self, "numbers", np.array([number[shape] for shape in self.shapes], np.int64))
+        object.__setattr__(self, "numbers", np.array(numbers, np.int64))
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -144,16 +162,21 @@ class GroupOrder:
 def _epoch(order: GroupOrder, seed: int, epoch: int) -> Ints:
     """Return the order of all samples in an epoch."""
     size = len(order)
-    permuted = rng.permute(torch.arange(size, device="cpu"), size, rng.key(seed, "order", epoch)).numpy()
+    samples = torch.arange(size, device="cpu")
+    permuted = rng.permute(samples, size, rng.key(seed, "order", epoch)).numpy()
     # Stable: within its shape each sample keeps its place of the permutation.
     by_shape = permuted[np.argsort(order.numbers[permuted], kind="stable")]
     counts = np.bincount(order.numbers)
     counts = counts[counts > 0]
     groups: list[Ints] = []
     rest: list[Ints] = []
-    for members in np.split(by_shape, np.cumsum(counts)[:-1]):
-        full = len(members) // order.group * order.group
-        groups += np.split(members[:full], full // order.group) if full else []
+    first_of_next = np.cumsum(counts)[:-1]
+    for members in np.split(by_shape, first_of_next):
+        whole_groups = len(members) // order.group
+        full = whole_groups * order.group
+        # numpy cannot split into no parts.
+        if whole_groups:
+            groups += np.split(members[:full], whole_groups)
         rest.append(members[full:])
     # Places up to the next multiple of the group's size in the endless order.
     missing = -epoch * size % order.group
@@ -161,7 +184,8 @@ def _epoch(order: GroupOrder, seed: int, epoch: int) -> Ints:
         rest.append(groups.pop())
     left = np.concatenate(rest)
     if groups:
-        places = torch.arange(len(groups), device="cpu")
-        shuffled = rng.permute(places, len(groups), rng.key(seed, "groups", epoch)).tolist()
+        count = len(groups)
+        places = torch.arange(count, device="cpu")
+        shuffled = rng.permute(places, count, rng.key(seed, "groups", epoch)).tolist()
         groups = [groups[place] for place in shuffled]
     return np.concatenate([left[:missing], *groups, left[missing:]])

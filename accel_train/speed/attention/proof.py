@@ -38,7 +38,8 @@ class Proof:
 def reference(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
     """Attention by its definition, in fp64. A row without keys attends to all."""
     q, k, v = (x.double() for x in (q, k, v))
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    scale = q.shape[-1] ** 0.5
+    scores = q @ k.transpose(-1, -2) / scale
     if key_mask is not None:
         allowed = key_mask | ~key_mask.any(-1, keepdim=True)
         scores = scores.masked_fill(~allowed[:, None, None, :], -torch.inf)
@@ -72,7 +73,8 @@ def prove_attention(attention: Attention, needs: AttentionNeeds) -> Proof:
                 f"by {forward:.2g} forward and {backward:.2g} backward (relative, L2), allowed is {tolerance:.2g}; "
                 f"needed: {needs}. Choose another kernel, such as sdpa."
             )
-    return Proof(worst_forward, worst_backward, tolerance, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Proof(worst_forward, worst_backward, tolerance, seconds)
 
 
 def tolerance_of(dtype: torch.dtype, device: torch.device) -> float:
@@ -93,7 +95,10 @@ def _sample_length(length: int) -> int:
 
 def _errors(attention: Attention, needs: AttentionNeeds, masked: bool, more_keys: int) -> tuple[float, float]:
     """Relative errors of the forward and of the worst gradient. NaN for a result that is not even comparable."""
-    small = replace(needs, batch=3, heads=min(needs.heads, 2), length=_sample_length(needs.length))
+    heads = min(needs.heads, 2)
+    length = _sample_length(needs.length)
+    # Three rows, one for each kind of mask in `_rows`.
+    small = replace(needs, batch=3, heads=heads, length=length)
     q, k, v, weights = _sample(small, more_keys)
     key_mask, valid = _mask_of_case(small, masked)
     expected = reference(q, k, v, key_mask)
@@ -114,14 +119,18 @@ def gradient_error(result: Tensor, expected: Tensor, inputs: Sequence[Tensor], w
     weights = weights.to(result.dtype)  # the same rounded weights for both
     found = torch.autograd.grad(result, inputs, weights)
     exact = torch.autograd.grad(expected, inputs, weights.double())
-    errors = [relative_error(f.double() - e, e) for f, e in zip(found, exact, strict=True)]
+    errors: list[float] = []
+    for gradient, wanted in zip(found, exact, strict=True):
+        difference = gradient.double() - wanted
+        errors.append(relative_error(difference, wanted))
     return max(errors)
 
 
 def _mask_of_case(needs: AttentionNeeds, masked: bool) -> tuple[Tensor | None, Tensor]:
     """The mask of keys, None without one, and (B, 1, N, 1) True for the queries with a meaningful result."""
     if not masked:
-        valid = torch.ones(needs.batch, needs.length, dtype=torch.bool, device=needs.device)
+        queries = (needs.batch, needs.length)
+        valid = torch.ones(queries, dtype=torch.bool, device=needs.device)
         return None, valid[:, None, :, None]
     key_mask = _rows(needs.length).to(needs.device)
     return key_mask, _meaningful(key_mask)[:, None, :, None]
@@ -134,17 +143,21 @@ def _sample(needs: AttentionNeeds, more_keys: int = 0) -> tuple[Tensor, Tensor, 
 
     def draw(more: int) -> Tensor:
         shape = (needs.batch, needs.length + more, needs.heads, needs.head_size)
-        return torch.randn(shape, generator=generator).to(needs.device, needs.dtype).transpose(1, 2)
+        drawn = torch.randn(shape, generator=generator)
+        return drawn.to(needs.device, needs.dtype).transpose(1, 2)
 
-    q, k, v = (draw(more).requires_grad_(needs.backward) for more in (0, more_keys, more_keys))
+    q = draw(0).requires_grad_(needs.backward)
+    k = draw(more_keys).requires_grad_(needs.backward)
+    v = draw(more_keys).requires_grad_(needs.backward)
     return q, k, v, draw(0)
 
 
 def _rows(length: int) -> Tensor:
     """Three rows of keys: all, padding in the middle as behind a first stream, none."""
     place = torch.arange(length)
-    padded_in_the_middle = (place < length // 3) | (place >= 2 * length // 3)
-    return torch.stack((place >= 0, padded_in_the_middle, place < 0))
+    in_front = place < length // 3
+    behind = place >= 2 * length // 3
+    return torch.stack((place >= 0, in_front | behind, place < 0))
 
 
 def _meaningful(key_mask: Tensor) -> Tensor:
@@ -155,7 +168,8 @@ def _meaningful(key_mask: Tensor) -> Tensor:
 def relative_error(difference: Tensor, expected: Tensor) -> float:
     """L2 norm of a difference, relative to that of what was expected."""
     # Not 0 / 0, whose NaN would fail the proof of a gradient that is rightly zero.
-    return float(difference.norm() / expected.norm().clamp_min(1e-30))
+    size = expected.norm().clamp_min(1e-30)
+    return float(difference.norm() / size)
 
 
 # ------------------------------------------------------------------------------------------------ time and events
@@ -164,8 +178,10 @@ def _step(attention: Attention, needs: AttentionNeeds) -> Callable[[], object]:
     q, k, v, weights = _sample(needs)
     key_mask: Tensor | None = None
     if needs.mask:
-        fraction = torch.linspace(0.5, 1, needs.batch)[:, None]
-        key_mask = (torch.arange(needs.length) < fraction * needs.length).to(needs.device)
+        fraction = torch.linspace(0.5, 1, needs.batch)
+        tokens = fraction[:, None] * needs.length  # (B, 1)
+        key_mask = torch.arange(needs.length) < tokens
+        key_mask = key_mask.to(needs.device)
 
     def step() -> object:
         with torch.set_grad_enabled(needs.backward):
@@ -214,7 +230,8 @@ def operators_of(step: Callable[[], object], device: torch.device) -> tuple[str,
     if device.type != "cuda":
         with _recorded_operators() as names:
             step()
-        return tuple(dict.fromkeys(name for name in names if "attention" in name))
+        attentions = [name for name in names if "attention" in name]
+        return tuple(dict.fromkeys(attentions))
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -223,7 +240,8 @@ def operators_of(step: Callable[[], object], device: torch.device) -> tuple[str,
         step()
         torch.cuda.synchronize(device)
     events: Any = recorded.events()
-    return tuple(dict.fromkeys(e.name for e in events if e.device_type == DeviceType.CUDA))
+    kernels = [event.name for event in events if event.device_type == DeviceType.CUDA]
+    return tuple(dict.fromkeys(kernels))
 
 
 @contextmanager
@@ -273,6 +291,9 @@ def _row(name: str, needs: AttentionNeeds, machine: Machine, seconds: float) -> 
         attention = build_attention(name)
         proof = prove_attention(attention, needs)
         measured = time_attention(attention, needs, seconds)
-        return AttentionRow(name, None, proof, measured, kernels_that_ran(attention, needs))
+        kernels = kernels_that_ran(attention, needs)
+        return AttentionRow(name, None, proof, measured, kernels)
+    # Whatever a library raises on this device is the reason in its row, and the other rows go on.
     except (RuntimeError, ImportError, NotImplementedError, UsageError) as error:
-        return AttentionRow(name, " ".join(str(error).split())[:300])
+        reason = " ".join(str(error).split())
+        return AttentionRow(name, reason[:300])
