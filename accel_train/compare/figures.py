@@ -23,6 +23,8 @@ TAIL_SHARE = 0.1
 LINES_AT_EQUAL_TIME = 5
 # Endings of metrics that are compared as B / A, because 0 means none. All others are compared as B - A.
 RATIOS = ("_seconds", "_per_second", "_gib", "mfu")
+# Metrics of the wall and CPU time of a step, and the fields of a log line that they are differences of.
+LOOP_TIMES = {"loop_step_seconds": "elapsed_seconds", "loop_step_cpu_seconds": "processor_seconds"}
 # Metrics with one value per log interval.
 WITHIN_A_RUN = ("step_seconds", "samples_per_second")
 
@@ -40,7 +42,8 @@ class Window:
 
     def tail(self) -> tuple[int, ...]:
         """Return the points in the last tenth of the steps."""
-        return tuple(p for p in self.points if p > self.last * (1 - TAIL_SHARE))
+        begin = self.last * (1 - TAIL_SHARE)
+        return tuple(point for point in self.points if point > begin)
 
     def __str__(self) -> str:
         measured = f"steps {self.first + 1} to {self.last} are measured"
@@ -76,11 +79,13 @@ def window_of(runs: Sequence[Run]) -> Window:
     warmup = math.ceil(WARMUP_SHARE * last)
     earlier = [p for p in common if p < last] or [0]
     # Compilation, warm caches and growing buffers are behind the first quarter.
-    first = next((p for p in earlier if p >= warmup), earlier[-1])
+    warm = [p for p in earlier if p >= warmup] or earlier[-1:]
+    first = warm[0]
     if first == 0:
         # No common line before the last: the whole run is measured.
         return Window(0, last, (0, *common[-1:]))
-    return Window(first, last, tuple(p for p in common if p >= first))
+    points = tuple(p for p in common if p >= first)
+    return Window(first, last, points)
 
 
 def training_seconds(lines: Sequence[Line]) -> dict[int, float]:
@@ -92,8 +97,10 @@ def training_seconds(lines: Sequence[Line]) -> dict[int, float]:
     seconds: dict[int, float] = {0: 0.0}
     for line in lines:
         step = int(line["step"])
-        begin = max((p for p in seconds if step - p >= WINDOW_STEPS), default=0)
-        seconds[step] = seconds[begin] + float(line["step_seconds"]) * (step - begin)
+        far_enough = [p for p in seconds if step - p >= WINDOW_STEPS]
+        begin = max(far_enough, default=0)
+        window = float(line["step_seconds"]) * (step - begin)
+        seconds[step] = seconds[begin] + window
     return seconds
 
 
@@ -143,26 +150,31 @@ def _step_times(run: Run, lines: Mapping[int, Line], window: Window) -> dict[str
     values: dict[str, float] = {}
     if steps > 0:
         total = training_seconds(run.lines)
-        step_seconds = (total[window.last] - total[window.first]) / steps
+        seconds = total[window.last] - total[window.first]
+        step_seconds = seconds / steps
         values["step_seconds"] = step_seconds
         # From the log and not the options: a recipe may derive it.
         batch = lines[window.last].get("global_batch_size")
         if batch is not None:
             values["samples_per_second"] = ratio(float(batch), step_seconds)
-    for name, field in (("loop_step_seconds", "elapsed_seconds"), ("loop_step_cpu_seconds", "processor_seconds")):
-        if window.first in lines and field in lines[window.last]:
-            begin = float(lines[window.first][field])
-            end = float(lines[window.last][field])
-            values[name] = (end - begin) / steps
+    # The start of a run has no log line, so a run measured whole has no such times.
+    if window.first in lines:
+        first_line = lines[window.first]
+        last_line = lines[window.last]
+        for name, field in LOOP_TIMES.items():
+            if field in last_line:
+                seconds = float(last_line[field]) - float(first_line[field])
+                values[name] = seconds / steps
     return values
 
 
 def _losses(run: Run, lines: Mapping[int, Line], window: Window, equal_seconds: float) -> dict[str, float]:
     """Return the losses at the end, over the last tenth and at equal time. Each loss term is a metric of its own."""
     last_line = lines[window.last]
+    last_tenth = [lines[point] for point in window.tail()]
     losses = {
         "loss": _column([last_line], "loss"),
-        "loss_last_tenth": _column([lines[p] for p in window.tail()], "loss"),
+        "loss_last_tenth": _column(last_tenth, "loss"),
     }
     for name in last_line:
         if not name.startswith("loss_"):
@@ -170,13 +182,19 @@ def _losses(run: Run, lines: Mapping[int, Line], window: Window, equal_seconds: 
         column = _column([last_line], name)
         if column:
             losses[name] = column
-    reached = [line for line in run.lines if line.get("elapsed_seconds", math.inf) <= equal_seconds]
-    step_reached = max((int(line["step"]) for line in reached), default=0)
-    tail_start = step_reached - TAIL_SHARE * window.last
-    recent = _column([line for line in reached if line["step"] > tail_start], "loss")
+    recent = _recent_losses(run, window, equal_seconds)
     if len(recent) >= LINES_AT_EQUAL_TIME:
         losses["loss_equal_time"] = recent
     return {name: fmean(values) for name, values in losses.items() if values}
+
+
+def _recent_losses(run: Run, window: Window, seconds: float) -> list[float]:
+    """Return the losses of a tenth of the steps, up to the one that was reached after ``seconds``."""
+    reached = [line for line in run.lines if line.get("elapsed_seconds", math.inf) <= seconds]
+    steps = [int(line["step"]) for line in reached]
+    tail_start = max(steps, default=0) - TAIL_SHARE * window.last
+    recent = [line for line in reached if line["step"] > tail_start]
+    return _column(recent, "loss")
 
 
 def _column(lines: Sequence[Line], name: str) -> list[float]:
@@ -193,7 +211,8 @@ def observations(rounds: Sequence[Sequence[Run]], window: Window) -> list[Observ
     for runs in rounds:
         last_lines = [run.lines[-1] for run in runs]
         # The fastest run's end: beyond it there is no loss of that run to compare with.
-        equal_seconds = min(float(line.get("elapsed_seconds", 0.0)) for line in last_lines)
+        ends = [float(line.get("elapsed_seconds", 0.0)) for line in last_lines]
+        equal_seconds = min(ends)
         per_round.append([run_metrics(run, window, equal_seconds) for run in runs])
     every_run = [metrics for of_round in per_round for metrics in of_round]
     # Values are compared in pairs, so one run without a metric leaves its partners without one.
@@ -218,7 +237,9 @@ def _interval_metrics(run: Run, window: Window, whole: Observations) -> dict[str
     if "step_seconds" in whole:
         values["step_seconds"] = seconds
     if "samples_per_second" in whole:
-        samples = whole["step_seconds"][0] * whole["samples_per_second"][0]
+        (step_seconds,) = whole["step_seconds"]
+        (per_second,) = whole["samples_per_second"]
+        samples = step_seconds * per_second
         # From the interval's own time: the logged rate is an average over at least WINDOW_STEPS steps.
         values["samples_per_second"] = [ratio(samples, s) for s in seconds]
     return values
@@ -240,7 +261,8 @@ def _effect(name: str, a: Sequence[float], b: Sequence[float], rounds: int, tole
     else:
         form = "difference"
         found = estimate([y - x for x, y in pairs])
-        reading = describe_effect(found, neutral=0.0, tolerated=tolerance * abs(median_a))
+        tolerated = tolerance * abs(median_a)
+        reading = describe_effect(found, neutral=0.0, tolerated=tolerated)
     if rounds > 1:
         over = "rounds"
     elif len(pairs) > 1:

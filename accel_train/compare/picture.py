@@ -36,7 +36,8 @@ def draw(variants: Sequence[Variant], rounds: Sequence[Sequence[Run]], window: W
                 style["label"] = f"{variant.letter}  {variant.name}"
             _draw_run(panels, runs[index], style)
     panels[0].axvline(window.first, color="0.55", linestyle=":", label="warm-up ends")
-    panels[0].set_ylim(bottom=0, top=_step_time_limit(rounds, window))
+    highest = _step_time_limit(rounds, window)
+    panels[0].set_ylim(bottom=0, top=highest)
     for axis in panels:
         # loc is also the default, but the default warns if the search for a place is slow.
         axis.legend(fontsize=7.5, loc="best", framealpha=0.85)
@@ -54,9 +55,10 @@ def _label(axis: Any, title: str, x_label: str, y_label: str) -> None:
 def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:
     # The run's own window has all its log lines, not only those common to all runs.
     last = window_of([run]).last
-    points = [0, *(int(line["step"]) for line in run.lines)]
-    window_of_run = Window(0, last, tuple(points))
-    times = [1000 * seconds for seconds in interval_seconds(run, window_of_run)]
+    logged = [int(line["step"]) for line in run.lines]
+    points = (0, *logged)
+    seconds = interval_seconds(run, Window(0, last, points))
+    times = [1000 * each for each in seconds]
     # `step` takes a value for every point. With the first one repeated, the curve begins without a jump.
     from_start = [times[0], *times]
     panels[0].step(points, from_start, where="pre", **style)
@@ -87,5 +89,6 @@ def _step_time_limit(rounds: Sequence[Sequence[Run]], window: Window) -> float:
     seconds: list[float] = []
     for run in chain.from_iterable(rounds):
         seconds += interval_seconds(run, window)
-    percentile_90 = sorted(seconds)[ceil(0.9 * len(seconds)) - 1]
+    rank = ceil(0.9 * len(seconds))
+    percentile_90 = sorted(seconds)[rank - 1]
     return max(1.6e3 * percentile_90, 1e-3)  # in ms, with headroom; matplotlib warns of a limit of 0

@@ -154,7 +154,8 @@ def _by_kind(lines: Records, key: str, label: str, of: str | None) -> dict[str, 
     by_kind: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         if of is not None and of in line:
-            by_kind.setdefault(str(line[of]), []).append(line)
+            kind = str(line[of])
+            by_kind.setdefault(kind, []).append(line)
     # A single kind needs no legend of its own.
     if len(by_kind) < 2:
         return {label: _column(lines, key)}
@@ -166,13 +167,18 @@ def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Pan
     keys = _keys(lines)
     terms = [key for key in keys if key.startswith("loss_") or key.endswith("_loss")]
     memory = [key for key in keys if key.endswith("_gib")]
+    loss = _by_kind(lines, "loss", "training loss", labels.loss_of)
+    of_terms = {key: _column(lines, key) for key in terms}
     losses = [
-        Panel("Loss", "loss", _by_kind(lines, "loss", "training loss", labels.loss_of), smooth=True),
-        Panel("Loss terms", "loss", {key: _column(lines, key) for key in terms}, smooth=True),
+        Panel("Loss", "loss", loss, smooth=True),
+        Panel("Loss terms", "loss", of_terms, smooth=True),
     ]
     norm = _by_kind(lines, "grad_norm", "grad_norm", labels.loss_of)
     lr = _column(lines, "lr")
-    used = {_words(key.removesuffix("_gib")): _column(lines, key) for key in memory}
+    used: dict[str, Series] = {}
+    for key in memory:
+        label = _words(key.removesuffix("_gib"))
+        used[label] = _column(lines, key)
     others = [
         Panel("Gradient norm", "L2 norm before clipping", norm, smooth=True),
         Panel("Learning rate", "learning rate", {"lr": lr}, from_zero=True),
@@ -190,7 +196,8 @@ def _step_time_panel(lines: Records) -> Panel:
         fraction = line.get("data_wait_fraction")
         if isinstance(seconds, (int, float)) and isinstance(fraction, (int, float)):
             waiting.add(line["step"], 1000 * seconds * fraction)
-    parts = {"whole step": _column(lines, "step_seconds", 1000.0), "of it waiting for data": waiting}
+    whole = _column(lines, "step_seconds", 1000.0)
+    parts = {"whole step": whole, "of it waiting for data": waiting}
     return Panel("Step time", "ms per step", parts, from_zero=True)
 
 
@@ -231,10 +238,12 @@ def _evaluation_panels(lines: Records, labels: Labels) -> list[Panel]:
 
 
 def _text_panels(line: Mapping[str, Any], keys: Sequence[str]) -> list[Panel]:
-    values = [f"{_words(key)}: {line[key]:.4g}" for key in keys if isinstance(line[key], (int, float))]
-    if not values:
+    numbers = [key for key in keys if isinstance(line[key], (int, float))]
+    if not numbers:
         return []
-    return [Panel(f"Evaluation at step {line['step']:,}", "", {}, text="\n".join(values))]
+    values = [f"{_words(key)}: {line[key]:.4g}" for key in numbers]
+    title = f"Evaluation at step {line['step']:,}"
+    return [Panel(title, "", {}, text="\n".join(values))]
 
 
 def _marks(records: Records) -> list[tuple[int, str, str]]:
@@ -369,13 +378,15 @@ def _title(records: Records, path: Path) -> str:
     about = [f"step {_last_step(records):,}"]
     if "strategy" in facts:
         about.append(f"{facts['strategy']} × {facts.get('world_size', 1)}")
-    about += [str(facts[key]) for key in ("precision", "device_name") if facts.get(key)]
+    known = [key for key in ("precision", "device_name") if facts.get(key)]
+    about += [str(facts[key]) for key in known]
     return f"{path.resolve().parent.name}\n{' · '.join(about)}"
 
 
 def _last_step(records: Records) -> int:
-    steps = [record.get("step") for record in records]
-    return max((step for step in steps if isinstance(step, int)), default=0)
+    found = [record.get("step") for record in records]
+    steps = [step for step in found if isinstance(step, int)]
+    return max(steps, default=0)
 
 
 def _words(key: str) -> str:

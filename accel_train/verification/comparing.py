@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from accel_train.verification.facts import Outcome
@@ -53,7 +53,10 @@ def within_rounding(reference: Outcome, other: Outcome, step: int) -> list[Diffe
 
 def bit_for_bit(reference: Outcome, other: Outcome, step: int, after: int = 0) -> list[Difference]:
     """Return the difference of each quantity with tolerance 0, in steps later than ``after`` and at ``step``."""
-    found = [Difference(line.quantity, line.value, 0.0, line.place) for line in _lines(reference, other, after)]
+    found: list[Difference] = []
+    for line in _lines(reference, other, after):
+        exact = replace(line, tolerance=0.0)
+        found.append(exact)
     for name, compared in _compared(reference, other, step).items():
         value = 0.0
         if not compared.equal:
@@ -69,23 +72,29 @@ def _lines(reference: Outcome, other: Outcome, after: int) -> Iterator[Differenc
     names = dict.fromkeys(name for step in steps for name in reference.losses[step])
     for name in names:
         pairs = {step: _pair(reference, other, step, name) for step in steps}
+        sizes = [abs(a) for a, _ in pairs.values() if not math.isnan(a)]
         # The largest of the run: beside a loss near 0, rounding would look large. A term that stays 0 has no scale.
-        scale = max((abs(a) for a, _ in pairs.values() if not math.isnan(a)), default=0.0) or 1.0
+        scale = max(sizes, default=0.0) or 1.0
         distances = {step: _distance(a, b) / scale for step, (a, b) in pairs.items()}
         worst = max(distances, key=lambda step: distances[step])
-        tolerance = TOLERANCES["grad_norm" if name == "grad_norm" else "loss"]
-        yield Difference(name.replace("_", " "), distances[worst], tolerance, f"step {worst}")
+        kind = "grad_norm" if name == "grad_norm" else "loss"
+        quantity = name.replace("_", " ")
+        yield Difference(quantity, distances[worst], TOLERANCES[kind], f"step {worst}")
 
 
 def _pair(reference: Outcome, other: Outcome, step: int, name: str) -> tuple[float, float]:
+    expected = reference.losses[step]
+    found = other.losses.get(step, {})
     # A term without weight in a step is in neither line.
-    return reference.losses[step].get(name, math.nan), other.losses.get(step, {}).get(name, math.nan)
+    return expected.get(name, math.nan), found.get(name, math.nan)
 
 
 def _distance(a: float, b: float) -> float:
     if math.isnan(a) and math.isnan(b):
         return 0.0
-    return math.inf if math.isnan(a) or math.isnan(b) else abs(a - b)
+    if math.isnan(a) or math.isnan(b):
+        return math.inf
+    return abs(a - b)
 
 
 def _tensors(reference: Outcome, other: Outcome, step: int) -> Iterator[Difference]:
@@ -107,12 +116,19 @@ def _compared(reference: Outcome, other: Outcome, step: int) -> dict[str, Compar
 
     mine = _by_part(collections_of(reference.checkpoint(step)))
     theirs = _by_part(collections_of(other.checkpoint(step)))
-    return {name: compare(mine.get(name, {}), theirs.get(name, {})) for name in dict.fromkeys((*mine, *theirs))}
+    compared: dict[str, Comparison] = {}
+    for name in dict.fromkeys((*mine, *theirs)):
+        # A collection of one run alone is compared with nothing, so that its tensors are named as missing.
+        compared[name] = compare(mine.get(name, {}), theirs.get(name, {}))
+    return compared
 
 
 def _by_part(found: dict[str, Tensors]) -> dict[str, Tensors]:
     shown = {"model": "weights", "ema": "EMA"}
-    parts = {shown.get(name, name): tensors for name, tensors in found.items() if name != "optimizer"}
+    parts: dict[str, Tensors] = {}
+    for name, tensors in found.items():
+        if name != "optimizer":
+            parts[shown.get(name, name)] = tensors
     for name, tensor in found.get("optimizer", {}).items():
         # Each by itself, since first and second moments are of different size.
         key = name.partition("/")[0]
