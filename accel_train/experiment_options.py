@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accel_train.checkpoints.policy import CheckpointConfig, RunOptions, of_this_start
 from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
@@ -88,6 +88,9 @@ class Recipe:
     """What ``accel_train.load`` returns for a checkpoint, and what ``accel-train sample`` and ``export`` use."""
     smoke: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of its own options with ``--smoke``, such as an evaluation of few samples."""
+    decided_by: Mapping[str, Literal["min", "max"]] = field(default_factory=dict[str, Literal["min", "max"]])
+    """Evaluation metrics that decide which of two checkpoints is better (``accel-train better``), by their name or its
+    last word. ``min``: a smaller value is better."""
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Config(experiment.ExperimentConfig):
             titles={"nll": "NLL"},
             own_summary=True,
         ),
+        decided_by={"nll": "min"},
         first_options=("model.source", "lora.rank", "data.path", "data.max_length", "data.packing", "evaluation.every"),
         pipeline=pipeline.LanguagePipeline,
         smoke={"evaluation.samples": 2, "evaluation.shown": 1, "evaluation.max_new_tokens": 4},

@@ -58,6 +58,7 @@ class Config(experiment.ExperimentConfig):
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", "data.cache_dir", "base.encoder_batch_size", "base.offload_encoders"),
         labels=Labels(units=dict.fromkeys(objective.METRICS, "mean squared error"), own_summary=True),
+        decided_by={"loss": "min"},
         first_options=(
             "base.source",
             "data.path",

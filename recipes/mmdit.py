@@ -29,6 +29,7 @@ from accel_train.checkpoints import run
 from accel_train.data import sampler
 from accel_train.domains.diffusion import latents, masked_text, timesteps
 from accel_train.domains.images import captioned, picture_scores
+from accel_train.domains.images.picture_scores import Scores
 from accel_train.domains.models import flops, mmdit, sd3_blocks
 from accel_train.domains.text import baseline_scores, both_ways, dataset, modes, pipeline, prepare, samples
 from accel_train.metrics import evaluation, logs, records
@@ -39,8 +40,6 @@ from accel_train.training.accumulation import Batch
 
 logger = logging.getLogger("recipes.mmdit")
 PRESETS = Path(__file__).parent / "presets"
-Scores = picture_scores.PictureScores | None
-"""Of runs on pictures. None without pictures."""
 
 
 # ---------------------------------------------------------------------------------------------------------- config
@@ -51,6 +50,7 @@ class Config(experiment.ExperimentConfig):
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", *prepare.FREE_TO_CHANGE),
         labels=both_ways.LABELS,
+        decided_by={"l2t_nll": "min", "t2l_cosine": "max"},
         loads_with=mmdit.MultimodalMMDiT,
         first_options=("model.size", "data.path", "data.encoder", "modes.weights", "latent.kind", "evaluation.every"),
         pipeline=pipeline.TextLatentPipeline,

@@ -45,7 +45,6 @@ from accel_train.domains.pde.operator_learning import StepObjective
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig
 from accel_train.metrics import evaluation, logs, records
-from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
 from accel_train.training import optimizers
@@ -63,7 +62,8 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", "data.cache_dir", "data.cache_mib", "data.workers"),
-        labels=Labels(loss_of="task", own_summary=True),
+        labels=scores.LABELS,
+        decided_by={"nrmse": "min"},
         loads_with=transformer.PdeTransformer,
         first_options=("model.width", "model.depth", "data.path", "data.tasks", "task_weights", "evaluation.every"),
         pipeline=pipeline.FieldPipeline,

@@ -44,7 +44,8 @@ def heldout_batches(accelerator: Accelerator, dataset: MapDataset, samples: int,
     """
     rank = accelerator.process_index
     world_size = accelerator.num_processes
-    return heldout.heldout_batches(dataset, samples, batch_size, rank, world_size, accelerator.device)
+    size = samples_at_once(batch_size)
+    return heldout.heldout_batches(dataset, samples, size, rank, world_size, accelerator.device)
 
 
 def first_samples(accelerator: Accelerator, dataset: MapDataset, samples: int) -> Batch:
@@ -64,10 +65,16 @@ def weighted_sums(
     the samples of a short batch. One reduction and one device wait for any number of batches. No gradients.
     """
     totals: dict[str, Tensor] = {}
+    call: Call = []
+    if _recorded is not None:
+        _recorded.append(call)
     with torch.no_grad():
         for batch in batches:
             stopping_point()  # before the forward, which no process may be left alone in
-            for name, value in sums_of(batch).items():
+            sums = sums_of(batch)
+            if _recorded is not None:
+                call.append({name: widest(value).cpu().double() for name, value in sums.items()})
+            for name, value in sums.items():
                 # fp64 where the device has it: a mean over a million samples loses digits in fp32.
                 wide = widest(value)
                 totals[name] = totals[name] + wide if name in totals else wide
@@ -77,8 +84,8 @@ def weighted_sums(
     local = torch.cat([value.flatten() for value in totals.values()])
     reduced: Any = accelerator.reduce(local, "sum")
     lengths = [value.numel() for value in totals.values()]
-    sums = reduced.cpu().double().split(lengths)  # on the host first, as Apple's devices have no fp64
-    by_name = zip(totals, sums, strict=True)
+    parts = reduced.cpu().double().split(lengths)  # on the host first, as Apple's devices have no fp64
+    by_name = zip(totals, parts, strict=True)
     return {name: part.view(totals[name].shape) for name, part in by_name}
 
 
@@ -95,8 +102,35 @@ def paired_sums(
     """
     rank = accelerator.process_index
     world_size = accelerator.num_processes
-    pairs = heldout.heldout_pairs(dataset, samples, batch_size, rank, world_size, accelerator.device)
+    size = samples_at_once(batch_size)
+    pairs = heldout.heldout_pairs(dataset, samples, size, rank, world_size, accelerator.device)
     return weighted_sums(accelerator, pairs, lambda pair: sums_of(*pair))
+
+
+Call = list[dict[str, Tensor]]
+"""Sums of one ``weighted_sums``, a dictionary for each sample in the order of the evaluation, fp64 on the CPU."""
+_recorded: list[Call] | None = None
+
+
+@contextmanager
+def recorded_by_sample() -> Generator[list[Call]]:
+    """Record the sums of each held-out sample of the body, as ``accel-train better`` pairs them. One process.
+
+    Held-out batches have one sample each meanwhile, so that the sums of a batch are those of its sample. Noise is keyed
+    by sample, so this changes rounding only. A device wait for each sample.
+    """
+    global _recorded
+    before = _recorded
+    _recorded = []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
+
+
+def samples_at_once(batch_size: int) -> int:
+    """Return the samples of a held-out batch: 1 while samples are recorded."""
+    return batch_size if _recorded is None else 1
 
 
 class EvaluationStopped(BaseException):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from accel_train.rerun.better import arguments as better
 from accel_train.rerun.samples import arguments as samples
 
-COMMANDS = ("replay", "branch", *samples.COMMANDS)
+COMMANDS = ("replay", "branch", "better", *samples.COMMANDS)
 
 
 def add_commands(commands: Any) -> None:
@@ -17,12 +18,15 @@ def add_commands(commands: Any) -> None:
     text = "a run forked at a checkpoint with changed options, on the same samples and noise; paired differences"
     _add_branch(commands.add_parser("branch", help=text, description=text))
     samples.add_commands(commands)
+    better.add_command(commands)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of ``COMMANDS`` and return its exit code."""
     if arguments.command in samples.COMMANDS:
         return samples.run(arguments)
+    if arguments.command == "better":
+        return better.run(arguments)
     if arguments.command == "branch":
         from accel_train.rerun.branch import branch
 

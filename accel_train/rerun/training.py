@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from accel_train.rerun.recorded import RecordedRun
 
 THREADS = "OMP_NUM_THREADS"
+PROGRAM = Path(__file__).parent / "samples" / "observed_run.py"
+"""Runs a recipe and observes it."""
 MOST_SAVES = 20
 """Largest number of saves from the first compared checkpoint to the end. Older checkpoints are left out beyond it."""
 

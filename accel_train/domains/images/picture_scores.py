@@ -149,34 +149,38 @@ def _words_right(said: str, caption: str) -> float:
     return sum(one == other for one, other in zip(found, words, strict=False)) / len(words)
 
 
+Scores = PictureScores | None
+"""Of a run on pictures. None without pictures."""
+
+
 def build_scores(
     pictures: CaptionedPictures | None,
     denormalise: Callable[[Tensor], Tensor],
     decode: Callable[[Tensor], str],
     nearest: Callable[[Tensor], Tensor],
-) -> PictureScores | None:
+) -> Scores:
     """Return the scores of these pictures, or None for latents that are no pictures."""
     if pictures is None:
         return None
     return PictureScores(pictures, denormalise, decode, nearest)
 
 
-def metric_names(scores: PictureScores | None) -> list[str]:
+def metric_names(scores: Scores) -> list[str]:
     """List the metrics of an evaluation with these scores. None has none."""
     return scores.metric_names() if scores else []
 
 
-def notices(scores: PictureScores | None) -> tuple[str, ...]:
+def notices(scores: Scores) -> tuple[str, ...]:
     """Return lines for the log about the pictures behind these scores. None has none."""
     return scores.pictures.notices if scores else ()
 
 
-def metrics(scores: PictureScores | None, sums: Mapping[str, Tensor]) -> dict[str, float]:
+def metrics(scores: Scores, sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the metrics of an evaluation with these scores. None has none."""
     return scores.metrics(sums) if scores else {}
 
 
-def report(scores: PictureScores | None, directory: Path, step: int, batch: Batch, drawn: Drawn) -> None:
+def report(scores: Scores, directory: Path, step: int, batch: Batch, drawn: Drawn) -> None:
     """Write ``pictures.png`` with these scores, on the main process. None writes nothing."""
     if scores is not None:
         scores.report(directory, step, batch, drawn)

@@ -20,13 +20,16 @@ from accel_train.domains.pde.data.rows import FieldData, FieldRows
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.pictures import Lines, Panel
 from accel_train.metrics.early_stopping import EarlyStopping
-from accel_train.metrics.evaluation import first_samples, heldout_batches, weighted_sums
+from accel_train.metrics.evaluation import first_samples, heldout_batches, samples_at_once, weighted_sums
+from accel_train.metrics.progress import Labels
 
 SHIFTS = (1, -1, 2, 3)
 """Shifts of a periodic field, in points. Each gives another estimate of the same step."""
 NOISES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.001, 0.005, 0.02, 0.05)
 """Noise scales relative to the field's size, for the candidates beyond the shifts."""
 MEAN = "mean_nrmse"
+LABELS = Labels(loss_of="task", own_summary=True)
+"""Of the loss. The evaluation prints a table of its own."""
 Panels = list[Panel | Lines]
 """Pictures of one task, in a row of fields.png."""
 
@@ -213,7 +216,7 @@ def rollout_batches(task: FieldTask, rows: FieldRows, options: EvaluationConfig,
     # Rounded up on every process: the forward of a sharded model is a collective, so all must run as many batches.
     share = math.ceil(count / world_size)
     own = torch.arange(share) * world_size + rank
-    for wanted in own.split(options.batch_size):
+    for wanted in own.split(samples_at_once(options.batch_size)):
         yield Rollouts(task, rows, wanted, count, device)
 
 

@@ -16,8 +16,6 @@ from accel_train.store import strict_json
 from accel_train.store.manifest import Checkpoint, checkpoint_name
 from accel_train.wording import shortened
 
-PROGRAM = Path(__file__).with_name("observed_run.py")
-
 
 @dataclass(frozen=True)
 class Beginning:
@@ -69,7 +67,7 @@ def observe(beginning: Beginning, last: int, request: Mapping[str, Any], folder:
     resume = "auto" if beginning.checkpoint is None else "must"
     path = folder / "observed.json"
     words = {name: dict(values) | {"path": str(path)} for name, values in request.items()}
-    command = [sys.executable, str(PROGRAM), json.dumps(words), str(beginning.recipe), str(config)]
+    command = [sys.executable, str(training.PROGRAM), json.dumps(words), str(beginning.recipe), str(config)]
     threads = None
     # A resume restores them by itself.
     if beginning.checkpoint is None:

@@ -16,6 +16,7 @@ def main() -> None:
     """Run the recipe named on the command line as ``__main__``."""
     # It imports what every recipe does.
     from accel_train import loop
+    from accel_train.rerun.better import recording
     from accel_train.rerun.samples import first_use, measuring
 
     request = json.loads(sys.argv[1])
@@ -23,6 +24,10 @@ def main() -> None:
     sys.argv = sys.argv[2:]
     # As Python itself has it for a script, so that a recipe can import the files beside it.
     sys.path[0] = str(Path(recipe).resolve().parent)
+    if "by_sample" in request:
+        with recording.recording(recording.Request(**request["by_sample"])):
+            runpy.run_path(recipe, run_name="__main__")
+        return
     if "measuring" in request:
         observer = partial(measuring.measuring, measuring.Request(**request["measuring"]))
     else:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from accel_train.rerun import training
-from accel_train.rerun.samples.again import PROGRAM
 from tests import zygote
 from tests.distributed.launching import DEMOS, RECIPE, Finished, Layout, command, environment
 from tests.rerun import recording
@@ -64,7 +63,7 @@ def fork_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = training.run_once
 
     def run(words: Sequence[str], log: Path, **more: object) -> tuple[float, float]:
-        if words[1] != str(PROGRAM):
+        if words[1] != str(training.PROGRAM):
             return launched(words, log, **more)  # pyright: ignore[reportArgumentType]
         done = zygote.run(words, env=environment())
         log.write_text(done.stdout)

@@ -1,0 +1,29 @@
+"""Write the held-out sums of every sample, inside of the process of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_train.metrics import evaluation
+from accel_train.metrics.records import write_json
+
+
+@dataclass(frozen=True)
+class Request:
+    """Where to write."""
+
+    path: str
+
+
+@contextmanager
+def recording(request: Request) -> Generator[None]:
+    """Record the body, which is a recipe that evaluates and exits, and write what its samples gave."""
+    with evaluation.recorded_by_sample() as calls:
+        try:
+            yield
+        finally:
+            # Also after SystemExit, with which a recipe ends. Nobody reads it if the recipe failed.
+            write_json(Path(request.path), {"calls": calls})
