@@ -80,6 +80,8 @@ class Recipe:
     """Its own options, or groups of them, that may differ on resume because they do not change the trajectory."""
     labels: Labels = field(default_factory=Labels)
     """Units and titles of its metrics."""
+    base_option: str | None = None
+    """Its option with the folder or Hub id of pretrained weights. A folder that is gone is refused at the start."""
     loads_with: type | None = None
     """Class whose ``from_pretrained`` loads a checkpoint, named by the card on the Hub."""
     first_options: tuple[str, ...] = ()
@@ -188,6 +190,14 @@ class ExperimentConfig:
             if option.startswith(f"{group}.") and origin_of(self, option) == "command line":
                 flags.append(f"--{option} {value}")
         return flags
+
+    def base_source(self) -> str | None:
+        """Return the folder or Hub id of pretrained weights, None for a recipe or run without."""
+        option = self.recipe.base_option
+        if option is None:
+            return None
+        source = flatten(to_tree(self))[option]
+        return None if source is None else str(source)
 
     def is_default(self, option: str) -> bool:
         """Return True if nobody set ``option``, neither a preset nor the command line."""

@@ -43,6 +43,7 @@ def start(config: ExperimentConfig) -> Accelerator:
     # Wrong usage that needs no other process is refused before the processes wait for each other.
     resolve_trackers(config.log.trackers)
     check_name(config.attention)
+    refused.refuse_missing_base(config.recipe.base_option, config.base_source(), config.run_options())
     directory = expand_path(config.output_dir)
     # Listed before the processes first meet: none of them has created anything yet.
     before = refused.present(directory)

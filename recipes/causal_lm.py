@@ -60,6 +60,7 @@ class Config(experiment.ExperimentConfig):
         ),
         decided_by={"nll": "min"},
         first_options=("model.source", "lora.rank", "data.path", "data.max_length", "data.packing", "evaluation.every"),
+        base_option="model.source",
         pipeline=pipeline.LanguagePipeline,
         smoke={"evaluation.samples": 2, "evaluation.shown": 1, "evaluation.max_new_tokens": 4},
     )

@@ -1,16 +1,21 @@
-"""Clean up after a refused start: remove the files that it created, and nothing older."""
+"""Refused starts: a base that is gone, and the cleanup of the files that a start created, and of nothing older."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
+from accel_train.checkpoints.policy import RunOptions
+from accel_train.config import expand_path
 from accel_train.runtime.exiting import SECONDS_TO_BE_HEARD
-from accel_train.store import commit
+from accel_train.store import commit, manifest
 from accel_train.store import lock as locks
 from accel_train.store.names import OF_A_START
+from accel_train.store.pretrained_base import refuse_missing_folder
 from accel_train.store.run_file import has_trained, recall
 
 
@@ -93,3 +98,32 @@ def _rmdir(folder: Path, before: frozenset[Path]) -> None:
         # It may not be empty, or another process was faster.
         with suppress(OSError):
             folder.rmdir()
+
+
+def refuse_missing_base(option: str | None, source: str | None, options: RunOptions) -> None:
+    """Raise ``UsageError`` if ``source``, the value of ``option``, is a base folder that is gone.
+
+    The message has what the checkpoint to resume from says of it.
+    """
+    if option is None or source is None:
+        return
+    checkpoint = _resumed_checkpoint(options)
+    recorded: Mapping[str, Any] | None = None
+    if checkpoint is not None:
+        # A damaged manifest is reported by the resume.
+        with suppress(OSError, ValueError):
+            recorded = manifest.read(checkpoint).get("base")
+    refuse_missing_folder(f"--{option}", source, recorded, checkpoint)
+
+
+def _resumed_checkpoint(options: RunOptions) -> Path | None:
+    """Return the local checkpoint that this start resumes from, None for a fresh start."""
+    if options.overwrite:
+        return None
+    found = manifest.committed(expand_path(options.output_dir) / "checkpoints")
+    if found:
+        _, newest = found[-1]
+        return newest
+    # A policy such as auto, or hub:owner/name@step, is no such folder.
+    named = expand_path(options.resume)
+    return named if (named / manifest.MANIFEST).is_file() else None

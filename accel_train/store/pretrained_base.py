@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files
 
 THREADS = min(8, os.cpu_count() or 1)
@@ -121,3 +121,42 @@ def refuse_other_base(recorded: Mapping[str, Any], current: Mapping[str, Any] | 
 def _describe(reference: Mapping[str, Any]) -> str:
     revision = reference.get("revision")
     return str(reference["source"]) + (f" at revision {revision}" if revision else "")
+
+
+def looks_like_path(source: str) -> bool:
+    """Return True for what cannot be a Hub id, ``name`` or ``owner/name``, or lies in this project's folder of runs."""
+    return source.startswith((".", "/", "~", "$", "runs/")) or source.count("/") > 1 or source.endswith("/")
+
+
+def refuse_missing_folder(
+    option: str, source: str, recorded: Mapping[str, Any] | None = None, checkpoint: Path | None = None
+) -> None:
+    """Raise ``UsageError`` if ``source``, the value of ``option``, means a local folder and there is none.
+
+    Other libraries would take it for a Hub id. ``recorded`` is the reference to the base in ``checkpoint``, from which
+    this start resumes.
+    """
+    wanted = expand_path(source)
+    # A folder is recorded with its absolute path, a Hub id as it is.
+    was_folder = recorded is not None and recorded["source"] == str(wanted)
+    if Path(source).is_dir() or not (looks_like_path(source) or was_folder):
+        return
+    if wanted.is_dir():
+        raise UsageError(f"{option} {source!r}: is not expanded; write the folder in full: {option} {wanted}")
+    missing = f"{option} {source!r}: the base is a local folder, and {wanted} is not there."
+    if checkpoint is None:
+        raise UsageError(f"{missing} Put it there, or give {option} the right folder or a Hub id such as owner/name.")
+    remedy = f"Put it back, or give its new place: {option} FOLDER --allow {option.removeprefix('--')}"
+    if recorded is None:
+        raise UsageError(f"{missing} {checkpoint} holds the weights and records no files of the base. {remedy}.")
+    raise UsageError(
+        f"{missing} {checkpoint} records source {recorded['source']}, revision {recorded.get('revision')}, "
+        f"{_describe_files(recorded['files'])}. {remedy}, with the same files. With --checkpoints.base embed, "
+        "checkpoints of a new run hold the weights of the base and load without it."
+    )
+
+
+def _describe_files(files: Mapping[str, Any]) -> str:
+    named = [f"{name} with sha256 {facts['sha256']}" for name, facts in files.items()]
+    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return ", ".join(named[:3]) + more

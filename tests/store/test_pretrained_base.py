@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
 from accel_train.store import pretrained_base
-from accel_train.store.pretrained_base import PretrainedBase, refuse_other_base, remembered_sha256
+from accel_train.store.pretrained_base import (
+    PretrainedBase,
+    looks_like_path,
+    refuse_missing_folder,
+    refuse_other_base,
+    remembered_sha256,
+)
 
 
 @pytest.fixture
@@ -115,3 +121,46 @@ def test_a_missing_or_other_base_is_named(tmp_path: Path) -> None:
         refuse_other_base(recorded, base.reference(), tmp_path / "checkpoint")
     with pytest.raises(UsageError, match=r"and this model was built without a base"):
         refuse_other_base(recorded, None, tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("source", ["./x", "../x", "/x", "~/x", "$HOME/x", "runs/x", "a/b/c", "x/"])
+def test_a_path_without_a_folder_is_refused_as_one(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert looks_like_path(source)
+    with pytest.raises(UsageError, match=r"--model.source '.*': the base is a local folder, and /.*[xc] is not there"):
+        refuse_missing_folder("--model.source", source)
+    expand_path(source).mkdir(parents=True)
+    if source[0] in "~$":
+        with pytest.raises(UsageError, match=rf"is not expanded; .*--model.source {tmp_path}/home/x"):
+            refuse_missing_folder("--model.source", source)
+        return
+    refuse_missing_folder("--model.source", source)
+
+
+@pytest.mark.parametrize("source", ["gpt2", "Qwen/Qwen3-0.6B", "org/runs"])
+def test_a_hub_id_is_no_missing_folder(source: str, tmp_path: Path) -> None:
+    elsewhere = {"source": str(tmp_path / "gone"), "revision": None, "files": {}}
+    refuse_missing_folder("--model.source", source)
+    refuse_missing_folder("--model.source", source, elsewhere, tmp_path)
+
+
+def test_a_name_is_a_folder_if_the_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / name).write_bytes(name.encode())
+    files = PretrainedBase(str(tmp_path / "mine"), tmp_path, ("a.safetensors", "b.safetensors"), "7")
+    reference = files.reference()
+    with pytest.raises(UsageError) as error:
+        refuse_missing_folder("--model.source", "mine", reference, tmp_path / "checkpoint_00000002")
+    said = str(error.value)
+    for part in (
+        f"{tmp_path}/mine is not there",
+        f"{tmp_path}/checkpoint_00000002 records source {tmp_path}/mine, revision 7",
+        f"a.safetensors with sha256 {digest(b'a.safetensors')}, b.safetensors with sha256 {digest(b'b.safetensors')}",
+        "--model.source FOLDER --allow model.source, with the same files",
+        "--checkpoints.base embed",
+    ):
+        assert part in said, said

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from accel_train import cli
 from accel_train.config import UsageError
 from accel_train.domains.language.pipeline import LanguagePipeline
 from accel_train.domains.models import quantised
+from recipes import causal_lm
 from tests.domains.language import tiny
 from tests.trained import adapter_run, language_run
 
@@ -420,3 +422,19 @@ def test_adapters_of_a_quantised_base_are_used_on_it(bits: Any, base: Path, tmp_
     assert cli._main(["export", str(run), str(tmp_path / "out"), "--merged"]) == 0
     merged = (logits(pipeline.model) - logits(load(tmp_path / "out").model)).abs().max()
     assert float(merged) < (0.02 if bits == "int8" else 1e-4)
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_resume_without_the_folder_of_its_base_says_what_is_missing(embedded: bool, tmp_path: Path) -> None:
+    base = tiny.save(tmp_path / "base")
+    run = adapter_run(tmp_path / "run", base, embedded=embedded)
+    digest = sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    base.rename(tmp_path / "moved")
+    records = "records no files" if embedded else f"records source {base}, .*model.safetensors with sha256 {digest}"
+    says = rf"--model.source '{base}': .* {base} is not there. {run}\S+checkpoint_\d+ .*{records}.*--allow model.source"
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    for place in ((run, "auto"), (tmp_path / "other", str(checkpoint))):
+        argv = ["--model.source", str(base), "--lora.rank", "4", "--data.path", str(tmp_path / "none.txt")]
+        argv += ["--output_dir", str(place[0]), "--resume", place[1]]
+        with pytest.raises(UsageError, match=says):
+            causal_lm.main(["causal_lm_tune", *argv])

@@ -21,7 +21,7 @@ from accel_train.domains.models.input_dtypes import cast_inputs
 from accel_train.precision import Precision, dtype_of
 from accel_train.speed.frozen_offload import offload_frozen_blocks
 from accel_train.store import strict_json
-from accel_train.store.pretrained_base import PretrainedBase
+from accel_train.store.pretrained_base import PretrainedBase, refuse_missing_folder
 from accel_train.store.weights import find_tensors
 
 if TYPE_CHECKING:
@@ -301,6 +301,7 @@ def find_base(config: BaseConfig) -> Base:
         if revision is not None:
             raise UsageError(f"base.revision {revision!r}: {path} is a folder and has no revisions; leave it out")
     else:
+        refuse_missing_folder("--base.source", config.source)
         path = _download(config)
         revision = path.name
     index = _index(path, config.source)
