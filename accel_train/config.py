@@ -67,6 +67,12 @@ def default_cache() -> str:
     return os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
 
 
+def bundled_folder(name: str) -> Path | None:
+    """Return ``recipes`` or ``accelerate_configs``: inside the package in a wheel, else beside it."""
+    package = Path(__file__).parent
+    return next((place for place in (package / "bundled" / name, package.parent / name) if place.is_dir()), None)
+
+
 def expand_path(text: str | os.PathLike[str]) -> Path:
     """Expand ``~`` and ``$VAR``, and make the path absolute against the working directory."""
     expanded = os.path.expandvars(os.path.expanduser(os.fspath(text)))

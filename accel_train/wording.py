@@ -9,11 +9,11 @@ FILE_ONLY = "file_only"
 """Attribute of a log record for the log file only, not for the console."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is nearly the same, in any case; None where there is none."""
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that is nearly the same, in any case; None where none has ``cutoff`` of its letters (0 to 1)."""
     # difflib would count each letter of another case as a difference.
     by_lower = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
 
 

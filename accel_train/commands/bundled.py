@@ -8,19 +8,16 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, bundled_folder, expand_path
 from accel_train.wording import did_you_mean, nearest
-
-_PACKAGE = Path(__file__).parents[1]
 
 
 def folder(name: str) -> Path:
     """Return the directory ``recipes`` or ``accelerate_configs``. Raises ``UsageError`` if there is none."""
-    # A wheel has them inside the package, a checkout beside it.
-    for place in (_PACKAGE / "bundled" / name, _PACKAGE.parent / name):
-        if place.is_dir():
-            return place
-    raise UsageError(f"{name}: this installation of accel_train has none; install its wheel, or a whole checkout")
+    place = bundled_folder(name)
+    if place is None:
+        raise UsageError(f"{name}: this installation of accel_train has none; install its wheel, or a whole checkout")
+    return place
 
 
 def recipe_names() -> list[str]:

@@ -363,14 +363,24 @@ def in_this_recipe(remedy: str, known: Sequence[str]) -> str:
     return f"use {remedy}"
 
 
+NEAR = 0.8
+"""Likeness of an option worth proposing. With less, most unknown names have a neighbour that means something else."""
+
+
 def nearest_option(key: str, known: Sequence[str]) -> str | None:
-    """Guess the intended option: a similar name, or the same leaf without its group or in another one."""
-    meant = nearest(key, known)
-    if meant:
-        return meant
+    """Guess the intended option: a similar name, the end of one, or the same leaf without its group or in another."""
+    group, _, last = key.rpartition(".")
+    # In a group that exists, an option of the same name in another group means something else.
+    siblings = [option for option in known if group and option.startswith(f"{group}.")]
+    meant = None if siblings else nearest(key, known, NEAR)
+    # Such as --steps for --max_steps.
+    ending = [option for option in known if option.endswith(f"_{key}") and "." not in option]
+    if meant or ending:
+        return meant or ending[0]
     # The last of several options with the same leaf wins.
-    by_leaf = {option.rsplit(".", 1)[-1]: option for option in known}
-    leaf = nearest(key.rsplit(".", 1)[-1], by_leaf)
+    by_leaf = {option.rsplit(".", 1)[-1]: option for option in siblings or known}
+    # Two letters exchanged in a short name, as in model.szie, leave it less like itself; a group has few names.
+    leaf = nearest(last, by_leaf, 0.7 if siblings else NEAR)
     if leaf is None:
         return None
     return by_leaf[leaf]

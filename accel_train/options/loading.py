@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from accel_train.config import UsageError, expand_path, set_origins, set_requested_output_dir
-from accel_train.options import completion, help_cache, help_text
+from accel_train.options import completion, help_cache, help_text, other_recipes
 from accel_train.options.flags import (
     NAMES_OF_OTHER_SCRIPTS,
     FlagError,
@@ -80,7 +80,7 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     names = partial(preset_names, cls, presets)
     path = find_source(source, presets, names, option_names(cls), arguments)
     tree, places = _read_source(path, source)
-    _check_keys_of_source(cls, tree, path, places, names if path.parent == presets else list)
+    _check_keys_of_source(cls, tree, path, places, presets, names)
     # The file is validated before the flags, so that its errors name a position.
     base = from_tree(cls, tree, str(path), places)
     topic = help_text.requested_topic(arguments)
@@ -210,6 +210,9 @@ def find_source(
         return expanded
     if (presets / f"{source}.yaml").is_file():
         return presets / f"{source}.yaml"
+    owners = other_recipes.owners_of_preset(source, presets)
+    if owners:
+        raise UsageError(_preset_of(owners, source, names))
     offered = names()
     raise UsageError(
         f"preset {source!r} does not exist{did_you_mean(nearest(source, offered))}; presets are {', '.join(offered)}. "
@@ -224,16 +227,33 @@ def read_tree(path: Path) -> Tree:
 
 
 def _check_keys_of_source(
-    cls: type, tree: Tree, path: Path, places: Places, names: Callable[[], Sequence[str]]
+    cls: type, tree: Tree, path: Path, places: Places, presets: Path, names: Callable[[], Sequence[str]]
 ) -> None:
-    """Refuse unknown keys. ``names`` lists the presets to offer, because the file is a preset of another recipe."""
+    """Refuse unknown keys. A preset or file of another recipe is refused with that recipe's name."""
     try:
         check_keys(cls, tree, str(path), places)
     except UsageError as error:
-        offered = names()
-        if offered:
-            raise UsageError(f"{error}. Presets of this recipe are {', '.join(offered)}") from None
+        owners = other_recipes.owners(tree, presets)
+        if path.parent == presets:
+            raise UsageError(_preset_of(owners, path.stem, names) if owners else f"{error}{_offered(names)}") from None
+        if owners:
+            raise UsageError(
+                f"{error}. Every option of the file is one of {other_recipes.shown(owners)}: "
+                f"{other_recipes.commands(owners, str(path))}"
+            ) from None
         raise
+
+
+def _preset_of(owners: Sequence[Path], preset: str, names: Callable[[], Sequence[str]]) -> str:
+    """Return the error for a preset of other recipes."""
+    return (
+        f"{preset} is a preset of {other_recipes.shown(owners)}: {other_recipes.commands(owners, preset)}"
+        f"{_offered(names)}"
+    )
+
+
+def _offered(names: Callable[[], Sequence[str]]) -> str:
+    return f". Presets of this recipe are {', '.join(names())}"
 
 
 _LAUNCH_FILE_KEYS = {"distributed_type", "compute_environment", "num_machines"}
@@ -272,7 +292,10 @@ def _key_remedy(key: str, known: Sequence[str]) -> str:
     other = NAMES_OF_OTHER_SCRIPTS.get(key.rsplit(".", 1)[-1])
     if other:
         return in_this_recipe(other, known)
-    return "remove it or correct it" + did_you_mean(nearest_option(key, known))
+    meant = nearest_option(key, known)
+    if meant is None:
+        return "this recipe has no such option: remove it, or find its present name with --help all"
+    return "remove it or correct it" + did_you_mean(meant)
 
 
 class _InvalidKey(NamedTuple):

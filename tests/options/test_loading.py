@@ -223,7 +223,14 @@ def test_yaml_values(text: str, expected: Config, presets: Path) -> None:
         ("optimizer: {lr: {a: 1}}", r"unknown option 'optimizer\.lr\.a'"),
         ("optimizer: [1]", r"optimizer: \[1\] must be a mapping"),
         ("optimizer: null", r"optimizer: None must be a mapping"),
-        ("zzz: 1", r"unknown option 'zzz': 1; remove it or correct it\. Presets of this recipe"),
+        (
+            "zzz: 1",
+            r"unknown option 'zzz': 1; this recipe has no such option: remove it, or find its present name with --help "
+            r"all\. Presets of this recipe",
+        ),
+        ("optimizer: {wd: 1}", r"unknown option 'optimizer\.wd': 1; this recipe has no such option"),
+        ("sampler: {name: ddim}", r"unknown option 'sampler\.name': 'ddim'; .*: did you mean 'name'\?"),
+        ("optimizer: {verbose: true}", r"unknown option 'optimizer\.verbose': True; this recipe has no such option"),
         ("batch_size: 3\nlearning_rate: 1", r"unknown option 'batch_size'"),
         ("learning_rate: 1", r"use --optimizer\.lr\."),
         (
@@ -287,6 +294,8 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("demo --optimizer.lr inf", r"optimizer\.lr: 'inf' is refused: a number is required"),
         ("demo --optimzer.lr 1", r"--optimzer\.lr: unknown option: did you mean '--optimizer\.lr'\?"),
         ("demo --zzz 1", r"--zzz: unknown option; --help all lists all"),
+        ("demo --ever_steps 1", r"--ever_steps: unknown option; --help all lists all"),
+        ("demo --optimizer.inner.raet 1", r"--optimizer\.inner\.raet: .*did you mean '--optimizer\.inner\.rate'\?"),
         ("demo --optimizer 1", r"--optimizer is a group of options, not an option; write --optimizer\.lr VALUE"),
         ("demo --seed fast", r"seed: 'fast' is refused: an integer is required; correct --seed$"),
         ("demo --seed", r"--seed has no value; write --seed VALUE"),
