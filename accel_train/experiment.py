@@ -207,7 +207,7 @@ def _keep_threads(run: Run, accelerator: Accelerator) -> None:
 
 
 def _log_finished(config: ExperimentConfig, step: int, max_steps: int) -> None:
-    info(logger, f"the run is finished: step {step} of {max_steps}; raise --max_steps to go on")
+    info(logger, f"the run is finished: step {step} of {max_steps}; raise --max_steps to continue")
     if not (config.report_directory / EVALUATION_FILE).exists():
         info(logger, f"{config.report_directory} has no {EVALUATION_FILE}: --evaluate_only writes it")
 

@@ -60,7 +60,7 @@ def resolve_base(
             f"checkpoints.base: reference, and {run.directory} holds its frozen weights in its checkpoints; "
             "leave the option out, or start a new run"
         )
-    # Checkpoints of one run are alike: a resume goes on as the first start began.
+    # Checkpoints of one run are alike: a resume continues as the first start began.
     if option == "embed" or is_embedded:
         _refuse_rounding(accelerator, precision, frozen)
         return reference, [f"{values}, saved in every checkpoint"]

@@ -286,8 +286,8 @@ class Training:
         self.log.out_of_memory(self.done, {"micro_batch_size": used, "next_micro_batch_size": smaller.used})
         # Without the error as its cause, whose frames hold the tensors of the step.
         raise StartAgain(
-            f"step {self.done} ran out of memory with micro_batch_size {used}; the next start goes on from the newest "
-            f"checkpoint with {smaller.used} and the same global batch of {config.global_batch_size}"
+            f"step {self.done} ran out of memory with micro_batch_size {used}; the next start continues from the "
+            f"newest checkpoint with {smaller.used} and the same global batch of {config.global_batch_size}"
         ) from None
 
     def roll_back(self, error: NonFiniteError) -> None:
@@ -386,7 +386,8 @@ def finish(training: Training) -> int:
         info(logger, "start again with --evaluate_only to evaluate it")
         return EXIT_PREEMPTED
     if training.stopped:
-        info(logger, f"stopped at step {step} of {opened.max_steps} and saved; start again to go on (exit code 75)")
+        remedy = "start the same command again to resume (exit code 75)"
+        info(logger, f"stopped at step {step} of {opened.max_steps} and saved; {remedy}")
         return EXIT_PREEMPTED
     info(logger, f"finished: {opened.run.directory} holds {', '.join(opened.run.results(step))}")
     return 0

@@ -1,4 +1,4 @@
-"""G3: saving SD3-medium's weights and AdamW's state, 24.3 GB, while the loop that trains them goes on.
+"""G3: saving SD3-medium's weights and AdamW's state, 24.3 GB, while the loop that trains them continues.
 
     python -m benchmarks.gpu --only saving
 

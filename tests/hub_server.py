@@ -43,7 +43,7 @@ class Fault:
     count: int = 1
     headers: dict[str, str] = field(default_factory=dict)
     release: threading.Event = field(default_factory=threading.Event)
-    """What is held goes on when this is set."""
+    """What is held continues when this is set."""
     answered: threading.Event = field(default_factory=threading.Event)
     """Whether what was held has been applied since."""
 

@@ -531,7 +531,7 @@ DATA = [
 ]
 
 OPENED: list[runs.Run] = []
-"""Runs of this test: their locks end with the process, which goes on here."""
+"""Runs of this test: their locks end with the process, which continues here."""
 
 ROWS = [*FLAGS, *FILES, *RESUMING, *PATHS, *DATA]
 

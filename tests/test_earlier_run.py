@@ -1,4 +1,4 @@
-"""A run of an earlier version, from before positions on a grid and densities of times: it loads and goes on."""
+"""A run of an earlier version, from before positions on a grid and densities of times: it loads and continues."""
 
 from __future__ import annotations
 

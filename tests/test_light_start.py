@@ -34,7 +34,7 @@ class Config:
     """A recipe of a test."""
 
     steps: int = 3
-    """Steps of the run. A run that is stopped and started again goes on where it was and ends at the same step."""
+    """Steps of the run. A run that is stopped and started again continues where it was and ends at the same step."""
 '''
 RECIPE = """
 from pathlib import Path

@@ -158,7 +158,7 @@ def test_a_run_that_ended_early_goes_on_in_the_same_process(cells: str, tmp_path
 
 @pytest.mark.distributed
 def test_several_processes_train_from_one_cell_as_one_does(tmp_path: Path) -> None:
-    """After a run in the notebook's own process, twice, and then one process goes on where two have stopped."""
+    """After a run in the notebook's own process, twice, and then one process continues where two have stopped."""
     said = run(SEVERAL_PROCESSES, tmp_path)
     assert said.count("ddp: 2 process(es) on cpu") == 2
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), rel=1e-6)

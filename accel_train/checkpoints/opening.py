@@ -272,7 +272,7 @@ def _check_fetched(checkpoint: Checkpoint, options: RunOptions, experiment: Json
 
     Deletes the checkpoint and raises ``UsageError`` if it is of another experiment.
     """
-    # The schedule goes on as long as the first start of the checkpoint had planned it.
+    # The schedule continues as long as the first start of the checkpoint had planned it.
     resolved = dict(checkpoint.manifest.get("resolved", resolved))
     saved = {"experiment": checkpoint.manifest["experiment"], "resolved": resolved}
     try:
@@ -302,7 +302,7 @@ def _refuse_another_origin(resume: str, saved: Mapping[str, Any], directory: Pat
         return
     raise UsageError(
         f"resume: {resume}, but {directory} already holds a run whose newest checkpoint is {name}; give an unused "
-        "--output_dir, or --resume auto to go on here"
+        "--output_dir, or --resume auto to continue here"
     )
 
 

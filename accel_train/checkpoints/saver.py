@@ -392,4 +392,4 @@ class Saver:
         if self._config.on_error == "stop":
             raise CheckpointWriteError(reason)
         self._last_failure = reason
-        logger.warning("checkpoint of step %d was not saved; training goes on: %s", step, reason)
+        logger.warning("checkpoint of step %d was not saved; training continues: %s", step, reason)

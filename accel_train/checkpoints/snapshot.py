@@ -75,7 +75,7 @@ class Snapshot:
     def take(self) -> None:
         """Copy everything. The live tensors may change as soon as it returns. A collective if ``extents`` were given.
 
-        On a GPU with enough free memory the copy is made on the device, and reaches the host while training goes on.
+        On a GPU with enough free memory the copy is made on the device, and reaches the host while training continues.
         The buffer is complete once ``ready`` returns True.
         """
         needed = DEVICE_MARGIN * self._plan.sizes[self._rank]

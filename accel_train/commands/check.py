@@ -186,7 +186,7 @@ def _world_size(processes: int) -> Generator[None]:
     try:
         yield
     finally:
-        # As it was, for a caller that goes on: tests, and a notebook.
+        # As it was, for a caller that continues: tests, and a notebook.
         del os.environ["WORLD_SIZE"]
         if before is not None:
             os.environ["WORLD_SIZE"] = before

@@ -50,7 +50,7 @@ FORWARDED: dict[signal.Signals, signal.Signals] = {
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGTERM,
 }
-STOPPED_EARLY = "asked to stop before training began; start again to go on (exit code 75)"
+STOPPED_EARLY = "asked to stop before training began; start the same command again to resume (exit code 75)"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """``accel-train lora``: adapters from a dataset of pictures in six steps, each of which can be called alone.
 
 check -> plan -> cache -> train -> validate -> export. The plan is a file, ``RUN/plan.yaml``, that the later steps
-read: a command that is given again goes on where it was ended.
+read: a command that is given again continues where it was ended.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Request:
 def lora(dataset: str, arguments: Sequence[str]) -> int:
     """Run the steps that are asked for, and return the exit code of the first that fails, else 0.
 
-    Raises ``UsageError``. A step that ends with 75 was stopped: the same command goes on.
+    Raises ``UsageError``. A step that ends with 75 was stopped: the same command continues.
     """
     request = _read(dataset, arguments)
     actions: dict[Step, Callable[[_Request], int]] = {
@@ -158,7 +158,7 @@ def _plan(request: _Request) -> int:
         tree = lora_plan.overlaid(read_tree(request.plan), request.flags) if request.plan.is_file() else None
         if tree is None:
             raise UsageError(
-                f"{request.run}: a run without {PLAN}, which this command has not started; go on with "
+                f"{request.run}: a run without {PLAN}, which this command has not started; continue with "
                 f"`accel-train launch {RECIPE} {request.run / 'config.yaml'}`, or give another --output_dir"
             )
         lines = ["kept, because training has begun; options given now are added, and refused if they change the run"]

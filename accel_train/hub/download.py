@@ -196,6 +196,6 @@ def _keep_existing(final: Path, downloaded: manifests.Checkpoint, spec: str) -> 
     if any(existing.get(name) != facts for name, facts in files.items()):
         raise UsageError(
             f"hub checkpoint: {final} exists and differs from {spec}; give an --output_dir of its own, or leave "
-            "--resume hub: out to go on from what is there"
+            "--resume hub: out to continue from what is there"
         )
     return final

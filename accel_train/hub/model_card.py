@@ -141,7 +141,7 @@ def _summary(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> str:
     files: Any = pushed.get("files") or {}
     state = "not included"
     if any(str(name).startswith("optimizer/") for name in files):
-        state = "included: training can go on from it"
+        state = "included: training can resume from it"
     rows = {
         "Step": checkpoint.step,
         "Samples seen": manifest.get("samples_seen"),

@@ -37,7 +37,7 @@ def push_now(run_or_checkpoint: Path, config: HubConfig) -> list[str]:
     queue = HubQueue(path)
     with queue.pushing() as holder:
         if holder is not None:
-            raise UsageError(f"{path} is being pushed by {holder}, which goes on by itself; wait for it or end it")
+            raise UsageError(f"{path} is being pushed by {holder}, which continues by itself; wait for it or end it")
         return _push_run(queue, config)
 
 

@@ -132,7 +132,7 @@ class Pusher:
         if self._worker is not None:
             if self._worker.stdin is not None:
                 self._worker.stdin.close()
-            # Not asked to end: a push goes on after the next start from what the Hub has by then.
+            # Not asked to end: a push continues after the next start from what the Hub has by then.
             self._worker.kill()
             self._worker.wait()
             self._worker = None
@@ -253,7 +253,7 @@ class Pusher:
 
     def _command(self) -> str:
         command = shlex.join(["accel-train", "checkpoints", "push", str(self._queue.run)])
-        return f"why: {self._queue.directory}/log.jsonl; go on with: {command}"
+        return f"why: {self._queue.directory}/log.jsonl; resume with: {command}"
 
     def _repeat_log(self) -> None:
         """Repeat the new events of the queue's log in the log of training."""

@@ -99,7 +99,7 @@ def compile_debug(facts: Facts) -> Finding | None:
 
 def compilation_off(facts: Facts) -> Finding | None:
     """TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE switch torch.compile off for the process. With `compile.mode: on`
-    a start refuses, with `auto` it goes on uncompiled.
+    a start refuses, with `auto` it continues uncompiled.
     """
     name = _first_set(facts, NO_COMPILATION)
     if name is None or not facts.compiles:

@@ -72,7 +72,7 @@ class Throughput:
     clock in ``update`` would time the queue. ``read`` is called at a log point, after the host has fetched the loss
     and thus waited for all earlier work. Between two such points, time and counts belong together. The window
     therefore holds whole log intervals, as few as reach ``window_steps`` steps. The first interval includes
-    compilation and other warm-up, and leaves the window as training goes on.
+    compilation and other warm-up, and leaves the window as training continues.
 
     The monotonic clock starts with the constructor, so build the object right before the loop.
     """

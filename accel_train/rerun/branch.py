@@ -1,6 +1,6 @@
 """``accel-train branch``: fork a run at a checkpoint, on the same samples and noise.
 
-The branch is a new run with an id of its own. Its control is the recorded run itself where it goes on far enough with
+The branch is a new run with an id of its own. Its control is the recorded run itself where it continues far enough with
 the same options, else an unchanged branch, trained too.
 """
 
@@ -82,8 +82,8 @@ class _Fork:
 def branch(place: str, arguments: Sequence[str]) -> int:
     """Train the branch and, if needed, its control, print their differences and return exit code 0, or 1.
 
-    Raises ``UsageError``. The same command goes on where it was stopped. Main thread only, because it handles the stop
-    signals.
+    Raises ``UsageError``. The same command continues where it was stopped. Main thread only, because it handles
+    the stop signals.
     """
     # argparse would need the recipe for its options, and the recipe is known once the run is open.
     own, flags = split_words(arguments, option_names(BranchOptions))
@@ -101,7 +101,7 @@ def branch(place: str, arguments: Sequence[str]) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
         except InterruptedRunError as signal_name:
-            print(f"interrupted by {signal_name}: the same command goes on", file=sys.stderr, flush=True)
+            print(f"interrupted by {signal_name}: the same command continues", file=sys.stderr, flush=True)
             return 1
     # Opened anew, because the training has just written its log.
     made = recorded.open_run(str(directory))
@@ -168,7 +168,7 @@ def _last_step(run: RecordedRun, options: Tree, start: int, steps: int | None) -
     # None for a run by epochs, which then ends where its log does.
     last = options.get("max_steps") or run.last_step
     if last <= start:
-        raise UsageError(f"--steps: the run ends at step {last}, where the branch begins; say how far it goes on")
+        raise UsageError(f"--steps: the run ends at step {last}, where the branch begins; say how far it continues")
     return last
 
 
@@ -209,7 +209,7 @@ def _directory(fork: _Fork, given: str | None) -> Path:
 
 
 def _refuse_other_branch(fork: _Fork, directory: Path, changed: Mapping[str, Any]) -> None:
-    """Raise ``UsageError`` unless the run in ``directory`` is this very branch, which then goes on."""
+    """Raise ``UsageError`` unless the run in ``directory`` is this very branch, which then continues."""
     saved, _ = recall(directory)
     parent: Mapping[str, Any] = {} if saved is None else saved.get("parent", {})
     experiment: Mapping[str, Any] = {} if saved is None else saved["experiment"]
@@ -254,7 +254,7 @@ def _train(fork: _Fork, directory: Path, folder: Path, *, changed: bool) -> None
 
 
 def _control(fork: _Fork, directory: Path, folder: Path) -> RecordedRun:
-    """Return the recorded run if it goes on far enough unchanged, else an unchanged branch, trained here."""
+    """Return the recorded run if it continues far enough unchanged, else an unchanged branch, trained here."""
     problem = _unusable_as_control(fork)
     if problem is None:
         print("control: the recorded run itself", flush=True)

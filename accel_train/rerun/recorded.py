@@ -143,7 +143,7 @@ def open_hub_run(place: str, first: int, last: int, directory: Path) -> Recorded
         download(f"{spec}@{step}", directory / "checkpoints")
     saved, reason = recall(directory)
     if saved is None:
-        raise UsageError(f"{place}: its manifests do not say what the experiment is ({reason}); push it anew")
+        raise UsageError(f"{place}: its manifests do not say what the experiment is ({reason}); push it again")
     return RecordedRun(place, directory, saved, [], manifest.committed(directory / "checkpoints"))
 
 

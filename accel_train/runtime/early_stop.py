@@ -75,7 +75,8 @@ def leave(number: int) -> NoReturn:
         name = f"the file {STOP_FILE}"
         if number:
             name = signal.Signals(number).name
-        text = f"asked to stop ({name}) while there is nothing to save; start again to go on (exit code 75)\n"
+        remedy = "start the same command again to resume (exit code 75)"
+        text = f"asked to stop ({name}) while there is nothing to save; {remedy}\n"
         # A print is not safe in a handler.
         os.write(2, text.encode())
     report_exit_code(EXIT_PREEMPTED)

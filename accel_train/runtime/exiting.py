@@ -25,7 +25,7 @@ SECONDS_TO_BE_HEARD = 5
 EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
 """Path of the file in which workers report their exit codes to ``accel-train launch``. torchrun turns each into 1."""
 EXIT_PREEMPTED = 75
-"""EX_TEMPFAIL of sysexits.h: saved, start again to go on."""
+"""EX_TEMPFAIL of sysexits.h: saved; start the same command again to resume."""
 
 EXIT_AGAIN = 76
 """Reported to ``accel-train launch`` in place of 75 by a process that asks for a new start at once."""

@@ -2,7 +2,7 @@
 
 Before the first step of a start is done there is nothing to save, and a stop ends the process at once
 (``early_stop``). From then on a handler only sets a flag. At every step boundary the processes reduce one small vector
-on the host and read it one step later, so that nobody waits: the device goes on computing, and all processes save the
+on the host and read it one step later, so that nobody waits: the device continues computing, and all processes save the
 same step and exit together. An evaluation checks between two forwards.
 """
 

@@ -85,7 +85,7 @@ class CompiledBlocks:
             cause = f"a process was killed while it compiled and left half a library: delete {torn} ({cause})"
         if self.config.mode == "on":
             raise UsageError(
-                f"compile.mode on: torch.compile failed: {cause}. Set compile.mode to auto to go on uncompiled, or "
+                f"compile.mode on: torch.compile failed: {cause}. Set compile.mode to auto to continue uncompiled, or "
                 "off; TORCH_LOGS=+dynamo shows more."
             ) from error
         self.failure = cause

@@ -1,4 +1,4 @@
-"""Out of memory: the micro-batch size that a run goes on with after it did not fit.
+"""Out of memory: the micro-batch size that a run continues with after it did not fit.
 
 The gradient does not depend on the micro-batch (``training/accumulation.py``), so half of it gives the same samples,
 noise and learning rate in half the activations. A process cannot go on where it ran out: the step is half done, the

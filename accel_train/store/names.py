@@ -9,7 +9,7 @@ LOCK_FILE = ".lock"
 LOADING_FILE = "loading.json"
 """Counts the starts that died while they read a checkpoint."""
 MICRO_BATCH_FILE = "micro_batch.json"
-"""The smaller micro-batch that a run goes on with after it ran out of memory."""
+"""The smaller micro-batch that a run continues with after it ran out of memory."""
 LEFT_OUT_FILE = "left_out.json"
 """The samples that a run leaves out after going back from steps that were not finite."""
 OF_A_START = (METRICS_FILE, CONFIG_FILE, RUN_FILE, LOCK_FILE)

@@ -213,7 +213,7 @@ def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:
 
     A frozen part has learning rate 0 and weight decay 0, so the optimizer leaves its values as they are. A
     `GradientWindow` sets its gradient to zero, so it counts neither in the gradient norm nor in the clipping.
-    Its running means see the zeros and fade. The step count is common to all parameters and goes on. A released
+    Its running means see the zeros and fade. The step count is common to all parameters and continues. A released
     group keeps lr 0 until the next `set_learning_rate`.
     """
     known = {group["part"] for group in optimizer.param_groups} - {""}

@@ -136,7 +136,7 @@ def _fits(config: ScheduleConfig, decay_steps: int) -> bool:
 
 
 def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[str]:
-    """Notices for a run that goes on after the end of its schedule, such as after a raised max_steps."""
+    """Notices for a run that continues after the end of its schedule, such as after a raised max_steps."""
     if config.kind in _ENDLESS or max_steps <= decay_steps:
         return []
     lr = f"{config.floor:g} of the peak"

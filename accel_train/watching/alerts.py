@@ -49,7 +49,7 @@ def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
     found += _spikes(files)
     found += _slow(state)
     found += _overdue_save(files, state)
-    # The worker of the pushes gives up a checkpoint, and training goes on.
+    # The worker of the pushes gives up a checkpoint, and training continues.
     for name, reason in files.failed_pushes.items():
         found.append(Alert("push", f"{name} was not pushed: {reason}"))
     # Warnings of an earlier start may have been put right since.

@@ -76,7 +76,7 @@ def _ended(files: RunFiles) -> Condition | None:
     if reason == "finished":
         return Condition("finished")
     if reason == "stopped":
-        return Condition("stopped", "saved before its last step; start it again to go on")
+        return Condition("stopped", "saved before its last step; start it again to resume")
     return Condition("crashed", f"ended by {reason}; logs/rank_0.log has the traceback")
 
 

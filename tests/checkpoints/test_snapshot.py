@@ -96,7 +96,7 @@ def test_a_snapshot_is_a_copy_and_its_file_is_what_safetensors_writes(tmp_path: 
     try:
         snapshot.Snapshot(planned, kinds, pen.buffer, None, 0).take()
         for tensor in live.values():
-            tensor.fill_(-1.0)  # the loop goes on
+            tensor.fill_(-1.0)  # the loop continues
         name = weights.DTYPE_NAMES[dtype_of(precision)]
         tensors = [
             {"name": t.name, "dtype": name, "shape": list(live[t.name].shape), "bytes": t.bytes}

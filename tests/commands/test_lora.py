@@ -195,7 +195,7 @@ def test_the_steps_one_after_the_other(
     exported = run / "exported-00000002" / "pytorch_lora_weights.safetensors"
     first = load_file(exported)
     assert first
-    # Again: nothing is done twice. More steps: the run goes on by the plan that it began with.
+    # Again: nothing is done twice. More steps: the run continues by the plan that it began with.
     before = (run / "plan.yaml").read_text()
     assert call(made, run, *PROMPTS, "--steps", "plan", "train", "export") == 0
     shown = capsys.readouterr().out

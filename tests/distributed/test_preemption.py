@@ -35,6 +35,6 @@ def test_readers_go_on_until_the_step_is_saved(tmp_path: Path) -> None:
         child.send_signal(signal.SIGTERM)
         child.wait(timeout=PATIENCE_SECONDS)
     said = (tmp_path / "log").read_text()
-    assert "start again to go on (exit code 75)" in said, said[-3000:]
+    assert "start the same command again to resume (exit code 75)" in said, said[-3000:]
     assert "LoadingError" not in said
     assert len(manifest.committed(run / "checkpoints")) == 1

@@ -1,4 +1,4 @@
-"""One of two hosts dies: the other ends in time with an error, and a start on both goes on."""
+"""One of two hosts dies: the other ends in time with an error, and a start on both continues."""
 
 from __future__ import annotations
 

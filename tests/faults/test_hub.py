@@ -1,4 +1,4 @@
-"""The Hub in trouble, and processes killed while they push: training goes on, nothing is lost, nothing pushed twice."""
+"""The Hub in trouble, and processes killed while they push: training continues, nothing is lost or pushed twice."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_refusal_is_kept_and_not_repeated(
     assert str(status) in ended.failed[NAME]
     assert len(server.times("commit")) == 1
     assert pending(run)["failed"] == dict(ended.failed)
-    assert f"go on with: accel-train checkpoints push {shlex.quote(str(run))}" in caplog.text
+    assert f"resume with: accel-train checkpoints push {shlex.quote(str(run))}" in caplog.text
     assert train(run, 2).code == 1  # the next one goes, the refused one is still shown
     assert [t.split()[1] for t in server.titles(REPO)] == ["2"]
 
@@ -198,7 +198,7 @@ def test_no_network_leaves_a_queue_that_the_next_start_empties(
 def test_an_applied_commit_whose_answer_was_lost_is_not_repeated(server: HubServer, run: Path, fault: Fault) -> None:
     server.faults = [fault]
     (run / "report").mkdir(exist_ok=True)
-    # Training goes on: a file that is pushed too has changed when the pusher tries again.
+    # Training continues: a file that is pushed too has changed when the pusher tries again.
     server.before_commit = [lambda _: (run / "report" / "samples.md").write_text("# Newer samples\n")]
     assert train(run, 1).code == 0
     assert fault.count == 0

@@ -1,4 +1,4 @@
-"""A training step that does not fit: the run goes on with half of the micro-batch, and its mathematics stays."""
+"""A training step that does not fit: the run continues with half of the micro-batch, and its mathematics stays."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_before_the_first_save_it_is_the_run_with_small_micro_batches(tmp_path: 
     assert losses(directory) == losses(with_four)
 
 
-@pytest.mark.fault("F51", injected="out of memory after a save", outcome="goes on from the newest checkpoint")
+@pytest.mark.fault("F51", injected="out of memory after a save", outcome="continues from the newest checkpoint")
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_after_a_save_it_goes_on_from_there(tmp_path: Path, with_four: Path, place: str) -> None:
     directory = tmp_path / "run"

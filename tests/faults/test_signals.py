@@ -91,7 +91,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def resumes(trainers: Trainers, out: Path, whole: Path, ranks: int) -> None:
-    """The next start goes on and ends as the run that nothing happened to."""
+    """The next start continues and ends as the run that nothing happened to."""
     again = trainers.run(out, *EVERY, ranks=ranks)
     assert set(again.wait()) == {0}, again.output()
     assert "resuming" in again.output()
@@ -182,7 +182,7 @@ def test_sigterm_to_torchrun(trainers: Trainers, out: Path, whole_of_two: Path, 
     process.terminate()
     output = process.communicate(timeout=PATIENCE_SECONDS)[0]
     assert process.returncode not in (0, 75)
-    assert output.count("start again to go on (exit code 75)") == 1
+    assert output.count("start the same command again to resume (exit code 75)") == 1
     assert gone(left)
     assert acknowledged(out)[-1] == checkpoints(out)[-1] == max(losses(out))
     resumes(trainers, out, whole_of_two, 2)

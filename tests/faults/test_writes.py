@@ -103,7 +103,7 @@ def test_full_and_training_goes_on(trainers: Trainers, out: Path, disk: Disk, mo
     run = trainers.run(out, *EVERY, *LARGE, *CONTINUE, *mode)
     assert run.wait() == [1], "the last save failed, so the run has not done what it was to do"
     for step in (10, 15):
-        assert f"checkpoint of step {step} was not saved; training goes on: rank 0: no space left" in run.output()
+        assert f"checkpoint of step {step} was not saved; training continues: rank 0: no space left" in run.output()
     assert "CheckpointWriteError: rank 0: no space left" in run.output()
     assert max(losses(out)) == 20
     assert checkpoints(out) == [5]
@@ -218,7 +218,7 @@ def test_training_goes_on_and_a_later_save_works(
     failpoint = f"before_seal@{ranks - 1}#2=EIO"
     run = trainers.run(out, *EVERY, *CONTINUE, ranks=ranks, failpoint=failpoint)
     assert set(run.wait()) == {0}
-    assert "checkpoint of step 10 was not saved; training goes on: rank" in run.output()
+    assert "checkpoint of step 10 was not saved; training continues: rank" in run.output()
     assert acknowledged(out) == [5, 15, 20]
     assert checkpoints(out) == [15, 20]
     same_run(out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"))
@@ -230,7 +230,7 @@ def test_training_goes_on_and_a_later_save_works(
 def test_a_save_that_cannot_begin_does_not_stop_training(trainers: Trainers, out: Path, whole: Path) -> None:
     run = trainers.run(out, *EVERY, *CONTINUE, failpoint="after_mkdir#2=ENOSPC")
     assert run.wait() == [0], run.output()
-    assert "checkpoint of step 10 was not saved; training goes on: rank 0: no space left" in run.output()
+    assert "checkpoint of step 10 was not saved; training continues: rank 0: no space left" in run.output()
     assert acknowledged(out) == [5, 15, 20]
     same_run(out, whole)
 
@@ -383,7 +383,7 @@ def test_another_writer_takes_over(trainers: Trainers, out: Path, request: pytes
     kill_the_writer(run)
     run.go()  # the next writer passes that place again
     assert set(run.wait()) == {0}, run.output()
-    assert "checkpoint of step 5 was not saved; training goes on: rank 0: the writer process ended" in run.output()
+    assert "checkpoint of step 5 was not saved; training continues: rank 0: the writer process ended" in run.output()
     assert acknowledged(out)[-2:] == checkpoints(out) == [15, 20]
     assert debris(out) == []
     same_run(out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"))

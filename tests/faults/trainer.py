@@ -202,7 +202,7 @@ def main(argv: Sequence[str]) -> int:
     accelerator.end_training()
     run.close()
     if stop and accelerator.is_main_process:  # as the recipes say it
-        print(f"stopped at step {done} and saved; start again to go on (exit code 75)", flush=True)
+        print(f"stopped at step {done} and saved; start the same command again to resume (exit code 75)", flush=True)
     return EXIT_PREEMPTED if stop else 0
 
 

@@ -1,4 +1,4 @@
-"""A snapshot of tensors on the device: complete, although training goes on while it travels to the host."""
+"""A snapshot of tensors on the device: complete, although training continues while it travels to the host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_tensors_may_change_while_the_snapshot_travels() -> None:
                 tensor.add_(0)
             taken.take()
             for tensor in (*weights.values(), *averages.values()):
-                tensor.fill_(float("nan"))  # the loop goes on
+                tensor.fill_(float("nan"))  # the loop continues
             taken.ready(wait=True)
             for (kind, name), view in taken._views.items():
                 assert torch.equal(view, expected[kind][name].reshape(-1)), name

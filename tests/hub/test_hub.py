@@ -327,7 +327,7 @@ def test_off_or_not_the_main_process_nothing_happens(run: Path, caplog: pytest.L
     HubQueue(run).add(entry_of(point))
     caplog.clear()
     Pusher(run, HubConfig(), is_main=True)
-    assert f"go on with: accel-train checkpoints push {shlex.quote(str(run))}" in caplog.text
+    assert f"resume with: accel-train checkpoints push {shlex.quote(str(run))}" in caplog.text
 
 
 def test_the_queue_gives_way_to_the_newest_but_keeps_best_and_hand(run: Path) -> None:

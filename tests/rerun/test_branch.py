@@ -90,7 +90,7 @@ def test_a_change_a_trained_control_and_going_on(
     control = finished(directory.with_name("branch-control"))
     # The schedule of the run has ended there, which a control continues.
     assert control.losses()[:4] == run.losses()[8:]
-    # Ordinary: its own command has nothing left to do, and goes on where it is asked to.
+    # Ordinary: its own command has nothing left to do, and continues where it is asked to.
     config = str(directory / "config.yaml")
     longer = run_recipe(Layout("single", 1), directory, config, "--max_steps", "18", ok=False)
     assert longer.code == 2  # `run_recipe` names a preset first

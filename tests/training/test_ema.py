@@ -1,4 +1,4 @@
-"""The average of the weights against its formula, and switched off: no memory, and everything else goes on."""
+"""The average of the weights against its formula, and switched off: no memory, and everything else continues."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     assert sorted(marks) == sorted(kind.replace(" ", "-") for _, kind in rows if kind != "start")
     assert "warning at step 60: the disk is nearly full" in chart
     assert "bad step at step 60: a spike of the gradient norm, skipped" in chart
-    assert "out of memory at step 60: micro-batch of 8; goes on with 4" in chart
+    assert "out of memory at step 60: micro-batch of 8; continues with 4" in chart
 
 
 def test_samples_and_pictures_are_in_the_page(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 def continued(ledger: Sequence[Span], start_step: int, fingerprint: str, samples: int) -> list[Span]:
-    """Return the ledger of a run that goes on at `start_step` with these contents."""
+    """Return the ledger of a run that continues at `start_step` with these contents."""
     # Spans of steps that are lost, because an older checkpoint is resumed, are left out.
     kept = [span for span in ledger if span.from_step < start_step]
     if not kept or kept[-1].fingerprint != fingerprint:

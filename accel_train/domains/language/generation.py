@@ -58,7 +58,7 @@ def continue_tokens(
 
     ``model`` is one of transformers in evaluation. What its generation_config.json says of ends and of penalties
     counts; how tokens are drawn is ``drawing`` alone. ``synced``: a process that ends before others of a sharded model
-    goes on computing.
+    continues computing.
     """
     generator: Any = model
     device = next(model.parameters()).device

@@ -173,7 +173,7 @@ class LanguagePipeline:
         try:
             yield
         finally:
-            # The model is as it was, also for a caller that goes on after an error.
+            # The model is as it was, also for a caller that continues after an error.
             choose_adapter(self.model, self.adapters[0])
 
     @classmethod

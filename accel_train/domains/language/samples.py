@@ -42,7 +42,7 @@ class EvaluationConfig:
 
 
 class Sample(NamedTuple):
-    """One text: what was given, what the model wrote, and what the text goes on with."""
+    """One text: what was given, what the model wrote, and what the text continues with."""
 
     prompt: str
     written: str

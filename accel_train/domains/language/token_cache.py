@@ -2,7 +2,7 @@
 
 A shard has consecutive texts of about 4 million tokens, and texts are packed within it: memory does not depend on the
 size of the source, and texts of one shard alone are packed as a whole. One process of a host computes, the others wait.
-A record beside the shards says where each ends in the source, so that whoever comes next goes on behind the last one.
+A record beside the shards says where each ends in the source, so that whoever comes next continues behind the last one.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class GridEncoder(nn.Module):
         return embedded.unflatten(0, (rows, columns))
 
     def _pad(self, u: Tensor) -> Tensor:
-        # A periodic field goes on at its other end. Zeros beyond a real boundary show the convolution where it is.
+        # A periodic field continues at its other end. Zeros beyond a real boundary show the convolution where it is.
         mode = "circular" if self.grid.periodic else "constant"
         return F.pad(u, self.padding, mode=mode)
 

@@ -116,7 +116,7 @@ def _event(record: Record) -> Event | None:
     if kind == "bad_step":
         return Event("bad step", step, _bad_step(record), time)
     if kind == "out_of_memory":
-        text = f"micro-batch of {record.get('micro_batch_size')}; goes on with {record.get('next_micro_batch_size')}"
+        text = f"micro-batch of {record.get('micro_batch_size')}; continues with {record.get('next_micro_batch_size')}"
         return Event("out of memory", step, text, time)
     if kind == "rollback":
         return Event("rollback", step, f"not finite; continues without samples {record.get('left_out')}", time)

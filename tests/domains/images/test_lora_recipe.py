@@ -121,7 +121,7 @@ def test_a_family_is_trained_resumed_exported_and_loaded(
     untrained = [key for key, value in trained.items() if ".lora_B." in key and not value.abs().max() > 0]
     assert untrained == WITHOUT_EFFECT.get(name, [])
 
-    # A run that was ended after five steps goes on to the same bits, wherever the frozen weights lay.
+    # A run that was ended after five steps continues to the same bits, wherever the frozen weights lay.
     resumed = train(tmp_path, "halves", "--max_steps", "5", "--offload_frozen", "--base.offload_encoders")
     train(tmp_path, "halves")
     again = weights_of(resumed)

@@ -173,7 +173,7 @@ def test_text_encoders_are_trained_resumed_exported_and_loaded(
     recorded = commit.verify(run / "checkpoints" / f"checkpoint_{STEPS:08d}").manifest["base"]["files"]
     assert sum(path.startswith("text_encoder") for path in recorded) == len(ENCODERS[name])
 
-    # A run that was ended after five steps goes on to the same bits.
+    # A run that was ended after five steps continues to the same bits.
     resumed = train(tmp_path, "halves", *flags, "--max_steps", "5")
     train(tmp_path, "halves", *flags)
     again = weights_of(resumed)

@@ -199,7 +199,7 @@ def load_into(pipeline: Any, component: str, file: Path) -> None:
         loaded += sum(1 for name, _ in part.named_parameters() if LAYER in name)
     with safe_open(file, "pt") as opened:
         expected = sum(1 for key in opened.keys() if LAYER in key)  # noqa: SIM118, an opened file is no dict
-    # diffusers warns of keys that it does not know and goes on without them.
+    # diffusers warns of keys that it does not know and continues without them.
     if loaded != expected:
         raise UsageError(
             f"{file}: diffusers found {loaded} of its {expected} layers in {type(model).__name__}; give the base that "

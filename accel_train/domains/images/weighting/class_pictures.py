@@ -1,7 +1,7 @@
 """Pictures of the class that the base draws before training, where the folder of the prior has too few.
 
 As in diffusers' DreamBooth script, from one caption. The noise of a picture is a function of its number alone, the
-processes share the numbers, and a picture that is there stays: a run that was killed goes on with the next one.
+processes share the numbers, and a picture that is there stays: a run that was killed continues with the next one.
 """
 
 from __future__ import annotations
