@@ -109,7 +109,9 @@ def step_time(total: Work, last: Work, end: Work, strategy: str, rates: Rates) -
     moved = total.moved / rates.moved
     host = total.kernels * HOST_SECONDS
     communication = total.sent / rates.sent + total.collectives * LATENCY_SECONDS
-    beside = device_seconds(total, rates) - device_seconds(end, rates)
+    # The host's time hides collectives as well, where small kernels wait for it.
+    device_beside = device_seconds(total, rates) - device_seconds(end, rates)
+    beside = max(device_beside, host - end.kernels * HOST_SECONDS)
     if strategy == "ddp":
-        beside = BACKWARD_SHARE * device_seconds(last, rates)
+        beside = BACKWARD_SHARE * max(device_seconds(last, rates), last.kernels * HOST_SECONDS)
     return StepTime(products, attention, moved, host, communication, max(0.0, communication - beside))

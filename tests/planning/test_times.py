@@ -38,6 +38,16 @@ def test_ddp_hides_them_beside_the_last_backward(sent: int, exposed: float) -> N
     assert time.total == pytest.approx(9.0 + exposed)
 
 
+@pytest.mark.parametrize(("strategy", "exposed"), [("fsdp2", 4.0), ("ddp", 12.0)])
+def test_collectives_run_beside_kernels_that_wait_for_the_host(strategy: str, exposed: float) -> None:
+    """Ten seconds of the host, of which the last micro-batch has three and the optimizer four."""
+    kernels = round(1 / times.HOST_SECONDS)
+    last = Work(products=1000, kernels=3 * kernels)
+    end = Work(moved=5, kernels=4 * kernels)
+    total = Work(products=2000, kernels=10 * kernels, sent=10 if strategy == "fsdp2" else 14)
+    assert step_time(total, last, end, strategy, UNIT).total == pytest.approx(10.0 + exposed)
+
+
 def test_each_collective_has_its_latency() -> None:
     time = step_time(Work(sent=2, collectives=100), Work(), Work(), "ddp", UNIT)
     assert time.communication == pytest.approx(2.0 + 100 * times.LATENCY_SECONDS)
