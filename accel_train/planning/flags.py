@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -77,6 +78,7 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
 
 
 def _require(name: str, value: float | None, meaning: str, example: str) -> None:
-    if value is None or value <= 0:
+    # NaN is no number above 0 either.
+    if value is None or not 0 < value < math.inf:
         given = "not given" if value is None else f"{value:g}"
-        raise UsageError(f"{name}: {given}: {meaning}, above 0, is required; give {example}")
+        raise UsageError(f"{name}: {given}: {meaning}, a number above 0, is required; give {example}")

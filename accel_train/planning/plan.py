@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accel_train.config import UsageError
-from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, Space
+from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, MODES, Space
 from accel_train.planning.flags import Goal
-from accel_train.planning.memory import GIB, Budget
+from accel_train.planning.memory import GIB, MARGIN_SHARE, Budget, default_margin
 from accel_train.planning.probe import Probe
 from accel_train.planning.search import Chain, best, smallest
 from accel_train.simulation import ledger
@@ -72,7 +73,7 @@ class Plan:
         size = self.chosen.candidate.micro_batch_size
         if MICRO_BATCH in self.space.fixed:
             return "as the flag says"
-        if self.goal == "memory":
+        if self.goal == "memory" and len(self.space.sizes) > 1:
             ends = [self.space.sizes[0], self.space.sizes[-1]]
             return f"of {ends[0]} and {ends[1]}, the ends, the one of less memory"
         if size == self.space.share:
@@ -104,14 +105,23 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
     states = found.states / GIB
     activations = found.by_category[ledger.ACTIVATIONS] / GIB
     needed = found.needed_gib(budget)
-    helps = _remedies(space, config, found)
-    # With a margin that grows with the memory, as the default one does.
-    enough = needed * budget.vram_gib / budget.limit_gib
+    enough = _enough(budget, needed)
+    helps = [f"a GPU of {enough:.1f} GiB", *_remedies(space, budget, config, found)]
     return (
         f"vram_gib: {budget.vram_gib:g}: nothing fits into {budget.limit_gib:.2f} GiB, {_share(budget)}; the smallest "
         f"that was found needs {needed:.2f} GiB ({found.candidate}): weights, gradients, optimizer and EMA take "
-        f"{states:.2f}, activations {activations:.2f}. What helps: a GPU of {enough:.1f} GiB; {'; '.join(helps)}"
+        f"{states:.2f}, activations {activations:.2f}. What helps: {'; '.join(helps)}"
     )
+
+
+def _enough(budget: Budget, needed: float) -> float:
+    """Return the memory of a GPU whose limit is ``needed`` at least, in tenths of a GiB."""
+    used = needed / budget.share
+    # The default margin grows with the memory, one of --margin_gib does not.
+    enough = used + budget.margin_gib
+    if budget.margin_gib == default_margin(budget.vram_gib):
+        enough = used / (1 - MARGIN_SHARE)
+    return math.ceil(enough * 10) / 10
 
 
 def _share(budget: Budget) -> str:
@@ -119,9 +129,15 @@ def _share(budget: Budget) -> str:
     return text if budget.share == 1 else f"{budget.share:.0%} of what is left by a margin of {budget.margin_gib:.2f}"
 
 
-def _remedies(space: Space, config: Any, found: Probe) -> list[str]:
+def _remedies(space: Space, budget: Budget, config: Any, found: Probe) -> list[str]:
     """Return what a person may change, the least harmful first."""
-    remedies = [f"without --{name} a smaller value is tried" for name in sorted(space.fixed)]
+    remedies: list[str] = []
+    if budget.share < 1:
+        remedies.append("--goal speed, which uses all that the margin leaves")
+    smallest_values = {MICRO_BATCH: 1, MODE: MODES[-1]}
+    values = {MICRO_BATCH: space.sizes[0], MODE: space.modes[0]}
+    larger = [name for name in sorted(space.fixed) if values[name] != smallest_values[name]]
+    remedies += [f"without --{name} a smaller value is tried" for name in larger]
     remedies.append(f"more --gpus than {space.gpus}, over which {LAUNCH_FILES['fsdp2']} divides the states")
     if config.precision == "fp32":
         remedies.append("--precision bf16, which halves most activations")

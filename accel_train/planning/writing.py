@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ from accel_train.config import UsageError, expand_path
 from accel_train.options.loading import Loaded
 from accel_train.options.tree import Tree, experiment_tree, flatten, tree_text
 from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, Candidate
+from accel_train.store.atomic_files import replace_file
 
 LAUNCH = "launch.yaml"
 PRESET = "preset.yaml"
 
 
 def paths_in(directory: str) -> tuple[Path, Path]:
-    """Return the paths of launch file and preset. Raises ``UsageError`` if one is there already."""
+    """Return the paths of launch file and preset. Raises ``UsageError`` if one is there already or cannot be."""
     place = expand_path(directory)
+    existing = next(path for path in (place, *place.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UsageError(f"write: {place}: nothing can be written into {existing}; a directory of yours is required")
     paths = place / LAUNCH, place / PRESET
     for path in paths:
         if path.exists():
@@ -31,8 +36,8 @@ def write(directory: str, command: str, candidate: Candidate, gpus: int, loaded:
     launch, preset = paths_in(directory)
     launch.parent.mkdir(parents=True, exist_ok=True)
     head = f"# Written by: {command}\n"
-    launch.write_text(head + launch_text(candidate.strategy, gpus))
-    preset.write_text(head + tree_text(planned_tree(loaded, candidate)))
+    replace_file(launch, (head + launch_text(candidate.strategy, gpus)).encode())
+    replace_file(preset, (head + tree_text(planned_tree(loaded, candidate))).encode())
     return launch, preset
 
 

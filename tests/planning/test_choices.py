@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,10 @@ import pytest
 
 from accel_train.config import UsageError
 from accel_train.planning import report
-from accel_train.planning.candidates import Candidate, divisors, space_of
+from accel_train.planning.candidates import MICRO_BATCH, MODE, Candidate, divisors, space_of
 from accel_train.planning.command import budget_of
 from accel_train.planning.devices import find_device
-from accel_train.planning.flags import Options, add_flags, read_arguments
+from accel_train.planning.flags import Goal, Options, add_flags, read_arguments
 from accel_train.planning.memory import GIB, Budget
 from accel_train.planning.plan import Plan, make_plan
 from accel_train.planning.search import search
@@ -99,6 +101,8 @@ def test_flags_may_stand_behind_the_recipe() -> None:
     [
         (("--vram_gib", "80"), "gpus: not given: .*give --gpus 8"),
         (("--gpus", "0", "--vram_gib", "80"), "gpus: 0: "),
+        (("--gpus", "8", "--vram_gib", "nan"), "vram_gib: nan: "),
+        (("--gpus", "8", "--vram_gib", "inf"), "vram_gib: inf: "),
         (("--gpus", "8"), "vram_gib: not given: .*give --vram_gib 80"),
         (("--gpus", "8", "--vram_gib", "8", "--margin_gib", "9"), "margin_gib: 9: from 0 to less than --vram_gib 8"),
     ],
@@ -124,6 +128,40 @@ def test_nothing_fits_says_the_smallest_and_what_helps() -> None:
     assert f"needs {4.125 * 1.05 + 1.0625:.2f} GiB (fsdp2, activation_checkpointing.mode full" in text
     assert "more --gpus than 8" in text
     assert "--precision bf16" in text
+
+
+@pytest.mark.parametrize(("margin", "goal"), [(None, "speed"), (0.5, "speed"), (None, "balanced")])
+def test_the_gpu_that_helps_is_large_enough(margin: float | None, goal: Goal) -> None:
+    given = space(8, 512)
+
+    def planned(gib: float) -> Plan:
+        budget = budget_of(Options(8, gib, margin_gib=margin, goal=goal))
+        chains = search(given, goal, budget, lambda candidate: made_up(candidate, given.micro_batches(candidate)))
+        return make_plan("mmdit", goal, given, budget, chains, config())
+
+    with pytest.raises(UsageError, match="What helps: a GPU of") as error:
+        planned(3.0)
+    found = re.search(r"a GPU of ([0-9.]+) GiB", str(error.value))
+    assert found is not None
+    enough = float(found[1])
+    assert planned(enough).chosen.candidate.strategy == "fsdp2"
+    with pytest.raises(UsageError):
+        planned(enough - 0.1)
+    assert ("--goal speed" in str(error.value)) == (goal == "balanced")
+
+
+def test_a_flag_at_its_smallest_value_is_not_to_blame() -> None:
+    sizes = dataclasses.replace(space(8, 512), sizes=(1,), modes=("none",), fixed=frozenset({MICRO_BATCH, MODE}))
+    budget = Budget(2.0, 0.0, 8)
+    chains = search(sizes, "speed", budget, lambda candidate: made_up(candidate, sizes.micro_batches(candidate)))
+    with pytest.raises(UsageError, match=f"without --{MODE} a smaller value is tried") as error:
+        make_plan("mmdit", "speed", sizes, budget, chains, config())
+    assert f"without --{MICRO_BATCH}" not in str(error.value)
+
+
+def test_one_sample_for_each_gpu_leaves_nothing_to_choose() -> None:
+    reason = made_plan(100.0, batch=8, goal="memory").reasons()["micro_batch_size"]
+    assert reason == "the whole share of a GPU: nothing is accumulated"
 
 
 def test_a_plan_gives_the_reason_of_each_value() -> None:

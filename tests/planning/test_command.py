@@ -18,7 +18,7 @@ from accel_train.options.loading import Loaded, config_of
 from accel_train.options.tree import flatten, to_tree
 from accel_train.planning.candidates import LAUNCH_FILES, Candidate
 from accel_train.planning.simulator import Simulator
-from accel_train.planning.writing import LAUNCH, PRESET, write
+from accel_train.planning.writing import LAUNCH, PRESET, paths_in, write
 from recipes import mmdit
 from tests import zygote
 from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, environment
@@ -120,6 +120,15 @@ def test_written_files_are_read_as_they_were_meant(strategy: str, tmp_path: Path
     assert written == expected | {"micro_batch_size": 2, "activation_checkpointing.mode": "full"}
     with pytest.raises(UsageError, match=r"write: .*launch.yaml exists"):
         write(str(tmp_path), "accel-train plan", Candidate(strategy, "full", 2), gpus, loaded)
+
+
+def test_a_place_that_takes_no_files_is_refused_before_the_search(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for place in (file, file / "below"):
+        with pytest.raises(UsageError, match=r"write: .*nothing can be written into .*file"):
+            paths_in(str(place))
+    assert paths_in(str(tmp_path / "a" / "b"))[0] == tmp_path / "a" / "b" / LAUNCH
 
 
 # Slow: ten seconds for the imports of a launcher; the files are read and trained from above.
