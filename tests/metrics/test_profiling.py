@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.profiler import ProfilerActivity
 
 from accel_train.config import UsageError
 from accel_train.data.loader import StepBatches
@@ -122,6 +123,9 @@ def test_shares_of_a_cpu() -> None:
     [
         ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm>", "compute"),
         ("triton_tem_fused_mm_3", "compute"),
+        ("triton_tem_fused_flex_attention_0", "compute"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_transpose_3", "memory-bound operators"),
+        ("triton_red_fused_convolution_native_layer_norm_2", "memory-bound operators"),
         ("triton_poi_fused_add_gelu_1", "memory-bound operators"),
         ("void at::native::convert_kernel<float>", "memory-bound operators"),
         ("implicit_convolve_sgemm", "compute"),
@@ -211,6 +215,27 @@ def test_a_resume_past_the_range_starts_no_profiler(tmp_path: Path, monkeypatch:
     assert started == []
     with pytest.raises(RuntimeError, match="started"):  # within the range it is
         list(profiler.profiled(steps(3), wanted, setting(tmp_path), 3, CPU, throughput.pause))
+
+
+def test_a_trace_that_is_cut_off_costs_the_profile_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk leaves a part of it: torch writes the trace in C++ and does not look."""
+    from accel_train.metrics.profiling import profiler
+
+    class CutOff(profiler.profile):
+        def export_chrome_trace(self, path: str) -> None:
+            super().export_chrome_trace(path)
+            text = gzip.decompress(Path(path).read_bytes())
+            Path(path).write_bytes(gzip.compress(text[: len(text) // 2]))
+
+    monkeypatch.setattr(profiler, "_profiler", lambda _: CutOff(activities=[ProfilerActivity.CPU], acc_events=True))
+    pause = Throughput(CPU).pause
+    steps = (StepBatches(step, [], 0.0) for step in range(3))
+    measured = profiler.profiled(steps, StepRange(0, 2), setting(tmp_path), 0, CPU, pause)
+    assert [batches.done for batches in measured] == [1, 2, 3]
+    assert "the profile could not be written" in caplog.text
+    assert list((tmp_path / "report").iterdir()) == []
 
 
 def train_mmdit(directory: Path, *flags: str) -> str:

@@ -106,7 +106,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _write(profiler: profile, wanted: StepRange, setting: Setting) -> None:
-    """Write the three files. A full disk costs the profile and not the run."""
+    """Write the three files. A full disk, which may cut the trace off, costs the profile and not the run."""
     report = setting.directory / REPORT
     try:
         report.mkdir(exist_ok=True)
@@ -117,7 +117,7 @@ def _write(profiler: profile, wanted: StepRange, setting: Setting) -> None:
         replace_file(report / OPERATORS, table.encode())
         lines = summarise(wanted, shares, advise(shares, setting), setting)
         replace_file(report / SUMMARY, ("\n".join(lines) + "\n").encode())
-    except OSError as error:
+    except (OSError, EOFError, ValueError) as error:
         logger.warning("the profile could not be written into %s (%s); training is not affected", report, error)
         return
     parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.parts.items())

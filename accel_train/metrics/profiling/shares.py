@@ -19,8 +19,11 @@ OTHER = "other operators"
 PYTHON = "outside operators"
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+# Inductor names its pointwise kernels and reductions after the operators that they stand beside.
 COMPUTE_KERNEL = re.compile(
-    r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|matmul|triton_tem|conv(?!ert)|flash|fmha|attention|attn", re.IGNORECASE
+    r"(?!triton_(?!tem_)).*(gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|matmul|triton_tem|"
+    r"conv(?!ert)|flash|fmha|attention|attn)",
+    re.IGNORECASE,
 )
 COMPUTE_OPERATOR = re.compile(
     r"aten::(mm|bmm|addmm|addbmm|baddbmm|addmv|mv|dot|_scaled_mm|_int_mm|.*convolution.*|mkldnn_.*|"
@@ -109,7 +112,7 @@ def _device_claims(events: Iterable[Event]) -> dict[str, list[Interval]]:
         # First, because the name of a collective may have that of a data type's conversion in it.
         if COMMUNICATION_NAME.search(event.name):
             claims[COMMUNICATION].append(event.interval)
-        elif event.category == "kernel" and COMPUTE_KERNEL.search(event.name):
+        elif event.category == "kernel" and COMPUTE_KERNEL.match(event.name):
             claims[COMPUTE].append(event.interval)
         else:
             claims[MEMORY].append(event.interval)
