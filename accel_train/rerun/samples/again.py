@@ -41,7 +41,8 @@ def find_beginning(run: RecordedRun, recipe: Path, step: int, option: str) -> Be
     """
     checkpoint, reasons = run.newest_at(step)
     for reason in reasons:
-        print(f"passed over: {reason}", flush=True)
+        # On stderr, because standard output may be JSON.
+        print(f"passed over: {reason}", file=sys.stderr, flush=True)
     # A run that began from another one's checkpoint has no step 0.
     if checkpoint is None and run.saved.get("origin") is not None:
         steps = shortened([str(saved) for saved, _ in run.checkpoints], 12)

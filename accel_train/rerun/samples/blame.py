@@ -85,7 +85,7 @@ class Blame:
     @property
     def as_recorded(self) -> bool:
         """True if the step has the bits that the run logged."""
-        return self.recorded is not None and all(self.whole.get(k) == v for k, v in self.recorded.items())
+        return self.recorded is not None and all(_same(self.whole[k], v) for k, v in self.recorded.items())
 
 
 def blame(request: Request) -> int:
@@ -96,8 +96,7 @@ def blame(request: Request) -> int:
     with tempfile.TemporaryDirectory(prefix="accel-train-blame-") as folder, stop_signals_raise():
         try:
             run = recorded.open_run(request.run)
-            if request.step > run.last_step:
-                raise UsageError(f"--step {request.step}: {run.directory} ends at step {run.last_step}")
+            _refuse_beyond(run, request.step)
             recipe = recorded.recipe_of(run, request.recipe)
             beginning = again.find_beginning(run, recipe, request.step - 1, f"--step {request.step}")
             if not request.as_json:
@@ -118,6 +117,21 @@ def blame(request: Request) -> int:
     lines = [*report(found, request.top), f"receipt: {path}"]
     print(atomic_files.to_json(content).rstrip() if request.as_json else "\n".join(lines), flush=True)
     return 0
+
+
+def _refuse_beyond(run: RecordedRun, step: int) -> None:
+    # A step that is not finite ends the run before its line is written, and is the one to look at.
+    steps = [record["step"] for record in run.records if isinstance(record.get("step"), int)]
+    last = max([run.last_step, *steps]) + 1
+    if step > last:
+        raise UsageError(
+            f"--step {step}: {run.directory} ends at step {last - 1}; a step up to {last} is required, which is the "
+            "one that would have come next"
+        )
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def _head(request: Request, beginning: Beginning) -> list[str]:

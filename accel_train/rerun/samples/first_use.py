@@ -40,7 +40,7 @@ def first_use(order: Sampler, samples: Sequence[int], last: int) -> int | None:
     """Return the first of the steps 1 to ``last`` with one of ``samples``, or None."""
     wanted = frozenset(samples)
     for step in range(last):
-        # The order is a function of the step, so nothing is read.
-        if any(draw.sample in wanted for draw in order.draws(step)):
+        # The order is a function of the step, so nothing is read. A sample that is left out already has no weight.
+        if any(draw.weight > 0 and draw.sample in wanted for draw in order.draws(step)):
             return step + 1
     return None

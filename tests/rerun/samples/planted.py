@@ -30,7 +30,7 @@ def poisoned(self, indices):
     batch = read(self, indices)
     for row, index in enumerate(indices):
         if index in POISONED:
-            batch[{field!r}][row] *= {scale}
+            batch[{field!r}][row] *= float({scale!r})
     return batch
 
 dataset.batch = poisoned
@@ -38,23 +38,23 @@ runpy.run_path({recipe!r}, run_name="__main__")
 """
 
 
-def write_recipe(path: Path, recipe: str, poisoned: Sequence[int]) -> Path:
-    """A file that runs a recipe on data of which some training samples are a thousand times too large."""
+def write_recipe(path: Path, recipe: str, poisoned: Sequence[int], scale: float = SCALE) -> Path:
+    """A file that runs a recipe on data of which some training samples are a thousand times too large, or NaN."""
     module, name, field = FIELDS[recipe]
     source = str(RECIPE.with_stem(recipe))
-    text = SOURCE.format(poisoned=set(poisoned), module=module, name=name, field=field, scale=SCALE, recipe=source)
-    path.write_text(text)
+    values = {"poisoned": set(poisoned), "scale": str(scale), "recipe": source}
+    path.write_text(SOURCE.format(module=module, name=name, field=field, **values))
     return path
 
 
-def record(path: Path, recipe: str, directory: Path, *flags: str) -> Finished:
-    """Train 12 steps of the recipe in ``path``, with a checkpoint every two."""
+def record(path: Path, recipe: str, directory: Path, *flags: str, code: int = 0) -> Finished:
+    """Train 12 steps of the recipe in ``path``, with a checkpoint every two. It has to exit with ``code``."""
     preset, small = DEMOS[recipe]
     length = "--max_steps 12 --checkpoints.save_every 2 --checkpoints.keep_last 0".split()
     arguments = [preset, *small, *recording.TINY[recipe], *length, *flags, "--output_dir", str(directory)]
     words = command(Layout("single", 1, recipe), arguments, directory.parent, path)
     done = zygote.run(words, env=environment())
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.returncode == code, done.stdout[-4000:]
     return Finished(directory, done.stdout, done.returncode)
 
 

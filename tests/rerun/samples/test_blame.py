@@ -11,7 +11,9 @@ import pytest
 
 from accel_train import cli
 from accel_train.config import UsageError
-from accel_train.rerun.samples import blame, suspects
+from accel_train.data.sampler import StepSampler
+from accel_train.rerun.recorded import RecordedRun
+from accel_train.rerun.samples import again, blame, suspects
 from accel_train.store import strict_json
 from tests.rerun import recording
 from tests.rerun.samples import planted
@@ -79,6 +81,29 @@ def test_ten_fields_out_of_scale_are_found_among_two_hundred(tmp_path: Path, mon
     assert_planted_samples_are_found("pde", tmp_path, "--data.train_samples", "256")
 
 
+def test_the_step_that_ended_a_run_is_blamed_on_its_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not finite, so the run wrote no line of it."""
+    planted.fork_observed(monkeypatch)
+    flags = "--modes.weights 0 0 1 --latent.loss mse --global_batch_size 4 --log.log_every 5".split()
+    file = planted.write_recipe(tmp_path / "clean.py", "mmdit", [])
+    clean = planted.record(file, "mmdit", tmp_path / "clean", *flags)
+    order = StepSampler(round(12 * 4 / clean.train_lines()[12]["epoch"]), 4, 0)
+    bad = order.draws(6)[1].sample
+    file = planted.write_recipe(tmp_path / "poisoned.py", "mmdit", [bad], math.nan)
+    run = planted.record(file, "mmdit", tmp_path / "poisoned", *flags, code=1)
+    assert "of step 7 is not finite" in run.output
+    words = ["blame", str(run.directory), "--recipe", str(file), "--step"]
+    assert cli._main([*words, "7"]) == 0
+    receipt = strict_json.read_object(run.directory / "report" / "blame-step-7.json")
+    assert receipt["suspects"] == [bad]
+    assert receipt["whole"]["loss"] == "NaN"
+    with pytest.raises(UsageError, match=r"--step 8: .* ends at step 6; a step up to 7 is required"):
+        cli._main([*words, "8"])
+    capsys.readouterr()
+
+
 def test_distances_are_those_of_the_median_and_its_deviations() -> None:
     # Logarithms 0 to 10, whose median is 5 and whose absolute deviations have the median 3.
     norms = [math.exp(k) for k in range(11)]
@@ -94,6 +119,15 @@ def test_what_has_no_logarithm_has_a_distance_all_the_same() -> None:
     assert suspects.distances([*[1.0] * 10, math.exp(0.05)])[10] == pytest.approx(5)
     # Of a few samples nothing is usual.
     assert suspects.distances([1.0, 1.0, 100.0]) == [-math.inf] * 3
+
+
+def test_passed_over_checkpoints_are_not_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--json prints the receipt alone on standard output."""
+    run = RecordedRun(str(tmp_path), tmp_path, {}, [], [(4, tmp_path / "checkpoint_00000004")])
+    assert again.find_beginning(run, tmp_path, 4, "--step 5").checkpoint is None
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("passed over: ")
 
 
 def test_wrong_usage_is_refused_with_the_numbers(tmp_path: Path) -> None:

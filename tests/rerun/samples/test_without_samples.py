@@ -9,7 +9,9 @@ import torch
 
 from accel_train import cli
 from accel_train.config import UsageError
+from accel_train.data.leaving_out import without_samples
 from accel_train.data.sampler import StepSampler
+from accel_train.rerun.samples.first_use import first_use
 from tests.distributed.launching import Finished
 from tests.rerun import recording
 from tests.rerun.samples import planted
@@ -22,6 +24,15 @@ def assert_equal(one: Finished, other: Finished, steps: tuple[int, int], *, equa
         a, b = one.tensors(steps[0], stem), other.tensors(steps[1], stem)
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a) == equal, stem
+
+
+def test_a_sample_that_is_left_out_already_is_not_used() -> None:
+    order = StepSampler(16, 4, 0)
+    early, late = order.draws(0)[0].sample, order.draws(2)[1].sample
+    assert first_use(order, [late, early], 4) == 1
+    left = without_samples(order, [early])
+    assert first_use(left, [early], 4) is None
+    assert first_use(left, [late, early], 4) == 3
 
 
 def test_what_forgets_them_is_a_run_that_never_gave_them_weight(
