@@ -40,7 +40,7 @@ class FieldOptions:
 
     input: str | None = None
     """File .safetensors or .npy with input fields (B, C, H, W), 1-D fields also (B, C, W). A .safetensors file holds
-    them as `input`, and may hold `parameters` (B, P)."""
+    them as `input`, and may hold `parameters` (B, P). Without --input, the error names the shapes of each task."""
     task: str | None = None
     """Equation of a model of several."""
     parameters: tuple[float, ...] = ()
@@ -135,9 +135,12 @@ class FieldPipeline:
         from safetensors.torch import save_file
 
         if options.input is None:
-            raise UsageError("input: give a file with fields to predict from, such as --input fields.safetensors")
+            raise UsageError(
+                "input: no file with fields to predict from; give --input fields.safetensors, with a tensor `input` of "
+                f"the shape of a task: {self._shapes()}"
+            )
         own = self._task(options.task)
-        fields, parameters = _read_fields(options.input)
+        fields, parameters = _read_fields(options.input, self._shapes())
         if options.parameters:
             if parameters is not None:
                 raise UsageError(f"parameters: {options.input} holds parameters as well; leave one of the two out")
@@ -194,6 +197,17 @@ class FieldPipeline:
         if name not in tasks:
             raise UsageError(f"task {name}: this model was trained on {', '.join(tasks)}; name one of them")
         return tasks[name]
+
+    def _shapes(self) -> str:
+        """Describe the tensors that the input of each task must have."""
+        found: list[str] = []
+        for task in self.assets.tasks:
+            channels, height, width = (task.input_channels, *task.grid)
+            flat = f" or (B, {channels}, {width})" if height == 1 else ""
+            names = ", ".join(task.parameters)
+            own = f", and `parameters` (B, {len(task.parameters)}): {names}" if names else ""
+            found.append(f"{task.name} (B, {channels}, {height}, {width}){flat}{own}")
+        return "; ".join(found)
 
     def _checked(self, task: FieldTask, fields: Tensor) -> Tensor:
         """Return fields as (B, C, H, W) fp32 on the CPU."""
@@ -279,8 +293,8 @@ def _noise(stream: str, shape: Sequence[int]) -> Tensor:
     return rng.normal(keys, shape[1:])
 
 
-def _read_fields(file: str) -> tuple[Tensor, Tensor | None]:
-    """Read input fields and, if the file has them, parameters."""
+def _read_fields(file: str, shapes: str) -> tuple[Tensor, Tensor | None]:
+    """Read input fields and, if the file has them, parameters. ``shapes`` describes what the tasks need."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -295,7 +309,6 @@ def _read_fields(file: str) -> tuple[Tensor, Tensor | None]:
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"input {file}: cannot be read ({error}); a .safetensors or .npy file is required") from None
     if "input" not in tensors:
-        raise UsageError(
-            f"input {file}: holds {', '.join(sorted(tensors)[:6]) or 'nothing'}; a tensor `input` is needed"
-        )
+        names = ", ".join(sorted(tensors)[:6]) or "nothing"
+        raise UsageError(f"input {file}: holds {names}; a tensor `input` is required: {shapes}")
     return tensors["input"], tensors.get("parameters")
