@@ -87,6 +87,7 @@ def _completion(arguments: argparse.Namespace) -> int:
     from accel_train.commands.completion import recipes_with_options
     from accel_train.options.completion import script
 
+    # Here the recipes are imported: completion is generated once, and completes their options.
     recipes = recipes_with_options([*recipe_names(), *arguments.recipes])
     print(script(build_parser(recipes), arguments.shell))
     return 0
@@ -106,6 +107,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _launch(arguments: argparse.Namespace) -> int:
     from accel_train.commands.launch import Launch, launch
 
+    # Launching, rehearsing and checking read the same arguments, so that a check is of what will start.
     request = Launch(
         config_file=arguments.config_file,
         recipe=arguments.recipe,

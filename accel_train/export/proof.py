@@ -64,6 +64,7 @@ def write_proof(directory: Path, pipeline: Pipeline) -> str:
     printed. Raises ``ProofError`` if it found a difference.
     """
     (directory / "model.py").write_text(model_source(pipeline), "utf-8")
+    # The file itself, which imports nothing of the library, and not a template that no test would run.
     script = Path(str(verify_script.__file__)).read_text("utf-8")
     (directory / "verify.py").write_text(script, "utf-8")
     _write_example(directory, pipeline)
@@ -111,6 +112,7 @@ def _write_example(directory: Path, pipeline: Pipeline) -> None:
             # Outputs may be views of one tensor, and a file cannot have them twice.
             tensors[outputs[name]] = value.contiguous().clone()
         function = None if example.function is None else example.function.__name__
+        # By name, because verify.py finds it in the model.py beside it.
         examples.append({"name": example.name, "function": function, "arguments": arguments, "outputs": outputs})
     save_file(tensors, directory / "example.safetensors")
     paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
@@ -119,6 +121,7 @@ def _write_example(directory: Path, pipeline: Pipeline) -> None:
     proof = {
         "format": FORMAT,
         "accel_train": __version__,
+        # Kernels of another release may round differently, which explains a difference near the tolerance.
         "torch": torch.__version__,
         "tolerance": TOLERANCE,
         "examples": examples,

@@ -83,6 +83,7 @@ class Source:
         found: dict[str, Import] = {}
         statements = [*self.tree.body]
         for node in self.tree.body:
+            # Annotations name these types, so the file has to have them like any other.
             if isinstance(node, ast.If):  # TYPE_CHECKING
                 statements += node.body
         for node in statements:

@@ -12,32 +12,27 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from accel_train.config import UsageError, expand_path, set_origins, set_requested_output_dir
 from accel_train.options import completion, help_cache, help_text, other_recipes
 from accel_train.options.flags import (
-    NAMES_OF_OTHER_SCRIPTS,
     FlagError,
-    in_this_recipe,
-    nearest_option,
     read_flags,
     refusal,
     stray,
 )
-from accel_train.options.tree import Tree, field_types, flatten, is_group, option_names, option_types, to_tree
+from accel_train.options.keys import NOWHERE, check_keys, invalid_keys
+from accel_train.options.tree import Tree, flatten, option_names, option_types, to_tree
 from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
 
 C = TypeVar("C")
 
 
-NOWHERE: Places = MappingProxyType({})
-"""Positions of values from no file."""
 _DEFAULT = "default"
 """Origin of an option that nobody has set."""
 
@@ -184,7 +179,7 @@ def preset_names(cls: type, presets: Path) -> list[str]:
     # The recipes share one folder, and no file names its recipe.
     for path in sorted(presets.glob("*.yaml")):
         try:
-            unknown = next(_invalid_keys(cls, read_yaml(path), ()), None)
+            unknown = next(invalid_keys(cls, read_yaml(path), ()), None)
         except YamlError:
             unknown = None  # still offered: its error is reported when it is chosen
         if unknown is None:
@@ -272,62 +267,6 @@ def _read_source(path: Path, source: str) -> tuple[Tree, Places]:
             f"experiment; give it to the launcher: {launch} [PRESET]"
         )
     return document.values, document.places
-
-
-def check_keys(cls: type, tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> None:
-    """Refuse unknown keys, with their position in the file and the nearest option."""
-    for path, value, is_group_key in _invalid_keys(cls, tree, ()):
-        key = ".".join(path)
-        where_key = place_of(where, places, path)
-        if is_group_key:
-            raise UsageError(f"{where_key}: {key}: {value!r} must be a mapping of options, such as {key}: {{...}}")
-        raise UsageError(f"{where_key}: unknown option {key!r}: {value!r}; {_key_remedy(key, option_names(cls))}")
-
-
-def _key_remedy(key: str, known: Sequence[str]) -> str:
-    if key in known:
-        # A single key with a dot in it.
-        group, _, leaf = key.rpartition(".")
-        return f"in a file groups are mappings: {group}: {{{leaf}: ...}}"
-    other = NAMES_OF_OTHER_SCRIPTS.get(key.rsplit(".", 1)[-1])
-    if other:
-        return in_this_recipe(other, known)
-    meant = nearest_option(key, known)
-    if meant is None:
-        return "this recipe has no such option: remove it, or find its present name with --help all"
-    return "remove it or correct it" + did_you_mean(meant)
-
-
-class _InvalidKey(NamedTuple):
-    path: tuple[str, ...]
-    value: Any
-    is_group: bool
-    """The key names a group, but its value is no mapping."""
-
-
-def _invalid_keys(cls: type, tree: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[_InvalidKey]:
-    """Yield the unknown keys of a tree, and the groups without a mapping."""
-    kinds = field_types(cls)
-    for key, value in tree.items():
-        kind = kinds.get(key)
-        path = (*above, key)
-        if is_group(kind):
-            if isinstance(value, Mapping):
-                yield from _invalid_keys(kind, cast(Mapping[str, Any], value), path)
-            else:
-                yield _InvalidKey(path, value, is_group=True)
-        elif isinstance(value, Mapping):
-            yield _first_leaf(path, cast(Mapping[str, Any], value))
-        elif kind is None:
-            yield _InvalidKey(path, value, is_group=False)
-
-
-def _first_leaf(path: tuple[str, ...], value: Mapping[str, Any]) -> _InvalidKey:
-    """Return the first option inside an unknown mapping, which says more than the name of its group."""
-    if not value:
-        return _InvalidKey(path, value, is_group=False)
-    key, leaf = next(iter(flatten(value).items()))
-    return _InvalidKey((*path, *key.split(".")), leaf, is_group=False)
 
 
 def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> C:

@@ -71,10 +71,12 @@ def space_of(config: Any, origins: Mapping[str, str], gpus: int) -> Space:
             f"gpus: {gpus}: a plan keeps global_batch_size {total:,} exactly, so a number that divides it is required; "
             f"give --gpus {' or '.join(map(str, _nearest(total, gpus)))}, or another --global_batch_size"
         )
+    # Of equal shares only: with a remainder some processes compute more, and the step waits for them.
     share = total // gpus
     fixed = frozenset(name for name in (MICRO_BATCH, MODE) if origins.get(name) == "command line")
     sizes = divisors(share)
     if MICRO_BATCH in fixed:
+        # A training start would pad the last micro-batch, and the plan's memory and time are of full ones.
         if share % config.micro_batch_size:
             raise UsageError(
                 f"micro_batch_size: {config.micro_batch_size}: each of {gpus} GPU(s) has {share} of {total:,} samples, "

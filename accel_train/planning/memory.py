@@ -59,6 +59,7 @@ class Budget:
     def tensor_bytes(self) -> float:
         """Return the most bytes of tensors that fit."""
         fixed = sum(self.parts_gib(0).values())
+        # Every rule is linear in the tensors, so one GiB of them shows the slope.
         growth = self.needed_gib(GIB) - fixed
         return (self.limit_gib - fixed) / growth * GIB
 

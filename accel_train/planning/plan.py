@@ -73,6 +73,7 @@ class Plan:
         size = self.chosen.candidate.micro_batch_size
         if MICRO_BATCH in self.space.fixed:
             return "as the flag says"
+        # Only the two ends were simulated for this goal.
         if self.goal == "memory" and len(self.space.sizes) > 1:
             ends = [self.space.sizes[0], self.space.sizes[-1]]
             return f"of {ends[0]} and {ends[1]}, the ends, the one of less memory"

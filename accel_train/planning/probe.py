@@ -51,6 +51,7 @@ class Probe:
 def probe_of(candidate: Candidate, micro_batches: int, counted: Mapping[str, Any], rates: Rates) -> Probe:
     """Return the figures of a step with ``micro_batches`` from those counted with as many or fewer."""
     simulated = int(counted["micro_batches"])
+    # Simulated steps are short: the middle micro-batches are all alike, and a real step may have hundreds.
     missing = micro_batches - simulated
     parts = [Work(**part) for part in counted["work"]]
     work = step_work(parts, micro_batches)

@@ -69,6 +69,7 @@ def _search_chain(
     strategy, mode = names
     fastest = best(earlier, goal, budget)
     is_last = mode == space.modes[-1]
+    # For the least memory a slower mode may be the right one, so none is left out.
     if goal != "memory":
         for chain in earlier:
             reason = _slower_by_recomputing(space, chain, budget, fastest)
@@ -86,9 +87,11 @@ def _search_chain(
             # How much is missing at least.
             return Chain(strategy, mode, (simulate(space.sizes[0]),), hopeless[0], hopeless=True)
         if goal == "memory":
+            # Memory grows with the micro-batch, but a single one may need less: the least is at one of the ends.
             ends = sorted({space.sizes[0], space.sizes[-1]})
             return Chain(strategy, mode, tuple(simulate(size) for size in ends))
         largest = simulate(space.sizes[-1])
+        # A smaller micro-batch makes activations smaller, and never the states.
         needed = budget.needed_gib(largest.states)
         if needed > budget.limit_gib and not is_last:
             reason = f"weights, gradients, optimizer and EMA alone need {needed:.2f} GiB"
@@ -125,6 +128,7 @@ def _sizes_to_the_limit(
     sizes = space.sizes[:-1]
     if not sizes:
         return tuple(probes), None
+    # If the smallest does not fit, no size of this mode does, and the search is over.
     probes.append(simulate(sizes[0]))
     if probes[-1].fits(budget):
         probes += _towards_the_limit(sizes, budget, simulate, (probes[-1], largest))
@@ -139,6 +143,7 @@ def _towards_the_limit(
     low = 0
     high = len(sizes)
     probes: list[Probe] = []
+    # Until both sides of the limit are simulated: that the next larger size does not fit is shown, not assumed.
     while high - low > 1:
         guess = _between(sizes[low + 1 : high], budget, fits, exceeds)
         probe = simulate(guess)
@@ -158,4 +163,5 @@ def _between(sizes: Sequence[int], budget: Budget, fits: Probe, exceeds: Probe) 
     each = (exceeds.tensors - fits.tensors) / width
     free = budget.tensor_bytes() - fits.tensors
     expected = [size for size in sizes if each * (size - fits.candidate.micro_batch_size) <= free]
+    # A line through two points is a guess, so a size that it refuses is simulated all the same.
     return expected[-1] if expected else sizes[0]

@@ -63,6 +63,7 @@ class Simulator:
     def count(self, candidate: Candidate) -> Mapping[str, Any]:
         """Return the fields of ``simulation.step.Counted``. Raises ``UsageError`` for what a start would refuse."""
         counted = self._count(candidate)
+        # Empty where the micro-batches differ, and then no one of them can stand for the others.
         if not counted["work"]:
             raise UsageError(
                 f"recipe {self.recipe!r}: its micro-batches run different numbers of forwards, and a plan requires the "
@@ -128,6 +129,7 @@ def _fork(work: Callable[[], int], environment: Mapping[str, str], output: int) 
     try:
         os.waitpid(child, 0)
     except BaseException:
+        # Whatever ended the wait, such as Ctrl-C, the child must not simulate on by itself.
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         raise
@@ -140,6 +142,7 @@ def _become(work: Callable[[], int], environment: Mapping[str, str], output: int
         end_with_parent(signal.SIGKILL)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        # The environment is that of a launched process, without what only the planner's own has.
         os.environ.clear()
         os.environ.update(environment)
         code = work()

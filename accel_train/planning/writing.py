@@ -21,6 +21,7 @@ PRESET = "preset.yaml"
 def paths_in(directory: str) -> tuple[Path, Path]:
     """Return the paths of launch file and preset. Raises ``UsageError`` if one is there already or cannot be."""
     place = expand_path(directory)
+    # The directory itself need not exist, and then its nearest parent decides.
     existing = next(path for path in (place, *place.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UsageError(f"write: {place}: nothing can be written into {existing}; a directory of yours is required")
@@ -54,6 +55,7 @@ def launch_text(strategy: str, gpus: int) -> str:
 def planned_tree(loaded: Loaded[Any], candidate: Candidate) -> Tree:
     """Return the options that differ from the recipe's defaults, with the planned values."""
     values = flatten(experiment_tree(loaded.config))
+    # Defaults stay out of the file: a later release may improve them.
     kept = {name: value for name, value in values.items() if loaded.origins.get(name) != "default"}
     kept |= {MICRO_BATCH: candidate.micro_batch_size, MODE: candidate.mode}
     tree: Tree = {}

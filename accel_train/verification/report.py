@@ -18,8 +18,12 @@ def text(results: Results) -> list[str]:
     rows = [("check", "what", "largest difference", "tolerance", "verdict")]
     for check, found in results:
         rows.append((check.name, check.title, found.largest, found.tolerance, found.verdict))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines: list[str] = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
     lines += _explained(results, "FAILED", with_advice=True)
     lines += _explained(results, "not checked", with_advice=False)
     lines += _notes(results)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train import loop
+from accel_train import opened
 from accel_train.config import UsageError
 from accel_train.domains.models.sd3_blocks import build
 from accel_train.speed.attention import selection as attention
@@ -139,7 +139,7 @@ def test_the_recipe_answers(
         raise ModelReachedError
 
     monkeypatch.setattr(recipe.sd3_blocks, "build", build)
-    monkeypatch.setattr(loop, "Recorder", would_train)
+    monkeypatch.setattr(opened, "Recorder", would_train)
     before = names(here)
     code, text = outcome(words(TINY + row.argv, here))
     captured = capsys.readouterr()

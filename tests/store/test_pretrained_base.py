@@ -123,7 +123,7 @@ def test_a_missing_or_other_base_is_named(tmp_path: Path) -> None:
         refuse_other_base(recorded, None, tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("source", ["./x", "../x", "/x", "~/x", "$HOME/x", "runs/x", "a/b/c", "x/"])
+@pytest.mark.parametrize("source", ["./x", "../x", "/no/x", "~/x", "$HOME/x", "runs/x", "a/b/c", "x/"])
 def test_a_path_without_a_folder_is_refused_as_one(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

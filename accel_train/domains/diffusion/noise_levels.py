@@ -50,9 +50,10 @@ class NoiseLevels:
     def to(self, device: torch.device) -> NoiseLevels:
         """Return the levels with their tables on ``device``."""
         weight = None if self.weight is None else self.weight.to(device)
-        return NoiseLevels(
-            self.a.to(device), self.b.to(device), self.timesteps.to(device), self.prediction, weight, self.straight
-        )
+        a = self.a.to(device)
+        b = self.b.to(device)
+        timesteps = self.timesteps.to(device)
+        return NoiseLevels(a, b, timesteps, self.prediction, weight, self.straight)
 
     def level(self, time: Tensor) -> Tensor:
         """Return the level floor(N t) of times in [0, 1], int64 in their shape."""

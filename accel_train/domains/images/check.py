@@ -108,8 +108,10 @@ class Report:
     @property
     def usable(self) -> float:
         """Share of all pictures and captions that are used and not below `min_quality`."""
+        used = len(self.rows) - len(self.low)
         # Pictures that cannot be read count as well: a dataset of which half is broken is no good one.
-        return (len(self.rows) - len(self.low)) / max(1, len(self.rows) + len(self.found.left_out))
+        every = len(self.rows) + len(self.found.left_out)
+        return used / max(1, every)
 
     @property
     def duplicates(self) -> float:

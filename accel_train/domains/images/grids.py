@@ -91,7 +91,8 @@ def draw_grid(prompts: Sequence[str], columns: Sequence[Column]) -> Image.Image:
     pen = ImageDraw.Draw(grid)
     font = ImageFont.load_default(size=11)
     for row, prompt in enumerate(prompts):
-        pen.multiline_text((GAP, HEADER + row * (cell[1] + GAP) + GAP), _wrapped(prompt), fill="black", font=font)
+        top = HEADER + row * (cell[1] + GAP)
+        pen.multiline_text((GAP, top + GAP), _wrapped(prompt), fill="black", font=font)
     for number, column in enumerate(columns):
         left = LABEL + number * (cell[0] + GAP)
         pen.text((left, 2), column.title, fill="black", font=font)

@@ -333,11 +333,12 @@ def _forwards(model: nn.Module, input_ids: Tensor, position_ids: Tensor) -> tupl
     # Dropout would differ from forward to forward.
     model.eval()
     try:
-        parts = [model(input_ids=part, use_cache=False).logits for part in (input_ids[:, :9], input_ids[:, 9:])]
+        first = model(input_ids=input_ids[:, :9], use_cache=False).logits
+        second = model(input_ids=input_ids[:, 9:], use_cache=False).logits
         together = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
     finally:
         model.train(training)
-    return torch.cat(parts, 1), together
+    return torch.cat([first, second], 1), together
 
 
 def save_files(model: nn.Module, tokenizer: Any, directory: Path, source: str | None = None) -> None:

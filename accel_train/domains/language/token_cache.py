@@ -77,8 +77,11 @@ class TokenCache:
 
         Raises ``UsageError`` for one too many of them, and for a disk without room.
         """
+        found = self._load()
         # The encoder is made only if something is missing: it may have to load a tokenizer.
-        found = self._load() or self._computed(source, encoder, bad.limit - bad.count)
+        if found is None:
+            bad_rows_left = bad.limit - bad.count
+            found = self._computed(source, encoder, bad_rows_left)
         bad.count += found.counts["bad"]
         return found
 
@@ -87,7 +90,8 @@ class TokenCache:
             # Another process may have computed them meanwhile.
             found = self._load()
             if found is None:
-                _Preparation(self, encoder(), BadRows(bad_rows_left)).run(source)
+                preparation = _Preparation(self, encoder(), BadRows(bad_rows_left))
+                preparation.run(source)
                 found = self._load()
         assert found is not None, "it was just computed"
         return found
@@ -109,7 +113,9 @@ class TokenCache:
             first = min(names.index(name) for name in missing)
             record["train"] = record["train"][:first]
         others = [shard["name"] for shard in record["heldout"]]
-        record["complete"] = record["complete"] and not missing and not self._missing([*others, "targets"])
+        others.append("targets")
+        if missing or self._missing(others):
+            record["complete"] = False
         return record
 
     def _missing(self, names: Sequence[str]) -> list[str]:
@@ -139,8 +145,18 @@ class TokenCache:
         )
 
     def _shards(self, described: Sequence[dict[str, Any]]) -> list[Shard]:
-        filled = [shard for shard in described if shard["texts"]]
-        return [Shard(self.file(shard["name"]), shard["rows"], shard["texts"], shard["tokens"]) for shard in filled]
+        shards: list[Shard] = []
+        for shard in described:
+            # All texts of a shard may be held out.
+            if not shard["texts"]:
+                continue
+            file = self.file(shard["name"])
+            shards.append(Shard(file, shard["rows"], shard["texts"], shard["tokens"]))
+        return shards
+
+    def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Write an entry."""
+        self.tensors.write(self.entry_key(name), tensors)
 
 
 def _combined(shards: Sequence[dict[str, Any]]) -> str:
@@ -181,11 +197,14 @@ class _Preparation:
         start, skip = self._position()
         count = len(source.rows)
         # What was counted behind the last shard is counted again.
-        self.record["blocks"] = {n: counts for n, counts in self.record["blocks"].items() if int(n) < start}
-        self.bad.count += _total(self.record["blocks"])["bad"]
-        blocks = blocks_in_order(partial(_encode, self.encode, start), count - start, "auto")
+        done = {number: counts for number, counts in self.record["blocks"].items() if int(number) < start}
+        self.record["blocks"] = done
+        self.bad.count += _total(done)["bad"]
+        encode = partial(_encode, self.encode, start)
+        blocks = blocks_in_order(encode, count - start, "auto")
+        rows_done = sum(source.rows[:start])
         with Progress("tokens", sum(source.rows), enabled=True) as bar:
-            bar.update(sum(source.rows[:start]))
+            bar.update(rows_done)
             for number, block in enumerate(blocks, start):
                 self._take(number, block, skip)
                 skip = 0
@@ -212,10 +231,12 @@ class _Preparation:
         ends = np.cumsum(block.lengths)
         while first < len(ends):
             before = int(ends[first - 1]) if first else 0
+            room = SHARD_TOKENS - self._tokens
             # The text that fills the shard is its last.
-            last = int(np.searchsorted(ends, before + SHARD_TOKENS - self._tokens))
+            last = int(np.searchsorted(ends, before + room))
             stop = min(last + 1, len(ends))
-            self._keep(block, first, stop, before, int(ends[stop - 1]))
+            end = int(ends[stop - 1])
+            self._keep(block, first, stop, before, end)
             # Full by tokens and not by texts, so that shards are alike in size whatever the texts are.
             if self._tokens >= SHARD_TOKENS:
                 self._write_shard((number, stop))
@@ -224,32 +245,38 @@ class _Preparation:
     def _keep(self, block: EncodedBlock, first: int, stop: int, start: int, end: int) -> None:
         part = slice(first, stop)
         # Copies: a view would hold the whole block.
-        texts = _Texts(
-            block.tokens[start:end].copy(), block.lengths[part].copy(), block.keys[part].copy(), block.heldout[part]
-        )
+        tokens = block.tokens[start:end].copy()
+        lengths = block.lengths[part].copy()
+        keys = block.keys[part].copy()
+        texts = _Texts(tokens, lengths, keys, block.heldout[part])
         self._waiting.append(texts)
         self._tokens += end - start
 
     def _write_shard(self, end: tuple[int, int]) -> None:
         """Pack the training texts that wait, and write them with the held-out ones beside them."""
-        texts = _Texts(*(np.concatenate(parts) for parts in zip(*self._waiting, strict=True)))
+        fields = zip(*self._waiting, strict=True)
+        texts = _Texts(*map(np.concatenate, fields))
         self._waiting = []
         self._tokens = 0
-        of_heldout = np.repeat(texts.heldout, texts.lengths)
-        aside = {
-            "heldout_tokens": torch.from_numpy(texts.tokens[of_heldout]),
-            "heldout_lengths": torch.from_numpy(texts.lengths[texts.heldout]),
-            "heldout_keys": torch.from_numpy(texts.keys[texts.heldout]),
+        is_heldout = texts.heldout
+        of_heldout = np.repeat(is_heldout, texts.lengths)  # for each token
+        heldout = {
+            "heldout_tokens": texts.tokens[of_heldout],
+            "heldout_lengths": texts.lengths[is_heldout],
+            "heldout_keys": texts.keys[is_heldout],
         }
-        name = f"train {len(self.record['train'])}"
-        described = self._write(name, texts.tokens[~of_heldout], texts.lengths[~texts.heldout], aside)
-        self.record["train"].append(described | {"end": list(end)})
+        aside = {name: torch.from_numpy(values) for name, values in heldout.items()}
+        tokens = texts.tokens[~of_heldout]
+        lengths = texts.lengths[~is_heldout]
+        shards = self.record["train"]
+        described = self._write(f"train {len(shards)}", tokens, lengths, aside)
+        shards.append(described | {"end": list(end)})
         self._save(complete=False)
 
     def _write(self, name: str, tokens: Tokens, lengths: Ints, aside: dict[str, torch.Tensor]) -> dict[str, Any]:
         max_length, packs, _ = self.cache.layout
         packed = packing.pack_texts(tokens, lengths, max_length, packing=packs)
-        self.cache.tensors.write(self.cache.entry_key(name), shard_tensors(packed) | aside)
+        self.cache.write(name, shard_tensors(packed) | aside)
         return {
             "name": name,
             "rows": len(packed.rows) - 1,
@@ -260,10 +287,14 @@ class _Preparation:
 
     def _write_heldout(self) -> None:
         """Write the held-out texts in the order of the hashes of their rows, so that the first are a fair sample."""
-        count = len(self.record["train"])
-        files = OpenShards([self.cache.file(shard["name"]) for shard in self.record["train"]])
-        lengths: list[Ints] = [files[number].read_all("heldout_lengths") for number in range(count)]
-        keys = [files[number].read_all("heldout_keys").reshape(-1, 2) for number in range(count)]
+        paths = [self.cache.file(shard["name"]) for shard in self.record["train"]]
+        files = OpenShards(paths)
+        count = len(paths)
+        lengths: list[Ints] = []
+        keys: list[Ints] = []
+        for number in range(count):
+            lengths.append(files[number].read_all("heldout_lengths"))
+            keys.append(files[number].read_all("heldout_keys").reshape(-1, 2))
         of_file = np.repeat(np.arange(count), [len(part) for part in lengths])
         # Where each text begins in the tokens of its file.
         starts = [np.cumsum(part) - part for part in lengths]
@@ -276,10 +307,12 @@ class _Preparation:
         self.record["heldout"] = []
         for number in range(int(shard_of[-1]) + 1 if len(order) else 0):
             chosen = order[shard_of == number]
-            texts = [
-                files[int(of_file[text])].read("heldout_tokens", int(first[text]), int(first[text] + length[text]))
-                for text in chosen.tolist()
-            ]
+            texts: list[Tokens] = []
+            for text in chosen.tolist():
+                file = files[int(of_file[text])]
+                start = int(first[text])
+                stop = start + int(length[text])
+                texts.append(file.read("heldout_tokens", start, stop))
             tokens = np.concatenate([np.zeros(0, np.int32), *texts])
             self.record["heldout"].append(self._write(f"heldout {number}", tokens, length[chosen], {}))
 
@@ -287,11 +320,13 @@ class _Preparation:
         vocabulary = self.cache.layout.vocabulary
         counts = np.zeros(vocabulary, np.int64)
         for shard in self.record["train"]:
-            tokens: Tokens = ShardFile(self.cache.file(shard["name"])).read_all("tokens")
-            targets = tokens[(tokens & packing.TARGET) != 0] & packing.IDS
+            file = ShardFile(self.cache.file(shard["name"]))
+            tokens: Tokens = file.read_all("tokens")
+            is_target = (tokens & packing.TARGET) != 0
+            targets = tokens[is_target] & packing.IDS
             # Shard by shard, so that only one is in memory.
             counts += np.bincount(targets, minlength=vocabulary)
-        self.cache.tensors.write(self.cache.entry_key("targets"), {"targets": torch.from_numpy(counts)})
+        self.cache.write("targets", {"targets": torch.from_numpy(counts)})
 
     def _save(self, *, complete: bool) -> None:
         self.record["complete"] = complete

@@ -53,12 +53,14 @@ def advise(shares: Shares, setting: Setting) -> list[Advice]:
     """Return at most three options, the largest share first. None if no part that an option reduces is large."""
     found = [_workers(shares, setting), _compile(shares, setting), _larger_micro_batch(shares, setting)]
     found += [_precision(shares, setting), _buckets(shares, setting)]
+    # Largest first, so that the limit of three cuts what helps least.
     worth = [advice for advice in found if advice is not None and advice.share >= WORTH_WHILE]
     return sorted(worth, key=lambda advice: -advice.share)[:MOST]
 
 
 def _workers(shares: Shares, setting: Setting) -> Advice | None:
     waited = shares.of(WAIT)
+    # Without any, one worker already reads beside the step.
     more = max(1, 2 * setting.num_workers)
     reason = (
         f"{waited:.0%} of the time is spent waiting for data with loader.num_workers {setting.num_workers}: more "
@@ -70,6 +72,7 @@ def _workers(shares: Shares, setting: Setting) -> Advice | None:
 def _compile(shares: Shares, setting: Setting) -> Advice | None:
     # On a CPU the time of other operators is also that of their dispatch, which compilation removes alike.
     small = 1 - shares.of(COMPUTE) - shares.of(COMMUNICATION) - shares.of(WAIT)
+    # Advice is to try what the run does not do already.
     if setting.options["compile.mode"] != "off":
         return None
     parts = f"{MEMORY} and idle time" if shares.on_device else "small operators and Python between them"
@@ -79,6 +82,7 @@ def _compile(shares: Shares, setting: Setting) -> Advice | None:
 
 def _larger_micro_batch(shares: Shares, setting: Setting) -> Advice | None:
     gap = shares.of(IDLE) + shares.of(PYTHON)
+    # The whole share of a process is one micro-batch already.
     if setting.accumulation_steps == 1:
         return None
     size = setting.micro_batch_size
@@ -98,6 +102,7 @@ def _precision(shares: Shares, setting: Setting) -> Advice | None:
 
 
 def _buckets(shares: Shares, setting: Setting) -> Advice | None:
+    # A hook that is set has changed what this would change.
     hooked = setting.options["distributed.comm_hook"] != "none"
     if setting.world_size == 1 or not shares.on_device or hooked:
         return None

@@ -53,6 +53,7 @@ def profiled(
     """
     with closing(steps):
         done = start_step
+        # Without the profiler: even one that only waits slows the steps down.
         while done < wanted.start:
             batches = next(steps, None)
             if batches is None:
@@ -109,9 +110,11 @@ def _write(profiler: profile, wanted: StepRange, setting: Setting) -> None:
     """Write the three files. A full disk, which may cut the trace off, costs the profile and not the run."""
     report = setting.directory / REPORT
     try:
+        # Before the first evaluation, a run may have no report.
         report.mkdir(exist_ok=True)
         trace = _write_trace(profiler, report / TRACE)
         shares = measure(events_of(trace))
+        # Self time: the total of an operator contains that of the operators it calls.
         order = "self_cuda_time_total" if shares.on_device else "self_cpu_time_total"
         table: str = profiler.key_averages().table(sort_by=order, row_limit=ROWS)
         replace_file(report / OPERATORS, table.encode())

@@ -57,23 +57,28 @@ class Difference:
         """The better checkpoint by this metric. None if that is not shown, or if the metric does not decide."""
         if not self.is_shown or self.better is None:
             return None
+        # The difference is B - A: below 0, B has the smaller value.
         return "B" if (self.difference < 0) == (self.better == "min") else "A"
 
 
 def compare(metric: str, a: Estimate, b: Estimate, better: Direction | None, deciding: int) -> Difference:
     """Test the difference of a metric. ``deciding`` is the number of metrics that decide."""
+    # A metric that does not decide names no winner, so it is tested alone.
     shares = deciding if better is not None else 1
     count = len(a.influence)
     equal = a.bits == b.bits
     half_width = unpaired = p = resolves = None
     if count >= FEWEST:
         student = _student()
-        critical = float(student.ppf(1 - (1 - LEVEL) / shares / 2, count - 1))
+        # Two-sided, and shared by all metrics that decide.
+        chance = (1 - LEVEL) / shares
+        critical = float(student.ppf(1 - chance / 2, count - 1))
         error = _error(b.influence - a.influence)
         half_width = critical * error
         # Variances of independent means add up.
         unpaired = critical * math.hypot(_error(a.influence), _error(b.influence))
-        resolves = (critical + float(student.ppf(POWER, count - 1))) * error
+        beyond = float(student.ppf(POWER, count - 1))
+        resolves = (critical + beyond) * error
         p = 1.0 if equal else _p(b.value - a.value, error, count, shares)
     # Equal bits leave no rounding to subtract.
     difference = 0.0 if equal else b.value - a.value
@@ -81,6 +86,7 @@ def compare(metric: str, a: Estimate, b: Estimate, better: Direction | None, dec
 
 
 def _error(influence: Any) -> float:
+    # ddof=1, because the mean is estimated from the same samples.
     return float(np.std(influence, ddof=1)) / math.sqrt(len(influence))
 
 

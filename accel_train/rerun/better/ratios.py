@@ -135,6 +135,8 @@ def estimate(sums: Sequence[Sums], metric: Metric) -> Estimate:
     parts: list[Values] = []
     for over, under in zip(metric.over, metric.under, strict=True):
         ratio = values[over].sum() / values[under].sum()
-        influence += (values[over] - ratio * values[under]) / values[under].mean() / len(metric.over)
+        # Linear in each sample's two sums, at the ratio of all.
+        residual = values[over] - ratio * values[under]
+        influence += residual / values[under].mean() / len(metric.over)
         parts += [values[over], values[under]]
     return Estimate(_value(sums, metric), influence, b"".join(part.tobytes() for part in parts))

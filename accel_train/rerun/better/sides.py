@@ -89,6 +89,7 @@ def find_side(letter: str, text: str) -> Side:
 
 def find_recipe(a: Side, b: Side, given: str | None) -> Path:
     """Return the recipe of both. Raises ``UsageError`` if they have different ones, or if ``--recipe`` is needed."""
+    # By the recorded recipe of each, as two recipes may have metrics of the same name.
     ours = recorded.recipe_of(a.run, given)
     theirs = recorded.recipe_of(b.run, given)
     if ours != theirs:
@@ -128,6 +129,7 @@ def refuse_different(a: Side, b: Side, options_a: Tree, options_b: Tree) -> None
         )
     ours = flatten(options_a)
     theirs = flatten(options_b)
+    # One side may be older, and lack an option that the other has.
     names = [name for name in sorted(ours.keys() | theirs.keys()) if name.startswith(GROUP) and name not in WHEN]
     different = [name for name in names if ours.get(name) != theirs.get(name)]
     if different:

@@ -239,7 +239,8 @@ def _build_varlen(name: str) -> Attention:
 def _rows_as_sequences(variable: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, _mask: None) -> Tensor:
     rows = q.shape[0]
     lengths = (q.shape[2], k.shape[2])  # differ in cross-attention
-    ends = [torch.arange(0, (rows + 1) * n, n, dtype=torch.int32, device=q.device) for n in lengths]
+    row = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+    ends = [row * length for length in lengths]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     attended = variable(q, k, v, *ends, *lengths)
     return attended.unflatten(0, (rows, -1)).transpose(1, 2)

@@ -38,14 +38,17 @@ def recorded(directory: Path) -> list[Rollback]:
     path = directory / LEFT_OUT_FILE
     if not path.exists():
         return []
+    rollbacks: list[Rollback] = []
     try:
-        found = strict_json.read_object(path, MAX_BYTES)["rollbacks"]
-        return [Rollback(int(one["step"]), str(one["reason"]), list(map(int, one["samples"]))) for one in found]
+        for one in strict_json.read_object(path, MAX_BYTES)["rollbacks"]:
+            samples = [int(sample) for sample in one["samples"]]
+            rollbacks.append(Rollback(int(one["step"]), str(one["reason"]), samples))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path}: cannot be read ({error}); it lists samples that this run leaves out. Put back a copy of it, or "
             "delete it to train on all samples again"
         ) from error
+    return rollbacks
 
 
 def left_out(rollbacks: Sequence[Rollback]) -> list[int]:
@@ -74,8 +77,10 @@ def record(directory: Path, rollbacks: Sequence[Rollback]) -> None:
 
 def notices(directory: Path, rollbacks: Sequence[Rollback]) -> list[str]:
     """Return lines that a start logs."""
-    return [
-        f"without the samples {shortened(list(map(str, one.samples)), 8)} of step {one.step}, which was not finite "
-        f"({directory / LEFT_OUT_FILE})"
-        for one in rollbacks
-    ]
+    lines: list[str] = []
+    for one in rollbacks:
+        samples = shortened([str(sample) for sample in one.samples], 8)
+        lines.append(
+            f"without the samples {samples} of step {one.step}, which was not finite ({directory / LEFT_OUT_FILE})"
+        )
+    return lines

@@ -199,11 +199,13 @@ def renamed(layers: Mapping[str, Layer], facts: Mapping[str, str]) -> dict[str, 
     places: dict[str, Place] = {}
     for path, layer in layers.items():
         place = place_of(path, facts)
+        # Query, key and value come as three layers, and leave as one.
         found = parts.setdefault(place.name, {})
         if place.part in found:
             raise UsageError(f"two layers would have the name {place.name}, one is {path}")
         if place.is_swapped:
             layer = _swapped(layer)
+        # diffusers reads this layer of Flux without its alpha.
         if place.name.startswith("final_layer"):
             layer = _scaled(layer)
         found[place.part] = layer
@@ -227,12 +229,14 @@ def place_of(path: str, facts: Mapping[str, str]) -> Place:
     names = facts.get("names", "unet")
     if names == "unet":
         is_xl = facts["ss_base_model_version"].startswith("sdxl")
+        # A level has one more part than layers: what changes the resolution.
         return Place(_in_original(path, int(facts["layers_per_block"]) + 1) if is_xl else path)
     if names == "qwen_image":
         return Place(path)
     table = TABLES[names]
     match = NUMBERED.fullmatch(path)
     blocks, number, rest = match.groups() if match else ("outside", "", path)
+    # A number may stand in the path of a layer outside the blocks, such as one of an nn.Sequential.
     if blocks not in table:
         blocks, number, rest = "outside", "", path
     name = table.get(blocks, {}).get(rest)
@@ -242,11 +246,14 @@ def place_of(path: str, facts: Mapping[str, str]) -> Place:
         )
     if number:
         name = f"{table[blocks]['']}.{number}.{name}"
+    # The last block of SD3 has no context to pass on: diffusers gives it
+    # the norm of an output, which has the scale first.
     last = f"transformer_blocks.{int(facts['layers']) - 1}.norm1_context.linear"
     is_swapped = path == "norm_out.linear" or (names == "sd3" and path == last)
     if rest not in JOINED:
         return Place(name, is_swapped=is_swapped)
     width = int(facts["width"])
+    # A single block of Flux has query, key, value and the MLP's first layer in one, whose hidden width is 4 times.
     widths = (width, width, width, 4 * width) if name.endswith("linear1") else (width, width, width)
     return Place(name, JOINED[rest], widths)
 
@@ -265,6 +272,7 @@ def _joined(parts: Mapping[int, Layer], widths: tuple[int, ...]) -> Layer:
         up[row : row + part.shape[0], column : column + part.shape[1]] = part
         column += part.shape[1]
     down = torch.cat([layer.down for layer in layers])
+    # The rank is that of all parts now, and alpha / rank, the scale, must stay that of each.
     return Layer(down, up, layers[0].alpha * rank / layers[0].down.shape[0])
 
 
@@ -285,11 +293,13 @@ def _in_original(path: str, per_block: int) -> str:
         side, block, kind, layer, rest = match.groups()
         number = int(block) * per_block + int(layer)
         if side == "down":
+            # The first of the input blocks is the convolution before all levels.
             return f"input_blocks.{number + 1}.{PLACES[kind]}.{SGM_LAYERS.get(rest, rest)}"
         return f"output_blocks.{number}.{PLACES[kind]}.{SGM_LAYERS.get(rest, rest)}"
     match = MIDDLE.fullmatch(path)
     if match is not None:
         kind, layer, rest = match.groups()
+        # A resnet, an attention, a resnet: diffusers numbers the two kinds apart.
         number = 1 if kind == "attentions" else 2 * int(layer)
         return f"middle_block.{number}.{SGM_LAYERS.get(rest, rest)}"
     return SGM_LAYERS.get(path, path)

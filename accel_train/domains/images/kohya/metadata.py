@@ -38,6 +38,7 @@ def kohya_facts(
     ``family`` is the class of the pipeline, ``prediction`` what its scheduler says, ``config`` that of the denoiser,
     ``side`` the resolution in pixels. Keys without a prefix are for ``layer_names`` and not written.
     """
+    # By the class, since a folder or fork may have any name.
     if family in TRANSFORMERS:
         facts = _of_transformer(TRANSFORMERS[family], config)
     elif family in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
@@ -94,5 +95,6 @@ def _architecture(names: str, config: Mapping[str, Any]) -> str:
         return "flux-1-dev" if config["guidance_embeds"] else "flux-1-schnell"
     if config.get("dual_attention_layers"):
         return "stable-diffusion-3-5-medium"
+    # The config of diffusers does not name the model, and only the depth tells the sizes apart.
     sizes = {MEDIUM_LAYERS: "stable-diffusion-3-m", LARGE_LAYERS: "stable-diffusion-3-5-large"}
     return sizes.get(config["num_layers"], "stable-diffusion-3")

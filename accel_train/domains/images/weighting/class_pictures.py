@@ -123,7 +123,9 @@ def _draw(
     assert prior.caption is not None, "checked with the options"
     family = base.family
     device = pipeline.vae.device
-    prompt, empty = ({name: value[row : row + 1].to(device) for name, value in texts.items()} for row in (0, 1))
+    on_device = {name: value.to(device) for name, value in texts.items()}
+    prompt = {name: value[:1] for name, value in on_device.items()}
+    empty = {name: value[1:2] for name, value in on_device.items()}
     encoders = text_encoders(pipeline)
     precision: Precision = "bf16" if device.type == "cuda" else "fp32"
     # A base that just fits into the memory of the device leaves no room for its text encoders.

@@ -105,7 +105,8 @@ class ShardTexts(Sequence[str]):
         self.column = column
         self.sizes: tuple[int, ...] = tuple(counts.tolist())
         """Training texts of each block of the table."""
-        self.starts: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+        ends = np.cumsum(counts, dtype=np.int64)
+        self.starts: Ints = np.concatenate([np.zeros(1, np.int64), ends])
         """Index of the first training text of each block, and the number of texts."""
         self._folder = folder
         self._maps: tuple[NDArray[np.uint8], Keys] | None = None
