@@ -123,12 +123,15 @@ def test_a_missing_or_other_base_is_named(tmp_path: Path) -> None:
         refuse_other_base(recorded, None, tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("source", ["./x", "../x", "/no/x", "~/x", "$HOME/x", "runs/x", "a/b/c", "x/"])
+@pytest.mark.parametrize("source", ["./x", "../x", "{absolute}/x", "~/x", "$HOME/x", "runs/x", "a/b/c", "x/"])
 def test_a_path_without_a_folder_is_refused_as_one(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    source = source.format(absolute=tmp_path)
     assert looks_like_path(source)
     with pytest.raises(UsageError, match=r"--model.source '.*': the base is a local folder, and /.*[xc] is not there"):
         refuse_missing_folder("--model.source", source)
