@@ -262,10 +262,14 @@ def test_every_script_of_the_suite_is_tested() -> None:
     assert set(SCRIPTS) == set(IN_PROCESS) | set(LONG)
 
 
+MINUTES = {"optimizer", "activation_checkpointing"}
+"""They compile at any size."""
 COMPARED_WITH = {"optimizer": "bitsandbytes", "mmdit_block": "diffusers"}
 
 
-@pytest.mark.parametrize("name", IN_PROCESS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in MINUTES else name for name in IN_PROCESS]
+)
 def test_a_script_runs_at_a_tiny_size(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in COMPARED_WITH:
         compiling.skip_without(COMPARED_WITH[name])

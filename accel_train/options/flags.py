@@ -79,6 +79,8 @@ NAMES_OF_OTHER_SCRIPTS = {
     "logit_std": "--times.logit_std",
     "mode_scale": "--times.mode_scale",
     "discrete_flow_shift": "--times.shift",
+    "prompt": "--text of a language model, --evaluation.prompts in training",
+    "text": "--prompt of a model of pictures",
     "validation_prompt": "--evaluation.prompts",
     "sample_prompts": "--evaluation.prompts",
     "sample_every_n_steps": "--evaluation.every",
@@ -341,12 +343,12 @@ def stray(
 
 def _unknown(name: str, known: Sequence[str]) -> str:
     """Return the error for an unknown option, to follow its flag."""
-    other = NAMES_OF_OTHER_SCRIPTS.get(name.rsplit(".", 1)[-1])
-    if other is not None:
-        return f" is a name of other scripts; here {in_this_recipe(other, known)}"
     group = [key for key in known if key.startswith(f"{name}.")]
     if group:
         return f" is a group of options, not an option; write --{group[0]} VALUE"
+    other = NAMES_OF_OTHER_SCRIPTS.get(name.rsplit(".", 1)[-1])
+    if other is not None:
+        return f" is a name of other scripts; here {in_this_recipe(other, known)}"
     meant = nearest_option(name, known)
     if meant:
         return ": unknown option" + did_you_mean(f"--{meant}")

@@ -35,6 +35,7 @@ LAYOUTS = {
 }
 
 SLOW = {
+    "2 processes",
     "3 processes",
     "4 processes",
     "ragged micro-batches of 3",
@@ -45,16 +46,16 @@ SLOW = {
     "ZeRO-2, one reduction",
     "ZeRO-3",
 }
-"""Each of these is between two others, or daily in test_contract.py and test_resume.py; they run with -m slow."""
+"""Each of these is between two others, or daily in test_contract.py and test_resume.py; they run with -m slow. Pictures
+on two processes are daily in test_pictures.py."""
 
 
 QUICK_PDE = {"3 processes, ragged"}
 QUICK_CAUSAL_LM = {"2 processes", "FSDP2"}
-QUICK_LORA = {"micro-batches of 1, 2 processes"}
 
 
 def cases() -> list[object]:
-    quick = {"mmdit": set(LAYOUTS) - SLOW, "pde": QUICK_PDE, "causal_lm": QUICK_CAUSAL_LM, "lora": QUICK_LORA}
+    quick = {"mmdit": set(LAYOUTS) - SLOW, "pde": QUICK_PDE, "causal_lm": QUICK_CAUSAL_LM, "lora": set[str]()}
     return [
         pytest.param(recipe, name, marks=() if name in quick[recipe] else pytest.mark.slow, id=f"{recipe}-{name}")
         for recipe in STEPS

@@ -116,11 +116,8 @@ def test_a_damaged_record_is_no_empty_one(tmp_path: Path, undisturbed: Finished)
     assert f"{path}: cannot be read ('rollbacks'); it lists samples that this run leaves out" in damaged.output
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    # The same mechanism under every strategy, and DDP covers it in seconds.
-    ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow), pytest.param("zero2", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # one process shows the mechanism every day, and test_out_of_memory.py that several start again
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
 def test_several_processes_are_started_again(strategy: str, tmp_path: Path, undisturbed: Finished) -> None:
     bad = a_sample_of_step(undisturbed, 5)
     directory = tmp_path / "run"

@@ -19,7 +19,9 @@ from accel_train.config import (
     UsageError,
     expand_path,
 )
-from accel_train.options.loading import Loaded, load_config
+from accel_train.domains.images.pipeline import PictureOptions
+from accel_train.domains.language.pipeline import LanguageOptions
+from accel_train.options.loading import Loaded, load_config, read_options
 from accel_train.options.tree import config_text, flatten, option_names, to_tree
 from accel_train.store.run_file import write_config
 
@@ -367,3 +369,15 @@ def test_paths_are_expanded_against_the_directory_of_the_start(tmp_path: Path, m
     assert expand_path("runs/") == tmp_path / "runs"
     assert expand_path("~/a") == Path("/home/somebody/a")
     assert expand_path("$PLACE/../b") == tmp_path / "b"
+
+
+@pytest.mark.parametrize(
+    ("options", "flag", "message"),
+    [
+        (PictureOptions, "--text", "here use --prompt of a model of pictures"),
+        (LanguageOptions, "--prompt", "here use --text of a language model"),
+    ],
+)
+def test_the_flag_of_another_kind_of_model_is_refused_with_its_own(options: type, flag: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_options(options, [flag, "a red flag"], "accel-train sample runs/a")

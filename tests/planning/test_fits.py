@@ -50,10 +50,10 @@ def real_blocks(layout: Layout, folder: Path, candidate: Candidate) -> int:
 
 
 CASES = [
-    (Layout("single", 1), ("none",), 0.7),
     (Layout("single", 1), ("none",), 0.2),
 ]
 MORE = [
+    (Layout("single", 1), ("none",), 0.7),
     (Layout("single", 1), ("none", "selective", "full"), 0.05),
     (Layout("single", 1), ("full",), 0.5),
     (Layout("ddp", 2), ("none",), 0.4),

@@ -14,7 +14,7 @@ from tests.distributed.launching import Layout
 from tests.simulation import closed_forms
 from tests.simulation.counting import counted
 
-PROCESSES = (8, 64, 512, 1024)
+PROCESSES = (8, pytest.param(64, marks=pytest.mark.slow), pytest.param(512, marks=pytest.mark.slow), 1024)
 
 
 def shapes_of_model() -> dict[str, torch.Size]:

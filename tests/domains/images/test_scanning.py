@@ -306,7 +306,9 @@ def test_archives_are_not_unpacked(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*.png")) == []
 
 
-def test_what_is_no_source_of_pictures(tmp_path: Path) -> None:
+def test_what_is_no_source_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no pictures in this folder"):
         read(tmp_path / "empty", tmp_path / "cache")

@@ -151,7 +151,8 @@ def test_loss_and_gradients_are_those_of_torch_and_peft(name: str, tmp_path: Pat
         torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sd1", pytest.param("sdxl", marks=pytest.mark.slow)])  # files of XL: the next test
+@pytest.mark.slow  # gradients, files and refusals of text encoders are tested one by one above and below
+@pytest.mark.parametrize("name", ["sd1", "sdxl"])
 def test_text_encoders_are_trained_resumed_exported_and_loaded(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

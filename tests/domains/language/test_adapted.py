@@ -401,7 +401,10 @@ def test_damaged_adapters_are_refused(damage: str, base: Path, exported: Path, t
         (OURS + '{"source": "x", "files": {"a": {"sha256": "0"}}}}', r"its base, x, is not there"),
     ],
 )
-def test_a_foreign_description_is_refused(content: str, says: str, exported: Path, tmp_path: Path) -> None:
+def test_a_foreign_description_is_refused(
+    content: str, says: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     shutil.copytree(exported, tmp_path / "out")
     (tmp_path / "out" / "pipeline.json").write_text(content)
     with pytest.raises(UsageError, match=says):

@@ -57,6 +57,7 @@ def assert_planted_samples_are_found(recipe: str, tmp_path: Path, *flags: str) -
     return receipt
 
 
+@pytest.mark.slow  # every day the sample that ended a step is found, below
 def test_ten_latents_out_of_scale_are_found_among_two_hundred_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
