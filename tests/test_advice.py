@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -49,6 +50,12 @@ def test_a_bf16_weight_does_not_feel_a_small_step(dtype: torch.dtype, moved: flo
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert 1 - weight.item() == pytest.approx(moved, rel=1e-3)
+
+
+def test_times_a_thousandth_apart_are_one_in_bf16() -> None:
+    times = torch.tensor([0.5, 0.501])
+    assert times[0] != times[1]
+    assert times.bfloat16()[0] == times.bfloat16()[1]
 
 
 def test_a_constant_scale_of_the_loss_moves_the_clip_alone() -> None:
@@ -113,6 +120,16 @@ def test_accelerate_divides_the_last_window_by_the_full_one(accelerator: Acceler
                 windows.append(layer.weight.grad.item())
                 layer.weight.grad = None
     assert windows == [1.0, 0.25]
+
+
+def test_a_prepared_scheduler_advances_once_for_each_process(accelerator: Accelerator) -> None:
+    """Accelerate is told that it is one of four processes, which is all that its scheduler asks."""
+    PartialState._shared_state["num_processes"] = 4
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    prepared = AcceleratedScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1), [], step_with_optimizer=True)
+    optimizer.step()
+    prepared.step()
+    assert prepared.scheduler.last_epoch == 4
 
 
 def test_versions_are_no_text() -> None:
